@@ -14,14 +14,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import recurrent
-from kvjax.cache import Cache, CacheSpec, IndexSpec, LatentPages, LayerCache, PagedKV, append, append_latents
+from kvjax.cache import OPEN, Cache, CacheSpec, IndexSpec, LatentPages, LayerCache, PagedKV, append, append_latents
 from kvjax.cache.hot import Fetched, HotTiles, fetch
+from kvjax.cache.packed import append_chunk, append_packed
 from kvjax.learning import Learning, attend_and_learn
 from kvjax.model import Heads, Latents, Recurrence
 from kvjax.policies.decode import Blocks, DecodePolicy, IndexerQuery, SelectContext, Stateless, TopBlocks, TopTokens, Window
 from kvjax.policies.decode.base import attend_listed
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy, query_tile_of
 from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.pages import OpenPages
 
 
 def write(
@@ -33,20 +35,31 @@ def write(
     valid: Bool[Array, "B T"],
     indexes: tuple[IndexSpec, ...],
     frames: Int[Array, "B M"] | None,
-) -> LayerCache | None:
-    """Layer `number` of `layers` with the valid tokens written; unchanged if it reads another layer's pages. frames: those of its page
-    table; None: frames are page ids. ValueError if model and cache name different windows, or different layers to share with."""
+    chunk: tuple[Int[Array, "B"], Int[Array, "B"]] | None = None,
+) -> tuple[LayerCache | None, OpenPages | None]:
+    """Layer `number` of `layers` with the valid tokens written; unchanged if it reads another layer's pages. And, if it packs sealed pages,
+    the open pages that these tokens' queries read.
+
+    frames: those of its page table; None: frames are page ids. chunk: of prefill: its first token to write, and the first whose row is
+    computed. ValueError if model and cache name different windows, or different layers to share with.
+    """
     window, owner = cache.spec.group_of(number).window, cache.spec.layers[number].share_with
     if given.window != window:
         raise ValueError(f"layer {number} of the model has the window {given.window}, the cache keeps {window}")
     if given.share_with != owner:
         raise ValueError(f"layer {number} of the model shares with layer {given.share_with}, that of the cache with {owner}")
     if owner is not None:
-        return layers[number]
+        return layers[number], None
     place = positions, valid, cache.table_of(number)
     if isinstance(given, Latents):
-        return append_latents(layers[number], given.row, given.indexer.k, *place, frames)
-    return append(layers[number], given.k, given.v, *place, indexes if window is None else (), frames)
+        return append_latents(layers[number], given.row, given.indexer.k, *place, frames), None
+    kinds = indexes if window is None else ()
+    if layers[number].open is None:
+        return append(layers[number], given.k, given.v, *place, kinds, frames), None
+    rows = cache.page_tables[OPEN][:, 0]
+    if chunk is None:
+        return append_packed(layers[number], given.k, given.v, *place, rows, kinds)
+    return append_chunk(layers[number], given.k, given.v, positions[:, 0], *chunk, cache.lengths, place[2], rows, kinds)
 
 
 def pages_of(spec: CacheSpec, layers: tuple[LayerCache | None, ...], number: int, owners: tuple[LayerCache, ...] = ()) -> LayerCache:

@@ -48,7 +48,7 @@ class Slice:
 def cut_layers(decoder: Decoder, spec: CacheSpec, tensor: int | None = None) -> tuple[Slice, ...]:
     """The slices of a model. All have the same length, except the last, which may be shorter. tensor: over how many devices of a mesh heads
     are split; None: no mesh."""
-    counts = {size: len({each.decoder for each in _cut(decoder, spec, size, tensor)}) for size in SLICES}
+    counts = {size: len({(each.decoder, each.spec) for each in _cut(decoder, spec, size, tensor)}) for size in SLICES}
     return _cut(decoder, spec, min(SLICES, key=lambda size: counts[size]), tensor)
 
 
@@ -57,10 +57,10 @@ def _cut(decoder: Decoder, spec: CacheSpec, size: int, tensor: int | None) -> tu
     page_size = min(group.page_size for group in spec.groups)
     for first in range(0, len(spec.layers), size):
         last = min(first + size, len(spec.layers))
-        own = decoder.of_layers(first, last)
-        layers = own.config.cache_spec(page_size)
+        own, formats = decoder.of_layers(first, last), spec.formats[first:last]
+        layers = own.config.cache_spec(page_size).with_formats(formats)
         layers = layers if tensor is None else layers.on_mesh(tensor)
-        own, layers = known.setdefault(own, (own, layers))  # identical objects compare equal at once
+        own, layers = known.setdefault((own, formats), (own, layers))  # identical objects compare equal at once
         place = sum(number < first for number in spec.paged)
         found.append(Slice(first, last, own, layers, place, place + len(layers.paged), config.owners_before(first, last)))
     return tuple(found)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from jax.sharding import Mesh
 
 from kvjax.attend import attends_by_list
+from kvjax.cache.formats import CacheFormat, parse_cache_format
 from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.tables import table_width
 from kvjax.checks import listed
@@ -40,7 +41,8 @@ class DeclaredPolicies:
 
     policy, prefill: the engine's own; None: the model's (`own_policies`). policies: all that calls may name, `policy` first. states: those
     of learning policies. reach: what every sequence keeps from its first token on (`kvjax.release.kept_from_the_start`). last_choice,
-    last_prefill_choice: the latest choices of policies such as `auto`. mesh: of the engine; None: one device. frames: those of the engine,
+    last_prefill_choice: the latest choices of policies such as `auto`. mesh: of the engine; None: one device. cache_format: of its pages,
+    which the policies must be able to read. frames: those of the engine,
     for policies that choose; None where all pages lie on the device. ValueError for policies that do not fit the sizes or the layers.
     """
 
@@ -54,7 +56,9 @@ class DeclaredPolicies:
         page_size: int,
         prefill_chunk: int,
         mesh: Mesh | None = None,
+        cache_format: str | CacheFormat | None = None,
     ):
+        self.cache_format = parse_cache_format(cache_format, model.config.compute_dtype)
         self.model, self.page_size, self.prefill_chunk = model, page_size, prefill_chunk
         self._choosers: dict[ChoosesDecode, ChoosesDecode] = {}
         self._found: dict[str | DecodePolicy | None, DecodePolicy] = {}
@@ -67,10 +71,12 @@ class DeclaredPolicies:
         self.policies = tuple(dict.fromkeys((self.policy, *map(self._bound, others))))
         self._shards = None if mesh is None else Shards(mesh)
         sizes = {"page_size": page_size, "prefill_chunk": prefill_chunk, "tensor": 1 if mesh is None else self._shards.tensor}
+        sizes |= {"packed": self.cache_format is not None}
         self.states = PolicyStates(self.policies, model.config, **sizes)
         self.prefill = own_policies(model.config)[1] if prefill is None else parse_prefill(prefill)
         for each in (*self.policies, self.prefill):
             self._check_mesh(each)
+            self._check_format(each)
         _check_layers(f"prefill {self.prefill}", self.prefill, TopTokensPrefill, ChoosesPrefill, model.config)
         if isinstance(self.prefill, ChoosesPrefill):
             self.prefill = self.prefill.bind(model, page_size=page_size, dtype=model.config.compute_dtype)
@@ -96,6 +102,7 @@ class DeclaredPolicies:
             )
         self.states.check_declared(chosen)
         self._check_mesh(chosen)
+        self._check_format(chosen)
         self._found[policy] = chosen
         return chosen
 
@@ -147,6 +154,16 @@ class DeclaredPolicies:
         if policy not in self._choosers:
             self._choosers[policy] = policy.bind(self.model, page_size=self.page_size, dtype=self.model.config.compute_dtype)
         return self._choosers[policy]
+
+    def _check_format(self, policy: DecodePolicy | PrefillPolicy) -> None:
+        """NotImplementedError for a policy that cannot read packed pages yet, where the engine has some."""
+        if self.cache_format is None:
+            return
+        said = f"{'policy' if isinstance(policy, DecodePolicy) else 'prefill'} {policy}"
+        if isinstance(policy, ChoosesDecode | ChoosesPrefill):
+            raise NotImplementedError(f"{said} chooses by times of pages that are not packed: name a policy, or leave out cache_format")
+        if not isinstance(policy, DecodePolicy) and not getattr(policy, "reads_packed", False):
+            raise NotImplementedError(f"{said} reads keys as numbers and does not unpack pages yet: use dense, or leave out cache_format")
 
     def _check_mesh(self, policy: DecodePolicy | PrefillPolicy) -> None:
         """ValueError for a policy that cannot run over the devices of the engine's mesh."""

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Int, Int32
 
 from kvjax.ahead import CompileAhead, shape_of
-from kvjax.cache import Cache
+from kvjax.cache import Cache, pages_of_step
 from kvjax.cache.groups import GroupPages
 from kvjax.cache.pool import Layers, Pool, first_array, place_beside
 from kvjax.cache.tables import table_width
@@ -27,7 +27,7 @@ from kvjax.policies.decode import DecodePolicy
 from kvjax.release import PageRelease
 from kvjax.sampling import Sampled, Sampling, SamplingRows, check_rows
 from kvjax.sequences import CachedSequence
-from kvjax.slots import Slots, in_bucket, pages_of_step
+from kvjax.slots import Slots, in_bucket
 from kvjax.steps import decode_and_sample, sample_first
 
 DRAFTS = (1, 4, 8, 16)

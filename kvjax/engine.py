@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import PageAllocator
-from kvjax.cache.groups import GroupPages
+from kvjax.cache.groups import GroupPages, pages_for
 from kvjax.cache.pool import Pool, PoolStats
 from kvjax.cache.prefixes import PrefixStats
 from kvjax.capacity import Capacity
@@ -27,9 +26,10 @@ from kvjax.declared import DeclaredPolicies
 from kvjax.decoding import DecodeRunner, Launched, padded_rows
 from kvjax.guard import CallGuard, guarded
 from kvjax.inspection import StepRead, inspect
-from kvjax.memory import MemoryPlan, memory_plan, pool_pages
+from kvjax.memory import MemoryPlan, memory_plan, plan_with_weights, pool_pages
 from kvjax.model import Model
 from kvjax.outcomes import Reads
+from kvjax.packed_cache import check_cache_format
 from kvjax.plans import Chunk, Decoded, DecodeGroup, Prefilled, StepPlan, StepResult, check_plan
 from kvjax.policies.choice import Choice
 from kvjax.policies.decode import DecodePolicy
@@ -56,6 +56,7 @@ class Engine:
     others that calls may name; sealing builds the indexes of all. pages: size of the pool; None fits it to free memory. page_size and
     prefill_chunk: in tokens; the chunk is a multiple of the page. prefill: the prefill policy, or its name (`parse_prefill`); None as for
     policy. batch_buckets: decode batches are padded to the next of these sizes; a sequence's bits are the same in every batch of a bucket.
+    cache_format: how full pages are packed, as "int8" or "k=int8,v=int4"; None: not at all (docs/cache-formats.md).
     sequences: those not freed yet. device_bytes: size of the pool in bytes, in place of pages. pool_host_bytes: host memory for pages of
     running sequences that the device has no room for; there they are read in place (docs/tiers.md). mesh: `kvjax.mesh(...)`, over whose
     devices weights and pages are split (docs/devices.md). stores: reuse, host_bytes, disk,
@@ -77,6 +78,7 @@ class Engine:
         prefill_chunk: int = 512,
         prefill: str | PrefillPolicy | None = None,
         batch_buckets: tuple[int, ...] = BATCH_BUCKETS,
+        cache_format: str | None = None,
         device_bytes: int | None = None,
         pool_host_bytes: int | None = None,
         mesh: Mesh | None = None,
@@ -84,17 +86,18 @@ class Engine:
     ):
         check_model(model, "Engine")
         check_mesh(mesh, pool_host_bytes, stores)
+        packed = check_cache_format(cache_format, model.config, 1 if mesh is None else mesh.size, pool_host_bytes)
         self.guard, self.mesh = CallGuard("this engine"), mesh
         self.model, self.config = model if mesh is None else place_model(model, mesh), model.config
         self.page_size, self.prefill_chunk, self.batch_buckets = engine_sizes(page_size, prefill_chunk, batch_buckets)
         self.dtype = jnp.dtype(self.config.compute_dtype)
-        self.spec = spec_on_mesh(self.config.cache_spec(page_size), mesh)
-        split = {"page_size": page_size, "prefill_chunk": prefill_chunk, "mesh": mesh}
+        self.spec, self.cache_format = spec_on_mesh(self.config.cache_spec(page_size, packed), mesh), packed and str(packed)
+        split = {"page_size": page_size, "prefill_chunk": prefill_chunk, "mesh": mesh, "cache_format": packed}
         self._declared = DeclaredPolicies(model, policy, policies, prefill, **split)
         self.policy, self.policies = self._declared.policy, self._declared.policies
         self.prefill_policy, self.indexes = self._declared.prefill, self._declared.indexes
         sizes = {"page_size": page_size, "prefill_chunk": self.prefill_chunk, "sequences": self.batch_buckets[-1]}
-        sizes |= {"reach": self._declared.reach} | plan_sizes(mesh)
+        sizes |= {"reach": self._declared.reach, "cache_format": packed} | plan_sizes(mesh)
         # No method of this engine: one that nobody holds any more should go at once, and its stores with it.
         self._plan_beside_weights = functools.partial(memory_plan, self.config, **sizes, indexes=self.indexes, weights_bytes=0)
         plan = self._plan_beside_weights()
@@ -110,7 +113,7 @@ class Engine:
         self._capacity.pinned = None if self._reuse is None else self._reuse.pinned
         self._runs: dict[CachedSequence, ChunkRun] = {}
         copied = self._pool, self._groups, self._capacity, self._release, self.indexes
-        self._copies = SequenceCopies(model, *copied, self.prefill_chunk, self.guard)
+        self._copies = SequenceCopies(model, *copied, self.prefill_chunk, self.guard, self.cache_format)
         self._runner = DecodeRunner(self.model, self._pool, self._groups, self._declared, self._release)
         self.sequences: set[CachedSequence] = set()
 
@@ -120,19 +123,15 @@ class Engine:
         return self._runner.last_reads
 
     def __repr__(self) -> str:
-        paged = [name for name in self.allocators if name not in self.spec.row_groups]
-        used, total = sum(self._groups.used[name] for name in paged), sum(self.allocators[name].total for name in paged)
         name, policies = getattr(self.model, "name", "") or self.config.family, ", ".join(map(str, self.policies))
-        pool = f"{used:,} of {total:,} pages of {self.page_size} tokens in use"
+        pool = self._groups.describe() + (f", packed as {self.cache_format}" if self.cache_format else "")
         return f"Engine({name!r}: {policies}; prefill {self.prefill_policy}; {pool}, sequences={len(self.sequences)})"
 
     # Capacity
 
     def memory_plan(self) -> MemoryPlan:
         """Weights, cache per 1K tokens and pages that fit, for this model as loaded."""
-        weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.model.params))
-        plan = self._plan_beside_weights()
-        return dataclasses.replace(plan, weights_bytes=weights, available_bytes=plan.available_bytes + weights)
+        return plan_with_weights(self._plan_beside_weights(), self.model.params)
 
     @property
     def used_bytes(self) -> dict[str, int]:
@@ -174,7 +173,7 @@ class Engine:
 
     def grows(self, sequence: CachedSequence, tokens: int) -> bool:
         """Whether `tokens` more tokens of a sequence need pages that it does not hold."""
-        return any(-(-(sequence.length + tokens) // self.page_size) > len(pages) for pages in sequence.pages.values())
+        return any(pages_for(sequence.length + tokens, group) > len(sequence.pages[group.name]) for group in self.spec.groups)
 
     def slices_left(self, sequence: CachedSequence | None) -> int:
         """Slices of layers that the sequence's chunk of prefill has not run yet; all of them if no chunk has begun."""

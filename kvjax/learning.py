@@ -52,7 +52,8 @@ class OpenChunk:
     """A sequence's last chunk while it is not full: the policies' states before `position`, and the tokens prefilled from there on.
 
     The next call computes these tokens' queries again, so every cut of a prompt gives the same bits. This costs nothing, because a chunk
-    always computes all of its rows.
+    always computes all of its rows. Where pages are packed, position begins a page, because the tokens of that page before it may be
+    known only as packed when the queries run again. So queries of a page that steps began are not observed by prefill.
     """
 
     position: int
@@ -78,12 +79,23 @@ def state_specs(config: ModelConfig, page_size: int, max_pages: int, tensor: int
 
 
 class PolicyStates:
-    """The states of an engine's policies. `policies`: those that learn from prefill. tensor: as in `state_specs`.
+    """The states of an engine's policies. `policies`: those that learn from prefill. tensor: as in `state_specs`. packed: whether pages
+    are.
 
     ValueError for a policy that the engine's sizes do not allow.
     """
 
-    def __init__(self, policies: Sequence[DecodePolicy], config: ModelConfig, *, page_size: int, prefill_chunk: int, tensor: int = 1):
+    def __init__(
+        self,
+        policies: Sequence[DecodePolicy],
+        config: ModelConfig,
+        *,
+        page_size: int,
+        prefill_chunk: int,
+        tensor: int = 1,
+        packed: bool = False,
+    ):
+        self._grain = page_size if packed else 1
         self.policies = tuple(policy for policy in policies if learns_from_prefill(policy))
         for policy in self.policies:
             _check(policy, page_size, prefill_chunk)
@@ -147,7 +159,7 @@ class PolicyStates:
             return None, None
         opened = sequence.open_chunk
         if not whole or opened is None or opened.position < start:
-            opened = OpenChunk(first, (), dict(sequence.states))
+            opened = OpenChunk(-(-first // self._grain) * self._grain, (), dict(sequence.states))
         states = tuple(opened.states[policy] for policy in told)
         return Learning(states, np.array([opened.position], np.int32), told, self.max_pages), opened
 
@@ -171,10 +183,11 @@ def _split(states: States, size: int) -> tuple[States, ...]:
 def after_chunk(
     sequence: CachedSequence, learning: Learning | None, opened: OpenChunk | None, learned: tuple[States, ...], written: Sequence[int]
 ) -> None:
-    """Keep what a prefill step learned, and what the next call needs to continue. written: its tokens."""
+    """Keep what a prefill step learned, and what the next call needs to continue. written: its tokens, which sequence.length counts."""
     if learning is not None:
         sequence.states = sequence.states | dict(zip(learning.policies, learned, strict=True))
-        sequence.open_chunk = dataclasses.replace(opened, tokens=(*opened.tokens, *written))
+        early = max(0, opened.position - (sequence.length - len(written)))
+        sequence.open_chunk = dataclasses.replace(opened, tokens=(*opened.tokens, *written[early:]))
 
 
 def _check(policy: LearnsFromPrefill, page_size: int, prefill_chunk: int) -> None:

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import Mesh
 
-from kvjax.cache import WHOLE, IndexSpec, OutOfPages
+from kvjax.cache import OPEN, WHOLE, IndexSpec, OutOfPages
+from kvjax.cache.formats import CacheFormat, parse_cache_format
 from kvjax.cache.groups import Reach, frame_counts, most_pages, window_of
 from kvjax.cache.spanning import FrameCounts, supported
 from kvjax.checks import whole_number
-from kvjax.model import ModelConfig
+from kvjax.model import ModelConfig, Params
 from kvjax.packing import FormatOf, scheme_of
 from kvjax.packing import weights_bytes as packed_bytes
 from kvjax.sharding import CONTEXT, least_of_processes
@@ -119,6 +120,8 @@ class MemoryPlan:
     def advice(self, error: OutOfPages) -> str:
         """Text for the error message when a layer group has no free page left."""
         group = next(group for group in self.groups if group.name == error.group)
+        if group.name == OPEN:
+            return f"A row of this group holds the open pages of one sequence: there are {error.total}, for the largest of batch_buckets"
         if group.page_size == WHOLE:
             return f"A page of this group is the state of one sequence: there are {error.total}, for the largest of batch_buckets"
         more = max(0, self.available_bytes - self.weights_bytes) // group.page_bytes
@@ -152,6 +155,7 @@ class MemoryPlan:
 
     def _group_text(self, group: GroupPlan, pages: int) -> str:
         kind = "states" if group.page_size == WHOLE else f"page of {group.page_size} tokens"
+        kind = "open pages" if group.name == OPEN else kind
         holds = f"{pages:,} pages, {pages * group.page_size:,} tokens"
         if group.most is not None:
             enough = (
@@ -166,6 +170,7 @@ def memory_plan(
     *,
     page_size: int = 128,
     indexes: tuple[IndexSpec, ...] = (),
+    cache_format: str | CacheFormat | None = None,
     weights_bytes: int | None = None,
     weights: str | FormatOf | None = None,
     available_bytes: int | None = None,
@@ -176,12 +181,13 @@ def memory_plan(
     context: int = 1,
     devices: Sequence[jax.Device] = (),
 ) -> MemoryPlan:
-    """The plan for a model, cache in its compute_dtype.
+    """The plan for a model.
 
     Args:
         config: the model's.
         page_size: tokens.
         indexes: those that sealing builds.
+        cache_format: how sealed pages are packed (`kvjax.cache.formats`); None: they are not, and hold numbers of compute_dtype.
         weights_bytes: None: counted from the configuration. Pass 0 if the weights are loaded already.
         weights: how they are packed, as in `kvjax.load`, or a function that says it (`kvjax.packing.FormatOf`); None: in compute_dtype.
         available_bytes: None: a share of the free memory of the device that has least (0.85 of an accelerator's, 0.5 of the host's).
@@ -192,9 +198,10 @@ def memory_plan(
         tensor, context: of the mesh over which weights and pages are split; bytes are then those of one device.
         devices: those whose memory counts; none: the first that JAX has.
 
-    Raises ValueError for a model whose heads or MLP columns cannot be split over `tensor` devices, and for one without attention.
+    Raises ValueError for a model whose heads or MLP columns cannot be split over `tensor` devices, for one without attention, and for a
+    cache format that cannot be read or does not fit; NotImplementedError for one that the model's layers cannot have yet.
     """
-    spec = config.cache_spec(page_size).on_mesh(tensor).on_device(tensor)
+    spec = config.cache_spec(page_size, parse_cache_format(cache_format, config.compute_dtype)).on_mesh(tensor).on_device(tensor)
     if weights_bytes is None:
         weights_bytes = packed_bytes(config, scheme_of(weights).format_of if isinstance(weights, str) else weights, tensor=tensor)
     if not spec.paged:
@@ -209,6 +216,12 @@ def memory_plan(
         groups.append(GroupPlan(group.name, *sizes, None if math.isinf(most) else most))
     available = min(map(free_bytes, devices or jax.local_devices()[:1])) if available_bytes is None else available_bytes
     return MemoryPlan(weights_bytes, available, tuple(groups), sequences)
+
+
+def plan_with_weights(beside: MemoryPlan, params: Params) -> MemoryPlan:
+    """The plan of a model whose weights are loaded, from one of the memory beside them."""
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    return dataclasses.replace(beside, weights_bytes=weights, available_bytes=beside.available_bytes + weights)
 
 
 def default_pages(plan: MemoryPlan, config: ModelConfig) -> int:

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
+from kvjax.cache.formats import CacheFormat
 from kvjax.cache.spec import WHOLE, CacheSpec, GroupSpec
 from kvjax.layers import AttentionLayer, DeltaLayer, LatentLayer, LayerConfig, LongRope, Mixer, Mlp, Rope, RopeScaling
 from kvjax.sharding import Shards, whole_params
@@ -229,16 +230,17 @@ class ModelConfig:
         """Layers, of all kinds."""
         return len(self.layers)
 
-    def cache_spec(self, page_size: int) -> CacheSpec:
+    def cache_spec(self, page_size: int, cache_format: CacheFormat | None = None) -> CacheSpec:
         """This model's cache, in pages of `page_size` tokens. Layers with the same window are one layer group, and so are recurrent
-        layers."""
+        layers. cache_format: how sealed pages are packed; raises as `CacheFormat.packed` does."""
         windows = {_group_name(layer.mixer): layer.mixer.window for layer in self.layers}
         groups = tuple(GroupSpec(name, WHOLE if name == RECURRENT else page_size, window) for name, window in windows.items())
         layers, owners = (
             tuple(mixer.cache_spec(_group_name(mixer), page_size, self.compute_dtype) for mixer in mixers)
             for mixers in ([layer.mixer for layer in self.layers], self.owners)
         )
-        return CacheSpec(groups, layers, owners)
+        spec = CacheSpec(groups, layers, owners)
+        return spec if cache_format is None else cache_format.packed(spec)
 
     def owners_before(self, first: int, last: int) -> tuple[int, ...]:
         """Numbers of the layers before `first` whose keys and values layers [first, last) read, ascending."""

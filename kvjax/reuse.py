@@ -24,7 +24,7 @@ from kvjax.cache.groups import GroupPages
 from kvjax.cache.host_store import HostStore
 from kvjax.cache.pool import Pool, first_array
 from kvjax.cache.prefixes import Prefixes, PrefixStats
-from kvjax.cache.spec import MOST_TOKENS
+from kvjax.cache.spec import MOST_TOKENS, OPEN
 from kvjax.cache.transfer import block_bytes, read_blocks
 from kvjax.checks import check_salt, whole_number
 from kvjax.declared import DeclaredPolicies
@@ -92,7 +92,7 @@ def make_reuse(
             "make the engine without reuse of pages"
         )
     (device,) = first_array(pool.layers).devices()
-    sizes = {group.name: block_bytes(groups.spec, group.name) for group in groups.spec.groups}
+    sizes = {group.name: block_bytes(groups.spec, group.name) for group in groups.spec.groups if group.name != OPEN}
     host = None
     if host_bytes is not None:
         check_host_bytes("host_bytes", whole_number("host_bytes", host_bytes, 1, 2**63))
@@ -138,8 +138,9 @@ class Reuse:
         # Policies whose queries look at each other write the pages of a chunk together.
         alone = declared.prefill.queries_stand_alone
         grain = declared.page_size if alone or not exact else declared.prefill_chunk
+        self._packed = None if declared.cache_format is None else str(declared.cache_format)
         self._mark = os.urandom(16).hex() if disk is None else fingerprint(model)  # without a disk, no other engine meets these pages
-        if disk is None and host is None and groups.spec.row_groups:
+        if disk is None and host is None and groups.spec.state_groups:
             logger.warning("prompts of this model are found only with host_bytes or disk, which keep the states of its recurrent layers")
         self.prefixes = Prefixes(pool, groups, declared.indexes, grain=grain, host=host, disk=disk)
 
@@ -218,10 +219,12 @@ class Reuse:
     def _root(self) -> bytes:
         """Everything that a page's bits depend on, besides tokens and policies; or what it must have in common with others at least."""
         if not self.exact:
-            return json.dumps([self._mark, "any", kvjax.__version__, self._page_size, str(self.model.config.compute_dtype)]).encode()
+            common = [kvjax.__version__, self._page_size, self._packed, str(self.model.config.compute_dtype)]
+            return json.dumps([self._mark, "any", *common]).encode()
         versions = {"kvjax": kvjax.__version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
         device: dict[str, Any] = {"kind": self._device.device_kind, "platform": self._device.client.platform_version}
         sizes = {"page": self._page_size, "chunk": self._declared.prefill_chunk, "dtype": str(self.model.config.compute_dtype)}
+        sizes |= {"packed": self._packed}
         sample = "" if self._disk is None else self._sample()
         return json.dumps([self._mark, versions, device, sizes, dispatch.forced_path(), sample], sort_keys=True).encode()
 

@@ -27,7 +27,8 @@ from kvjax.sharding import in_first_process
 class SequenceCopies:
     """`Engine.save`, `restore`, `suspend`, `resume` and `fork`. The caller checks that sequences are live.
 
-    Everything given is the engine's. chunk: tokens of a chunk of prefill. guard: has the points at which Ctrl-C takes effect.
+    Everything given is the engine's. chunk: tokens of a chunk of prefill. guard: has the points at which Ctrl-C takes effect. cache_format:
+    the text of how pages are packed; None: they are not.
     """
 
     def __init__(
@@ -40,19 +41,22 @@ class SequenceCopies:
         indexes: tuple[IndexSpec, ...],
         chunk: int,
         guard: CallGuard,
+        cache_format: str | None = None,
     ):
         self.model, self.spec, self._release = model, groups.spec, release
         self._pool, self._groups, self._capacity, self._indexes, self._chunk, self._guard = pool, groups, capacity, indexes, chunk, guard
         self._page_size = min(group.page_size for group in self.spec.groups)
-        self._one_device = model.config.cache_spec(self._page_size)  # of files, whatever the mesh
+        # Of files, whatever the mesh.
+        self._one_device = model.config.cache_spec(self._page_size).with_formats(self.spec.formats)
         self._fingerprint: str | None = None
+        self._cache_format = cache_format
 
     @property
-    def header(self) -> dict[str, str | int]:
+    def header(self) -> dict[str, str | int | None]:
         """What a file and the engine that reads it must agree on."""
         self._fingerprint = self._fingerprint or fingerprint(self.model)  # it reads all weights
         dtype = str(jnp.dtype(self.model.config.compute_dtype))
-        return {"model": self._fingerprint, "page_size": self._page_size, "dtype": dtype}
+        return {"model": self._fingerprint, "page_size": self._page_size, "dtype": dtype, "cache_format": self._cache_format}
 
     def save(self, sequence: CachedSequence, path: str | Path) -> None:
         """Write pages and tokens to a file. ValueError if `.tokens` does not hold the token of every position, and after a policy that

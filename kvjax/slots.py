@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from kvjax.cache import MOST_TOKENS, Cache, CacheSpec
+from kvjax.cache import Cache, CacheSpec, pages_of_step
 from kvjax.cache.pool import Pool
 from kvjax.cache.tables import narrower, page_table, table_width
 from kvjax.sequences import CachedSequence, Growth
@@ -179,11 +179,6 @@ class Slots:
                 self._tables = None
         self._holds = max(low for low, _ in bounds), min(high for _, high in bounds)
         self._dirty.clear()
-
-
-def pages_of_step(page_size: int) -> int:
-    """The most pages of this size that a step writes to in one row: it may begin at the end of a page."""
-    return 1 + -(-(MOST_TOKENS - 1) // page_size)
 
 
 def name_pages(cache: Cache, following: NextPages) -> Cache:

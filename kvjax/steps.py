@@ -25,6 +25,7 @@ from kvjax.attend import (
 )
 from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache, frame_tables
 from kvjax.cache.hot import count as count_fetched
+from kvjax.cache.packed import opened
 from kvjax.learning import Learning
 from kvjax.model import Decoder, LayerInput, Params, Recurrence
 from kvjax.outcomes import Reads, pack
@@ -70,8 +71,8 @@ def prefill_layers(
     positions = starts[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
     valid = (positions >= fresh[:, None]) & (positions < cache.lengths[:, None])
     tables, missing = frame_tables(cache), None
+    first = fresh if learning is None else jnp.minimum(fresh, learning.first)
     if tables:
-        first = fresh if learning is None else jnp.minimum(fresh, learning.first)
         missing = sum(_missing_in_prefill(policy, cache, layer, tables, first) for layer in cache.spec.paged) + jnp.zeros_like(fresh)
 
     shards = cache.shards
@@ -83,14 +84,15 @@ def prefill_layers(
             out, after = recall_chunk(cache, layers, layer, heads, starts, fresh)
             return out, (_replace(layers, layer, after), learned)
         frames = tables.get(cache.spec.layers[layer].group)
-        layers = _replace(layers, layer, write(cache, layers, layer, heads, positions, valid, indexes, frames))
+        written, open_pages = write(cache, layers, layer, heads, positions, valid, indexes, frames, (fresh, first))
+        layers = _replace(layers, layer, written)
         at = cache.spec.paged.index(layer)
         where = cache.table_of(layer), starts, cache.lengths
         given = {"indexer": asked_of(heads), "moved": frames, "rope": heads.rope}
         split = {"shards": shards, "copies": cache.spec.layers[layer].copies}
         ctx = PrefillContext(*where, layer=place + at, sm_scale=heads.sm_scale, **given, **split)
         known = () if learning is None else tuple(states[at] for states in learning.states)
-        read = pages_of(cache.spec, layers, layer, owners)
+        read = opened(pages_of(cache.spec, layers, layer, owners), open_pages)
         read, ctx = stage(read, ctx) if staged and frames is not None else (read, ctx)
         if dealt_out:
             whole = cache.page_tables[cache.spec.layers[layer].group]
@@ -230,8 +232,9 @@ def decode(
             return out, (_replace(layers, layer, after), states, listed, tiles, fetched)
         table, page_size = cache.table_of(layer), spec.group_of(layer).page_size
         frames = tables.get(spec.layers[layer].group)
-        layers = _replace(layers, layer, write(cache, layers, layer, heads, positions, valid, indexes, frames))
-        read = pages_of(spec, layers, layer)
+        written, open_pages = write(cache, layers, layer, heads, positions, valid, indexes, frames)
+        layers = _replace(layers, layer, written)
+        read = opened(pages_of(spec, layers, layer), open_pages)
         place, count = spec.paged.index(layer), len(spec.paged)
         sizes = {"layer": place, "num_layers": count, "page_size": page_size, "sm_scale": heads.sm_scale}
         border = None if frames is None else cache.residency[spec.layers[layer].group].border

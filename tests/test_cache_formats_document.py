@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from kvjax.fidelity.documents import load, rendered
 from pallas_kernels.pack_pages import pack_pages
 from pallas_kernels.page_format import PageFormat, unpack
 
@@ -51,3 +52,12 @@ def row(name: str) -> str:
 @pytest.mark.parametrize("name", ROWS)
 def test_the_table_holds(name):
     assert row(name) in DOCUMENT.read_text().splitlines()
+
+
+PANEL = load([DOCUMENT.parents[1] / "benchmarks" / "results" / "cpu" / "fidelity-cache-formats.json"])
+
+
+def test_the_figures_of_a_model_are_those_of_the_panel():
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert rendered(text, PANEL, "cache-formats") == text
+    assert rendered(text.replace("dense @ int8 (all)", "dense @ int9 (all)"), PANEL, "cache-formats") == text

@@ -2,7 +2,7 @@
 
 from kvjax.cache.allocator import OutOfPages, PageAllocator
 from kvjax.cache.residency import MissingPages, Residency, check_missing, frame_tables
-from kvjax.cache.spec import MOST_TOKENS, WHOLE, CacheSpec, GroupSpec, LatentSpec, PagedSpec, RecurrentSpec
+from kvjax.cache.spec import MOST_TOKENS, OPEN, WHOLE, CacheSpec, GroupSpec, LatentSpec, PagedSpec, RecurrentSpec, pages_of_step
 from kvjax.cache.types import (
     INDEXER,
     INDEXER_SCALES,
@@ -10,6 +10,7 @@ from kvjax.cache.types import (
     IndexSpec,
     LatentPages,
     LayerCache,
+    OpenRows,
     PagedKV,
     SlotLayer,
     empty_latents,
@@ -21,6 +22,7 @@ __all__ = [
     "INDEXER",
     "INDEXER_SCALES",
     "MOST_TOKENS",
+    "OPEN",
     "WHOLE",
     "Cache",
     "CacheSpec",
@@ -30,6 +32,7 @@ __all__ = [
     "LatentSpec",
     "LayerCache",
     "MissingPages",
+    "OpenRows",
     "OutOfPages",
     "PageAllocator",
     "PagedKV",
@@ -44,5 +47,6 @@ __all__ = [
     "empty_latents",
     "empty_layer",
     "frame_tables",
+    "pages_of_step",
     "seal",
 ]

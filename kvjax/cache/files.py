@@ -96,7 +96,7 @@ def read_sequence(
                 interrupt_point()
                 count = len(stored_pages(group, len(tokens), None if keeps is None else keeps[1]))
                 stored[group.name] = _tensor(path, file, f"pages.{group.name}", [count, block_bytes(spec, group.name)], "U8")
-            for name in spec.row_groups:
+            for name in spec.state_groups:
                 for number, arrays in arrays_of_rows(spec, name, stored[name]).items():
                     _check_first(path, int(arrays["first"][0]), len(tokens), spec.layers[number].page_size)
             return tokens, stored, keeps

@@ -86,6 +86,14 @@ class GroupPages:
         """Pages of each group that sequences hold, each counted once."""
         return {name: each.total - each.free for name, each in self.allocators.items()}
 
+    def describe(self) -> str:
+        """How many of the pages with tokens are in use, in words. Rows are left out."""
+        paged = [group for group in self.spec.groups if group.page_size != WHOLE]
+        used, total = (
+            sum(counts) for counts in zip(*((self.used[each.name], self.allocators[each.name].total) for each in paged), strict=True)
+        )
+        return f"{used:,} of {total:,} pages of {paged[0].page_size} tokens in use"
+
     @property
     def longest(self) -> float:
         """Tokens of the longest sequence that the whole pool can hold; infinite if there is no limit."""

@@ -16,7 +16,7 @@ from kvjax.cache.frames import Frames
 from kvjax.cache.hot import HotBuffers, HotTiles, counted, empty_hot, forget, no_buffers
 from kvjax.cache.residency import Residency, check_missing
 from kvjax.cache.spanning import free_with
-from kvjax.cache.spec import CacheSpec
+from kvjax.cache.spec import OPEN, CacheSpec
 from kvjax.cache.types import Cache, LatentPages, LayerCache, PagedKV, SlotLayer
 from kvjax.cache.writes import copy_page, move_frames
 from kvjax.sharding import Shards
@@ -164,7 +164,8 @@ class Pool:
             return [tuple(np.int32(each[layer.group]) for layer in self.spec.layers) for each in (ids, frames)]
 
         (source, source_frames), (target, target_frames) = of_layers(sources), of_layers(targets)
-        self.run(copy_page, self.layers, source, target, source_frames, target_frames, self.shards)
+        rows = (np.int32(sources[OPEN]), np.int32(targets[OPEN])) if OPEN in sources else None
+        self.run(copy_page, self.layers, source, target, source_frames, target_frames, self.shards, rows)
 
     def expect_none(self, missing: Array | None) -> None:
         """Look at a chunk's count of missing pages as soon as it is known, without waiting for it. MissingPages for an earlier one."""

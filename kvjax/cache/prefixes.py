@@ -26,6 +26,7 @@ from kvjax.cache.groups import GroupPages, Holder, PageIds, first_stored
 from kvjax.cache.host_store import HostStore
 from kvjax.cache.pins import Pins
 from kvjax.cache.pool import Pool
+from kvjax.cache.spec import OPEN
 from kvjax.cache.transfer import PIECE, Block, read_blocks, write_blocks
 from kvjax.cache.types import IndexSpec
 from pallas_kernels import dispatch
@@ -197,7 +198,7 @@ class Prefixes:
 
         length: tokens of the prompt, for the message. ValueError for a prefix that is not known; others as of `Pins.add`.
         """
-        border = STATE_CHUNKS * self._groups.chunk // self.grain if self.spec.row_groups else 1
+        border = STATE_CHUNKS * self._groups.chunk // self.grain if self.spec.state_groups else 1
         count = len(digests) // border * border
         if not count:
             raise ValueError(
@@ -221,7 +222,7 @@ class Prefixes:
 
     def state_keys(self, digests: Sequence[bytes]) -> dict[str, bytes]:
         """Key of the state after these grains, for each layer group that has states."""
-        return {name: _named(digests[-1], name, 0) for name in self.spec.row_groups}
+        return {name: _named(digests[-1], name, 0) for name in self.spec.state_groups}
 
     def places(self, digests: Sequence[bytes]) -> dict[str, tuple[list[int], int]]:
         """Of the pages of these grains, by layer group: those on the device, and how many are elsewhere. States are left out."""
@@ -268,7 +269,7 @@ class Prefixes:
             if not all(self._there(name, _named(digest, name, page)) for name in whole for page in range(each)):
                 break
             longest += 1
-        others = [group.name for group in self.spec.groups if group.name not in whole]
+        others = [group.name for group in self.spec.groups if group.name not in (*whole, OPEN)]
         for count in range(longest, 0, -1):
             first = self._first(count)
             if all(self._there(name, key) for name in others for key in self._units(name, digests[:count], first[name])):
@@ -280,7 +281,8 @@ class Prefixes:
         there are too few free pages for those that have to be copied. to_pin: for a pin, which takes no states of recurrent layers. No
         prompt has asked for its pages, so they do not count as found."""
         first = self._first(len(digests))
-        names = [name for name in first if not to_pin or name not in self.spec.row_groups]
+        names = [name for name in first if name != OPEN and (not to_pin or name not in self.spec.row_groups)]
+        rows = {OPEN: 1} if OPEN in first and not to_pin else {}  # for the pages to come: a prefix ends with a sealed one
         wanted = {name: self._units(name, digests, first[name]) for name in names}
         resident = {name: {key: self._device[name][key] for key in keys if key in self._device[name]} for name, keys in wanted.items()}
         absent = {name: [key for key in keys if key not in resident[name]] for name, keys in wanted.items()}
@@ -289,10 +291,11 @@ class Prefixes:
             for name, pages in resident.items():  # first, so that none of these makes room for the others
                 self._groups.allocators[name].own(list(pages.values()))
                 owned[name] = list(pages.values())
-            self._groups.check_free({name: len(keys) for name, keys in absent.items()})
-            taken = {name: self._groups.allocators[name].take(len(keys)) for name, keys in absent.items()}
+            counts = {name: len(keys) for name, keys in absent.items()} | rows
+            self._groups.check_free(counts)
+            taken = {name: self._groups.allocators[name].take(count) for name, count in counts.items()}
             for name, pages in taken.items():
-                owned[name] = owned[name] + pages
+                owned[name] = owned.get(name, []) + pages
             whole = all(self._bring(name, absent[name], taken[name], counted=not to_pin) for name in absent)
         except BaseException:
             self.release(owned)
@@ -300,6 +303,7 @@ class Prefixes:
         if not whole:
             self.release(owned)
             return False
+        sequence.pages |= {name: taken[name] for name in rows}
         for name, keys in wanted.items():
             copied = dict(zip(absent[name], taken[name], strict=True))
             if name not in self.spec.row_groups:  # a row of state changes with the next token
@@ -364,7 +368,7 @@ class Prefixes:
             self._copy(group.name, new)
 
     def _keep_states(self, sequence: Holder, digest: bytes) -> None:
-        for name in self.spec.row_groups:
+        for name in self.spec.state_groups:
             self._copy(name, {_named(digest, name, 0): sequence.pages[name][0]})
 
     def _copy(self, group: str, pages: dict[bytes, int]) -> None:

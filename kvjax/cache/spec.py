@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,20 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.cache.spanning import FrameCounts
-from kvjax.cache.types import IndexSpec, LayerCache, SlotLayer, empty_latents, empty_layer
+from kvjax.cache.types import IndexSpec, LayerCache, PagedKV, SlotLayer, empty_latents, empty_layer, empty_packed
+from pallas_kernels.page_format import PageFormat
 
 WHOLE = 1 << 30
 """Page size, in tokens, of a group in which one page holds a whole sequence: the state of recurrent layers."""
 MOST_TOKENS = 16
 """The most tokens that a decode step may write to a sequence, including drafted ones."""
+OPEN = "open"
+"""Name of the layer group of open pages beside packed ones: one row of them holds those of a sequence, in all layers that pack."""
+
+
+def pages_of_step(page_size: int) -> int:
+    """The most pages of this size that a step writes to in one row: it may begin at the end of a page."""
+    return 1 + -(-(MOST_TOKENS - 1) // page_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +52,8 @@ class PagedSpec:
     """A layer that keeps keys and values of every KV head. dtype: of both, by name.
 
     share_with: the number of the layer whose pages it reads, and then it keeps none; None: its own. Below 0: `CacheSpec.owners` has it.
-    copies: how many devices of a mesh keep each head (`CacheSpec.on_mesh`).
+    copies: how many devices of a mesh keep each head (`CacheSpec.on_mesh`). k_packed, v_packed: how sealed pages are packed; None: they are
+    not. The pages of a layer that packs either are open until they are full, and then lie in its open rows.
     """
 
     group: str
@@ -53,6 +62,8 @@ class PagedSpec:
     dtype: str
     share_with: int | None = None
     copies: int = 1
+    k_packed: PageFormat | None = None
+    v_packed: PageFormat | None = None
 
     def on_mesh(self, tensor: int) -> PagedSpec:
         """The layer over all of `tensor` devices: a head for each device at least, some then being the same."""
@@ -68,12 +79,26 @@ class PagedSpec:
         """Elements of a token that attention reads."""
         return 2 * self.kv_heads * self.head_dim
 
+    @property
+    def formats(self) -> tuple[PageFormat | None, PageFormat | None]:
+        """How keys and values are packed."""
+        return self.k_packed, self.v_packed
+
     def empty(
-        self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = (), frames: FrameCounts | None = None
+        self,
+        num_pages: int,
+        page_size: int,
+        indexes: tuple[IndexSpec, ...] = (),
+        frames: FrameCounts | None = None,
+        rows: int = 0,
     ) -> LayerCache | None:
-        """`num_pages` zeroed pages, with the indexes; None for a layer that reads another's. frames: as in `empty_layer`."""
+        """`num_pages` zeroed pages, with the indexes; None for a layer that reads another's. frames: as in `empty_layer`. rows: of open
+        pages, where pages are packed; then none may lie in host memory."""
         if self.share_with is not None:
             return None
+        if self.formats != (None, None):
+            sizes = num_pages, self.kv_heads, page_size, self.head_dim, jnp.dtype(self.dtype)
+            return empty_packed(*sizes, indexes, self.formats, (rows, pages_of_step(page_size)))
         return empty_layer(num_pages, self.kv_heads, page_size, self.head_dim, jnp.dtype(self.dtype), indexes, frames)
 
 
@@ -223,7 +248,7 @@ class CacheSpec:
         names = [group.name for group in self.groups]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"a cache needs layer groups of different names, got {names}")
-        used = [layer.group for layer in self.layers]
+        used = [layer.group for layer in self.layers] + [OPEN] * bool(self.packing)
         if set(used) != set(names):
             raise ValueError(f"every layer group needs layers and every layer a group; groups {names}, layers in {sorted(set(used))}")
 
@@ -267,8 +292,29 @@ class CacheSpec:
         """The group of a layer."""
         return self._named(self.layers[layer].group)
 
+    def with_formats(self, formats: Sequence[tuple[PageFormat | None, PageFormat | None]]) -> CacheSpec:
+        """The same cache with sealed pages packed: formats of keys and values of each layer, (None, None) where it does not pack."""
+        layers = tuple(
+            dataclasses.replace(layer, k_packed=k, v_packed=v) if (k, v) != (None, None) else layer
+            for layer, (k, v) in zip(self.layers, formats, strict=True)
+        )
+        opened = (GroupSpec(OPEN, WHOLE),) if layers != self.layers else ()
+        return dataclasses.replace(self, groups=self.groups + opened, layers=layers)
+
+    @property
+    def formats(self) -> tuple[tuple[PageFormat | None, PageFormat | None], ...]:
+        """Of each layer, how it packs keys and values."""
+        return tuple(layer.formats if isinstance(layer, PagedSpec) else (None, None) for layer in self.layers)
+
+    @property
+    def packing(self) -> tuple[int, ...]:
+        """Numbers of the layers that pack their sealed pages."""
+        return tuple(number for number, each in enumerate(self.formats) if each != (None, None))
+
     def layers_of(self, group: str) -> tuple[int, ...]:
-        """Numbers of the group's layers."""
+        """Numbers of the group's layers. Those of `OPEN` belong to another group, too."""
+        if group == OPEN:
+            return self.packing
         return tuple(number for number, layer in enumerate(self.layers) if layer.group == group)
 
     @property
@@ -283,8 +329,13 @@ class CacheSpec:
 
     @property
     def row_groups(self) -> tuple[str, ...]:
-        """Groups in which a sequence of any length holds one page, a row of state."""
+        """Groups in which a sequence of any length holds one page: a row of state, or of open pages."""
         return tuple(group.name for group in self.groups if group.page_size == WHOLE)
+
+    @property
+    def state_groups(self) -> tuple[str, ...]:
+        """Groups of recurrent layers: without their row, a sequence cannot go on even from the end of a page."""
+        return tuple(name for name in self.row_groups if name != OPEN)
 
     @property
     def kv_heads(self) -> int:
@@ -296,16 +347,21 @@ class CacheSpec:
     ) -> tuple[LayerCache | None, ...]:
         """Zeroed pages of every layer, None for one that reads another's. pages: how many, by group. indexes: those of layers that read all
         tokens. frames: where pages lie, for groups with pages in host memory."""
-        known = frames or {}
-        return tuple(self._empty(number, pages[layer.group], indexes, known.get(layer.group)) for number, layer in enumerate(self.layers))
+        known, rows = frames or {}, pages.get(OPEN, 0)
+        return tuple(
+            self._empty(number, pages[layer.group], indexes, known.get(layer.group), rows) for number, layer in enumerate(self.layers)
+        )
 
     def bytes_per_page(self, group: str, indexes: tuple[IndexSpec, ...] = ()) -> int:
         """Bytes of one page of a group, in all layers that hold it, indexes included."""
-        layers = jax.eval_shape(lambda: [self._empty(number, 1, indexes) for number in self.layers_of(group)])
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
+        layers = jax.eval_shape(lambda: [self._empty(number, 1, indexes, rows=1) for number in self.layers_of(group)])
+        parts = [part_of(layer, group) for layer in layers]
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(parts))
 
     def bytes_per_frame(self, group: str) -> int:
         """Bytes of keys and values of one page of a group, in all layers that hold it: what moves between device and host memory."""
+        if group == OPEN:
+            return 0
         layers = jax.eval_shape(lambda: [self._empty(number, 1, ()) for number in self.layers_of(group)])
         pages = [layer.pages for layer in layers if layer is not None and not isinstance(layer, SlotLayer)]
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages))
@@ -313,6 +369,16 @@ class CacheSpec:
     def _named(self, name: str) -> GroupSpec:
         return next(group for group in self.groups if group.name == name)
 
-    def _empty(self, number: int, pages: int, indexes: tuple[IndexSpec, ...], frames: FrameCounts | None = None) -> LayerCache | None:
-        group = self.group_of(number)
-        return self.layers[number].empty(pages, group.page_size, indexes if group.window is None else (), frames)
+    def _empty(
+        self, number: int, pages: int, indexes: tuple[IndexSpec, ...], frames: FrameCounts | None = None, rows: int = 0
+    ) -> LayerCache | None:
+        group, layer = self.group_of(number), self.layers[number]
+        more = {"rows": rows} if isinstance(layer, PagedSpec) else {}
+        return layer.empty(pages, group.page_size, indexes if group.window is None else (), frames, **more)
+
+
+def part_of(layer: LayerCache | None, group: str) -> Any:
+    """What a layer keeps in a layer group: its open rows in `OPEN`, everything else in its own group."""
+    if not isinstance(layer, PagedKV):
+        return layer
+    return layer.open if group == OPEN else layer.replace(open=None)

@@ -15,32 +15,39 @@ from jax import lax
 from jaxtyping import Array, Int, UInt8
 
 from kvjax.cache.pool import Pool, place_beside
-from kvjax.cache.spec import CacheSpec, PagedSpec, RecurrentSpec
-from kvjax.cache.types import IndexSpec, LatentPages, LayerCache, PagedKV, SlotLayer
+from kvjax.cache.spec import OPEN, CacheSpec, PagedSpec, RecurrentSpec
+from kvjax.cache.types import IndexSpec, LatentPages, LayerCache, OpenRows, SlotLayer
 from kvjax.cache.writes import seal
 from kvjax.sharding import Shards
+from pallas_kernels.page_format import unpack
 
+IN_FRAMES = ("k", "v", "k_scales", "v_scales")
+"""Arrays of pages that lie in frames. Everything else is found by page id."""
 PIECE = 16
 """Pages copied in one call: 117 MB for a 7B model."""
 
 
-def stored_arrays(layer: LayerCache | None) -> dict[str, Array]:
+def stored_arrays(layer: LayerCache | None, group: str | None = None) -> dict[str, Array]:
     """The arrays of a layer that belong to sequences, by name; none for a layer that reads another's pages. The first axis is pages, or
     rows of state. Indexes over keys are left out, because they are a function of the keys. A lightning indexer's keys are included: they do
-    not follow from the latents."""
+    not follow from the latents. group: `OPEN` for the layer's open rows; any other, what it keeps in its own group."""
     if layer is None:
         return {}
+    if group == OPEN:
+        return {"open_k": layer.open.k, "open_v": layer.open.v}
     if isinstance(layer, SlotLayer):
         return {name: getattr(layer, name) for name in ("start", "inputs", "g", "beta", "corrections", "first")}
     if isinstance(layer, LatentPages):
         return {"k": layer.pages.k, **layer.index}
-    return {"k": layer.pages.k, "v": layer.pages.v}
+    found = {name: getattr(layer.pages, name) for name in IN_FRAMES}
+    return {name: array for name, array in found.items() if array is not None}
 
 
-def stored_shapes(spec: CacheSpec, number: int, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of `stored_arrays` of so many pages of a layer."""
-    sizes = pages, spec.group_of(number).page_size
-    return jax.eval_shape(lambda: stored_arrays(spec.layers[number].empty(*sizes)))
+def stored_shapes(spec: CacheSpec, group: str, number: int, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of `stored_arrays` of so many pages, or rows, that a layer has in a layer group."""
+    layer, sizes = spec.layers[number], (pages, spec.group_of(number).page_size)
+    more = {"rows": pages} if group == OPEN else {}
+    return jax.eval_shape(lambda: stored_arrays(layer.empty(*sizes, **more), group))
 
 
 Block = UInt8[Array, " bytes"]
@@ -53,7 +60,7 @@ Stored = dict[str, UInt8[np.ndarray, "n bytes"]]
 
 def block_bytes(spec: CacheSpec, group: str) -> int:
     """Bytes of a block."""
-    return sum(map(_size, _arrays_of(spec, _holding(spec, group))))
+    return sum(map(_size, _arrays_of(spec, group)))
 
 
 def read_stored(pool: Pool, spec: CacheSpec, ids: Mapping[str, Int[np.ndarray, " n"]]) -> Stored:
@@ -77,7 +84,7 @@ def arrays_of_rows(spec: CacheSpec, group: str, rows: UInt8[np.ndarray, "n bytes
     start = 0
     for number in _holding(spec, group):
         found[number] = {}
-        for array in _arrays_of(spec, (number,)):
+        for array in _arrays_of(spec, group, (number,)):
             name, shape, dtype = array
             part = np.ascontiguousarray(rows[:, start : start + _size(array)])
             found[number][name] = part.view(jnp.dtype(dtype)).reshape(len(rows), *shape)
@@ -127,7 +134,7 @@ def read_blocks(pool: Pool, spec: CacheSpec, group: str, ids: Sequence[int] | In
     layers = tuple(pool.layers[number] for number in _holding(spec, group))
     found: list[Block] = []
     for piece, frames in zip(_pieces(ids, 0), _pieces(pool.frames_of(group, ids), 0), strict=True):
-        found += _pack(layers, piece, frames, shards=pool.shards)
+        found += _pack(layers, piece, frames, group=group, shards=pool.shards)
     return found[: len(ids)]
 
 
@@ -148,8 +155,8 @@ def write_blocks(
     pool.bind({group: ids})
     beside = place_beside(pool.layers)
     numbers = _holding(spec, group)
-    nowhere = len(next(iter(stored_arrays(pool.layers[numbers[0]]).values())))
-    kinds = {"numbers": numbers, "indexes": indexes, "shapes": _arrays_of(spec, numbers), "shards": pool.shards}
+    nowhere = len(next(iter(stored_arrays(pool.layers[numbers[0]], group).values())))
+    kinds = {"group": group, "numbers": numbers, "indexes": indexes, "shapes": _arrays_of(spec, group), "shards": pool.shards}
     sealed = np.array(ids, np.int32)
     sealed[len(ids) - opened :] = nowhere
     rows = (_pieces(each, nowhere) for each in (ids, pool.frames_of(group, ids), sealed))
@@ -187,8 +194,9 @@ Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
 
 
 @functools.lru_cache(maxsize=256)  # to find shapes takes a millisecond for each layer
-def _arrays_of(spec: CacheSpec, numbers: tuple[int, ...]) -> Shapes:
-    kinds = [stored_shapes(spec, number, 1) for number in numbers]
+def _arrays_of(spec: CacheSpec, group: str, numbers: tuple[int, ...] | None = None) -> Shapes:
+    """Of blocks of a layer group, or of what these layers of it hold there."""
+    kinds = [stored_shapes(spec, group, number, 1) for number in numbers or _holding(spec, group)]
     return tuple((name, each.shape[1:], each.dtype.name) for layer in kinds for name, each in sorted(layer.items()))
 
 
@@ -198,20 +206,22 @@ def _size(array: tuple[str, tuple[int, ...], str]) -> int:
 
 
 def _places(layer: LayerCache, name: str, ids: Int[Array, " n"], frames: Int[Array, " n"]) -> Int[Array, " n"]:
-    """Where an array of a layer has pages: keys and values lie in frames, everything else is found by page id."""
-    return frames if name in ("k", "v") and not isinstance(layer, SlotLayer) else ids
+    """Where an array of a layer has pages."""
+    return frames if name in IN_FRAMES and not isinstance(layer, SlotLayer) else ids
 
 
-@functools.partial(jax.jit, static_argnames="shards")
-def _pack(layers: tuple[LayerCache, ...], ids: Int[Array, " n"], frames: Int[Array, " n"], *, shards: Shards | None) -> tuple[Block, ...]:
+@functools.partial(jax.jit, static_argnames=("group", "shards"))
+def _pack(
+    layers: tuple[LayerCache, ...], ids: Int[Array, " n"], frames: Int[Array, " n"], *, group: str, shards: Shards | None
+) -> tuple[Block, ...]:
     """Blocks of pages; on a mesh, the same on every device, so that every process has them."""
-    parts = [x[_places(layer, name, ids, frames)] for layer in layers for name, x in sorted(stored_arrays(layer).items())]
+    parts = [x[_places(layer, name, ids, frames)] for layer in layers for name, x in sorted(stored_arrays(layer, group).items())]
     rows = jnp.concatenate([lax.bitcast_convert_type(part, jnp.uint8).reshape(len(ids), -1) for part in parts], axis=1)
     rows = rows if shards is None else lax.with_sharding_constraint(rows, shards.placed())
     return tuple(rows[place] for place in range(len(ids)))
 
 
-@functools.partial(jax.jit, static_argnames=("numbers", "indexes", "shapes", "shards"), donate_argnames="layers")
+@functools.partial(jax.jit, static_argnames=("group", "numbers", "indexes", "shapes", "shards"), donate_argnames="layers")
 def _unpack(
     layers: tuple[LayerCache, ...],
     ids: Int[Array, " n"],
@@ -219,6 +229,7 @@ def _unpack(
     sealed: Int[Array, " n"],
     blocks: tuple[Block, ...],
     *,
+    group: str,
     numbers: tuple[int, ...],
     indexes: tuple[IndexSpec, ...],
     shapes: Shapes,
@@ -235,15 +246,19 @@ def _unpack(
         start += _size(array)
     filled, place = list(layers), 0
     for number in numbers:
-        layer, own = layers[number], stored_arrays(layers[number])
+        layer, own = layers[number], stored_arrays(layers[number], group)
         values = dict(parts[place : place + len(own)])
         place += len(own)
         put = {name: x.at[_places(layer, name, ids, frames)].set(values[name], mode="drop") for name, x in own.items()}
-        if isinstance(layer, SlotLayer):
+        if group == OPEN:
+            filled[number] = layer.replace(open=OpenRows(put["open_k"], put["open_v"]))
+        elif isinstance(layer, SlotLayer):
             filled[number] = layer.replace(**put)
         elif isinstance(layer, LatentPages):
             filled[number] = LatentPages(layer.pages.replace(k=put.pop("k")), put)
         else:
             kinds = tuple(spec for spec in indexes if spec.name in layer.index)
-            filled[number] = PagedKV(layer.pages.replace(**put), seal(layer.index, values["k"], sealed, kinds))
+            packed, keys = layer.pages.k_packed, values["k"]
+            keys = keys if packed is None else unpack(packed, keys, values.get("k_scales"))
+            filled[number] = layer.replace(pages=layer.pages.replace(**put), index=seal(layer.index, keys, sealed, kinds))
     return tuple(filled) if shards is None else shards.keep(tuple(filled))

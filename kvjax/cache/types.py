@@ -18,7 +18,7 @@ from kvjax.cache.residency import Residency
 from kvjax.cache.spanning import FrameCounts
 from pallas_kernels.indexer_scores.api import FP8
 from pallas_kernels.page_index import INDEX_ROWS
-from pallas_kernels.pages import CODES, Pages
+from pallas_kernels.pages import CODES, PageFormat, Pages
 
 if TYPE_CHECKING:
     from kvjax.cache.spec import CacheSpec
@@ -57,14 +57,28 @@ class IndexSpec:
 
 
 @flax.struct.dataclass
+class OpenRows:
+    """Pages that are not packed yet, in compute dtype: a row for each sequence, beside a layer of packed pages.
+
+    A row holds n pages, as many as a step may write to: the logical page j lies in place j % n. Places whose page is not written yet may
+    hold anything. `kvjax.cache.packed` reads and writes it.
+    """
+
+    k: Float[Array, "R n K P D"]
+    v: Float[Array, "R n K P D"]
+
+
+@flax.struct.dataclass
 class PagedKV:
     """Keys and values of one full-attention layer, and the indexes that selectors scan instead of the keys.
 
-    `index` maps `IndexSpec.name` to `Float[Array, "N K P/bs R D"]`. Rows of pages that are not sealed are meaningless.
+    `index` maps `IndexSpec.name` to `Float[Array, "N K P/bs R D"]`. Rows of pages that are not sealed are meaningless. open: where pages
+    are packed, those that are still open; None: every page is written where it lies.
     """
 
     pages: Pages
     index: dict[str, Float[Array, "N K nb R D"]]
+    open: OpenRows | None = None
 
 
 INDEXER, INDEXER_SCALES = "indexer", "indexer_scales"
@@ -151,6 +165,35 @@ def empty_layer(
     return PagedKV(
         pages=Pages(_frames(pages, dtype, frames), _frames(pages, dtype, frames)),
         index={spec.name: jnp.zeros(spec.shape(*pages), dtype) for spec in indexes},
+    )
+
+
+def empty_packed(
+    num_pages: int,
+    num_kv_heads: int,
+    page_size: int,
+    head_dim: int,
+    dtype: jnp.dtype,
+    indexes: tuple[IndexSpec, ...],
+    formats: tuple[PageFormat | None, PageFormat | None],
+    rows: tuple[int, int],
+) -> PagedKV:
+    """A layer of packed pages: codes and scales of 0, open rows in `dtype`, and the declared indexes in `dtype`.
+
+    formats: of keys and of values; None: numbers of `dtype`. rows: how many, and how many pages each holds.
+    """
+    tiles = num_pages, num_kv_heads
+    arrays: dict[str, Array | PageFormat | None] = {}
+    for name, packed in zip("kv", formats, strict=True):
+        width, kind = (head_dim, dtype) if packed is None else (packed.width(head_dim), packed.code_dtype)
+        arrays |= {name: jnp.zeros((*tiles, page_size, width), kind), f"{name}_packed": packed}
+        if packed is not None and (shape := packed.scale_shape(page_size, head_dim)) is not None:
+            arrays[f"{name}_scales"] = jnp.zeros((*tiles, *shape), packed.scale_dtype)
+    opened = (*rows, num_kv_heads, page_size, head_dim)
+    return PagedKV(
+        pages=Pages(**arrays),
+        index={spec.name: jnp.zeros(spec.shape(*tiles, page_size, head_dim), dtype) for spec in indexes},
+        open=OpenRows(jnp.zeros(opened, dtype), jnp.zeros(opened, dtype)),
     )
 
 

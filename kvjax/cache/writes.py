@@ -109,10 +109,12 @@ def copy_page(
     source_frames: Places | None = None,
     target_frames: Places | None = None,
     shards: Shards | None = None,
+    rows: tuple[Int[Array, ""], Int[Array, ""]] | None = None,
 ) -> tuple[LayerCache | None, ...]:
     """Every layer that has pages with its page `sources[layer]` copied to page `targets[layer]`, indexes included. DONATES layers.
 
-    source_frames, target_frames: of these pages; None: their ids. shards: of the mesh over which layers are split.
+    source_frames, target_frames: of these pages; None: their ids. shards: of the mesh over which layers are split. rows: a row of open
+    pages, and the row to copy it to, where layers have some.
     """
     source_frames, target_frames = source_frames or sources, target_frames or targets
 
@@ -122,7 +124,9 @@ def copy_page(
     result = []
     for layer, *ids, source, target in zip(layers, sources, targets, source_frames, target_frames, strict=True):
         if isinstance(layer, PagedKV | LatentPages):
-            layer = type(layer)(copied(layer.pages, source, target), copied(layer.index, *ids))
+            layer = layer.replace(pages=copied(layer.pages, source, target), index=copied(layer.index, *ids))
+            if rows is not None and isinstance(layer, PagedKV):
+                layer = layer.replace(open=copied(layer.open, *rows))
         else:
             layer = copied(layer, *ids)
         result.append(layer)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.engine import Engine
-from kvjax.fidelity.retrieval import forked, speak
+from kvjax.fidelity.retrieval import Arm, forked, speak
 from kvjax.policies.decode import DecodePolicy, Dense
 from kvjax.sampling import NotFinite
 from kvjax.sequences import CachedSequence
@@ -76,32 +76,34 @@ def force(
     engine: Engine,
     sequences: Sequence[CachedSequence],
     continuations: Sequence[Sequence[int]],
-    policies: Mapping[str, str | DecodePolicy],
+    policies: Mapping[str, str | DecodePolicy | Arm],
     *,
     on_step: Callable[[], None] | None = None,
 ) -> Forced:
     """Feed each sequence's continuation under dense, under every policy, and under dense with each row alone.
 
     sequences: prefilled; the caller frees them, and forks of them are decoded. continuations: one per sequence, all of one length n + 1.
-    Tokens 0 to n-1 are fed, and tokens 1 to n are the true next tokens of the n steps. policies: by their names in the result. on_step:
-    called after every step. Device memory besides the cache: logits of SYNC_STEPS steps. ValueError for continuations of different lengths,
-    or not one per sequence; OutOfPages if the pool does not hold (policies + 2) forks of each sequence; NotFinite if the model gives NaN.
+    Tokens 0 to n-1 are fed, and tokens 1 to n are the true next tokens of the n steps. policies: by their names in the result; an `Arm`
+    decodes sequences of its own engine, prefilled with the same prompts. on_step: called after every step. Device memory besides the cache:
+    logits of SYNC_STEPS steps. ValueError for continuations of different lengths, or not one per sequence; OutOfPages if the pool does not
+    hold (policies + 2) forks of each sequence; NotFinite if the model gives NaN.
     """
     text = np.asarray(continuations, np.int32) if len({len(each) for each in continuations}) == 1 else np.empty((0, 0), np.int32)
     if text.shape[0] != len(sequences) or text.shape[1] < 2:
         raise ValueError(f"forcing needs a continuation of one length, at least 2 tokens, for each of {len(sequences)} sequences")
     heads = engine.spec.kv_heads * len(sequences)
     found: list = []
+    arms = _arms(engine, sequences, policies)
     with contextlib.ExitStack() as stack:
-        reference, alone, *others = (stack.enter_context(forked(engine, sequences)) for _ in range(2 + len(policies)))
-        running = dict(zip(policies, others, strict=True))
+        reference, alone = (stack.enter_context(forked(engine, sequences)) for _ in range(2))
+        running = {name: stack.enter_context(forked(arm.engine, arm.sequences)) for name, arm in arms.items()}
         for step in range(text.shape[1] - 1):
             given, true = text[:, step].tolist(), jnp.asarray(text[:, step + 1])
             logits = engine.decode(reference, given, Dense())
             row, reads = {"dense": _alone(logits, true)}, {"dense": engine.last_reads.keys}
-            for name, policy in policies.items():
-                row[name] = _beside(logits, engine.decode(running[name], given, policy), true)
-                reads[name] = engine.last_reads.keys
+            for name, arm in arms.items():
+                row[name] = _beside(logits, arm.engine.decode(running[name], given, arm.policy), true)
+                reads[name] = arm.engine.last_reads.keys
             one_by_one = [engine.decode([alone[i]], given[i : i + 1], Dense()) for i in reversed(range(len(given)))]
             row[ALONE] = _beside(logits, jnp.concatenate(one_by_one[::-1]), true)
             found.append((row, reads))
@@ -124,26 +126,31 @@ def exact_prefixes(
     engine: Engine,
     sequences: Sequence[CachedSequence],
     tokens: Sequence[int],
-    policies: Mapping[str, str | DecodePolicy],
+    policies: Mapping[str, str | DecodePolicy | Arm],
     count: int,
 ) -> dict[str, list[int]]:
     """How many greedy tokens of each policy equal dense's before the first that differs, at most `count`; one number per sequence.
 
-    tokens: the token that is fed first, of each sequence. ALONE is dense again, each row alone. Rounding may flip two tokens that are
-    nearly equally likely, and one flip ends the prefix. So report it, but do not judge a policy by it.
+    tokens: the token that is fed first, of each sequence. policies: as in `force`. ALONE is dense again, each row alone. Rounding may flip
+    two tokens that are nearly equally likely, and one flip ends the prefix. So report it, but do not judge a policy by it.
     """
     scripts = [(([token], count),) for token in tokens]
 
-    def written(rows: Sequence[int], policy: str | DecodePolicy) -> np.ndarray:
-        with forked(engine, [sequences[row] for row in rows]) as forks:
-            said, *_ = speak(engine, forks, [scripts[row] for row in rows], policy=policy)
+    def written(rows: Sequence[int], arm: Arm) -> np.ndarray:
+        with forked(arm.engine, [arm.sequences[row] for row in rows]) as forks:
+            said, *_ = speak(arm.engine, forks, [scripts[row] for row in rows], policy=arm.policy)
         return np.array([turn for (turn,) in said])
 
-    everyone = range(len(sequences))
-    reference = written(everyone, Dense())
-    texts = {name: written(everyone, policy) for name, policy in policies.items()}
-    texts[ALONE] = np.concatenate([written([row], Dense()) for row in reversed(everyone)][::-1])
+    everyone, dense = range(len(sequences)), Arm(engine, sequences, Dense())
+    reference = written(everyone, dense)
+    texts = {name: written(everyone, arm) for name, arm in _arms(engine, sequences, policies).items()}
+    texts[ALONE] = np.concatenate([written([row], dense) for row in reversed(everyone)][::-1])
     return {name: np.cumprod(text == reference, axis=1).sum(axis=1).tolist() for name, text in texts.items()}
+
+
+def _arms(engine: Engine, sequences: Sequence[CachedSequence], policies: Mapping[str, str | DecodePolicy | Arm]) -> dict[str, Arm]:
+    """Policies by name as arms: of this engine and these sequences, unless one says otherwise."""
+    return {name: each if isinstance(each, Arm) else Arm(engine, sequences, each) for name, each in policies.items()}
 
 
 @jax.jit

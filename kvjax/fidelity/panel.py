@@ -10,6 +10,7 @@ on with the units that it lacks.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -22,7 +23,7 @@ import numpy as np
 from kvjax.engine import Engine
 from kvjax.fidelity.forcing import ALONE, exact_prefixes, force, text_windows
 from kvjax.fidelity.needle import encode_text, vocabulary_words
-from kvjax.fidelity.retrieval import ANSWER_ROOM, Answer, ask, forked, prefilled, prompt_start, step_seconds
+from kvjax.fidelity.retrieval import ANSWER_ROOM, Answer, Arm, ask, forked, prefilled, prompt_start, step_seconds
 from kvjax.fidelity.tasks import HAYSTACKS, TASKS, answers_of, make_trials
 from kvjax.memory import memory_plan
 from kvjax.model import Model
@@ -30,6 +31,8 @@ from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import DecodePolicy, Dense, name_of, parse
 
 TIMED_STEPS, TIMED_ROUNDS = 16, 3
+OVER = " @ "
+"""Between the name of a policy and that of the cache format over which it runs."""
 
 Advance = Callable[[int], None]
 
@@ -42,7 +45,8 @@ class Plan:
     tokens of whole contexts, answers and forced text included. tasks, haystacks: of `kvjax.fidelity.tasks`. trials: of each task in each
     haystack at each length. distractors: additional facts, in the haystacks that have them. windows: disjoint pieces of text for teacher
     forcing. steps: forced tokens of each window. free_steps: tokens that are generated greedily, for the exact prefix. batch: contexts that
-    are held and decoded together.
+    are held and decoded together. cache_formats: texts of `kvjax.cache.formats`; every policy also runs over pages of each, by the name
+    "POLICY @ FORMAT", beside dense over pages that are not packed.
     """
 
     policies: tuple[str | DecodePolicy, ...]
@@ -58,10 +62,13 @@ class Plan:
     seed: int = 0
     page_size: int = 128
     prefill_chunk: int = 512
+    cache_formats: tuple[str, ...] = ()
 
     def __post_init__(self):
         names = tuple(policy if isinstance(policy, str) else name_of(policy) for policy in self.policies)
         object.__setattr__(self, "policies", names)
+        if len(set(self.cache_formats)) < len(self.cache_formats):
+            raise ValueError(f"cache_formats must be named once each, got {', '.join(self.cache_formats)}")
         for name in ("policies", "lengths", "tasks", "haystacks"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
@@ -87,8 +94,14 @@ class Plan:
 
     @property
     def others(self) -> tuple[str, ...]:
-        """The policies that are compared with dense."""
-        return tuple(name for name in self.policies if not isinstance(parse(name), Dense))
+        """The policies that are compared with dense, over pages that are not packed first."""
+        own = tuple(name for name in self.policies if not isinstance(parse(name), Dense))
+        return own + tuple(f"{name}{OVER}{each}" for each in self.cache_formats for name in ("dense", *own))
+
+    def of_format(self, cache_format: str | None) -> dict[str, str]:
+        """The names of `others` over pages of a format (None: not packed), and their policies."""
+        pairs = ((name, *name.partition(OVER)) for name in self.others)
+        return {name: policy for name, policy, _, found in pairs if (found or None) == cache_format}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +125,7 @@ class Unit:
 
 
 class Panel:
-    """Runs the units of a plan, with one engine at a time. A unit of a new length makes a new engine.
+    """Runs the units of a plan, with one engine for each cache format. A unit of a new length makes new engines.
 
     model: with a tokenizer. text: haystacks and windows are cut from it; it must be long enough for `plan.windows` disjoint windows.
     ValueError for a text that is too short, and for lengths beyond the model's positions.
@@ -125,7 +138,7 @@ class Panel:
             known = f"the model's {model.config.max_positions:,} positions{model.config.for_longer(longest)}"
             raise ValueError(f"a length of {longest:,} tokens is more than {known}")
         self.text_ids = encode_text(model.tokenizer, text)
-        self._engine: tuple[int, Engine] | None = None
+        self._engines: tuple[int, dict[str | None, Engine]] | None = None
         self._trials = functools.lru_cache(maxsize=2)(self._draw)
         text_windows(self.text_ids, longest, plan.windows, self._prefix)
 
@@ -133,18 +146,18 @@ class Panel:
         """All units, in order: length by length, and forced text before retrieval."""
         plan, found = self.plan, []
         call = plan.prefill_chunk // 2  # a decode step takes about as long as half a chunk of prefill
-        arms = 1 + len(plan.others)
+        arms, engines = 1 + len(plan.others), 1 + len(plan.cache_formats)
         for length in plan.lengths:
             for rows in _batches(plan.windows, plan.batch):
                 count = rows[1] - rows[0]
                 calls = plan.steps * (arms + count) + plan.free_steps * (arms + count)
-                found.append(Unit("forced", length, rows, work=count * (length - plan.steps) + calls * call))
+                found.append(Unit("forced", length, rows, work=engines * count * (length - plan.steps) + calls * call))
             for task in plan.tasks:
                 for haystack in plan.haystacks:
                     for rows in _batches(plan.trials, plan.batch):
                         count = rows[1] - rows[0]
                         calls = (arms + count) * ANSWER_ROOM * answers_of(task)
-                        found.append(Unit("retrieval", length, rows, task, haystack, count * length + calls * call))
+                        found.append(Unit("retrieval", length, rows, task, haystack, engines * count * length + calls * call))
         return found
 
     def measure(self, unit: Unit, advance: Advance | None = None) -> dict[str, Any]:
@@ -153,24 +166,25 @@ class Panel:
         `took` in the record is the wall-clock time of the unit in seconds, which includes compiling and making an engine.
         """
         advance, start = advance or (lambda tokens: None), time.perf_counter()
-        engine = self._engine_for(unit.length)
-        record = (self._forced if unit.kind == "forced" else self._retrieval)(engine, unit, advance)
+        engines = self._engines_for(unit.length)
+        record = (self._forced if unit.kind == "forced" else self._retrieval)(engines, unit, advance)
         return record | {"took": time.perf_counter() - start}
 
     def release(self) -> None:
-        """Free the engine's memory. The next unit makes a new engine."""
-        self._engine = None
+        """Free the engines' memory. The next unit makes new engines."""
+        self._engines = None
         self._trials.cache_clear()
 
-    def _forced(self, engine: Engine, unit: Unit, advance: Advance) -> dict[str, Any]:
+    def _forced(self, engines: dict[str | None, Engine], unit: Unit, advance: Advance) -> dict[str, Any]:
         plan = self.plan
         windows = text_windows(self.text_ids, unit.length, plan.windows, self._prefix)[slice(*unit.rows)]
-        policies = {name: name for name in plan.others}
         cut = unit.length - plan.steps - 1
-        per_step = (1 + len(policies) + len(windows)) * plan.prefill_chunk // 2
-        with prefilled(engine, [window[:cut] for window in windows], advance) as sequences:
-            forced = force(engine, sequences, [window[cut:] for window in windows], policies, on_step=lambda: advance(per_step))
-            prefixes = exact_prefixes(engine, sequences, [window[cut] for window in windows], policies, plan.free_steps)
+        per_step = (1 + len(plan.others) + len(windows)) * plan.prefill_chunk // 2
+        with self._arms(engines, [window[:cut] for window in windows], advance) as arms:
+            dense = arms.pop("dense")
+            engine, sequences = dense.engine, dense.sequences
+            forced = force(engine, sequences, [window[cut:] for window in windows], arms, on_step=lambda: advance(per_step))
+            prefixes = exact_prefixes(engine, sequences, [window[cut] for window in windows], arms, plan.free_steps)
         return {
             "kind": "forced",
             "length": unit.length,
@@ -184,22 +198,32 @@ class Panel:
             },
         }
 
-    def _retrieval(self, engine: Engine, unit: Unit, advance: Advance) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def _arms(self, engines: dict[str | None, Engine], prompts: list[Any], advance: Advance) -> Iterator[dict[str, Arm]]:
+        """Dense and all that is compared with it, over the prompts, which each engine prefills."""
+        with contextlib.ExitStack() as stack:
+            held = {each: stack.enter_context(prefilled(engine, prompts, advance)) for each, engine in engines.items()}
+            arms = {"dense": Arm(engines[None], held[None], "dense")}
+            for each, engine in engines.items():
+                arms |= {name: Arm(engine, held[each], policy) for name, policy in self.plan.of_format(each).items()}
+            yield arms
+
+    def _retrieval(self, engines: dict[str | None, Engine], unit: Unit, advance: Advance) -> dict[str, Any]:
         trials = self._trials(unit.length, unit.task, unit.haystack)[slice(*unit.rows)]
         tokenizer, answers, keys = self.model.tokenizer, {}, {}
-        names = ("dense", *self.plan.others)
-        with prefilled(engine, [trial.haystack_ids for trial in trials], advance) as haystacks:
-            for name in names:
-                with forked(engine, haystacks) as forks:
-                    answers[name], _, read = ask(engine, forks, trials, tokenizer, policy=name)
+        with self._arms(engines, [trial.haystack_ids for trial in trials], advance) as arms:
+            for name, arm in arms.items():
+                with forked(arm.engine, arm.sequences) as forks:
+                    answers[name], _, read = ask(arm.engine, forks, trials, tokenizer, policy=arm.policy)
                 keys[name] = float(read.mean())
             alone: list[Answer] = []
-            for haystack, trial in zip(reversed(haystacks), reversed(trials), strict=True):
-                with forked(engine, [haystack]) as forks:
-                    alone = [*ask(engine, forks, [trial], tokenizer, policy="dense")[0], *alone]
+            dense = arms["dense"]
+            for haystack, trial in zip(reversed(dense.sequences), reversed(trials), strict=True):
+                with forked(dense.engine, [haystack]) as forks:
+                    alone = [*ask(dense.engine, forks, [trial], tokenizer, policy="dense")[0], *alone]
             answers[ALONE] = alone
-            twice = {name: name for name in names} | {ALONE: "dense"}  # dense is timed twice, to show how much timings vary
-            seconds = step_seconds(engine, haystacks, twice, steps=TIMED_STEPS, rounds=TIMED_ROUNDS) if self._is_timed(unit) else None
+            twice = arms | {ALONE: dense}  # dense is timed twice, to show how much timings vary
+            seconds = step_seconds(twice, steps=TIMED_STEPS, rounds=TIMED_ROUNDS) if self._is_timed(unit) else None
         return {
             "kind": "retrieval",
             "length": unit.length,
@@ -217,19 +241,25 @@ class Panel:
         """Whether a unit is also timed: the first batch of trials of each length is."""
         return (unit.task, unit.haystack, unit.rows[0]) == (self.plan.tasks[0], self.plan.haystacks[0], 0)
 
-    def _engine_for(self, length: int) -> Engine:
-        if self._engine is None or self._engine[0] != length:
-            self._engine = None  # frees the old pool before the new one is made
-            self._engine = (length, self._new_engine(length))
-        return self._engine[1]
+    def _engines_for(self, length: int) -> dict[str | None, Engine]:
+        if self._engines is None or self._engines[0] != length:
+            self._engines = None  # frees the old pools before the new ones are made
+            self._engines = (length, {each: self._new_engine(length, each) for each in (None, *self.plan.cache_formats)})
+        return self._engines[1]
 
-    def _new_engine(self, length: int) -> Engine:
+    def _new_engine(self, length: int, cache_format: str | None) -> Engine:
         plan = self.plan
         batch = max(last - first for count in (plan.trials, plan.windows) for first, last in _batches(count, plan.batch))
         options = {"policies": plan.policies, "page_size": plan.page_size, "prefill_chunk": plan.prefill_chunk, "batch_buckets": (1, batch)}
+        if cache_format is not None:
+            own = plan.of_format(cache_format)
+            windows = max(last - first for first, last in _batches(plan.windows, plan.batch))
+            rows = max(2 * batch, windows * (1 + len(own)))  # contexts and their forks, each with a row of open pages
+            sizes = {"policies": tuple(own.values()), "batch_buckets": (1, batch, rows)}
+            options |= sizes | {"cache_format": cache_format}
         pages = self._pages(length)
         indexes = tuple(dict.fromkeys(spec for name in plan.policies for spec in parse(name).indexes()))
-        room = memory_plan(self.model.config, page_size=plan.page_size, indexes=indexes, weights_bytes=0)
+        room = memory_plan(self.model.config, page_size=plan.page_size, indexes=indexes, weights_bytes=0, cache_format=cache_format)
         fits = room.pages_that_fit
         if pages > fits:
             raise ValueError(

@@ -11,7 +11,7 @@ import numpy as np
 from rich.table import Table
 
 from kvjax.fidelity.forcing import ALONE
-from kvjax.fidelity.panel import Plan
+from kvjax.fidelity.panel import OVER, Plan
 from kvjax.fidelity.statistics import (
     BLOCK_STEPS,
     block_means,
@@ -22,7 +22,7 @@ from kvjax.fidelity.statistics import (
     proportion,
     ratio_of_perplexities,
 )
-from kvjax.policies.decode import Dense, Window, parse
+from kvjax.policies.decode import DecodePolicy, Dense, Window, parse
 from pallas_kernels.bench.formats import estimate, span
 from pallas_kernels.bench.formats import table as terminal_table
 
@@ -90,7 +90,7 @@ def summarize(plan: Plan, records: Iterable[dict[str, Any]]) -> dict[str, Any]:
                 retrieval += _retrieval_rows(plan, some)
     return {
         "rules": RULES,
-        "policies": [{"policy": name, "describe": parse(name).describe()} for name in names],
+        "policies": [{"policy": name, "describe": _policy(name).describe()} for name in names],
         "retrieval": retrieval,
         "forced": forced,
         "speed": [row for record in _of(records, "retrieval") if record["seconds"] for row in _speed_rows(record)],
@@ -199,7 +199,7 @@ def _forced_rows(plan: Plan, length: int, records: Sequence[dict]) -> list[dict[
 
 def _contrasts(plan: Plan, records: Sequence[dict]) -> list[dict[str, Any]]:
     """Compares policies of equal budget with each other: trials found, KL to dense, perplexity."""
-    keys = {name: keys for name in plan.others if (keys := _nominal_keys(name)) is not None}
+    keys = {name: keys for name in plan.others if OVER not in name and (keys := _nominal_keys(name)) is not None}
     pairs = [
         (first, second)
         for first, second in itertools.combinations(keys, 2)
@@ -378,7 +378,11 @@ def controls(figures: dict[str, Any]) -> list[str]:
     `KEPT_KL`. If no window was run, the remark says that nothing shows whether a policy that reads too little would fail.
     """
     names = dict.fromkeys(row["policy"] for row in figures["retrieval"])
-    windows = {name: keys for name in names if name != ALONE and isinstance(parse(name), Window) and (keys := _nominal_keys(name))}
+    windows = {
+        name: keys
+        for name in names
+        if name != ALONE and OVER not in name and isinstance(_policy(name), Window) and (keys := _nominal_keys(name))
+    }
     if not windows:
         return ["no control: no window was run, so that nothing here shows that a policy which reads too little would fail"]
     name, fails, passes = min(windows, key=windows.get), [], []
@@ -416,18 +420,23 @@ def _cells(figures: dict[str, Any], row: dict[str, Any]) -> list[str]:
     return [*cells, span(*speed["ms_of_rounds"], ".2f") if speed else ""]
 
 
+def _policy(name: str) -> DecodePolicy:
+    """The policy of a name in a panel, without its cache format."""
+    return parse(name.partition(OVER)[0])
+
+
 def policy_and_keys(name: str) -> str:
     """A policy's name with the keys that it keeps: "top:8 (1,664)"."""
     if name == ALONE:
         return f"{ALONE} (noise)"
-    policy = parse(name)
+    policy = _policy(name)
     keys = _nominal_keys(name)
     return f"{name} ({'all' if isinstance(policy, Dense) else 'varies' if keys is None else f'{keys:,}'})"
 
 
 def _nominal_keys(name: str) -> int | None:
     """The number of keys that a policy reads of any long sequence; None if it is not fixed."""
-    keys = getattr(parse(name), "keys", None)
+    keys = getattr(_policy(name), "keys", None)
     return keys if isinstance(keys, int) else None
 
 

@@ -197,22 +197,29 @@ def speak(
     return [[turn.tolist() for turn in row] for row in cut], blocks, keys
 
 
-def step_seconds(
-    engine: Engine, sequences: Sequence[CachedSequence], policies: Mapping[str, str], *, steps: int, rounds: int
-) -> dict[str, list[float]]:
-    """Seconds per decode step under each policy, one figure per round. Policies take turns, and the host waits only at the end of a round.
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """A policy over an engine's sequences. Engines of several arms may store pages in different formats."""
 
-    policies: by their names in the result. Steps are timed as forcing runs them, with returned logits and the host's work. One more round
+    engine: Engine
+    sequences: Sequence[CachedSequence]
+    policy: str | DecodePolicy
+
+
+def step_seconds(arms: Mapping[str, Arm], *, steps: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds per decode step of each arm, one figure per round. Arms take turns, and the host waits only at the end of a round.
+
+    arms: by their names in the result. Steps are timed as forcing runs them, with returned logits and the host's work. One more round
     before these compiles.
     """
-    found: dict[str, list[float]] = {name: [] for name in policies}
+    found: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(rounds + 1):
-        for name, policy in policies.items():
-            with forked(engine, sequences) as forks:
-                jax.block_until_ready(engine.decode(forks, [0] * len(forks), policy))
+        for name, arm in arms.items():
+            with forked(arm.engine, arm.sequences) as forks:
+                jax.block_until_ready(arm.engine.decode(forks, [0] * len(forks), arm.policy))
                 start = time.perf_counter()
                 for _ in range(steps):
-                    logits = engine.decode(forks, [0] * len(forks), policy)
+                    logits = arm.engine.decode(forks, [0] * len(forks), arm.policy)
                 jax.block_until_ready(logits)
                 if number:
                     found[name].append((time.perf_counter() - start) / steps)

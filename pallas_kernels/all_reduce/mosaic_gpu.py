@@ -106,11 +106,11 @@ def all_reduce(call: Call, x, residual):
     if reason := unsupported(call, x, residual):
         raise NotImplementedError(f"all_reduce 'mosaic_gpu': {reason}")
     s = Shape(call.axis_name, call.num_devices, x.size, piece_of(x.size, x.dtype.itemsize), residual is not None)
-    return _add(s, x.reshape(-1), None if residual is None else residual.reshape(-1)).reshape(x.shape)
+    return _exchange(s, x.reshape(-1), None if residual is None else residual.reshape(-1)).reshape(x.shape)
 
 
 @functools.partial(jax.jit, static_argnames="s")  # a step calls it for every layer: it is traced and lowered once
-def _add(s: Shape, x, residual):
+def _exchange(s: Shape, x, residual):
     lanes.check_version()
     given = [x] if residual is None else [x, residual]
 

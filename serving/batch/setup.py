@@ -48,6 +48,7 @@ class Setup:
     data: int = 1
     stores: StoreOptions = dataclasses.field(default_factory=dict)
     weights: str | None = None
+    cache_format: str | None = None
 
     def mesh(self) -> Mesh | None:
         """The mesh of the engine, or of the first of several; None for one engine on one device."""
@@ -69,14 +70,14 @@ class Setup:
             return self
         needed = pages_of_job(source, defaults, model, self.slots, self.page_size)
         sizes = self.page_size, self.prefill_chunk, self.slots
-        plan = plan_beside_weights(model, self.policy, self.prefill, *sizes, self.mesh())
+        plan = plan_beside_weights(model, self.policy, self.prefill, *sizes, self.mesh(), self.cache_format)
         return dataclasses.replace(self, pages=max(1, min(needed, plan.pages_that_fit)))
 
     def engines(self, model: Model) -> list[Engine]:
         """New engines for the loaded model."""
         sizes = {"pages": self.pages, "device_bytes": self.device_bytes, "pool_host_bytes": self.pool_host_bytes}
         sizes |= {"page_size": self.page_size, "prefill_chunk": self.prefill_chunk, "prefill": self.prefill}
-        sizes |= {"batch_buckets": (self.slots,), **self.stores}
+        sizes |= {"batch_buckets": (self.slots,), "cache_format": self.cache_format, **self.stores}
         if self.data == 1:
             return [Engine(model, self.policy, mesh=self.mesh(), **sizes)]
         return replicas(model, self.policy, data=self.data, tensor=self.tensor, context=self.context, **sizes)
@@ -97,13 +98,22 @@ def planned(declared: DeclaredPolicies, sequences: int, **fields: Any) -> Memory
     """The memory plan of an engine with these policies. sequences: how many it decodes together. fields: more arguments of
     `kvjax.memory.memory_plan`."""
     sizes = {"page_size": declared.page_size, "prefill_chunk": declared.prefill_chunk, "sequences": sequences}
-    return memory_plan(declared.model.config, **sizes, **({"indexes": declared.indexes, "reach": declared.reach} | fields))
+    known = {"indexes": declared.indexes, "reach": declared.reach, "cache_format": declared.cache_format}
+    return memory_plan(declared.model.config, **sizes, **(known | fields))
 
 
 def plan_beside_weights(
-    model: Model, policy: str | None, prefill: str | None, page_size: int, prefill_chunk: int, sequences: int, mesh: Mesh | None = None
+    model: Model,
+    policy: str | None,
+    prefill: str | None,
+    page_size: int,
+    prefill_chunk: int,
+    sequences: int,
+    mesh: Mesh | None = None,
+    cache_format: str | None = None,
 ) -> MemoryPlan:
     """The memory plan of an engine beside loaded weights."""
     engine_sizes(page_size, prefill_chunk, (sequences,))
-    declared = DeclaredPolicies(model, policy, (), prefill, page_size=page_size, prefill_chunk=prefill_chunk, mesh=mesh)
+    sizes = {"page_size": page_size, "prefill_chunk": prefill_chunk, "mesh": mesh, "cache_format": cache_format}
+    declared = DeclaredPolicies(model, policy, (), prefill, **sizes)
     return planned(declared, sequences, weights_bytes=0, **plan_sizes(mesh))

@@ -25,6 +25,7 @@ from kvjax.serving.cli.help_pages import WholeSentences
 from kvjax.serving.cli.needle import needle_command
 from kvjax.serving.cli.options import (
     LARGEST_BATCH,
+    CacheFormatOption,
     ChunkOption,
     ContextOption,
     CoordinatorOption,
@@ -141,6 +142,7 @@ def generate_command(
     pages: PagesOption = None,
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
+    cache_format: CacheFormatOption = None,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
     max_positions: MaxPositionsOption = None,
@@ -168,7 +170,8 @@ def generate_command(
         if first:
             ids = list(chat_ids(messages, loaded.tokenizer, {})) if chat else encode(loaded.tokenizer, text)
         ids = ids if job is None else job.share(ids)
-        engine = _engine(loaded, policy, len(ids) + max_new_tokens, pages, page_size, prefill_chunk, prefill, devices)
+        sizes = pages, page_size, prefill_chunk, cache_format
+        engine = _engine(loaded, policy, len(ids) + max_new_tokens, *sizes, prefill, devices)
         if stats:  # otherwise the rates would include compilation
             engine.warmup(tokens=len(ids) + sampling.max_new_tokens - 1)
         in_first(job, engine, lambda: _stream(engine, ids, sampling, stats))
@@ -185,6 +188,7 @@ def score_command(
     pages: PagesOption = None,
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
+    cache_format: CacheFormatOption = None,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
     max_positions: MaxPositionsOption = None,
@@ -207,7 +211,8 @@ def score_command(
     from pallas_kernels.bench.results import finite
 
     loaded = load_model(model, dtype, max_positions, weights=weights)
-    engine = _engine(loaded, policy, len(encode(loaded.tokenizer, before + after)), pages, page_size, prefill_chunk)
+    sizes = pages, page_size, prefill_chunk, cache_format
+    engine = _engine(loaded, policy, len(encode(loaded.tokenizer, before + after)), *sizes)
     found = score(engine, before, after)
     tokens = len(found.token_ids)
     with np.errstate(over="ignore"):  # a perplexity beyond the largest number is infinite
@@ -330,6 +335,7 @@ def _engine(
     pages: int | None,
     page_size: int,
     prefill_chunk: int,
+    cache_format: str | None,
     prefill: str | None = None,
     mesh: Mesh | None = None,
 ) -> Engine:
@@ -340,9 +346,9 @@ def _engine(
     if pages is None and page_size > 0:
         pages = max(1, -(-tokens // page_size))
         with named_as_options():
-            plan = plan_beside_weights(model, policy, prefill, page_size, prefill_chunk, 1, mesh)
+            plan = plan_beside_weights(model, policy, prefill, page_size, prefill_chunk, 1, mesh, cache_format)
         _check_fits(plan, tokens, pages)
-    sizes = {"pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk}
+    sizes = {"pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk, "cache_format": cache_format}
     with named_as_options():
         return Engine(model, policy, prefill=prefill, batch_buckets=(1,), mesh=mesh, **sizes)
 

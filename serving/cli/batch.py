@@ -9,6 +9,7 @@ import typer
 
 from kvjax.serving.cli.options import (
     LARGEST_BATCH,
+    CacheFormatOption,
     ChunkOption,
     ContextOption,
     CoordinatorOption,
@@ -72,6 +73,7 @@ def batch_command(
     ] = None,
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
+    cache_format: CacheFormatOption = None,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
     max_positions: MaxPositionsOption = None,
@@ -136,7 +138,7 @@ def batch_command(
     _check_together(given, ray=ray, data=data, coordinator=coordinator, disk=disk, progress=progress, shown=shown)
     sizes = {"pages": pages, "device_bytes": device_memory, "pool_host_bytes": pool_host_memory}
     sizes |= {"page_size": page_size, "prefill_chunk": prefill_chunk, "stores": kept, "weights": weights and weights.value}
-    sizes |= {"tensor": tensor, "context": context, "data": data}
+    sizes |= {"tensor": tensor, "context": context, "data": data, "cache_format": cache_format}
     setup = Setup(model, dtype and dtype.value, max_positions, policy, prefill, max_batch, **sizes)
     options = {"defaults": Defaults(max_new_tokens, temperature, seed), "overwrite": overwrite, "console": Console(stderr=True)}
     try:

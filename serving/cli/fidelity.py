@@ -87,6 +87,14 @@ def fidelity_command(
     seed: SeedOption = 0,
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
+    cache_format: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Run every policy also over packed pages, beside dense over unpacked ones, as int8 or k=int8,v=int4; may be given several "
+            "times.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
     max_positions: MaxPositionsOption = None,
@@ -115,6 +123,7 @@ def fidelity_command(
         seed=seed,
         page_size=page_size,
         prefill_chunk=prefill_chunk,
+        cache_formats=tuple(cache_format or ()),
     )
     source, names = read_texts(text)
     panel = Panel(load_model(model, dtype, max_positions, weights=weights), source, plan)

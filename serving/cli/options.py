@@ -164,6 +164,15 @@ TextOption = Annotated[
     typer.Option(help="Text file; may be given several times. [default: Python's own documentation]", show_default=False),
 ]
 PageSizeOption = Annotated[int, typer.Option(help="Tokens per page of the cache.", **whole())]
+CacheFormatOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-format",
+        help="Pack full pages of the cache: fp8_e4m3, int8, int4, q8_0, q4_0, d4 or e8, or keys and values apart, as k=int8,v=int4. "
+        "See docs/cache-formats.md. [default: not packed]",
+        show_default=False,
+    ),
+]
 ChunkOption = Annotated[int, typer.Option(help="Tokens prefilled at a time, a multiple of the page size.", **whole())]
 PagesOption = Annotated[
     int | None, typer.Option(help="Pages in the pool. [default: as many as the job needs]", show_default=False, **whole())
@@ -278,6 +287,7 @@ OPTION_OF = {
     "pages": "--pages",
     "page_size": "--page-size",
     "prefill_chunk": "--prefill-chunk",
+    "cache_format": "--cache-format",
     "device_bytes": "--device-memory",
     "pool_host_bytes": "--pool-host-memory",
     "host_bytes": "--host-memory",
@@ -292,16 +302,16 @@ OPTION_OF = {
 
 @contextmanager
 def named_as_options() -> Iterator[None]:
-    """A ValueError about these arguments names the options that gave them."""
+    """An error about these arguments names the options that gave them."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         # The word "pages" alone means pages; before a number, the argument.
         words = "|".join(name for name in OPTION_OF if name != "pages")
         said = re.sub(rf"\b({words})\b|^pages (?=\d)", lambda found: OPTION_OF[found[0].strip()] + " " * found[0].endswith(" "), str(error))
         if said == str(error):
             raise
-        raise ValueError(said) from error
+        raise (NotImplementedError if isinstance(error, NotImplementedError) else ValueError)(said) from error
 
 
 def load_model(

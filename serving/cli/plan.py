@@ -11,6 +11,7 @@ import typer
 
 from kvjax.serving.cli.options import (
     LARGEST_BATCH,
+    CacheFormatOption,
     ChunkOption,
     ContextOption,
     DeviceMemoryOption,
@@ -31,6 +32,7 @@ from kvjax.serving.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from kvjax.cache import CacheSpec
     from kvjax.declared import DeclaredPolicies
     from kvjax.memory import MemoryPlan
     from kvjax.model import ModelConfig
@@ -43,6 +45,7 @@ def plan_command(
     max_batch: Annotated[int, typer.Option(help="Sequences decoded together.", **whole(most=LARGEST_BATCH))] = 8,
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
+    cache_format: CacheFormatOption = None,
     dtype: Annotated[
         Dtype | None,
         typer.Option(help="Type of weights and cache. [default: float32 on the CPU, else the checkpoint's]", show_default=False),
@@ -68,11 +71,13 @@ def plan_command(
     With kvjax batch --data, each replica takes this on its own devices.
     """
     from kvjax.models.loading import read_config, read_packing
+    from kvjax.packed_cache import check_cache_format
     from kvjax.serving.batch.setup import planned
 
     config = read_config(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions)
     with named_as_options():
-        declared = _declared(config, policy, prefill, page_size, prefill_chunk)
+        check_cache_format(cache_format, config, tensor * context, pool_host_memory)
+        declared = _declared(config, policy, prefill, page_size, prefill_chunk, cache_format)
     keeps = reuse or host_memory is not None or disk_size is not None
     if keeps and declared.states.policies:
         raise typer.BadParameter(
@@ -88,15 +93,18 @@ def plan_command(
     if device_memory is not None:
         plan = dataclasses.replace(plan, available_bytes=plan.weights_bytes + device_memory)
     lines = [*_pool_lines(plan, config, room, device_memory, pool_host_memory), *_release_lines(declared)]
-    lines += _kept_lines(plan, config, host_memory, disk_size) if keeps else ()
+    lines += _kept_lines(plan, config.cache_spec(page_size, declared.cache_format), host_memory, disk_size) if keeps else ()
     if tensor * context > 1:
         lines.append(f"on each of {tensor * context} devices: bytes are those of one device, pages those of all")
     packed = f", weights {weights.value}" if weights is not None else "" if stored is None else ", weights packed as stored"
+    packed += f", pages packed as {declared.cache_format}" if declared.cache_format else ""
     policies = f"{declared.policy.describe()}, {declared.prefill.describe()}"
     typer.echo("\n".join((f"{model} in {config.compute_dtype}{packed}, {policies}", str(plan), *lines)))
 
 
-def _declared(config: ModelConfig, policy: str | None, prefill: str | None, page_size: int, prefill_chunk: int) -> DeclaredPolicies:
+def _declared(
+    config: ModelConfig, policy: str | None, prefill: str | None, page_size: int, prefill_chunk: int, cache_format: str | None
+) -> DeclaredPolicies:
     """The policies of an engine of this model, checked as the engine checks them."""
     from kvjax.checks import engine_sizes
     from kvjax.declared import DeclaredPolicies
@@ -112,7 +120,8 @@ def _declared(config: ModelConfig, policy: str | None, prefill: str | None, page
             )
     engine_sizes(page_size, prefill_chunk, (1,))
     without_weights = types.SimpleNamespace(config=config)  # only policies that choose others look at weights
-    return DeclaredPolicies(without_weights, policy, (), prefill, page_size=page_size, prefill_chunk=prefill_chunk)
+    sizes = {"page_size": page_size, "prefill_chunk": prefill_chunk, "cache_format": cache_format}
+    return DeclaredPolicies(without_weights, policy, (), prefill, **sizes)
 
 
 def _pool_lines(plan: MemoryPlan, config: ModelConfig, room: int, device_memory: int | None, pool_host_memory: int | None) -> Iterator[str]:
@@ -149,17 +158,17 @@ def _release_lines(declared: DeclaredPolicies) -> Iterator[str]:
             )
 
 
-def _kept_lines(plan: MemoryPlan, config: ModelConfig, host_memory: int | None, disk_size: int | None) -> Iterator[str]:
+def _kept_lines(plan: MemoryPlan, spec: CacheSpec, host_memory: int | None, disk_size: int | None) -> Iterator[str]:
     """Where pages are kept for later prompts, and how many."""
-    from kvjax.cache import WHOLE
+    from kvjax.cache import OPEN, WHOLE
     from kvjax.cache.transfer import block_bytes
 
-    spec, counts = config.cache_spec(plan.page_size), plan.pool_pages(plan.pages_that_fit)
+    counts = plan.pool_pages(plan.pages_that_fit)
     pages = max(counts[group.name] for group in plan.groups if group.page_size != WHOLE)
     yield f"kept on the device   {pages:>12,}  (less those that running sequences need)"
-    if host_memory is None and disk_size is None and any(group.page_size == WHOLE for group in plan.groups):
+    if host_memory is None and disk_size is None and spec.state_groups:
         yield "nothing is found     without --host-memory or --disk, which keep the states of this model's recurrent layers"
     for name, size in (("kept in host memory", host_memory), ("kept on disk", disk_size)):
         if size is not None:
-            count = size // sum(block_bytes(spec, group.name) for group in spec.groups)
+            count = size // sum(block_bytes(spec, group.name) for group in spec.groups if group.name != OPEN)
             yield f"{name:<20} {count:>12,}  ({count * plan.page_size:,} tokens)"

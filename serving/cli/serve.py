@@ -13,6 +13,7 @@ import typer
 
 from kvjax.serving.cli.options import (
     LARGEST_BATCH,
+    CacheFormatOption,
     ChunkOption,
     ContextOption,
     DeviceMemoryOption,
@@ -108,6 +109,7 @@ def serve_command(
     device_memory: DeviceMemoryOption = None,
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
+    cache_format: CacheFormatOption = None,
     dtype: DtypeOption = None,
     max_positions: MaxPositionsOption = None,
     tensor: TensorOption = 1,
@@ -135,10 +137,10 @@ def serve_command(
     loaded, first, *others = load_model(model, dtype, max_positions, mesh), *(policy or [None])
     with named_as_options():
         if pages is None and device_memory is None:
-            plan = plan_beside_weights(loaded, first, None, page_size, prefill_chunk, max_batch, mesh)
+            plan = plan_beside_weights(loaded, first, None, page_size, prefill_chunk, max_batch, mesh, cache_format)
             pages = max(1, min(plan.pages_that_fit, max_batch * -(-loaded.config.max_positions // page_size)))
         sizes = {"pages": pages, "device_bytes": device_memory, "page_size": page_size, "prefill_chunk": prefill_chunk}
-        engine = Engine(loaded, first, policies=others, batch_buckets=(max_batch,), mesh=mesh, **sizes)
+        engine = Engine(loaded, first, policies=others, batch_buckets=(max_batch,), mesh=mesh, cache_format=cache_format, **sizes)
     metrics = Metrics()
     limits = {"capacity": capacity, "idle_ttl_s": 60 * idle_minutes, "demote_after_s": demote_seconds, "host_bytes": host_memory}
     runtime = SessionRuntime(engine, slots=max_batch, max_gap_ms=max_gap_ms, window=window, state=state, observe=metrics.observe, **limits)

@@ -14,6 +14,7 @@ from tiny_models import make_family
 
 import kvjax
 from kvjax.cache import Cache
+from kvjax.cache.formats import parse_cache_format
 from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.policies.decode import Dense, parse
 from kvjax.policies.prefill import DensePrefill
@@ -81,6 +82,24 @@ def test_both_steps_lower(as_on, platform, family):
         assert lowered(platform, decode_step, decoder, policy, indexes, params, cache, token, np.ones(1, bool), states)
 
 
+@pytest.mark.parametrize("text", rest_long(["int8", "k=int4:channel,v=d4"], "int8"))
+def test_steps_over_packed_pages_pass_the_kernels_of_a_gpu_by(as_on, text):
+    """Without being told to: no kernel unpacks pages yet."""
+    config = make_family("llama", head_dim=128, dtype="bfloat16").config
+    spec, decoder, policy = config.cache_spec(128, parse_cache_format(text, "bfloat16")), TransformerDecoder(config), parse("top:1")
+    tables = {group.name: np.zeros((1, 4 if group.page_size == 128 else 1), np.int32) for group in spec.groups}
+    shapes = jax.eval_shape(lambda: (init_params(config, jax.random.key(0)), spec.empty(dict.fromkeys(tables, 4), policy.indexes())))
+    cache, zero = Cache(shapes[1], tables, np.array([300], np.int32), spec), np.zeros(1, np.int32)
+    as_on("cuda", "9.0")
+    given = decoder, DensePrefill(), policy.indexes(), shapes[0], cache, np.zeros((1, 256), np.int32), zero, zero
+    states = tuple(policy.init(None, 1) for _ in spec.paged)
+    step = decoder, policy, policy.indexes(), shapes[0], cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states
+    with dispatch.listening() as heard:
+        assert prefill_step.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+        assert decode_step.trace(*step).lower(lowering_platforms=("cuda",)).as_text()
+    assert {heard[op] for op in ("flash_attention", "pack_pages", "selected_attention")} <= {"xla", "composed"}
+
+
 def _cell(op: str, kernel: str | None, kernel_text: str, plain_text: str) -> str:
     """kernel: of the platform. select_blocks is composed only where top_k has a kernel."""
     names = [name for name in dispatch.IMPLEMENTATIONS[op] if name == kernel or dispatch.BACKENDS[name] is None]
@@ -122,6 +141,8 @@ def test_a_decode_step_on_a_mesh_of_hopper_gpus_adds_by_one_kernel_each(as_on, p
         text = decode_step.trace(*arguments, shards=shards).lower(lowering_platforms=("cuda",)).as_text()
     assert heard["all_reduce"] == picked
     sums = 2 * config.num_layers + 1
-    assert text.count("uses_xla_collective_metadata = true") == (sums if picked == "mosaic_gpu" else 0)
+    # The kernel is lowered twice, with a residual and without, and called for every sum.
+    assert text.count("uses_xla_collective_metadata = true") == (2 if picked == "mosaic_gpu" else 0)
+    assert text.count("call @_exchange") == (sums if picked == "mosaic_gpu" else 0)
     assert text.count('"stablehlo.all_gather"') == (1 if picked == "mosaic_gpu" else 1 + sums)  # logits are joined
     assert "stablehlo.all_reduce" not in text

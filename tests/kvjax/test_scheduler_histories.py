@@ -32,8 +32,8 @@ def policies_of(model):
     return (None, "quest:1", *(() if model.config.family == "qwen3_5_text" else (MASSES,)))
 
 
-def engine_of(model, pages):
-    return Engine(model, policies=policies_of(model)[1:], pages=pages, page_size=16, prefill_chunk=32, batch_buckets=(4,))
+def engine_of(model, pages, **options):
+    return Engine(model, policies=policies_of(model)[1:], pages=pages, page_size=16, prefill_chunk=32, batch_buckets=(4,), **options)
 
 
 def draw_request(random, model, samplings):
@@ -84,8 +84,8 @@ def history(engine, reference, seed, samplings) -> dict[str, int]:
     return counts | {"differences": differences}
 
 
-def run_histories(model, seeds, samplings=SAMPLINGS) -> dict[str, int]:
-    engine, reference = engine_of(model, 24), engine_of(model, 24)
+def run_histories(model, seeds, samplings=SAMPLINGS, **options) -> dict[str, int]:
+    engine, reference = engine_of(model, 24, **options), engine_of(model, 24, **options)
     total: dict[str, int] = {}
     for seed in seeds:
         for name, count in history(engine, reference, seed, samplings).items():
@@ -96,6 +96,13 @@ def run_histories(model, seeds, samplings=SAMPLINGS) -> dict[str, int]:
 
 def test_random_histories_end_as_each_request_alone():
     counts = run_histories(make_family("gemma3_text"), range(1, 2), FEW)
+    assert counts["preemptions"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5_text"])
+def test_random_histories_over_packed_pages(family):
+    counts = run_histories(make_family(family), range(4), FEW, cache_format="k=int8:channel,v=int4")
     assert counts["preemptions"] > 0
 
 

@@ -15,7 +15,8 @@ from quick_cases import rest_long
 from tiny_models import make_family
 
 from kvjax import MeasureOnceMaskOnce, OutOfPages
-from kvjax.cache import PageAllocator, prefixes
+from kvjax.cache import OPEN, PageAllocator, prefixes
+from kvjax.cache.formats import parse_cache_format
 from kvjax.cache.pins import Pin
 from kvjax.cache.transfer import block_bytes
 
@@ -38,13 +39,14 @@ class StoredHistory(History):
     texts_drawn: ClassVar[int] = 2
 
     def make_engine(self):
-        spec = self.model.config.cache_spec(self.sizes.page)
+        packed = parse_cache_format(self.shared.get("cache_format"), self.model.config.compute_dtype)
+        spec = self.model.config.cache_spec(self.sizes.page, packed)
         self.texts = self.random.integers(0, self.model.config.vocab_size, (self.texts_drawn, self.sizes.longest)).tolist()
-        page = sum(block_bytes(spec, group.name) for group in spec.groups)
+        page = sum(block_bytes(spec, group.name) for group in spec.groups if group.name != OPEN)
         host, disk = self.stores[self.random.integers(len(self.stores))]
         stores = {"host_bytes": host * page} if host else {}
         stores |= {"disk": self.folder / f"pages-{time.monotonic_ns()}", "disk_bytes": disk * page} if disk else {}
-        return engine_for(self.model, self.sizes, reuse=self.reuse, **stores)
+        return engine_for(self.model, self.sizes, reuse=self.reuse, **stores, **self.shared)
 
     def run(self, length):
         super().run(2 * length)
@@ -92,6 +94,20 @@ def test_stores_change_no_bits(case, tmp_path, totals):
     counts = run_histories(make_family(name), range(3), tmp_path, sizes, StoredHistory)
     assert counts["sequences compared"] > 3
     assert totals["tokens found"] >= 64
+
+
+class PackedStoredHistory(StoredHistory):
+    shared = {"cache_format": "k=int8:channel,v=int4"}  # noqa: RUF012
+    against_forward = False
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5_text"])
+def test_stores_of_packed_pages_change_no_bits(name, tmp_path, totals):
+    run_histories(make_family(name), range(3000, 3020), tmp_path, SHORT_CHUNKS, PackedStoredHistory)
+    assert totals["tokens found"] >= 64
+    assert totals["device hits"] > 0
+    assert totals["host hits"] + totals["disk hits"] > 0
 
 
 @pytest.mark.long

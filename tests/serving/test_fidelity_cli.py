@@ -98,6 +98,25 @@ def test_a_panel_from_end_to_end(whole):
     assert [table.title.split(":")[0] for table in printed if isinstance(table, Table)][:2] == ["256 tokens", "320 tokens"]
 
 
+@pytest.mark.long
+def test_every_policy_runs_over_each_cache_format_too(kvjax, model_folder, text, tmp_path):
+    sizes = ("--lengths", 192, *SIZES[2:], *PAGES, "--policies", "window:64+12", "--haystacks", "codes")
+    formats = ("--cache-format", "int8", "--cache-format", "k=int4:channel,v=int8:page")
+    status, _, err = kvjax("fidelity", "--model", model_folder, "--text", text, *sizes, *formats, "--out", tmp_path / "panel")
+    assert status == 0, err
+    figures = json.loads((tmp_path / "panel" / "panel.json").read_text())
+    arms = [f"{policy} @ {each}" for each in formats[1::2] for policy in ("dense", "window:64+12")]
+    forced = {row["policy"]: row for row in figures["forced"]}
+    assert list(forced) == ["dense", "window:64+12", *arms, "dense again"]
+    assert [row["policy"] for row in figures["retrieval"]] == list(forced)
+    assert {row["policy"] for row in figures["speed"]} == set(forced)
+    floor, fine, coarse = (forced[name]["kl"]["value"] for name in ("dense again", arms[0], arms[2]))
+    assert floor < fine / 10 < fine < coarse
+    assert forced[arms[3]]["keys_per_step"] == forced["window:64+12"]["keys_per_step"] == 76
+    assert figures["settings"]["cache_formats"] == list(formats[1::2])
+    assert {row["describe"].partition(" (")[0] for row in figures["policies"]} == {"dense", "window:64+12"}
+
+
 def test_a_finished_panel_is_only_drawn_again(whole, arguments, kvjax, monkeypatch):
     folder, _ = whole
     before = (folder / "records.jsonl").read_bytes()

@@ -47,8 +47,8 @@ class PrefillContext:
 
 @runtime_checkable
 class PrefillPolicy(Protocol):
-    """A frozen dataclass: static, hashable, holds no arrays. It may define `indexes` (`indexes_of`), and `query_tile`
-    (`query_tile_of`)."""
+    """A frozen dataclass: static, hashable, holds no arrays. It may define `indexes` (`indexes_of`), `query_tile` (`query_tile_of`), and
+    `reads_packed`: True where it reads keys and values only through ops that take `Pages`, and so can run over packed ones."""
 
     @property
     def queries_stand_alone(self) -> bool:

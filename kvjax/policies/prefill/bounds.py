@@ -15,6 +15,8 @@ from pallas_kernels.select_tiles.api import POOLINGS
 class ByBounds(TileLists):
     """Policies that choose blocks by bounds, the best of every tile and query head; they define `pooling` too."""
 
+    reads_packed = True
+
     def indexes(self) -> tuple[IndexSpec, ...]:
         """Bounds of its blocks."""
         return (IndexSpec("bounds", self.key_block),)

@@ -17,6 +17,7 @@ class DensePrefill:
 
     queries_stand_alone = True
     query_tile = 1
+    reads_packed = True
 
     def attend(self, query, layer, ctx):
         """Causal attention over all pages of the sequence."""

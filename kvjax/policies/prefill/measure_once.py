@@ -41,6 +41,8 @@ class MeasureOnceMaskOnce(TileLists):
     Source: "Measure Once, Mask Once: Delta Refined Block Sparse Attention", Algorithms 1 and 2.
     """
 
+    reads_packed = True
+
     gamma: int = 16
     chi: int = 128
     k: int = 128

@@ -27,6 +27,8 @@ class SinkWindow(DenseWhereCovered):
     gamma.
     """
 
+    reads_packed = True
+
     sink_tokens: int = 64
     window_tokens: int = 1024
     gamma: int | None = None

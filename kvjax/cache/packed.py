@@ -1,0 +1,145 @@
+"""Writing to layers whose sealed pages are packed: tokens go to the open rows; a page that fills is packed, and then indexed as it reads.
+
+All functions are pure; under jit with a donated cache the updates are in place. What a query reads depends on its position alone: its own
+page in compute dtype, from the rows (`Pages.open`), and every earlier page as packed.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache.types import IndexSpec, OpenRows, PagedKV
+from kvjax.cache.writes import seal
+from pallas_kernels.pack_pages import pack_pages
+from pallas_kernels.page_format import unpack
+from pallas_kernels.pages import OpenPages, physical
+
+NOWHERE = jnp.iinfo(jnp.int32).max
+"""A page id or row beyond every pool: writes to it are dropped."""
+
+
+def append_packed(
+    layer: PagedKV,
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    positions: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+    page_table: Int[Array, "B M"],
+    rows: Int[Array, "B"],
+    indexes: tuple[IndexSpec, ...],
+) -> tuple[PagedKV, OpenPages]:
+    """Write the valid tokens of a step to the open rows, then seal each page whose last token is among them. Returns the layer, and the
+    pages that hold the step's tokens, as its queries read them.
+
+    positions, valid, page_table: as in `append`, at most `MOST_TOKENS` tokens. rows: of `layer.open`, one of each sequence. A page that
+    drafted tokens fill is packed too; if they are dropped, it is packed again when it fills again: the row still has its tokens.
+    """
+    page_size, count = layer.pages.page_size, layer.open.k.shape[1]
+    logical, offset = positions // page_size, positions % page_size
+    page = physical(page_table, logical, valid & (rows >= 0)[:, None], NOWHERE)
+    row, place = jnp.where(page < NOWHERE, rows[:, None], NOWHERE), logical % count
+    opened = OpenRows(*(_put(pool, (row, place, slice(None), offset), new) for pool, new in ((layer.open.k, k), (layer.open.v, v))))
+    # XLA may fuse the write into its readers. They would then read the rows as they were before, and need a copy of them.
+    opened = jax.lax.optimization_barrier(opened)
+    # At most `span` pages of a row can fill in one step. Each filled page gets a slot, in the order of the row.
+    span = (positions.shape[1] - 1) // page_size + 1
+    slot = jnp.where(offset == page_size - 1, logical - logical[:, :1], span)
+    batch = jnp.arange(page.shape[0])[:, None]
+
+    def of_filled(numbers: Int[Array, "B T"]) -> Int[Array, "n"]:
+        return jnp.full((page.shape[0], span), NOWHERE, jnp.int32).at[batch, slot].set(numbers, mode="drop").reshape(-1)
+
+    filled, where = of_filled(page), (of_filled(row), of_filled(place))
+    k, v = (pool.at[where].get(mode="fill", fill_value=0) for pool in (opened.k, opened.v))
+    layer = seal_packed(layer.replace(open=opened), k, v, filled, indexes)
+    return layer, _open_pages(opened.k, opened.v, page, row * count + place, layer.pages.num_pages)
+
+
+def append_chunk(
+    layer: PagedKV,
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    starts: Int[Array, "B"],
+    fresh: Int[Array, "B"],
+    first: Int[Array, "B"],
+    lengths: Int[Array, "B"],
+    page_table: Int[Array, "B M"],
+    rows: Int[Array, "B"],
+    indexes: tuple[IndexSpec, ...],
+) -> tuple[PagedKV, OpenPages]:
+    """Write a chunk of prefill: seal the pages that it fills, and keep its last page in the open rows. Returns the layer, and the chunk's
+    pages from that of `first` on, as its queries read them.
+
+    The chunk covers positions [starts, starts + T), whole pages; of these, [fresh, lengths) are written. Tokens before `fresh` in its page
+    are those in the row. first: the first query whose output counts, at most `fresh`: it, or the first token of an earlier page, from
+    which on k and v hold what earlier calls wrote. ValueError for a chunk that is not whole pages. Memory: the chunk's keys and values, and
+    their codes.
+    """
+    (batch, num_tokens, kv_heads, head_dim), page_size, count = k.shape, layer.pages.page_size, layer.open.k.shape[1]
+    if num_tokens % page_size:
+        raise ValueError(f"a chunk of {num_tokens} tokens is not whole pages of {page_size}, as packed pages need it")
+    pages = num_tokens // page_size
+    logical = starts[:, None] // page_size + jnp.arange(pages, dtype=jnp.int32)
+    began, last = fresh // page_size, (lengths - 1) // page_size
+    written = (fresh < lengths) & (rows >= 0)
+    positions = starts[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
+    earlier = (positions < fresh[:, None]).reshape(batch, pages, 1, page_size, 1) & (logical == began[:, None])[:, :, None, None, None]
+
+    def whole_pages(pool: Float[Array, "R n K P D"], new: Float[Array, "B T K D"]) -> Float[Array, "B c K P D"]:
+        before = pool.at[jnp.maximum(rows, 0), began % count].get(mode="clip")[:, None]
+        after = new.astype(pool.dtype).reshape(batch, pages, page_size, kv_heads, head_dim).swapaxes(2, 3)
+        return jnp.where(earlier, before, after)
+
+    # The rows are read before they are written, so that the write needs no copy of them.
+    k, v, pool = jax.lax.optimization_barrier((whole_pages(layer.open.k, k), whole_pages(layer.open.v, v), layer.open))
+    inside = jnp.clip(last - logical[:, 0], 0, pages - 1)
+    at = jnp.where(written, rows, NOWHERE), last % count
+    newest = (jnp.take_along_axis(x, inside[:, None, None, None, None], axis=1)[:, 0] for x in (k, v))
+    opened = OpenRows(*(_put(array, at, page) for array, page in zip((pool.k, pool.v), newest, strict=True)))
+
+    there = written[:, None] & (logical >= (first // page_size)[:, None]) & (logical <= last[:, None])
+    page = physical(page_table, logical, there, NOWHERE)
+    full = (logical >= began[:, None]) & ((logical + 1) * page_size <= lengths[:, None])
+    k, v = (x.reshape(batch * pages, *x.shape[2:]) for x in (k, v))
+    layer = seal_packed(layer.replace(open=opened), k, v, jnp.where(full, page, NOWHERE).reshape(-1), indexes)
+    numbers = jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
+    return layer, _open_pages(k[:, None], v[:, None], page, numbers, layer.pages.num_pages)
+
+
+def seal_packed(
+    layer: PagedKV,
+    k: Float[Array, "n K P D"],
+    v: Float[Array, "n K P D"],
+    pages: Int[Array, " n"],
+    indexes: tuple[IndexSpec, ...],
+) -> PagedKV:
+    """Pack the numbers of whole pages to `pages` (ids; numbers outside the pool are skipped), and index keys as they are read from then
+    on."""
+    put: dict[str, Array] = {}
+    keys = k
+    for name, numbers, packed in (("k", k, layer.pages.k_packed), ("v", v, layer.pages.v_packed)):
+        codes, scales = (numbers, None) if packed is None else pack_pages(numbers, format=packed)
+        put |= {name: codes} if scales is None else {name: codes, f"{name}_scales": scales}
+        if name == "k" and packed is not None:
+            keys = unpack(packed, codes, scales)
+    arrays = {name: _put(getattr(layer.pages, name), pages, new) for name, new in put.items()}
+    # As above: readers must not read the pool as it was.
+    packed = jax.lax.optimization_barrier(layer.pages.replace(**arrays))
+    return layer.replace(pages=packed, index=seal(layer.index, keys, pages, indexes))
+
+
+def opened(layer: PagedKV, pages: OpenPages | None) -> PagedKV:
+    """The layer as the queries of a chunk or step read it, with the open pages that hold their tokens; None: it does not pack."""
+    return layer if pages is None else layer.replace(pages=layer.pages.replace(open=pages), open=None)
+
+
+def _put(pool: Array, places, new: Array) -> Array:
+    return pool.at[places].set(new.astype(pool.dtype), mode="drop")
+
+
+def _open_pages(k: Float[Array, "R n K P D"], v: Float[Array, "R n K P D"], page, number, num_pages: int) -> OpenPages:
+    """The pages of rows, flat. page: ids; number: their places in the flat rows."""
+    row_of = jnp.full(num_pages, -1, jnp.int32).at[page].set(number, mode="drop")
+    return OpenPages(*(x.reshape(-1, *x.shape[2:]) for x in (k, v)), row_of)
