@@ -116,7 +116,7 @@ def test_every_query_reads_its_own_page_open_and_earlier_ones_packed(model, toke
 FORMS = ("int8", "fp8", "int4:32", "k=int4:channel", "v=q4_0", "q8_0", "d4:10+rotate", "e8", "int8:page+rotate,boundary=1", "fp8:none")
 
 
-@pytest.mark.parametrize("text", rest_long(FORMS, "d4:10+rotate"))
+@pytest.mark.parametrize("text", rest_long(FORMS))
 def test_every_format_against_the_forward(tokens, text):
     model = make_family("gemma3_text", head_dim=32)
     if "boundary" in text:
@@ -128,7 +128,8 @@ def test_every_format_against_the_forward(tokens, text):
     check(served(model, tokens, text), packed_forward(model, tokens, text)[20:])
 
 
-@pytest.mark.parametrize("remap", ["", pytest.param("+remap", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("remap", ["", "+remap"])
 def test_sinks_and_a_window_in_prefill_and_decode(model, tokens, remap):
     near = 16, 24
     found = served(model, tokens, K_AND_V, policy=f"window:16+24{remap}", prefill=f"window:16+24{remap}")
@@ -186,6 +187,7 @@ def test_mass_is_of_the_pages_as_queries_read_them(model, tokens):
         np.testing.assert_array_equal(each, found[0])
 
 
+@pytest.mark.long
 def test_queries_that_run_again_without_their_page_would_show(model, tokens, monkeypatch):
     """Prefill that observes from the middle of a page on runs queries again whose page is packed by then."""
     monkeypatch.setattr("kvjax.learning.PolicyStates._grain", property(lambda states: 1, lambda states, grain: None), raising=False)
@@ -241,7 +243,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", rest_long(MUTANTS, "own page read as packed", "packed before the last token"))
 def test_mutants_of_what_is_read_fail(model, tokens, expected, mutant, monkeypatch):
     where, change = MUTANTS[mutant]
     module, _, name = where.rpartition(".")
@@ -302,8 +304,9 @@ class RotatedHistory(PackedHistory):
     shared = {"cache_format": "k=int4+rotate,v=e8:10,boundary=0"}  # noqa: RUF012
 
 
+@pytest.mark.long
 @pytest.mark.bits
-@pytest.mark.parametrize("name", rest_long(["llama", "gemma3_text", "qwen3_5_text"], "llama"))
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5_text"])
 def test_random_histories_over_packed_pages_have_the_bits_of_each_sequence_alone(name, tmp_path):
     counts = run_histories(make_family(name), range(2), tmp_path, dataclasses.replace(FEW, policies=("quest:1",)), PackedHistory)
     assert counts["sequences compared"] > 3
@@ -350,7 +353,7 @@ def test_what_an_engine_does_beside_steps_changes_no_bits(model, tokens):
 # Memory.
 
 
-@pytest.mark.parametrize("text", ["int8", "k=int4:channel,v=d4"])
+@pytest.mark.parametrize("text", rest_long(["int8", "k=int4:channel,v=d4"], "k=int4:channel,v=d4"))
 def test_a_pool_takes_packed_bytes_and_steps_hold_no_widened_copy(text):
     model = make_family("llama", head_dim=32)
     model = type(model)(model.decoder.of_layers(0, 1), model.decoder.params_of(model.params, 0, 1))
