@@ -46,7 +46,7 @@ def serve_command(
     port: Annotated[int, typer.Option(help="Port of gRPC; 0 chooses a free one.", **whole(0, 65_535))] = 50051,
     http_port: Annotated[
         int | None,
-        typer.Option(help="Port of /metrics (Prometheus) and /healthz. [default: neither]", show_default=False, **whole(0, 65_535)),
+        typer.Option(help="Port of HTTP: /v1, /metrics, /healthz. [default: no HTTP]", show_default=False, **whole(0, 65_535)),
     ] = None,
     token_file: Annotated[
         Path | None, typer.Option(dir_okay=False, help="A file with bearer tokens, one a line: calls must carry one.", show_default=False)
@@ -115,15 +115,18 @@ def serve_command(
 ) -> None:
     """Serve sessions over gRPC, until SIGTERM or Ctrl-C.
 
+    With --http-port, clients of OpenAI's API get single answers, too: that part is deprecated, and keeps no cache.
+
     Clients send token ids: `python -m kvjax.client.chat` is one, and `kvjax.client` is for others. Each call is logged to stderr as one
     line of JSON, without tokens or text.
     """
     needs_extras("kvjax serve", "server")
-    from kvjax.serving.session.server import Server, ServerOptions
+    from kvjax.serving.session.desk import ServerOptions
+    from kvjax.serving.session.server import Server
 
     options = ServerOptions(
         host=host, port=port, http_port=http_port, tokens=_tokens(token_file), certificate=_certificate(tls_certificate, tls_key),
-        max_tokens=max_tokens, max_new_tokens=max_new_tokens, max_calls=max_calls, calls_per_second=rate,
+        max_tokens=max_tokens, max_new_tokens=max_new_tokens, max_calls=max_calls, calls_per_second=rate, model_name=model,
     )  # fmt: skip
 
     from kvjax.engine import Engine
@@ -157,8 +160,8 @@ def _until_told(server: Server, drain_seconds: float) -> None:
         signal.signal(each, lambda *_: ended.set())
     server.start()
     host = server.options.host
-    pages_at = "" if server.http_port is None else f", http://{host}:{server.http_port}/metrics"
-    typer.echo(f"listening on {host}:{server.port}{pages_at}", err=True)
+    http = "" if server.http_port is None else f", http{'s' if server.options.certificate else ''}://{host}:{server.http_port}"
+    typer.echo(f"listening on {host}:{server.port}{http}", err=True)
     ended.wait()
     typer.echo(f"ending: calls may run for {drain_seconds:g} s more", err=True)
     server.stop(drain_seconds)

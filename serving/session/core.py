@@ -91,7 +91,7 @@ class SessionCore:
             except ValueError as error:
                 raise ValueError(f"the file of session {each.id} is damaged: {error}; delete it, or restore it") from None
             policy, used = self._policy(parse(each.policy)), self.clock() - each.idle_s
-            self.records[each.id] = Record(each.id, policy, self.engine.new_sequence(), used, each.history)
+            self.records[each.id] = Record(each.id, policy, self.engine.new_sequence(), used, each.history, stored=True)
 
     # Sessions
 
@@ -104,12 +104,12 @@ class SessionCore:
         self._touch(record)
         return record
 
-    def create(self, tokens: list[int], policy: str | DecodePolicy | None) -> Record:
-        """A new session. At capacity, the idle one used longest ago ends."""
+    def create(self, tokens: list[int], policy: str | DecodePolicy | None, kept: bool) -> Record:
+        """A new session. At capacity, the idle one used longest ago ends. kept: whether it is on disk, where sessions are."""
         chosen = None if policy is None else self._policy(policy)
         self._check_length(len(tokens))
         self._make_room_for_one()
-        record = Record(secrets.token_hex(16), chosen, self.engine.new_sequence(), self.clock())
+        record = Record(secrets.token_hex(16), chosen, self.engine.new_sequence(), self.clock(), stored=kept and self._journal is not None)
         record.history.extend(tokens)
         self._keep(record)
         return record
@@ -128,7 +128,8 @@ class SessionCore:
         if record.sequence.suspended is not None:
             self._with_room(lambda: self._promote(record), record)
         sequence = self._with_room(lambda: self.engine.fork(record.sequence), record)
-        child = Record(secrets.token_hex(16), record.policy, sequence, self.clock(), record.history[:], record.dropped, record.floor)
+        held = record.history[:], record.dropped, record.floor, record.stored
+        child = Record(secrets.token_hex(16), record.policy, sequence, self.clock(), *held)
         self._keep(child)
         return child
 
@@ -169,7 +170,7 @@ class SessionCore:
     def end(self, record: Record, reason: str) -> None:
         """End a session, and free its pages. A generation that runs ends with the error Cancelled, and calls that wait with NOT_FOUND."""
         self.records.pop(record.id)
-        if self._journal is not None:
+        if record.stored and self._journal is not None:
             self._journal.end(record.id)
         self._ended[record.id] = reason
         while len(self._ended) > REMEMBERED:
@@ -299,7 +300,7 @@ class SessionCore:
 
     def _keep(self, record: Record) -> None:
         """A new session is there."""
-        if self._journal is not None:
+        if record.stored:
             try:
                 self._journal.create(record.id, name_of(record.policy or self.scheduler.policy), record.history)
             except BaseException:
@@ -308,7 +309,7 @@ class SessionCore:
         self.records[record.id] = record
 
     def _extend(self, record: Record, tokens: list[int]) -> None:
-        if self._journal is not None:
+        if record.stored:
             self._journal.extend(record.id, len(record.history), tokens)
         record.history.extend(tokens)
 

@@ -56,8 +56,8 @@ class Record:
     """One session.
 
     history: all its tokens. sequence: holds the first of those that are kept, all written by prefill. dropped: tokens after the sinks that
-    the window has dropped. floor: the most tokens that were in the cache or dropped. run: the generation that runs, or whose caller has not
-    taken its end yet. waiting: calls that come after it. used: when a call last began or ended.
+    the window has dropped. floor: the most tokens that were in the cache or dropped. stored: whether it is on disk. run: the generation
+    that runs, or whose caller has not taken its end yet. waiting: calls that come after it. used: when a call last began or ended.
     """
 
     id: str
@@ -67,6 +67,7 @@ class Record:
     history: array.array = dataclasses.field(default_factory=lambda: array.array("i"))
     dropped: int = 0
     floor: int = 0
+    stored: bool = False
     run: Run | None = None
     waiting: collections.deque[Waiting] = dataclasses.field(default_factory=collections.deque)
 

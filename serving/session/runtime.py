@@ -113,15 +113,17 @@ class SessionRuntime:
         violations "inv1", "inv2" and "inv3". Those that never happened are left out."""
         return dict(self._core.counts)
 
-    def create(self, tokens: Sequence[int] = (), *, policy: str | DecodePolicy | None = None, timeout: float | None = None) -> Session:
+    def create(
+        self, tokens: Sequence[int] = (), *, policy: str | DecodePolicy | None = None, kept: bool = True, timeout: float | None = None
+    ) -> Session:
         """A new session with an initial history of token ids, possibly none.
 
-        policy: its decode policy, or its name; None: the engine's. InvalidArgument for bad tokens or a policy that the engine lacks,
-        ResourceExhausted if every session is in the middle of a call, or the history can never fit. timeout: in seconds, as everywhere
-        here: DeadlineExceeded after it, and then nothing was done.
+        policy: its decode policy, or its name; None: the engine's. kept: whether it is written to `state`. timeout: in seconds, as
+        everywhere here: DeadlineExceeded after it, and then nothing was done. InvalidArgument for bad tokens or a policy that the engine
+        lacks, ResourceExhausted if every session is in the middle of a call, or the history can never fit.
         """
         given = self._checked(tokens, least=0)
-        return Session(self, self._ask(lambda: self._core.create(given, policy), timeout).id)
+        return Session(self, self._ask(lambda: self._core.create(given, policy, kept), timeout).id)
 
     def session(self, session_id: str) -> Session:
         """The session of an id. Its methods raise SessionNotFound if there is none."""

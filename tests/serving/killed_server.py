@@ -6,8 +6,9 @@ import threading
 from tiny_models import make_model
 
 from kvjax import Engine, SessionRuntime
+from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.metrics import Metrics
-from kvjax.serving.session.server import Server, ServerOptions
+from kvjax.serving.session.server import Server
 
 if __name__ == "__main__":
     engine = Engine(make_model(), "dense", pages=48, page_size=16, prefill_chunk=32, batch_buckets=(4,))

@@ -19,6 +19,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from character_tokenizer import make_tokenizer
 from tiny_models import VOCAB, make_model
 
 from kvjax import Engine, SessionRuntime
@@ -38,8 +39,9 @@ from kvjax.client import (
     tokens_for_chat,
 )
 from kvjax.client.wire import SERVICE, protocol
+from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.metrics import Metrics
-from kvjax.serving.session.server import Server, ServerOptions
+from kvjax.serving.session.server import Server
 
 PAGES, PAGE, CHUNK = 48, 16, 32
 TEXT = np.random.default_rng(0).integers(0, VOCAB, 200).tolist()
@@ -373,29 +375,8 @@ def test_a_restarted_server_is_found_again(engine):
         client.close()
 
 
-QWEN = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
-"""How Qwen3's template treats think blocks."""
-
-
-def character_tokenizer():
-    """A token for each printable character, and two that mark turns."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {chr(code): code - 32 for code in range(32, 127)} | {"\n": 95, "<unk>": 96, "<|im_end|>": 97, "<|im_start|>": 98}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    inner.decoder = decoders.Fuse()
-    options = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"], "unk_token": "<unk>", "chat_template": QWEN}
-    return PreTrainedTokenizerFast(tokenizer_object=inner, **options)
-
-
 def test_the_chat_prints_what_the_session_says(server, monkeypatch, capsys):
-    tokenizer = character_tokenizer()
+    tokenizer = make_tokenizer()
     monkeypatch.setattr(chat, "load_tokenizer", lambda name: tokenizer)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n\nMore\n"))
     assert chat.main(["--address", f"127.0.0.1:{server.port}", "--max-new-tokens", "5"]) == 0
@@ -411,7 +392,7 @@ def test_the_chat_prints_what_the_session_says(server, monkeypatch, capsys):
 
 
 def test_chat_templates_turn_by_turn():
-    tokenizer = character_tokenizer()
+    tokenizer = make_tokenizer()
     user, answer, second = ({"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "Yes"), ("user", "So?")))
     first = tokens_for_chat([user], tokenizer, enable_thinking=False)
     again = from_openai_messages([user, answer, second], tokenizer, enable_thinking=False)
