@@ -310,7 +310,7 @@ class SessionCore:
 
     def _extend(self, record: Record, tokens: list[int]) -> None:
         if record.stored:
-            self._journal.extend(record.id, len(record.history), tokens)
+            self._journal.extend(record.id, tokens)
         record.history.extend(tokens)
 
     def _touch(self, record: Record) -> None:

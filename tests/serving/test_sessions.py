@@ -1,6 +1,9 @@
 """Sessions in process: bits that do not depend on how a history came in, turns, errors, and what is freed."""
 
+import array
+import dataclasses
 import itertools
+import os
 import shutil
 import threading
 import time
@@ -11,6 +14,7 @@ from tiny_models import VOCAB, make_family, make_model
 
 from kvjax import Engine, SessionRuntime, TopBlocks
 from kvjax.client.errors import Cancelled, DeadlineExceeded, FailedPrecondition, InvalidArgument, ResourceExhausted, SessionNotFound
+from kvjax.serving.session.journal import Journal
 from kvjax.serving.session.records import Record, Violation, Window, check_invariants
 
 PAGES, PAGE, CHUNK = 48, 16, 32
@@ -313,7 +317,7 @@ def test_a_killed_process_loses_no_acknowledged_token(engine, tmp_path):
         next(running)
         shutil.copytree(tmp_path / "a", tmp_path / "b")
         (half,) = (tmp_path / "b").glob(f"{child.id}*")
-        half.write_bytes(half.read_bytes() + b"abc")  # half a token, of which nobody was told
+        half.write_bytes(half.read_bytes() + b"abc")  # a part of a record, of which nobody was told
         running.cancel(keep=0)
         with pytest.raises(ValueError, match="another process has"):
             SessionRuntime(engine, state=tmp_path / "a")
@@ -334,13 +338,83 @@ def test_a_killed_process_loses_no_acknowledged_token(engine, tmp_path):
         SessionRuntime(make_engine(make_model(hidden_size=32)), state=tmp_path / "b")
     (file,) = (tmp_path / "b").glob("*.session")
     whole = file.read_bytes()
-    for damaged, problem in ((whole[5:], "no header of a session"), (whole[:-1] + b"\x7f", "outside the vocabulary")):
+    for damaged, problem in ((whole[5:], "no header of a session"), (whole[:-1] + b"\x7f", "are not those written")):
         file.write_bytes(damaged)
         with pytest.raises(ValueError, match=problem):
             SessionRuntime(other, state=tmp_path / "b")
     file.write_bytes(whole)
     with SessionRuntime(other, slots=4, state=tmp_path / "b") as mended:
         assert mended.session(child.id).info().history_tokens == 50
+
+
+def check_cuts(folder, make):
+    """Wherever a kill cuts the record that it is writing, all of its tokens are lost, and none before; what is appended then is kept."""
+    journal = make(folder, "model")
+    journal.create("a" * 32, "dense", array.array("i", [1, 2]))
+    (path,) = folder.glob("*.session")
+    before = path.stat().st_size
+    journal.extend("a" * 32, [3] * 12)
+    journal.close()
+    whole = path.read_bytes()
+    for cut in range(before, len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        kept = [1, 2, *[3] * 12] if cut == len(whole) else [1, 2]
+        for length in (1, 40):
+            again = make(folder, "model")
+            assert [each.history.tolist() for each in again.load()] == [kept]
+            again.extend("a" * 32, [9] * length)
+            again.close()
+            kept = kept + [9] * length
+
+
+def test_of_a_call_that_was_being_written_all_tokens_come_back_or_none(tmp_path):
+    check_cuts(tmp_path, Journal)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+class WithoutTruncation(Journal):
+    """A mutant: what a kill left of a record stays behind the last one."""
+
+    def load(self):
+        (path,) = self._folder.glob("*.session")
+        content = path.read_bytes()
+        found = list(super().load())
+        path.write_bytes(content)
+        return iter(found)
+
+
+class WithoutRecords(Journal):
+    """A mutant: tokens without a record around them, as version 1 wrote them."""
+
+    def load(self):
+        for each in super().load():
+            (path,) = self._folder.glob("*.session")
+            tokens = path.read_bytes().partition(b"\n")[2][8:]
+            yield dataclasses.replace(each, history=array.array("i", tokens[: len(tokens) // 4 * 4]))
+
+
+@pytest.mark.parametrize("mutant", [WithoutTruncation, WithoutRecords])
+def test_a_journal_that_is_not_atomic_is_noticed(mutant, tmp_path):
+    with pytest.raises((AssertionError, ValueError)):
+        check_cuts(tmp_path, mutant)
+
+
+def test_a_disk_that_is_full_leaves_the_history_as_it_was(tmp_path, monkeypatch):
+    journal = Journal(tmp_path, "model")
+    journal.create("a" * 32, "dense", array.array("i", [1, 2]))
+    write = os.pwrite
+
+    def full(handle, content, at):
+        write(handle, content[:7], at)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(ResourceExhausted, match="No space left"):
+        journal.extend("a" * 32, [3, 4])
+    monkeypatch.setattr(os, "pwrite", write)
+    journal.extend("a" * 32, [5])
+    journal.close()
+    assert [each.history.tolist() for each in Journal(tmp_path, "model").load()] == [[1, 2, 5]]
 
 
 @pytest.mark.long
