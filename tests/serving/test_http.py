@@ -1,13 +1,15 @@
-"""The HTTP server: the shim for OpenAI's clients, /metrics and /healthz."""
+"""The HTTP server: the shim for OpenAI's clients, /metrics and /healthz; and a chat with a model that has a template."""
 
 import contextlib
 import dataclasses
 import http.client
+import io
 import json
 import shutil
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -19,7 +21,7 @@ from character_tokenizer import make_tokenizer
 from tiny_models import make_model
 
 from kvjax import Engine, SessionRuntime
-from kvjax.client import Client
+from kvjax.client import Client, chat
 from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.metrics import Metrics
 from kvjax.serving.session.server import Server
@@ -266,3 +268,17 @@ def test_tokens_and_restarts(engine, tmp_path):
                 list(stream)
             stopped.join(WAIT)
             assert not stopped.is_alive()
+
+
+def test_the_chat_goes_on_where_a_template_would_render_a_turn_otherwise(server, monkeypatch, capsys):
+    """The hazard of Qwen3's think block: the session holds what was prompted with, and what follows is appended to it."""
+    tokenizer, appended = make_tokenizer(), []
+    monkeypatch.setattr(chat, "load_tokenizer", lambda name: tokenizer)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\nSo?\n"))
+    monkeypatch.setattr(chat.Session, "append", lambda self, ids, add=chat.Session.append: (appended.append(list(ids)), add(self, ids))[1])
+    words = ["--template", "--no-thinking", "--max-new-tokens", "4", "--address", f"127.0.0.1:{server.port}"]
+    assert chat.main(words) == 0
+    first, second = map(tokenizer.decode, appended)
+    assert first == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert second == first.replace("<|im_start|>user\nHi", "<|im_end|>\n<|im_start|>user\nSo?")  # the answer ended by its length
+    assert len(capsys.readouterr().out.splitlines()) >= 2

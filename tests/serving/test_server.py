@@ -19,6 +19,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+import typer
 from character_tokenizer import make_tokenizer
 from tiny_models import VOCAB, make_model
 
@@ -389,6 +390,8 @@ def test_the_chat_prints_what_the_session_says(server, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"Hello{'~' * 200}\n"))
     assert chat.main(["--address", f"127.0.0.1:{server.port}"]) == 1
     assert "limit of 150" in capsys.readouterr().err
+    with pytest.raises(typer.BadParameter):
+        chat.main(["--no-thinking"])
 
 
 def test_chat_templates_turn_by_turn():
