@@ -94,6 +94,9 @@ def serve_command(
     rate: Annotated[
         float | None, typer.Option(help="Calls per second of each bearer token. [default: no limit]", show_default=False, **number(above=0))
     ] = None,
+    stall_seconds: Annotated[
+        float, typer.Option(help="A client that takes nothing of what is sent to it for so long is cut off.", **number(above=0))
+    ] = 60.0,
     state: Annotated[
         Path | None,
         typer.Option(file_okay=False, help="Keep histories in this folder, so that a restart brings sessions back.", show_default=False),
@@ -126,7 +129,8 @@ def serve_command(
 
     options = ServerOptions(
         host=host, port=port, http_port=http_port, tokens=_tokens(token_file), certificate=_certificate(tls_certificate, tls_key),
-        max_tokens=max_tokens, max_new_tokens=max_new_tokens, max_calls=max_calls, calls_per_second=rate, model_name=model,
+        max_tokens=max_tokens, max_new_tokens=max_new_tokens, max_calls=max_calls, calls_per_second=rate, stall_s=stall_seconds,
+        model_name=model,
     )  # fmt: skip
 
     from kvjax.engine import Engine

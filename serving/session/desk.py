@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hmac
 import ipaddress
@@ -9,9 +10,10 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterator
 
 from kvjax.checks import whole_number
-from kvjax.client.errors import ResourceExhausted, SessionError, Unauthenticated
+from kvjax.client.errors import Cancelled, ResourceExhausted, SessionError, Unauthenticated
 from kvjax.serving.session.metrics import Metrics
 from kvjax.serving.session.runtime import SessionRuntime
 
@@ -32,6 +34,7 @@ class ServerOptions:
         max_new_tokens: the most tokens that one call may generate.
         max_calls: calls at once; each takes a thread.
         calls_per_second: of each token, on average, in bursts of up to ten seconds' worth; None: no limit.
+        stall_s: seconds after which a client is cut off that takes none of what is sent to it.
         http_port: for /v1, /metrics and /healthz; None: none; 0 chooses a free one.
         model_name: the model's name in /v1.
     """
@@ -45,6 +48,7 @@ class ServerOptions:
     max_new_tokens: int = 32_768
     max_calls: int = 256
     calls_per_second: float | None = None
+    stall_s: float = 60.0
     http_port: int | None = None
     model_name: str = "kvjax"
 
@@ -90,6 +94,9 @@ class Desk:
         self.runtime, self.metrics, self.options = runtime, metrics, options
         self.started, self.ending = int(time.time()), False
         self._allowance = None if options.calls_per_second is None else Allowance(options.calls_per_second)
+        self._sending: dict[Call, tuple[float, Callable[[], object]]] = {}
+        self._ended = threading.Event()
+        threading.Thread(target=self._cut_stalled, name="kvjax stalled", daemon=True).start()
 
     def enter(self, authorization: str) -> None:
         """Unauthenticated unless the value of the header `authorization` names a token; ResourceExhausted if it calls too often."""
@@ -101,6 +108,27 @@ class Desk:
             raise Unauthenticated("the call needs a bearer token of the server: authorization: Bearer TOKEN")
         if self._allowance is not None and not self._allowance.take(found):
             raise ResourceExhausted("too many calls per second: try again later", reason="rate")
+
+    @contextlib.contextmanager
+    def sending(self, call: Call, cut: Callable[[], object]) -> Iterator[None]:
+        """While a call's message waits for its reader. cut: called from another thread if that takes too long."""
+        self._sending[call] = time.monotonic(), cut
+        try:
+            yield
+        finally:
+            self._sending.pop(call, None)
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._ended.set()
+
+    def _cut_stalled(self) -> None:
+        while not self._ended.wait(min(1.0, self.options.stall_s / 4)):
+            now = time.monotonic()
+            for call, (since, cut) in self._sending.copy().items():
+                if now - since > self.options.stall_s and self._sending.pop(call, None):
+                    call.end(Cancelled("the client takes nothing of what is sent to it", reason="stalled"))
+                    cut()
 
     def begin(self, name: str, session: str = "") -> Call:
         """A call has come in. session: the id that it names."""

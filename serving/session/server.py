@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvjax.client.errors import Cancelled, InvalidArgument, SessionError
 from kvjax.client.wire import FIELD_KEY, REASON_KEY, SERVICE, Method, protocol
 from kvjax.serving.session.calls import Calls
-from kvjax.serving.session.desk import Desk, ServerOptions
+from kvjax.serving.session.desk import Call, Desk, ServerOptions
 from kvjax.serving.session.metrics import Metrics
 from kvjax.serving.session.runtime import SessionRuntime
 from pallas_kernels.extras import needs_extras
@@ -87,6 +87,7 @@ class Server:
             self._web.stop(drain_s)
         stopped.wait(drain_s + 1)
         self.runtime.close()
+        self._desk.close()
 
     def _handler(self, method: Method) -> Any:
         """The handler of one call: unary, or streaming."""
@@ -107,16 +108,18 @@ class Server:
             return behaviour(request, context)
 
     def _streaming(self, name: str, behaviour: Any, request: Any, context: Any) -> Iterator[Any]:
-        with self._watched(name, request, context):
-            yield from behaviour(request, context)
+        with self._watched(name, request, context) as call, contextlib.closing(behaviour(request, context)) as responses:
+            for response in responses:
+                with self._desk.sending(call, context.cancel):
+                    yield response
 
     @contextlib.contextmanager
-    def _watched(self, name: str, request: Any, context: Any) -> Iterator[None]:
+    def _watched(self, name: str, request: Any, context: Any) -> Iterator[Call]:
         """The block of one call: check who calls, turn errors into statuses, count, and log."""
         call, error = self._desk.begin(name, getattr(request, "session_id", "")), None
         try:
             self._desk.enter(str(dict(context.invocation_metadata()).get("authorization", "")))
-            yield
+            yield call
         except SessionError as raised:
             error = raised
         except GeneratorExit:

@@ -204,7 +204,7 @@ class _Routes:
             first = await _unless_gone(request, self._in_thread(shot.more))  # an error before the first token has a status of its own
             if wanted.stream:
                 streams = True
-                return _Streamed(self._pieces(shot, first, form, call), call, partial(self._end, shot))
+                return _Streamed(self._pieces(shot, first, form, call), self._desk, call, partial(self._end, shot))
             rest = await _unless_gone(request, self._all(shot)) if first is not None else ""
             body = form.whole((first or "") + rest, shot.finish_reason, usage_of(shot.prompt_tokens, shot.generated))
             call.end(None)
@@ -259,11 +259,12 @@ class _Routes:
 class _Streamed:
     """A response of server-sent events that calls `end` whatever happens, also when the client goes before the first of them."""
 
-    def __init__(self, pieces: AsyncIterator[bytes], call: Call, end: Callable[[], Awaitable[None]]):
+    def __init__(self, pieces: AsyncIterator[bytes], desk: Desk, call: Call, end: Callable[[], Awaitable[None]]):
         from starlette.responses import StreamingResponse
 
-        self._response = StreamingResponse(pieces, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        self._call, self._end, self.headers = call, end, self._response.headers
+        self._pieces, self._desk, self._call, self._end = pieces, desk, call, end
+        self._response = StreamingResponse(self._sent(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        self.headers = self._response.headers
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
@@ -271,6 +272,13 @@ class _Streamed:
         finally:
             self._call.end(Cancelled("the client has gone"))  # unless it has ended already
             await self._end()
+
+    async def _sent(self) -> AsyncIterator[bytes]:
+        """The pieces. A client that takes none for too long is cut off."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        async for piece in self._pieces:
+            with self._desk.sending(self._call, lambda: loop.call_soon_threadsafe(task.cancel)):
+                yield piece
 
 
 async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
