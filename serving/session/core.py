@@ -72,7 +72,7 @@ class SessionCore:
         self.records: collections.OrderedDict[str, Record] = collections.OrderedDict()  # the one used longest ago first
         self._ended: collections.OrderedDict[str, str] = collections.OrderedDict()
         self._page_bytes = {name: engine.spec.bytes_per_page(name, engine.indexes) for name in engine.allocators}
-        hooks = {"on_token": self._token, "on_short": self._give_room}
+        hooks = {"on_token": self._token, "on_short": self._give_room, "texts": False}  # detokenizing is the clients' business
         self.scheduler = Scheduler(engine, slots=slots, max_gap_ms=max_gap_ms, **hooks)
         self._runs: dict[Any, Run] = {}  # by handle
         self._journal = journal

@@ -297,6 +297,19 @@ def test_a_window_drops_the_oldest_tokens_by_the_length_alone(engine):
         SessionRuntime(engine, window=63)
 
 
+def test_the_runtime_makes_no_text(engine):
+    """It would take time in every step."""
+
+    class Tokenizer:
+        def decode(self, *arguments, **options):
+            raise AssertionError("a token became text in the loop of steps")
+
+    model = dataclasses.replace(engine.model, tokenizer=Tokenizer())
+    with SessionRuntime(make_engine(model), slots=4) as runtime:
+        assert said(runtime.create(TEXT[:20]), 4)
+        assert len(list(runtime.create(TEXT[:20]).generate(max_new_tokens=300))) > 4
+
+
 def test_prefill_that_depends_on_cuts_is_refused():
     engine = Engine(make_model(), prefill="mean:2", pages=8, page_size=64, prefill_chunk=64, batch_buckets=(1,))
     with pytest.raises(ValueError, match="bits would depend"):
