@@ -206,14 +206,17 @@ def _buckets(turns: list[Turn], began: float, polled: list[tuple], seconds: floa
 def gates(seconds: float, buckets: list[dict[str, Any]], after: dict[str, float], counted: dict[str, float], agents: list[Agent]) -> dict:
     """The gates that a run decides: G1 (memory), G2 (latency), G4 (invariants), G5 (everything through the client).
 
-    Only a run with three buckets of ten minutes decides G1 and G2. In a shorter one the same figures are called `compressed`.
+    Memory of pages must not differ from the first bucket in either direction, and memory of the process must not grow: it falls when what
+    compiling took is given back. Only a run with three buckets of ten minutes decides G1 and G2. In a shorter one the same figures are
+    called `compressed`.
     """
-    memory = {name: _drift([bucket[f"{name}_peak_bytes"] for bucket in buckets]) for name in ("kv", "process")}
+    peaks = {name: [bucket[f"{name}_peak_bytes"] for bucket in buckets] for name in ("kv", "process")}
+    memory = {name: max(map(abs, each)) if name == "kv" else max(each) for name, each in _drifts(peaks).items()}
     latency = {}
     for name in ("p50", "p95"):
         values = [bucket["turn_s"][name] if bucket["turn_s"] else None for bucket in buckets]
         latency[name] = None if None in (values[0], values[-1]) else values[-1] / values[0] - 1
-    known = [each for each in memory.values() if each is not None]
+    known = list(memory.values())
     told = {
         "memory": {"drift": memory, "holds": bool(known) and max(known) < PAPER_MEMORY, "ours": bool(known) and max(known) < OURS},
         "latency": {
@@ -232,9 +235,9 @@ def gates(seconds: float, buckets: list[dict[str, Any]], after: dict[str, float]
     return {"gates": found} if real else {"gates": found, "compressed": told}
 
 
-def _drift(peaks: list[float]) -> float | None:
-    """The largest difference from the first, as a share of it; None if nothing was measured."""
-    return max(abs(peak / peaks[0] - 1) for peak in peaks) if peaks[0] else None
+def _drifts(peaks: dict[str, list[float]]) -> dict[str, list[float]]:
+    """The differences from the first peak, as shares of it; those that were not measured are left out."""
+    return {name: [peak / each[0] - 1 for peak in each] for name, each in peaks.items() if each[0]}
 
 
 def _checks(server: Watched) -> dict[str, Any]:

@@ -80,6 +80,11 @@ def serve_command(
             "--host-memory", help="The most host memory for them, as 64GB. [default: no limit]", show_default=False, **byte_count()
         ),
     ] = None,
+    disk: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="To this folder they go when --host-memory is full; needs --disk-size.", show_default=False),
+    ] = None,
+    disk_size: Annotated[int | None, typer.Option(help="The most room there, as 20GB.", show_default=False, **byte_count())] = None,
     window: Annotated[
         int | None,
         typer.Option(
@@ -124,6 +129,8 @@ def serve_command(
     line of JSON, without tokens or text.
     """
     needs_extras("kvjax serve", "server")
+    if len({disk is None, disk_size is None, disk is None or host_memory is None}) > 1:
+        raise typer.BadParameter("--disk goes together with --disk-size and --host-memory: give all three", param_hint="--disk")
     from kvjax.serving.session.desk import ServerOptions
     from kvjax.serving.session.server import Server
 
@@ -148,6 +155,7 @@ def serve_command(
         engine = Engine(loaded, first, policies=others, batch_buckets=(max_batch,), mesh=mesh, **sizes)
     metrics = Metrics()
     limits = {"capacity": capacity, "idle_ttl_s": 60 * idle_minutes, "demote_after_s": demote_seconds, "host_bytes": host_memory}
+    limits |= {"disk": disk, "disk_bytes": disk_size}
     runtime = SessionRuntime(engine, slots=max_batch, max_gap_ms=max_gap_ms, window=window, state=state, observe=metrics.observe, **limits)
     server = Server(runtime, metrics, options)
     typer.echo(f"{model}: {engine.policy.describe()}, {engine.allocators['full'].total:,} pages of {page_size} tokens", err=True)

@@ -263,6 +263,9 @@ def test_metrics_health_and_reflection(client, server):
         'cache_invariant_violations_total{kind="inv1"} 0.0',
         'session_evicted_total{reason="lru"} ',
         "time_to_first_token_seconds_count ",
+        'kv_pages{store="device"} ',
+        'kv_pages{store="disk"} 0.0',
+        'session_demoted_total{to="disk"} 0.0',
         "token_gap_seconds_bucket",
         'rpc_total{code="OK",method="Generate"} ',
     ):

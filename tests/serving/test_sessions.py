@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from kvjax import Engine, SessionRuntime, TopBlocks
 from kvjax.client.errors import Cancelled, DeadlineExceeded, FailedPrecondition, InvalidArgument, ResourceExhausted, SessionNotFound
 from kvjax.serving.session.journal import Journal
 from kvjax.serving.session.records import Record, Violation, Window, check_invariants
+from kvjax.serving.session.shelf import Shelf
 
 PAGES, PAGE, CHUNK = 48, 16, 32
 TOP = TopBlocks(k=1, sink=1, local=1, block_size=PAGE)  # reads 48 keys
@@ -213,6 +215,61 @@ def test_idle_sessions_are_demoted_when_pages_run_out(runtime, engine):
     assert runtime.gauges()["host_bytes"] > 0
     again = runtime.create(TEXT[:190] + answers[0])
     assert said(sessions[0]) == said(again)
+
+
+def prefill(session):
+    """Have the session's history prefilled, and generate nothing."""
+    stream = session.generate(max_new_tokens=4, stop_token_ids=())
+    next(stream)
+    stream.cancel(keep=0)
+
+
+def test_demoted_sessions_go_on_to_disk_when_host_memory_is_full(engine, tmp_path):
+    """Host memory for one session of 10 pages, and disk for two. They come back with the same bits."""
+    size = 10 * engine.spec.bytes_per_page("full", engine.indexes)
+    with SessionRuntime(engine, slots=4, host_bytes=size, disk=tmp_path / "pages", disk_bytes=2 * size) as runtime:
+        sessions = [runtime.create(TEXT[number : number + 150]) for number in range(4)]
+        expected = []
+        for each in sessions:
+            with each.fork() as child:
+                expected.append(said(child, 3))
+            prefill(each)
+        for number in (2, 0, 1):
+            sessions[number].demote()
+        gauges = runtime.gauges()
+        assert (gauges["host_bytes"], gauges["disk_bytes"], gauges["host_pages"], gauges["disk_pages"]) == (size, 2 * size, 10, 20)
+        records = runtime._core.records
+        assert [records[each.id].on_disk for each in sessions] == [True, False, True, False]  # 2 and 0 were used longest ago
+        assert all(each.info().demoted for each in sessions[:3])
+        with pytest.raises(ResourceExhausted, match="so is the disk"):
+            sessions[3].demote()
+        assert not list((tmp_path / "pages").iterdir())  # files without a name: nothing stays after a kill
+        assert [said(each, 3) for each in sessions] == expected
+        assert runtime.gauges()["disk_bytes"] == runtime.gauges()["host_bytes"] == 0
+        assert (runtime.counts["demoted"], runtime.counts["shelved"]) == (3, 2)
+        sessions[2].demote()
+        sessions[2].audit()
+    with pytest.raises(ValueError, match="give host_bytes"):
+        SessionRuntime(engine, disk=tmp_path, disk_bytes=1)
+    with pytest.raises(ValueError, match="name another folder"):
+        SessionRuntime(engine, host_bytes=1, disk=Path(__file__), disk_bytes=1)
+
+
+def test_a_full_disk_leaves_a_demoted_session_in_host_memory(engine, tmp_path, monkeypatch):
+    with SessionRuntime(engine, slots=4, host_bytes=0, disk=tmp_path, disk_bytes=10**9) as runtime:
+        session = runtime.create(TEXT[:50])
+        prefill(session)
+        with session.fork() as child:
+            expected = said(child, 3)
+
+        def full(self, stored):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Shelf, "put", full)
+        with pytest.raises(ResourceExhausted, match="No space left"):
+            session.demote()
+        assert session.info().demoted
+        assert said(session, 3) == expected
 
 
 def test_a_violated_invariant_closes_the_session(runtime, engine):

@@ -56,10 +56,10 @@ def test_a_short_run_through_the_client():
     assert len(scheduling.TABLES["sessions"][0]) == len(scheduling.sessions_cells(json.loads(json.dumps(row))))
 
 
-def made_run(kv=(100, 104, 96), turn=(1.0, 1.1, 1.2), seconds=3 * BUCKET_S):
+def made_run(kv=(100, 104, 96), turn=(1.0, 1.1, 1.2), seconds=3 * BUCKET_S, process=(1000, 700, 1000)):
     """Buckets with these peaks and latencies, as a run of so long gives them."""
     step = seconds / 3
-    polled = [(number * step + 1, {"session_kv_live_bytes": peak}, 1000) for number, peak in enumerate(kv)]
+    polled = [(number * step + 1, {"session_kv_live_bytes": peak}, process[number]) for number, peak in enumerate(kv)]
     turns = [Turn(number * step + 1, each / 2, each, (0.1,), 1, 1) for number, each in enumerate(turn)]
     return _buckets(turns, 0.0, polled, seconds)
 
@@ -79,6 +79,7 @@ def test_gates_hold_and_fail_by_their_numbers():
     for name, bad in (
         ("G1", decided(made_run(kv=(100, 111, 100)))),
         ("G1", decided(made_run(kv=(100, 89, 100)))),
+        ("G1", decided(made_run(process=(1000, 1000, 1101)))),
         ("G2", decided(made_run(turn=(1.0, 1.0, 1.6)))),
         ("G4", decided(made_run(), violations=1.0)),
         ("G5", decided(made_run(), calls=4)),  # one that came not through the client
