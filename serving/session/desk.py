@@ -130,16 +130,16 @@ class Desk:
                     call.end(Cancelled("the client takes nothing of what is sent to it", reason="stalled"))
                     cut()
 
-    def begin(self, name: str, session: str = "") -> Call:
-        """A call has come in. session: the id that it names."""
-        return Call(self.metrics, name, session)
+    def begin(self, name: str) -> Call:
+        """A call has come in."""
+        return Call(self.metrics, name)
 
 
 class Call:
     """One call, which is logged and counted when it ends. No token of a history is logged. session: its session's id, "" for none."""
 
-    def __init__(self, metrics: Metrics, name: str, session: str):
-        self._metrics, self._name, self.session = metrics, name, session
+    def __init__(self, metrics: Metrics, name: str):
+        self._metrics, self._name, self.session = metrics, name, ""
         self._started, self.ended = time.monotonic(), False
 
     def end(self, error: SessionError | None) -> None:

@@ -100,23 +100,27 @@ class Server:
             (True, True): (grpc.stream_stream_rpc_method_handler, self._streaming),
         }
         make, wrap = kinds[method.streams]
-        codec = {"request_deserializer": method.request.FromString, "response_serializer": method.response.SerializeToString}
-        return make(lambda request, context: wrap(method.name, behaviour, request, context), **codec)
+        # Messages are parsed inside the call, so that one that is none is an error like others, and not a traceback in the log.
+        return make(
+            lambda content, context: wrap(method, behaviour, content, context), response_serializer=method.response.SerializeToString
+        )
 
-    def _unary(self, name: str, behaviour: Any, request: Any, context: Any) -> Any:
-        with self._watched(name, request, context):
-            return behaviour(request, context)
+    def _unary(self, method: Method, behaviour: Any, content: bytes, context: Any) -> Any:
+        with self._watched(method.name, context) as call:
+            return behaviour(_parsed(method, content, call), context)
 
-    def _streaming(self, name: str, behaviour: Any, request: Any, context: Any) -> Iterator[Any]:
-        with self._watched(name, request, context) as call, contextlib.closing(behaviour(request, context)) as responses:
-            for response in responses:
-                with self._desk.sending(call, context.cancel):
-                    yield response
+    def _streaming(self, method: Method, behaviour: Any, content: Any, context: Any) -> Iterator[Any]:
+        with self._watched(method.name, context) as call:
+            given = (_parsed(method, each, call) for each in content) if method.streams[0] else _parsed(method, content, call)
+            with contextlib.closing(behaviour(given, context)) as responses:
+                for response in responses:
+                    with self._desk.sending(call, context.cancel):
+                        yield response
 
     @contextlib.contextmanager
-    def _watched(self, name: str, request: Any, context: Any) -> Iterator[Call]:
+    def _watched(self, name: str, context: Any) -> Iterator[Call]:
         """The block of one call: check who calls, turn errors into statuses, count, and log."""
-        call, error = self._desk.begin(name, getattr(request, "session_id", "")), None
+        call, error = self._desk.begin(name), None
         try:
             self._desk.enter(str(dict(context.invocation_metadata()).get("authorization", "")))
             yield call
@@ -139,3 +143,15 @@ class Server:
         keys = ((FIELD_KEY, error.field), (REASON_KEY, error.reason))
         context.set_trailing_metadata(tuple((key, value) for key, value in keys if value))
         context.abort(grpc.StatusCode[error.code], str(error) if not isinstance(error, InvalidArgument) else str(error)[:1000])
+
+
+def _parsed(method: Method, content: bytes, call: Call) -> Any:
+    """A call's message. InvalidArgument for bytes that are none."""
+    from google.protobuf.message import DecodeError
+
+    try:
+        request = method.request.FromString(content)
+    except DecodeError:
+        raise InvalidArgument(f"the {len(content)} bytes are no {method.request.DESCRIPTOR.name}") from None
+    call.session = call.session or getattr(request, "session_id", "")
+    return request

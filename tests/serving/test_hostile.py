@@ -249,12 +249,27 @@ def withstand(engine, count):
             each.end()
         assert said() == expected
         assert session.info().history_tokens == 30
+        orphans = forget_unheard(server.runtime, session.id)
     codes = sum((each.codes for each in attackers), collections.Counter())
     assert sum(codes.values()) >= count * 0.9  # at most six calls of each attacker are held at once
     assert heard
     assert {"INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "CUT", "HELD", "SOCKET"} <= set(codes)
-    assert not {"UNKNOWN", "UNAVAILABLE"} & set(codes)
-    return codes, heard
+    assert not {"UNKNOWN", "UNAVAILABLE", "INTERNAL"} & set(codes)
+    assert orphans < count / 100
+    return codes, heard, orphans
+
+
+def forget_unheard(runtime, but):
+    """Close sessions of whose ids nobody heard, and count them: a call's deadline may pass while its answer is on the way.
+
+    Such a session is idle, and would end by its time.
+    """
+    records = runtime._core.records
+    until(lambda: all(record.idle for record in list(records.values())))
+    ids = [each for each in records if each != but]
+    for each in ids:
+        runtime.session(each).close()
+    return len(ids)
 
 
 def test_hostile_calls_leave_the_server_answering(engine):
@@ -263,8 +278,8 @@ def test_hostile_calls_leave_the_server_answering(engine):
 
 @pytest.mark.long
 def test_ten_thousand_hostile_calls(engine):
-    codes, heard = withstand(engine, 10_000)
-    print(f"\n{sum(codes.values())} calls: {dict(codes)}; the bystander's tokens were right {heard} times")
+    codes, heard, orphans = withstand(engine, 10_000)
+    print(f"\n{sum(codes.values())} calls: {dict(codes)}; the bystander's tokens were right {heard} times; {orphans} ids were not heard")
 
 
 def stalled_reader(port, session_id):
