@@ -204,7 +204,7 @@ class _Routes:
             first = await _unless_gone(request, self._in_thread(shot.more))  # an error before the first token has a status of its own
             if wanted.stream:
                 streams = True
-                return _Streamed(self._pieces(shot, first, form, call), self._desk, call, partial(self._end, shot))
+                return _Streamed(self._pieces(shot, first, form, call), options.stall_s, call, partial(self._end, shot))
             rest = await _unless_gone(request, self._all(shot)) if first is not None else ""
             body = form.whole((first or "") + rest, shot.finish_reason, usage_of(shot.prompt_tokens, shot.generated))
             call.end(None)
@@ -257,28 +257,29 @@ class _Routes:
 
 
 class _Streamed:
-    """A response of server-sent events that calls `end` whatever happens, also when the client goes before the first of them."""
+    """A response of server-sent events that calls `end` whatever happens, also when the client goes before the first of them. A client that
+    takes none for `stall_s` seconds is cut off."""
 
-    def __init__(self, pieces: AsyncIterator[bytes], desk: Desk, call: Call, end: Callable[[], Awaitable[None]]):
+    def __init__(self, pieces: AsyncIterator[bytes], stall_s: float, call: Call, end: Callable[[], Awaitable[None]]):
         from starlette.responses import StreamingResponse
 
-        self._pieces, self._desk, self._call, self._end = pieces, desk, call, end
-        self._response = StreamingResponse(self._sent(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        self._stall_s, self._call, self._end = stall_s, call, end
+        self._response = StreamingResponse(pieces, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         self.headers = self._response.headers
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def limited(message: Any) -> None:
+            try:
+                await asyncio.wait_for(send(message), self._stall_s)
+            except TimeoutError:
+                self._call.end(Cancelled("the client takes nothing of what is sent to it", reason="stalled"))
+                raise
+
         try:
-            await self._response(scope, receive, send)
+            await self._response(scope, receive, limited)
         finally:
             self._call.end(Cancelled("the client has gone"))  # unless it has ended already
             await self._end()
-
-    async def _sent(self) -> AsyncIterator[bytes]:
-        """The pieces. A client that takes none for too long is cut off."""
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        async for piece in self._pieces:
-            with self._desk.sending(self._call, lambda: loop.call_soon_threadsafe(task.cancel)):
-                yield piece
 
 
 async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:

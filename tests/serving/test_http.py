@@ -1,5 +1,6 @@
 """The HTTP server: the shim for OpenAI's clients, /metrics and /healthz; and a chat with a model that has a template."""
 
+import asyncio
 import contextlib
 import dataclasses
 import http.client
@@ -22,9 +23,10 @@ from tiny_models import make_model
 
 from kvjax import Engine, SessionRuntime
 from kvjax.client import Client, chat
-from kvjax.serving.session.desk import ServerOptions
+from kvjax.serving.session.desk import Call, ServerOptions
 from kvjax.serving.session.metrics import Metrics
 from kvjax.serving.session.server import Server
+from kvjax.serving.session.web import _Streamed
 
 PAGES = 48
 TOKEN = "a-token-of-the-tests"
@@ -208,6 +210,38 @@ def test_a_cut_connection_frees_its_session(server, client):
         cut.close()
         until(lambda: not server.runtime.gauges()["sessions"])
     assert client.completions.create(model="tiny", prompt="Hello", max_tokens=5, temperature=0).choices[0].text == expected
+
+
+def test_a_client_that_takes_nothing_is_cut_off():
+    ended, asked, noted = [], [], []
+
+    async def pieces():
+        for _ in range(3):
+            asked.append(True)
+            yield b"data: {}\n\n"
+
+    async def never(*message):
+        await asyncio.sleep(WAIT)
+
+    async def end():
+        ended.append(True)
+
+    async def run(send):
+        metrics = Metrics()
+        call = Call(metrics, "/v1/completions")
+        began = time.monotonic()
+        with contextlib.suppress(Exception):
+            await _Streamed(pieces(), 0.1, call, end)({"type": "http"}, never, send)
+        noted.append((metrics.registry.get_sample_value("rpc_total", {"method": "/v1/completions", "code": "CANCELLED"}), call.ended))
+        assert time.monotonic() - began < WAIT / 2
+
+    async def taken(message):
+        pass
+
+    asyncio.run(run(never))
+    assert (len(ended), len(asked), noted) == (1, 0, [(1.0, True)])
+    asyncio.run(run(taken))
+    assert (len(ended), len(asked)) == (2, 3)
 
 
 def test_requests_beyond_the_limit_are_refused_and_may_come_again(server, client):
