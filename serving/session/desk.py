@@ -34,7 +34,7 @@ class ServerOptions:
         max_new_tokens: the most tokens that one call may generate.
         max_calls: calls at once; each takes a thread.
         calls_per_second: of each token, on average, in bursts of up to ten seconds' worth; None: no limit.
-        stall_s: seconds after which a client is cut off that takes none of what is sent to it.
+        stall_s: seconds after which a client is cut off that takes none of what is sent to it, or does not finish its request over HTTP.
         http_port: for /v1, /metrics and /healthz; None: none; 0 chooses a free one.
         model_name: the model's name in /v1.
     """

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.client.errors import Cancelled, InvalidArgument, ResourceExhausted, SessionError
+from kvjax.client.errors import Cancelled, DeadlineExceeded, InvalidArgument, ResourceExhausted, SessionError
 from kvjax.serving.session.openai_form import Form, asked, no_model, usage_of
 from kvjax.serving.session.shots import Shot
 
@@ -75,9 +75,10 @@ class Web:
         options = desk.options
         self._socket = _listening(options.host.strip("[]"), options.http_port)
         self.port = self._socket.getsockname()[1]
+        self._routes = _Routes(desk)
         config = uvicorn.Config(
-            _Routes(desk).app(), log_config=None, access_log=False, lifespan="off", ws="none", server_header=False, proxy_headers=False,
-            timeout_keep_alive=IDLE_CONNECTION_S, limit_concurrency=2 * options.max_calls + 16,
+            self._routes.app(), http=_impatient(options.stall_s), log_config=None, access_log=False, lifespan="off", ws="none",
+            server_header=False, proxy_headers=False, timeout_keep_alive=IDLE_CONNECTION_S, limit_concurrency=2 * options.max_calls + 16,
         )  # fmt: skip
         if options.certificate is not None:
             config.ssl_context_factory = lambda config, default: _tls(*options.certificate)
@@ -91,6 +92,27 @@ class Web:
         self._server.should_exit = True
         self._thread.join(drain_s + 5)
         self._socket.close()
+        self._routes.close()
+
+
+def _impatient(seconds: float) -> type:
+    """uvicorn's protocol of HTTP, which closes a connection whose next request is not complete in its headers for so long."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Impatient(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._look(None)
+
+        def _look(self, before: Any) -> None:
+            # Nothing happened between two looks if the latest request is the same, and has been answered, or there is none.
+            answered = self.cycle is None or self.cycle.response_complete
+            if before is not None and answered and before[0] is self.cycle:
+                self.transport.close()
+            elif not self.transport.is_closing():
+                self.loop.call_later(seconds, self._look, (self.cycle,) if answered else None)
+
+    return Impatient
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -122,6 +144,10 @@ class _Routes:
         # A request that is cut off keeps its thread for a moment.
         self._threads = ThreadPoolExecutor(2 * desk.options.max_calls + 4, thread_name_prefix="kvjax http")
         self._ending: set[asyncio.Future] = set()
+
+    def close(self) -> None:
+        """Let threads end."""
+        self._threads.shutdown(wait=False)
 
     def app(self) -> Any:
         """The ASGI application."""
@@ -192,7 +218,10 @@ class _Routes:
         from starlette.responses import JSONResponse
 
         options, runtime = self._desk.options, self._desk.runtime
-        body = await _body(request, options.max_message_bytes)
+        try:
+            body = await asyncio.wait_for(_body(request, options.max_message_bytes), options.stall_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the body did not come within {options.stall_s:g} s", reason="stalled") from None
         if self._running >= options.max_calls:
             raise ResourceExhausted(f"{self._running} requests are under way, the server's limit: try again later", reason="calls")
         self._running += 1

@@ -244,6 +244,21 @@ def test_a_client_that_takes_nothing_is_cut_off():
     assert (len(ended), len(asked)) == (2, 3)
 
 
+def test_a_request_that_does_not_come_is_cut_off(engine):
+    with serving(engine, stall_s=0.3) as server:
+        begun = [socket.create_connection(("127.0.0.1", server.http_port), timeout=WAIT) for _ in range(3)]
+        begun[0].sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")  # its headers never end
+        begun[1].sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")  # nor its body
+        assert begun[0].recv(100) == begun[2].recv(100) == b""
+        assert b" 504 " in begun[1].recv(100)
+        for each in begun:
+            each.close()
+        with client_of(server) as client:
+            long = client.completions.create(model="tiny", prompt="Hello", max_tokens=600, temperature=0)  # more than 0.3 s
+            assert long.usage.completion_tokens > 20
+            assert client.completions.create(model="tiny", prompt="Hello", max_tokens=2).usage.completion_tokens == 2
+
+
 def test_requests_beyond_the_limit_are_refused_and_may_come_again(server, client):
     long = {"model": "tiny", "prompt": "Hello", "max_tokens": 600, "stream": True}
     held = [raw(server, long) for _ in range(6)]  # max_calls
