@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,6 +31,10 @@ from kvjax.serving.cli.options import (
 from pallas_kernels.extras import needs_extras
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from kvjax.engine import Engine
+    from kvjax.model import Model
     from kvjax.serving.session.server import Server
 
 
@@ -131,6 +135,7 @@ def serve_command(
     needs_extras("kvjax serve", "server")
     if len({disk is None, disk_size is None, disk is None or host_memory is None}) > 1:
         raise typer.BadParameter("--disk goes together with --disk-size and --host-memory: give all three", param_hint="--disk")
+    from kvjax.serving.batch.setup import mesh_of
     from kvjax.serving.session.desk import ServerOptions
     from kvjax.serving.session.server import Server
 
@@ -140,19 +145,12 @@ def serve_command(
         model_name=model,
     )  # fmt: skip
 
-    from kvjax.engine import Engine
-    from kvjax.serving.batch.setup import mesh_of, plan_beside_weights
     from kvjax.serving.session.metrics import Metrics
     from kvjax.serving.session.runtime import SessionRuntime
 
     mesh = mesh_of(tensor, context)
-    loaded, first, *others = load_model(model, dtype, max_positions, mesh), *(policy or [None])
-    with named_as_options():
-        if pages is None and device_memory is None:
-            plan = plan_beside_weights(loaded, first, None, page_size, prefill_chunk, max_batch, mesh)
-            pages = max(1, min(plan.pages_that_fit, max_batch * -(-loaded.config.max_positions // page_size)))
-        sizes = {"pages": pages, "device_bytes": device_memory, "page_size": page_size, "prefill_chunk": prefill_chunk}
-        engine = Engine(loaded, first, policies=others, batch_buckets=(max_batch,), mesh=mesh, **sizes)
+    sizes = {"pages": pages, "device_bytes": device_memory, "page_size": page_size, "prefill_chunk": prefill_chunk}
+    engine = _engine(load_model(model, dtype, max_positions, mesh), policy or [None], max_batch, mesh, sizes)
     metrics = Metrics()
     limits = {"capacity": capacity, "idle_ttl_s": 60 * idle_minutes, "demote_after_s": demote_seconds, "host_bytes": host_memory}
     limits |= {"disk": disk, "disk_bytes": disk_size}
@@ -160,6 +158,20 @@ def serve_command(
     server = Server(runtime, metrics, options)
     typer.echo(f"{model}: {engine.policy.describe()}, {engine.allocators['full'].total:,} pages of {page_size} tokens", err=True)
     _until_told(server, drain_seconds)
+
+
+def _engine(model: Model, policies: list[str | None], max_batch: int, mesh: Mesh | None, sizes: dict[str, Any]) -> Engine:
+    """The engine of a server. sizes: arguments of `Engine`; without pages and device_bytes, as many pages as fit."""
+    from kvjax.engine import Engine
+    from kvjax.serving.batch.setup import plan_beside_weights
+
+    first, *others = policies
+    with named_as_options():
+        if sizes["pages"] is None and sizes["device_bytes"] is None:
+            plan = plan_beside_weights(model, first, None, sizes["page_size"], sizes["prefill_chunk"], max_batch, mesh)
+            longest = -(-model.config.max_positions // sizes["page_size"])
+            sizes = sizes | {"pages": max(1, min(plan.pages_that_fit, max_batch * longest))}
+        return Engine(model, first, policies=others, batch_buckets=(max_batch,), mesh=mesh, **sizes)
 
 
 def _until_told(server: Server, drain_seconds: float) -> None:
