@@ -23,6 +23,15 @@ def host_cells(row: Row) -> tuple[str, ...]:
     return what, f"{row['rows']}", f"{row['pages']:,}", *micro
 
 
+def sessions_cells(row: Row) -> tuple[str, ...]:
+    """Cells with tokens per second, milliseconds, and the gates that hold, fail, or were not decided."""
+    milli = (f"{row[name][each] * 1e3:,.1f}" if row[name] else "" for name in ("first_s", "gap_s") for each in ("p50", "p95", "p99"))
+    held = {True: "", False: " fails", None: " not run"}
+    told = ", ".join(f"{name}{held[gate['holds']]}" for name, gate in sorted(row["gates"].items()))
+    rates = f"{row['generated_per_s']:,.1f}", f"{row['prefilled_per_s']:,.1f}"
+    return row["model"], f"`{row['policy']}`", f"{row['agents']}", f"{row['minutes']:g}", f"{row['turns']:,}", *rates, *milli, told
+
+
 def throughput_cells(row: Row) -> tuple[str, ...]:
     """Cells with seconds and tokens per second."""
     shape = f"{row['shape']}, {row['layers']} layers"
@@ -102,15 +111,6 @@ def tiers_cells(row: Row) -> tuple[str, ...]:
     return shape, *sizes, f"{step * 1e3:.2f}", f"{1 / step:.1f}", f"{row['read_bytes'] / 1e6:,.0f}", *moved, f"{row['rate'] / 1e9:.1f}"
 
 
-def sessions_cells(row: Row) -> tuple[str, ...]:
-    """Cells with tokens per second, milliseconds, and the gates that hold, fail, or were not decided."""
-    milli = (f"{row[name][each] * 1e3:,.1f}" if row[name] else "" for name in ("first_s", "gap_s") for each in ("p50", "p95", "p99"))
-    held = {True: "", False: " fails", None: " not run"}
-    told = ", ".join(f"{name}{held[gate['holds']]}" for name, gate in sorted(row["gates"].items()))
-    rates = f"{row['generated_per_s']:,.1f}", f"{row['prefilled_per_s']:,.1f}"
-    return row["model"], f"`{row['policy']}`", f"{row['agents']}", f"{row['minutes']:g}", f"{row['turns']:,}", *rates, *milli, told
-
-
 def lists_cells(row: Row) -> tuple[str, ...]:
     """What lists of consecutive steps share."""
     return row["model"], f"{row['tokens']:,}", f"`{row['policy']}`", f"{row['steps']}", f"{row['shared_with_step_before']:.0%}"
@@ -120,6 +120,25 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
     "host": (
         ("what", "rows", "pages", "own us", "own us, p95", "JAX's call us", "JAX's release us", "all us", "JAX's copy us"),
         host_cells,
+    ),
+    "sessions": (
+        (
+            "model",
+            "policy",
+            "agents",
+            "minutes",
+            "turns",
+            "tokens/s",
+            "prefilled/s",
+            "first token ms, p50",
+            "p95",
+            "p99",
+            "gap ms, p50",
+            "p95",
+            "p99",
+            "gates",
+        ),
+        sessions_cells,
     ),
     "throughput": (("shape", "requests", "chunk", "policy", "seconds", "prefill tokens/s", "decode tokens/s"), throughput_cells),
     "replicas": (
@@ -149,25 +168,6 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
             "plain GB/s",
         ),
         tiers_cells,
-    ),
-    "sessions": (
-        (
-            "model",
-            "policy",
-            "agents",
-            "minutes",
-            "turns",
-            "tokens/s",
-            "prefilled/s",
-            "first token ms, p50",
-            "p95",
-            "p99",
-            "gap ms, p50",
-            "p95",
-            "p99",
-            "gates",
-        ),
-        sessions_cells,
     ),
     "lists": (("model", "tokens", "policy", "steps", "in the step before, too"), lists_cells),
     "programs": (("shape", "job", "programs", "most of them"), programs_cells),
