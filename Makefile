@@ -2,7 +2,7 @@
 
 bin := .venv/bin
 
-.PHONY: help demo test long lint docs venv lock clean
+.PHONY: help demo test long lint docs venv node lock clean
 
 help:
 	@echo "make demo   watch the embedded model answer 8K-token prompts under four decode policies"
@@ -11,16 +11,17 @@ help:
 	@echo "make lint   only lint and check the format"
 	@echo "make docs   write the API reference, from docstrings and docs/examples.md, to out/docs"
 	@echo "make venv   only make .venv"
+	@echo "make node   only install the packages of the TypeScript client, if there is npm"
 	@echo "make lock   write requirements.lock anew, with the newest versions that pyproject.toml allows"
 	@echo "make clean  remove .venv and everything else that was made here"
 
 demo: venv
 	@$(bin)/kvjax demo
 
-test: lint
+test: lint node
 	@$(bin)/pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not long"
 
-long: venv
+long: venv node
 	@$(bin)/pytest -n 2 --dist loadfile --max-worker-restart 0 -m "long or bits" --optimized --timeout 3600
 
 lint: venv
@@ -33,10 +34,14 @@ docs: venv
 venv:
 	@python=$$(sh tools/find_python.sh) && "$$python" tools/make_venv.py
 
+node:
+	@if command -v npm >/dev/null; then sh tools/make_node_modules.sh serving/clients/typescript; fi
+
 lock:
 	@python312=$$(sh tools/find_python.sh 3.12) && python313=$$(sh tools/find_python.sh 3.13) && \
 	"$$python312" tools/make_lock.py "$$python312" "$$python313"
 
 clean:
+	rm -rf serving/clients/typescript/node_modules serving/clients/typescript/dist
 	rm -rf .venv build dist out *.egg-info imports/*.egg-info .pytest_cache .ruff_cache .hypothesis .jax_cache demo.png demo.json
 	find . -name .git -prune -o -name __pycache__ -prune -exec rm -rf {} +

@@ -98,9 +98,9 @@ class Sample:
 
     def text(self, tokenizer) -> str:
         """The text of all tokens, without a stop token at the end."""
-        if tokenizer is None:
-            return ""
         if self.stream is None:
+            if tokenizer is None:
+                return ""
             self.stream = TextStream(tokenizer)
             for token in self.ids:
                 if token not in self.stop_ids:

@@ -82,6 +82,7 @@ class Scheduler:
     smaller. policy: that of requests that name none; None is the engine's. on_token: called after each step, for every new token, with the
     request, the token's id and the text that became certain with it. on_prefill: called after each chunk with the number of its tokens.
     on_short: called when pages are missing, with the sequence that needs them, or None for a step; it says whether it gave pages back.
+    texts: False leaves texts empty, for callers that read token ids only; requests with stop strings have theirs all the same.
     While a request with a penalty runs, the tokens of every slot are counted on the device, in `[bucket, V]` int32.
 
     preemptions: how often a sequence was suspended, or a prompt freed to be prefilled again. The queue of requests has no limit; `waiting`
@@ -99,6 +100,7 @@ class Scheduler:
         on_token: OnToken | None = None,
         on_prefill: Callable[[int], None] | None = None,
         on_short: Callable[[CachedSequence | None], bool] | None = None,
+        texts: bool = True,
     ):
         if not isinstance(engine, Engine):
             raise TypeError(f"a scheduler runs on an engine, got {type(engine).__name__}: Scheduler(Engine(model))")
@@ -114,7 +116,7 @@ class Scheduler:
             optional_function(name, given)
         self.engine, self.slots, self.on_token, self.on_prefill, self.on_short = engine, slots, on_token, on_prefill, on_short
         self.policy, self._bucket = engine.declared(policy), bucket
-        self.preemptions = 0
+        self.preemptions, self._tokenizer = 0, engine.model.tokenizer if texts else None
         self._numbers = itertools.count()
         self._waiting: list[Handle | Sample] = []  # in order; the samples are suspended
         self._prefilling: Handle | None = None
@@ -367,7 +369,7 @@ class Scheduler:
         if index:
             sampling = dataclasses.replace(sampling, seed=(sampling.seed + index) % 2**32)
         tokenizer = engine.model.tokenizer
-        streamed = tokenizer is not None and (self.on_token is not None or sampling.stop)
+        streamed = sampling.stop or (self._tokenizer is not None and self.on_token is not None)
         stop_ids = sampling.stop_token_ids
         if stop_ids is None:
             stop_ids = () if sampling.ignore_eos else engine.config.eos_token_ids
@@ -555,7 +557,7 @@ class Scheduler:
 
     def _complete(self, handle: Handle) -> None:
         """Make the completion of a request whose samples have ended."""
-        choices = tuple(each.completion(self.engine.model.tokenizer, self.engine.spec.kv_heads) for each in handle._samples)
+        choices = tuple(each.completion(self._tokenizer, self.engine.spec.kv_heads) for each in handle._samples)
         failed = next((choice for choice in choices if choice.error is not None), None)
         several = handle.request.sampling.n > 1
         handle.completion = failed or (dataclasses.replace(choices[0], choices=choices) if several else choices[0])

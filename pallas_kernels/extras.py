@@ -12,7 +12,7 @@ EXTRAS = {
     "eval": ("statsmodels",),
     "plots": ("matplotlib",),
     "ray": ("ray", "pyarrow"),
-    "server": ("grpc", "grpc_health", "grpc_reflection", "google", "prometheus_client"),
+    "server": ("grpc", "grpc_health", "grpc_reflection", "google", "prometheus_client", "starlette", "uvicorn"),
 }
 """The packages of each extra of pyproject.toml that the library imports."""
 

@@ -61,8 +61,8 @@ def test_loading_generating_and_batches_need_no_extra(tmp_path):
         ),
         (
             "serve --model needle",
-            "kvjax serve needs grpc and grpc_health and grpc_reflection and google and prometheus_client, not installed here: "
-            "pip install 'kvjax[server]'",
+            "kvjax serve needs grpc and grpc_health and grpc_reflection and google and prometheus_client and starlette and uvicorn, "
+            "not installed here: pip install 'kvjax[server]'",
         ),
         ("demo", "kvjax demo needs matplotlib, not installed here: pip install 'kvjax[plots]'"),
         (

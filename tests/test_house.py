@@ -27,7 +27,8 @@ BRING_YOUR_OWN = {"lm_eval", "torch"}  # imported only by an adapter, or as a ba
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 120
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
-SOURCES = [path for folder in LAYERS for path in sorted((ROOT / folder).rglob("*.py"))]
+CLIENTS = ROOT / "serving" / "clients"  # clients in other languages, and READMEs of all: no part of a Python package
+SOURCES = [path for folder in LAYERS for path in sorted((ROOT / folder).rglob("*.py")) if CLIENTS not in path.parents]
 ALL_PYTHON = SOURCES + [path for folder in ("tests", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
@@ -354,7 +355,7 @@ def test_every_data_file_is_shipped_and_every_pattern_finds_one():
         path
         for folder in LAYERS
         for path in (ROOT / folder).rglob("*")
-        if path.is_file() and path.suffix != ".py" and "__pycache__" not in path.parts
+        if path.is_file() and path.suffix != ".py" and "__pycache__" not in path.parts and CLIENTS not in path.parents
     }
     assert present == shipped
 

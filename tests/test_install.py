@@ -22,7 +22,7 @@ def copy_project(source: Path) -> None:
         shutil.copy(ROOT / name, source)
     for folder in FOLDERS:
         links = ("models", "serving") if folder == "kvjax" else ()
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", *links))
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "node_modules", *links))
     # Links are made anew: under Bazel every file is one. test_house.py compares those of the repository.
     (source / "imports").mkdir()
     for link in ("imports/kvjax", "imports/pallas_kernels", "kvjax/models", "kvjax/serving"):
@@ -46,7 +46,7 @@ def test_wheel_holds_the_source_folders_and_nothing_else(wheel):
         f"{name}/{path.relative_to(ROOT / folder)}"
         for folder, name in FOLDERS.items()
         for path in (ROOT / folder).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and "__pycache__" not in path.parts and ROOT / "serving" / "clients" not in path.parents
     }
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert held == expected

@@ -6,7 +6,7 @@
         for token in session.generate(max_new_tokens=20):
             ...
 
-`python -m kvjax.client.chat` is an example.
+`python -m kvjax.client.chat` is a chat in a terminal, and `python -m kvjax.client.example` talks for twenty turns.
 """
 
 from kvjax.client.aio import AsyncClient, AsyncSession
@@ -23,6 +23,7 @@ from kvjax.client.errors import (
 )
 from kvjax.client.sync import Client, Session
 from kvjax.client.templates import from_openai_messages, tokens_for_chat
+from kvjax.client.tokenizing import load_tokenizer
 
 __all__ = [
     "AsyncClient",
@@ -39,5 +40,6 @@ __all__ = [
     "Unauthenticated",
     "Unavailable",
     "from_openai_messages",
+    "load_tokenizer",
     "tokens_for_chat",
 ]

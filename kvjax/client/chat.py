@@ -1,45 +1,56 @@
-"""A chat in a terminal: `python -m kvjax.client.chat`. Each line goes to the session as it is, without a chat template.
-
-With `--template`, lines are a user's messages, rendered by the model's chat template.
-"""
+"""A chat in a terminal: `python -m kvjax.client.chat`."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from kvjax.client.errors import SessionError
 from kvjax.client.sync import Client, Session
 from kvjax.client.templates import tokens_for_chat
+from kvjax.client.tokenizing import load_tokenizer
 from kvjax.text import TextStream
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
-def main(arguments: list[str] | None = None) -> int:
-    """Read lines from standard input, and print the model's continuations. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m kvjax.client.chat", description=__doc__.splitlines()[0])
-    parser.add_argument("--address", default="127.0.0.1:50051", help="the server's host and port")
-    parser.add_argument("--model", default="needle", help="whose tokenizer to use: 'needle', a folder, or a hub id")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--stop", default=None, help="end an answer at this text, if it is one token, as '.'")
-    parser.add_argument("--template", action="store_true", help="use the model's chat template")
-    parser.add_argument("--token", default=None, help="bearer token, where the server wants one")
-    given = parser.parse_args(arguments)
-    tokenizer = load_tokenizer(given.model)
-    sampling: dict[str, Any] = {"max_new_tokens": given.max_new_tokens, "temperature": given.temperature}
-    if given.stop is not None:
-        sampling["stop_token_ids"] = tokenizer(given.stop, add_special_tokens=False)["input_ids"][:1]
+
+@app.command()
+def chat_command(
+    address: Annotated[str, typer.Option(help="The server's host and port.")] = "127.0.0.1:50051",
+    model: Annotated[str, typer.Option("--model", "-m", help="Whose tokenizer to use: 'needle', a folder, or a hub id.")] = "needle",
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.", min=1)] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
+    stop: Annotated[str | None, typer.Option(help="End an answer at this text, if it is one token, as '.'.", show_default=False)] = None,
+    template: Annotated[bool, typer.Option("--template", help="Lines are a user's messages, for the model's chat template.")] = False,
+    thinking: Annotated[
+        bool | None,
+        typer.Option("--thinking/--no-thinking", help="With --template: its variable enable_thinking. [default: none]", show_default=False),
+    ] = None,
+    token: Annotated[str | None, typer.Option(help="Bearer token, where the server wants one.", show_default=False)] = None,
+) -> None:
+    """Chat with a server's model: each line of standard input goes to one session, and the answer is printed as it comes.
+
+    Without --template, lines go to the model as they are.
+    """
+    if thinking is not None and not template:
+        raise typer.BadParameter("needs --template", param_hint="--thinking")
+    tokenizer = load_tokenizer(model)
+    sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    if stop is not None:
+        sampling["stop_token_ids"] = tokenizer(stop, add_special_tokens=False)["input_ids"][:1]
+    variables = {} if thinking is None else {"enable_thinking": thinking}
     messages: list[dict[str, str]] = []
     stopped = True
     try:
-        with Client(given.address, token=given.token) as client, client.create_session() as session:
+        with Client(address, token=token) as client, client.create_session() as session:
             for line in sys.stdin:
                 if not (text := line.rstrip("\n")):
                     continue
-                if given.template:
+                if template:
                     said = {"role": "user", "content": text}
-                    session.append(tokens_for_chat([said], tokenizer, after=messages, stopped=stopped))
+                    session.append(tokens_for_chat([said], tokenizer, after=messages, stopped=stopped, **variables))
                     text, stopped = answer(session, tokenizer, sampling)
                     messages += [said, {"role": "assistant", "content": text}]
                 else:
@@ -47,10 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
                     answer(session, tokenizer, sampling)
     except SessionError as error:
         print(f"chat: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+        raise typer.Exit(1) from None
 
 
 def answer(session: Session, tokenizer: Any, sampling: dict[str, Any]) -> tuple[str, bool]:
@@ -62,16 +70,15 @@ def answer(session: Session, tokenizer: Any, sampling: dict[str, Any]) -> tuple[
     return text.text, tokens.finish_reason == "stop"
 
 
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer of the embedded model, a folder, or a hub id."""
-    from transformers import AutoTokenizer
-
-    if name == "needle":
-        from importlib import resources
-
-        name = str(resources.files("kvjax").joinpath("models", "needle"))
-    return AutoTokenizer.from_pretrained(name)
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command. Returns the exit status."""
+    try:
+        return app(arguments, standalone_mode=False) or 0
+    except typer.Exit as ended:
+        return ended.exit_code
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    app()

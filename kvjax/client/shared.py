@@ -22,8 +22,8 @@ class SessionInfo:
 
     history_tokens: all tokens so far. cached_tokens: those that prefill has written to the cache. dropped_tokens: those that the window
     has dropped from it. kv_live_bytes: bytes of the session's pages on the device; pages shared with a fork count in both. demoted: whether
-    they are in host memory instead. generating: whether a generation is under way. policy: the decode policy. violations: of each
-    invariant, in all sessions of the runtime, or the server.
+    they are in host memory or on disk instead. generating: whether a generation is under way. policy: the decode policy. violations: of
+    each invariant, in all sessions of the runtime, or the server.
     """
 
     session_id: str

@@ -1,4 +1,5 @@
-"""Tables of `kvjax bench host`, `throughput`, `replicas`, `gaps`, `cold`, `programs`, `transformers`, `reuse`, from rows of their JSON."""
+"""Tables of `kvjax bench host`, `throughput`, `replicas`, `gaps`, `cold`, `programs`, `transformers`, `reuse` and `sessions`, from rows of
+their JSON."""
 
 from __future__ import annotations
 
@@ -20,6 +21,15 @@ def host_cells(row: Row) -> tuple[str, ...]:
         "logprobs": "`Scheduler.step`, `logprobs`",
     }[row["what"]]
     return what, f"{row['rows']}", f"{row['pages']:,}", *micro
+
+
+def sessions_cells(row: Row) -> tuple[str, ...]:
+    """Cells with tokens per second, milliseconds, and the gates that hold, fail, or were not decided."""
+    milli = (f"{row[name][each] * 1e3:,.1f}" if row[name] else "" for name in ("first_s", "gap_s") for each in ("p50", "p95", "p99"))
+    held = {True: "", False: " fails", None: " not run"}
+    told = ", ".join(f"{name}{held[gate['holds']]}" for name, gate in sorted(row["gates"].items()))
+    rates = f"{row['generated_per_s']:,.1f}", f"{row['prefilled_per_s']:,.1f}"
+    return row["model"], f"`{row['policy']}`", f"{row['agents']}", f"{row['minutes']:g}", f"{row['turns']:,}", *rates, *milli, told
 
 
 def throughput_cells(row: Row) -> tuple[str, ...]:
@@ -126,6 +136,25 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
         ("what", "rows", "pages", "own us", "own us, p95", "JAX's call us", "JAX's release us", "all us", "JAX's copy us"),
         host_cells,
     ),
+    "sessions": (
+        (
+            "model",
+            "policy",
+            "agents",
+            "minutes",
+            "turns",
+            "tokens/s",
+            "prefilled/s",
+            "first token ms, p50",
+            "p95",
+            "p99",
+            "gap ms, p50",
+            "p95",
+            "p99",
+            "gates",
+        ),
+        sessions_cells,
+    ),
     "throughput": (("shape", "requests", "chunk", "policy", "seconds", "prefill tokens/s", "decode tokens/s"), throughput_cells),
     "replicas": (
         ("shape", "requests of each", "policy", "tensor x context", "replicas", "seconds", "prompt tokens/s", "answer tokens/s", "times"),
@@ -181,6 +210,6 @@ def made(kind: str, rows: list[Row]) -> str:
     """The table of a kind, for a document. Of rows for the same case the last is kept."""
     columns, cells = TABLES[kind]
     told = ("what", "rows", "pages", "shape", "layers", "policy", "prefill", "prompt", "requests", "chunk", "max_gap_ms")
-    told += ("op", "model", "dtype", "tokens", "implementation", "store", "device_bytes", "data", "tensor", "context")
+    told += ("op", "model", "dtype", "tokens", "implementation", "store", "device_bytes", "data", "tensor", "context", "agents", "minutes")
     latest = {tuple(row.get(name) for name in told): row for row in rows}
     return markdown(columns, map(cells, latest.values()))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.serving.cli import scheduling, tiers
+from kvjax.serving.cli import scheduling, session_bench, tiers
 from kvjax.serving.cli.help_pages import WholeSentences
 from kvjax.serving.cli.options import (
     LARGEST_BATCH,
@@ -261,5 +261,5 @@ def _measured(plans: Sequence[Any], json_out: Path | None, console: Any, impleme
     return rows
 
 
-for _name, _command in (scheduling.COMMANDS | tiers.COMMANDS).items():
+for _name, _command in (scheduling.COMMANDS | tiers.COMMANDS | session_bench.COMMANDS).items():
     bench_app.command(_name)(_command)

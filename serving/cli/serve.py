@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,6 +32,8 @@ from kvjax.serving.cli.options import (
 from pallas_kernels.extras import needs_extras
 
 if TYPE_CHECKING:
+    from kvjax.engine import Engine
+    from kvjax.model import Model
     from kvjax.serving.session.server import Server
 
 
@@ -47,7 +49,7 @@ def serve_command(
     port: Annotated[int, typer.Option(help="Port of gRPC; 0 chooses a free one.", **whole(0, 65_535))] = 50051,
     http_port: Annotated[
         int | None,
-        typer.Option(help="Port of /metrics (Prometheus) and /healthz. [default: neither]", show_default=False, **whole(0, 65_535)),
+        typer.Option(help="Port of HTTP: /v1, /metrics, /healthz. [default: no HTTP]", show_default=False, **whole(0, 65_535)),
     ] = None,
     token_file: Annotated[
         Path | None, typer.Option(dir_okay=False, help="A file with bearer tokens, one a line: calls must carry one.", show_default=False)
@@ -81,6 +83,11 @@ def serve_command(
             "--host-memory", help="The most host memory for them, as 64GB. [default: no limit]", show_default=False, **byte_count()
         ),
     ] = None,
+    disk: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="To this folder they go when --host-memory is full; needs --disk-size.", show_default=False),
+    ] = None,
+    disk_size: Annotated[int | None, typer.Option(help="The most room there, as 20GB.", show_default=False, **byte_count())] = None,
     window: Annotated[
         int | None,
         typer.Option(
@@ -95,6 +102,9 @@ def serve_command(
     rate: Annotated[
         float | None, typer.Option(help="Calls per second of each bearer token. [default: no limit]", show_default=False, **number(above=0))
     ] = None,
+    stall_seconds: Annotated[
+        float, typer.Option(help="A client that takes nothing of what is sent to it for so long is cut off.", **number(above=0))
+    ] = 60.0,
     state: Annotated[
         Path | None,
         typer.Option(file_okay=False, help="Keep histories in this folder, so that a restart brings sessions back.", show_default=False),
@@ -117,36 +127,53 @@ def serve_command(
 ) -> None:
     """Serve sessions over gRPC, until SIGTERM or Ctrl-C.
 
+    With --http-port, clients of OpenAI's API get single answers, too: that part is deprecated, and keeps no cache.
+
     Clients send token ids: `python -m kvjax.client.chat` is one, and `kvjax.client` is for others. Each call is logged to stderr as one
     line of JSON, without tokens or text.
     """
     needs_extras("kvjax serve", "server")
-    from kvjax.serving.session.server import Server, ServerOptions
+    if len({disk is None, disk_size is None, disk is None or host_memory is None}) > 1:
+        raise typer.BadParameter("--disk goes together with --disk-size and --host-memory: give all three", param_hint="--disk")
+    from kvjax.serving.batch.setup import mesh_of
+    from kvjax.serving.session.desk import ServerOptions
+    from kvjax.serving.session.metrics import Metrics
+    from kvjax.serving.session.runtime import SessionRuntime
+    from kvjax.serving.session.server import Server
 
     options = ServerOptions(
         host=host, port=port, http_port=http_port, tokens=_tokens(token_file), certificate=_certificate(tls_certificate, tls_key),
-        max_tokens=max_tokens, max_new_tokens=max_new_tokens, max_calls=max_calls, calls_per_second=rate,
+        max_tokens=max_tokens, max_new_tokens=max_new_tokens, max_calls=max_calls, calls_per_second=rate, stall_s=stall_seconds,
+        model_name=model,
     )  # fmt: skip
-
-    from kvjax.engine import Engine
-    from kvjax.serving.batch.setup import mesh_of, plan_beside_weights
-    from kvjax.serving.session.metrics import Metrics
-    from kvjax.serving.session.runtime import SessionRuntime
-
     mesh = mesh_of(tensor, context)
-    loaded, first, *others = load_model(model, dtype, max_positions, mesh), *(policy or [None])
-    with named_as_options():
-        if pages is None and device_memory is None:
-            plan = plan_beside_weights(loaded, first, None, page_size, prefill_chunk, max_batch, mesh, cache_format)
-            pages = max(1, min(plan.pages_that_fit, max_batch * -(-loaded.config.max_positions // page_size)))
-        sizes = {"pages": pages, "device_bytes": device_memory, "page_size": page_size, "prefill_chunk": prefill_chunk}
-        engine = Engine(loaded, first, policies=others, batch_buckets=(max_batch,), mesh=mesh, cache_format=cache_format, **sizes)
+    split = {"mesh": mesh, "cache_format": cache_format, "page_size": page_size, "prefill_chunk": prefill_chunk}
+    engine = _engine(load_model(model, dtype, max_positions, mesh), policy or [None], max_batch, pages, device_memory, split)
     metrics = Metrics()
-    limits = {"capacity": capacity, "idle_ttl_s": 60 * idle_minutes, "demote_after_s": demote_seconds, "host_bytes": host_memory}
-    runtime = SessionRuntime(engine, slots=max_batch, max_gap_ms=max_gap_ms, window=window, state=state, observe=metrics.observe, **limits)
+    limits = {"capacity": capacity, "idle_ttl_s": 60 * idle_minutes, "demote_after_s": demote_seconds, "window": window}
+    limits |= {"host_bytes": host_memory, "disk": disk, "disk_bytes": disk_size, "state": state}
+    runtime = SessionRuntime(engine, slots=max_batch, max_gap_ms=max_gap_ms, observe=metrics.observe, **limits)
     server = Server(runtime, metrics, options)
     typer.echo(f"{model}: {engine.policy.describe()}, {engine.allocators['full'].total:,} pages of {page_size} tokens", err=True)
     _until_told(server, drain_seconds)
+
+
+def _engine(
+    model: Model, policies: list[str | None], max_batch: int, pages: int | None, device_bytes: int | None, split: dict[str, Any]
+) -> Engine:
+    """The engine of a server. split: arguments of `Engine` that say how the cache is split. Without pages and device_bytes, as many pages as
+    fit."""
+    from kvjax.engine import Engine
+    from kvjax.serving.batch.setup import plan_beside_weights
+
+    first, *others = policies
+    with named_as_options():
+        if pages is None and device_bytes is None:
+            of_pages = split["page_size"], split["prefill_chunk"]
+            plan = plan_beside_weights(model, first, None, *of_pages, max_batch, split["mesh"], split["cache_format"])
+            longest = -(-model.config.max_positions // split["page_size"])
+            pages = max(1, min(plan.pages_that_fit, max_batch * longest))
+        return Engine(model, first, policies=others, batch_buckets=(max_batch,), pages=pages, device_bytes=device_bytes, **split)
 
 
 def _until_told(server: Server, drain_seconds: float) -> None:
@@ -159,8 +186,8 @@ def _until_told(server: Server, drain_seconds: float) -> None:
         signal.signal(each, lambda *_: ended.set())
     server.start()
     host = server.options.host
-    pages_at = "" if server.http_port is None else f", http://{host}:{server.http_port}/metrics"
-    typer.echo(f"listening on {host}:{server.port}{pages_at}", err=True)
+    http = "" if server.http_port is None else f", http{'s' if server.options.certificate else ''}://{host}:{server.http_port}"
+    typer.echo(f"listening on {host}:{server.port}{http}", err=True)
     ended.wait()
     typer.echo(f"ending: calls may run for {drain_seconds:g} s more", err=True)
     server.stop(drain_seconds)

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvjax.client.errors import Cancelled, InvalidArgument, ResourceExhausted
 from kvjax.client.wire import protocol, sampling_fields
-from kvjax.serving.session.runtime import SessionRuntime
+from kvjax.serving.session.runtime import Session, SessionRuntime
 from kvjax.serving.session.stream import Generation
 
 
@@ -28,7 +28,7 @@ class Calls:
         if request.history_mode not in (self._types.HISTORY_MODE_UNSPECIFIED, self._types.HISTORY_MODE_EXACT):
             raise InvalidArgument(f"there is no history mode {request.history_mode}", field="history_mode")
         tokens, policy = self._tokens(request.token_ids), request.policy or None
-        session = self._runtime.create(tokens, policy=policy, timeout=context.time_remaining())
+        session = self._heard(self._runtime.create(tokens, policy=policy, timeout=context.time_remaining()), context)
         return self._types.CreateSessionResponse(session_id=session.id, history_mode=self._types.HISTORY_MODE_EXACT)
 
     def AppendTokens(self, request: Any, context: Any) -> Any:
@@ -74,8 +74,15 @@ class Calls:
 
     def ForkSession(self, request: Any, context: Any) -> Any:
         """A second session with the same history."""
-        child = self._runtime.session(request.session_id).fork(timeout=context.time_remaining())
+        child = self._heard(self._runtime.session(request.session_id).fork(timeout=context.time_remaining()), context)
         return self._types.ForkSessionResponse(session_id=child.id)
+
+    def _heard(self, session: Session, context: Any) -> Session:
+        """A new session, unless nobody waits for its id any more: then it is closed."""
+        if not context.is_active():
+            session.close()
+            raise Cancelled("the client has gone before it was told of the session")
+        return session
 
     def _tokens(self, tokens: Any) -> list[int]:
         if len(tokens) > self._max_tokens:
@@ -125,8 +132,10 @@ class _Talk:
         threading.Thread(target=self._read, args=(requests,), name="kvjax converse", daemon=True).start()
 
     def next(self) -> Any:
-        """The next request that is not a stop; None after the last."""
+        """The next request that is not a stop; None after the last. InvalidArgument for bytes that are none."""
         request = self._requests.get()
+        if isinstance(request, InvalidArgument):
+            raise request
         if request is not None:
             self.session_id = request.session_id or self.session_id
         return request
@@ -160,6 +169,8 @@ class _Talk:
                         generation.kept_if_broken, self.stopped = request.stop.keep, True
                 if generation is not None:
                     generation.stop()
+        except InvalidArgument as error:
+            self._requests.put(error)
         except Exception:  # the connection was cut, which ends the call too
             self.end()
         finally:

@@ -32,6 +32,7 @@ from kvjax.scheduler import Scheduler
 from kvjax.sequences import CachedSequence
 from kvjax.serving.session.journal import Journal
 from kvjax.serving.session.records import Record, Violation, Window, check_invariants
+from kvjax.serving.session.shelf import Shelf
 from kvjax.serving.session.stream import Run
 
 logger = logging.getLogger(__name__)
@@ -66,16 +67,17 @@ class SessionCore:
         observe: Callable[[str, float], None],
         clock: Callable[[], float],
         journal: Journal | None = None,
+        shelf: Shelf | None = None,
     ):
         self.engine, self.limits, self.observe, self.clock = engine, limits, observe, clock
         self.counts: collections.Counter[str] = collections.Counter()
         self.records: collections.OrderedDict[str, Record] = collections.OrderedDict()  # the one used longest ago first
         self._ended: collections.OrderedDict[str, str] = collections.OrderedDict()
         self._page_bytes = {name: engine.spec.bytes_per_page(name, engine.indexes) for name in engine.allocators}
-        hooks = {"on_token": self._token, "on_short": self._give_room}
+        hooks = {"on_token": self._token, "on_short": self._give_room, "texts": False}  # detokenizing is the clients' business
         self.scheduler = Scheduler(engine, slots=slots, max_gap_ms=max_gap_ms, **hooks)
         self._runs: dict[Any, Run] = {}  # by handle
-        self._journal = journal
+        self._journal, self._shelf = journal, shelf
         if journal is not None:
             try:
                 self._restore(journal)
@@ -91,7 +93,7 @@ class SessionCore:
             except ValueError as error:
                 raise ValueError(f"the file of session {each.id} is damaged: {error}; delete it, or restore it") from None
             policy, used = self._policy(parse(each.policy)), self.clock() - each.idle_s
-            self.records[each.id] = Record(each.id, policy, self.engine.new_sequence(), used, each.history)
+            self.records[each.id] = Record(each.id, policy, self.engine.new_sequence(), used, each.history, stored=True)
 
     # Sessions
 
@@ -104,12 +106,12 @@ class SessionCore:
         self._touch(record)
         return record
 
-    def create(self, tokens: list[int], policy: str | DecodePolicy | None) -> Record:
-        """A new session. At capacity, the idle one used longest ago ends."""
+    def create(self, tokens: list[int], policy: str | DecodePolicy | None, kept: bool) -> Record:
+        """A new session. At capacity, the idle one used longest ago ends. kept: whether it is on disk, where sessions are."""
         chosen = None if policy is None else self._policy(policy)
         self._check_length(len(tokens))
         self._make_room_for_one()
-        record = Record(secrets.token_hex(16), chosen, self.engine.new_sequence(), self.clock())
+        record = Record(secrets.token_hex(16), chosen, self.engine.new_sequence(), self.clock(), stored=kept and self._journal is not None)
         record.history.extend(tokens)
         self._keep(record)
         return record
@@ -128,7 +130,8 @@ class SessionCore:
         if record.sequence.suspended is not None:
             self._with_room(lambda: self._promote(record), record)
         sequence = self._with_room(lambda: self.engine.fork(record.sequence), record)
-        child = Record(secrets.token_hex(16), record.policy, sequence, self.clock(), record.history[:], record.dropped, record.floor)
+        held = record.history[:], record.dropped, record.floor, record.stored
+        child = Record(secrets.token_hex(16), record.policy, sequence, self.clock(), *held)
         self._keep(child)
         return child
 
@@ -159,17 +162,21 @@ class SessionCore:
             self._violated(record, Violation("inv3", "one prefill of the history gives other logits than the session has"))
 
     def demote(self, record: Record) -> None:
-        """Move a session's pages to host memory. ResourceExhausted if that is full."""
+        """Move a session's pages to host memory, and those that have been there longest on to disk if it is full. ResourceExhausted if both
+        are."""
         if record.sequence.suspended is None and record.sequence.length:
-            if not self._host_has_room(record):
-                raise ResourceExhausted(f"the {self.limits.host_bytes:,} bytes of host memory for sessions are full")
+            moves = self._moves(record)
+            if moves is None:
+                raise ResourceExhausted(f"the {self.limits.host_bytes:,} bytes of host memory for sessions are full, and so is the disk")
             self.engine.suspend(record.sequence)
             self.counts["demoted"] += 1
+            for each in moves:
+                self._shelve(each)
 
     def end(self, record: Record, reason: str) -> None:
         """End a session, and free its pages. A generation that runs ends with the error Cancelled, and calls that wait with NOT_FOUND."""
         self.records.pop(record.id)
-        if self._journal is not None:
+        if record.stored and self._journal is not None:
             self._journal.end(record.id)
         self._ended[record.id] = reason
         while len(self._ended) > REMEMBERED:
@@ -276,7 +283,7 @@ class SessionCore:
                 return  # those after it were used later
             if record.idle and idle >= ttl:
                 self.end(record, "ttl")
-            elif record.idle and idle >= demote_after and record.sequence.suspended is None and self._host_has_room(record):
+            elif record.idle and idle >= demote_after and record.sequence.suspended is None and self._moves(record) is not None:
                 self.demote(record)
 
     @property
@@ -292,14 +299,19 @@ class SessionCore:
             "generating": self.scheduler.running,
             "waiting": self.scheduler.waiting + sum(len(record.waiting) for record in records),
             "kv_live_bytes": sum(map(self._bytes, records)),
-            "host_bytes": sum(map(self._host_bytes, records)),
+            "host_bytes": sum(self._stored_bytes(record, on_disk=False) for record in records),
+            "disk_bytes": sum(self._stored_bytes(record, on_disk=True) for record in records),
+            "device_pages": sum(each.total - each.free for each in self.engine.allocators.values()),
+            "free_pages": sum(each.free for each in self.engine.allocators.values()),
+            "host_pages": sum(_pages_held(record) for record in records if not record.on_disk),
+            "disk_pages": sum(_pages_held(record) for record in records if record.on_disk),
         }
 
     # Inside
 
     def _keep(self, record: Record) -> None:
         """A new session is there."""
-        if self._journal is not None:
+        if record.stored:
             try:
                 self._journal.create(record.id, name_of(record.policy or self.scheduler.policy), record.history)
             except BaseException:
@@ -308,8 +320,8 @@ class SessionCore:
         self.records[record.id] = record
 
     def _extend(self, record: Record, tokens: list[int]) -> None:
-        if self._journal is not None:
-            self._journal.extend(record.id, len(record.history), tokens)
+        if record.stored:
+            self._journal.extend(record.id, tokens)
         record.history.extend(tokens)
 
     def _touch(self, record: Record) -> None:
@@ -359,7 +371,7 @@ class SessionCore:
         fork, with which it shares all pages but the open one.
         """
         there = [each for each in self.records.values() if each.sequence.suspended is None and each.sequence.length]
-        there = [each for each in there if each.sequence is not needing and self._host_has_room(each)]
+        there = [each for each in there if each.sequence is not needing and self._moves(each) is not None]
         runs = [(each, each.run) for each in there if each.run is None or each.run.handle is None or not each.run.handle.prompting]
         idle = [record for record, run in runs if run is None or run.over]
         not_begun = [record for record, run in runs if run is not None and not run.over and not run.tokens]
@@ -381,13 +393,33 @@ class SessionCore:
         pages = record.sequence.pages.items()
         return sum(self._page_bytes[name] * sum(page >= 0 for page in ids) for name, ids in pages)
 
-    def _host_bytes(self, record: Record) -> int:
-        held = record.sequence.held if record.sequence.suspended is not None else {}
-        return sum(self._page_bytes[name] * len(ids) for name, ids in held.items())
+    def _stored_bytes(self, record: Record, on_disk: bool) -> int:
+        """Bytes of a demoted session's pages in host memory, or on disk."""
+        if record.sequence.suspended is None or record.on_disk != on_disk:
+            return 0
+        return sum(self._page_bytes[name] * len(ids) for name, ids in record.sequence.held.items())
 
-    def _host_has_room(self, record: Record) -> bool:
-        limit = self.limits.host_bytes
-        return limit is None or sum(map(self._host_bytes, self.records.values())) + self._bytes(record) <= limit
+    def _moves(self, record: Record) -> list[Record] | None:
+        """Which sessions' pages go from host memory to disk, possibly its own, so that those of `record` fit there; None if they cannot."""
+        limit, moved = self.limits.host_bytes, []
+        held = {each.id: self._stored_bytes(each, on_disk=False) for each in self.records.values()} | {record.id: self._bytes(record)}
+        surplus = 0 if limit is None else sum(held.values()) - limit
+        room = (
+            0 if self._shelf is None else self._shelf.most - sum(self._stored_bytes(each, on_disk=True) for each in self.records.values())
+        )
+        for each in self.records.values():  # the one used longest ago first
+            if surplus > 0 and 0 < held[each.id] <= room:
+                moved.append(each)
+                surplus, room = surplus - held[each.id], room - held[each.id]
+        return None if surplus > 0 else moved
+
+    def _shelve(self, record: Record) -> None:
+        """Move a demoted session's pages to disk."""
+        try:
+            record.sequence.suspended = self._shelf.put(record.sequence.suspended)
+        except OSError as error:  # they stay where they are
+            raise ResourceExhausted(f"pages of a session could not be written to {self._shelf.folder}: {error.strerror}") from error
+        self.counts["shelved"] += 1
 
     def _truncate(self, record: Record, run: Run) -> None:
         """Apply the window: when more is dropped than before, what is kept is prefilled again."""
@@ -452,6 +484,11 @@ class SessionCore:
         )
         if broken:
             self.end(record, "failed")
+
+
+def _pages_held(record: Record) -> int:
+    """Pages of a demoted session, in host memory or on disk."""
+    return 0 if record.sequence.suspended is None else sum(map(len, record.sequence.held.values()))
 
 
 def bytes_of(logits: Any) -> bytes:

@@ -1,8 +1,10 @@
 """Histories on disk, so that sessions outlive their server's process.
 
-A folder has one file for each session: a line of JSON, and then its tokens as 32-bit integers. Tokens are written before the call that
-brought them is answered. So a killed process loses no token that it has acknowledged. A machine that loses power may, because the file is
-not synced. Keys and values are not stored: the first generation after a restart prefills the history again, with the same bits.
+A folder has one file for each session: a line of JSON, and then its tokens, in one record for each call that brought some. A record is
+their number, a checksum (CRC-32) and the tokens, all as 32-bit integers. It is written before the call is answered. So a killed process
+loses no token that it has acknowledged, and of a call that it was writing down, the next process finds all tokens or none. A machine that
+loses power may lose tokens, because the file is not synced. Keys and values are not stored: the first generation after a restart prefills
+the history again, with the same bits.
 """
 
 from __future__ import annotations
@@ -13,15 +15,19 @@ import dataclasses
 import fcntl
 import json
 import os
+import struct
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvjax.client.errors import ResourceExhausted
 
 SUFFIX = ".session"
-VERSION = 1
+VERSION = 2
+HEAD = struct.Struct("<II")
+"""Of a record: the number of its tokens, and their checksum."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Journal:
 
     def __init__(self, folder: Path, model: str):
         self._folder, self._model = folder, model
-        self._starts: dict[str, int] = {}  # where the tokens begin
+        self._ends: dict[str, int] = {}  # where the next record goes
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -52,8 +58,10 @@ class Journal:
             raise ValueError(f"another process has the sessions in {folder}: give each server a folder of its own") from None
 
     def load(self) -> Iterator[Stored]:
-        """The sessions that are there. A token that a kill left half-written is dropped. ValueError for a file that is no session, or one
+        """The sessions that are there. A record that a kill left half-written is dropped. ValueError for a file that is no session, or one
         of another model or version."""
+        for path in self._folder.glob("*.partial"):  # of a session whose caller was not told of it
+            path.unlink()
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):
             content = path.read_bytes()
             line, _, tokens = content.partition(b"\n")
@@ -64,10 +72,10 @@ class Journal:
                 raise ValueError(f"{path} is damaged: its first line is no header of a session; delete it, or restore it") from None
             if made_with != (VERSION, self._model):
                 raise ValueError(f"{path} is a session of another model, or of another version of kvjax: give another folder, or delete it")
-            history = array.array("i", tokens[: len(tokens) // 4 * 4])
-            if sys.byteorder == "big":
-                history.byteswap()
-            self._starts[path.stem] = len(line) + 1
+            history, read = _records(tokens, path)
+            self._ends[path.stem] = len(line) + 1 + read
+            if read < len(tokens):
+                os.truncate(path, self._ends[path.stem])
             yield Stored(path.stem, policy, history, max(0.0, time.time() - path.stat().st_mtime))
 
     def create(self, session_id: str, policy: str, history: array.array) -> None:
@@ -75,28 +83,32 @@ class Journal:
         line = json.dumps({"version": VERSION, "model": self._model, "policy": policy}).encode() + b"\n"
         partial = self._path(session_id).with_suffix(".partial")
         with _disk_errors():
-            partial.write_bytes(line + _bytes(history))
+            content = line + _record(history)
+            partial.write_bytes(content)
             partial.replace(self._path(session_id))
-        self._starts[session_id] = len(line)
+        self._ends[session_id] = len(content)
 
-    def extend(self, session_id: str, length: int, tokens: list[int]) -> None:
-        """Write tokens after the first `length` of a session. ResourceExhausted if the disk is full; then they count as not there."""
+    def extend(self, session_id: str, tokens: list[int]) -> None:
+        """Write tokens after those of a session. ResourceExhausted if the disk is full; then they count as not there."""
         if not tokens:
             return
-        start = self._starts[session_id] + 4 * length
+        start, content, written = self._ends[session_id], _record(array.array("i", tokens)), 0
         with _disk_errors():
             handle = os.open(self._path(session_id), os.O_WRONLY)
             try:
-                content = _bytes(array.array("i", tokens))
-                if os.pwrite(handle, content, start) < len(content):
+                try:
+                    while written < len(content):  # one call writes at most 2 GiB
+                        written += os.pwrite(handle, content[written:], start + written)
+                except OSError:
                     os.ftruncate(handle, start)
-                    raise ResourceExhausted("the disk that holds sessions is full")
+                    raise
             finally:
                 os.close(handle)
+        self._ends[session_id] = start + len(content)
 
     def end(self, session_id: str) -> None:
         """Delete a session."""
-        self._starts.pop(session_id, None)
+        self._ends.pop(session_id, None)
         self._path(session_id).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -115,8 +127,30 @@ def _disk_errors() -> Iterator[None]:
         raise ResourceExhausted(f"a session could not be written to disk: {error.strerror}") from error
 
 
-def _bytes(tokens: array.array) -> bytes:
+def _record(tokens: array.array) -> bytes:
+    """What is written of the tokens of one call; nothing for none."""
     if sys.byteorder == "big":
         tokens = tokens[:]
         tokens.byteswap()
-    return tokens.tobytes()
+    content = tokens.tobytes()
+    return HEAD.pack(len(tokens), zlib.crc32(content)) + content if content else b""
+
+
+def _records(content: bytes, path: Path) -> tuple[array.array, int]:
+    """The tokens of all whole records, and how many bytes these take. ValueError for a checksum that is wrong."""
+    history, at = array.array("i"), 0
+    while len(content) - at >= HEAD.size:
+        count, checksum = HEAD.unpack_from(content, at)
+        end = at + HEAD.size + 4 * count
+        if end > len(content):
+            break
+        tokens = content[at + HEAD.size : end]
+        if not count or zlib.crc32(tokens) != checksum:
+            raise ValueError(
+                f"{path} is damaged: {count} tokens after the first {len(history)} are not those written; delete it, or restore it"
+            )
+        history.frombytes(tokens)
+        at = end
+    if sys.byteorder == "big":
+        history.byteswap()
+    return history, at

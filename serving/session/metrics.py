@@ -23,14 +23,21 @@ GAUGES = {
     "session_active": ("sessions", "Sessions that exist."),
     "session_kv_live_bytes": ("kv_live_bytes", "Bytes of pages of all sessions on the device."),
     "session_kv_host_bytes": ("host_bytes", "Bytes of pages of demoted sessions in host memory."),
+    "session_kv_disk_bytes": ("disk_bytes", "Bytes of pages of demoted sessions on disk."),
     "generate_active": ("generating", "Generations that have a slot."),
     "generate_waiting": ("waiting", "Generations and calls that wait."),
 }
+PAGES = {"device": "device_pages", "free": "free_pages", "host": "host_pages", "disk": "disk_pages"}
+"""Stores -> keys of `SessionRuntime.gauges`. "free": pages of the device's pool that nobody uses."""
 COUNTERS = {  # name -> label, {value of the label: key of SessionRuntime.counts}, help
     "session": ("outcome", {each: each for each in ("closed", "evicted", "failed")}, "Sessions that have ended."),
     "session_evicted": ("reason", {each: f"reason_{each}" for each in ("ttl", "lru", "close")}, "Why sessions ended."),
     "cache_invariant_violations": ("kind", {each: each for each in ("inv1", "inv2", "inv3")}, "Violated invariants: must stay 0."),
-    "session_demoted": ("to", {"host": "demoted"}, "Times that a session's pages were moved to host memory."),
+    "session_demoted": (
+        "to",
+        {"host": "demoted", "disk": "shelved"},
+        "Times that a session's pages were moved.",
+    ),
     "history_truncated": ("by", {"window": "truncated"}, "Times that the window dropped tokens of a history."),
 }
 
@@ -64,6 +71,10 @@ class Metrics:
         there, counts = self.runtime.gauges(timeout=30.0), self.runtime.counts
         for name, (key, said) in GAUGES.items():
             yield GaugeMetricFamily(name, said, value=there[key])
+        stores = GaugeMetricFamily("kv_pages", "Pages in each store.", labels=["store"])
+        for store, key in PAGES.items():
+            stores.add_metric([store], there[key])
+        yield stores
         for name, (label, keys, said) in COUNTERS.items():
             family = CounterMetricFamily(name, said, labels=[label])
             for value, key in keys.items():

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from kvjax.client.errors import InvalidArgument
+from kvjax.serving.session.shelf import OnDisk
 
 if TYPE_CHECKING:
     from kvjax.engine import Engine
@@ -56,8 +57,9 @@ class Record:
     """One session.
 
     history: all its tokens. sequence: holds the first of those that are kept, all written by prefill. dropped: tokens after the sinks that
-    the window has dropped. floor: the most tokens that were in the cache or dropped. run: the generation that runs, or whose caller has not
-    taken its end yet. waiting: calls that come after it. used: when a call last began or ended.
+    the window has dropped. floor: the most tokens that were in the cache or dropped. stored: whether the history is on disk. run: the
+    generation that runs, or whose caller has not taken its end yet. waiting: calls that come after it. used: when a call last began or
+    ended.
     """
 
     id: str
@@ -67,8 +69,14 @@ class Record:
     history: array.array = dataclasses.field(default_factory=lambda: array.array("i"))
     dropped: int = 0
     floor: int = 0
+    stored: bool = False
     run: Run | None = None
     waiting: collections.deque[Waiting] = dataclasses.field(default_factory=collections.deque)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether the pages of the demoted session are on disk."""
+        return isinstance(self.sequence.suspended, OnDisk)
 
     @property
     def idle(self) -> bool:

@@ -25,6 +25,7 @@ from kvjax.sampling import Sampling
 from kvjax.serving.session.core import Limits, SessionCore
 from kvjax.serving.session.journal import Journal
 from kvjax.serving.session.records import Record, check_window
+from kvjax.serving.session.shelf import Shelf
 from kvjax.serving.session.stream import Generation, Run
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,9 @@ class SessionRuntime:
         demote_after_s: seconds after which the pages of an idle session are moved to host memory; None: only when others need the room.
             They come back, with the same bits, when the session is used.
         host_bytes: the most bytes of pages in host memory; None: no limit.
+        disk: a folder to which pages of demoted sessions go when host memory is full, those used longest ago first; None: nowhere. They
+            do not outlive the process.
+        disk_bytes: the most bytes of pages there; together with `disk`.
         window: the most tokens of a history that stay in the cache when a generation begins; None: all of them, and a history that is too
             long for the model or the pool is an error. The first page stays, and the oldest tokens after it are dropped, a quarter of the
             window at a time; the rest is then prefilled again.
@@ -74,6 +78,8 @@ class SessionRuntime:
         idle_ttl_s: float = 1800.0,
         demote_after_s: float | None = None,
         host_bytes: int | None = None,
+        disk: str | Path | None = None,
+        disk_bytes: int | None = None,
         window: int | None = None,
         state: str | Path | None = None,
         observe: Callable[[str, float], None] | None = None,
@@ -90,8 +96,11 @@ class SessionRuntime:
         limits = Limits(capacity, idle_ttl_s, demote_after_s, host_bytes, check_window(window, engine.page_size))
         told = observe or (lambda name, value: None)
         self.engine = engine
+        if disk is not None and (host_bytes is None or disk_bytes is None):
+            raise ValueError("pages go to disk when host memory is full: give host_bytes and disk_bytes with disk")
+        shelf = None if disk is None else Shelf(file_path(disk), disk_bytes)
         journal = None if state is None else Journal(file_path(state), fingerprint(engine.model))
-        options = {"slots": slots, "max_gap_ms": max_gap_ms, "observe": told, "clock": clock, "journal": journal}
+        options = {"slots": slots, "max_gap_ms": max_gap_ms, "observe": told, "clock": clock, "journal": journal, "shelf": shelf}
         self._core = SessionCore(engine, limits, **options)
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
         self._closing, self._drained_at = False, 0.0
@@ -109,19 +118,21 @@ class SessionRuntime:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Events so far: sessions "closed", "evicted" and "failed"; "reason_close", "reason_ttl" and "reason_lru"; "demoted"; "truncated";
-        violations "inv1", "inv2" and "inv3". Those that never happened are left out."""
+        """Events so far: sessions "closed", "evicted" and "failed"; "reason_close", "reason_ttl" and "reason_lru"; "demoted", of these
+        "shelved" on disk; "truncated"; violations "inv1", "inv2" and "inv3". Those that never happened are left out."""
         return dict(self._core.counts)
 
-    def create(self, tokens: Sequence[int] = (), *, policy: str | DecodePolicy | None = None, timeout: float | None = None) -> Session:
+    def create(
+        self, tokens: Sequence[int] = (), *, policy: str | DecodePolicy | None = None, kept: bool = True, timeout: float | None = None
+    ) -> Session:
         """A new session with an initial history of token ids, possibly none.
 
-        policy: its decode policy, or its name; None: the engine's. InvalidArgument for bad tokens or a policy that the engine lacks,
-        ResourceExhausted if every session is in the middle of a call, or the history can never fit. timeout: in seconds, as everywhere
-        here: DeadlineExceeded after it, and then nothing was done.
+        policy: its decode policy, or its name; None: the engine's. kept: whether it is written to `state`. timeout: in seconds, as
+        everywhere here: DeadlineExceeded after it, and then nothing was done. InvalidArgument for bad tokens or a policy that the engine
+        lacks, ResourceExhausted if every session is in the middle of a call, or the history can never fit.
         """
         given = self._checked(tokens, least=0)
-        return Session(self, self._ask(lambda: self._core.create(given, policy), timeout).id)
+        return Session(self, self._ask(lambda: self._core.create(given, policy, kept), timeout).id)
 
     def session(self, session_id: str) -> Session:
         """The session of an id. Its methods raise SessionNotFound if there is none."""
@@ -129,7 +140,8 @@ class SessionRuntime:
 
     def gauges(self, timeout: float | None = None) -> dict[str, int]:
         """What is there now: "sessions"; "generating", slots in use; "waiting", calls without a slot or behind others of their session;
-        "kv_live_bytes" of all sessions on the device; "host_bytes" of those that were demoted."""
+        "kv_live_bytes" of all sessions on the device; "host_bytes" and "disk_bytes" of those that were demoted; "device_pages" in use, by
+        generations too, and "free_pages" of the pool, "host_pages" and "disk_pages"."""
         return self._ask(self._core.gauges, timeout)
 
     def close(self, *, drain_s: float = 0.0) -> None:

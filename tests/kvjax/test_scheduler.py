@@ -137,6 +137,18 @@ def test_the_text_so_far_has_what_was_held_back_for_a_stop_string(engine):
     assert handle.completion.text == whole.text[:4]
 
 
+def test_texts_are_left_out_for_those_who_read_ids(engine):
+    heard = []
+    scheduler = Scheduler(engine, slots=2, texts=False, on_token=lambda request, token, piece: heard.append(piece))
+    whole = alone(engine, asked("Call me", 9))
+    plain, stopped = (scheduler.submit(asked("Call me", 9, stop=stop)) for stop in ((), (whole.text[2:6],)))
+    while None in (plain.completion, stopped.completion):
+        scheduler.step()
+    assert (plain.completion.token_ids, plain.completion.text) == (whole.token_ids, "")
+    assert (stopped.completion.finish_reason, stopped.completion.text) == ("stop", whole.text[:2])
+    assert "".join(heard) == whole.text[:2]
+
+
 def test_cancelled_between_slices_of_a_chunk(engine):
     scheduler = Scheduler(engine, slots=3, max_gap_ms=1e-6)
     neighbour = scheduler.submit(asked("neighbour", 12))

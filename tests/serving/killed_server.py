@@ -1,4 +1,4 @@
-"""A server with a tiny model, for tests that kill it: `python killed_server.py PORT FOLDER`. Prints its port when it listens."""
+"""A server with a tiny model, for tests that kill it: `python killed_server.py FOLDER`. Prints its port when it listens."""
 
 import sys
 import threading
@@ -6,13 +6,14 @@ import threading
 from tiny_models import make_model
 
 from kvjax import Engine, SessionRuntime
+from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.metrics import Metrics
-from kvjax.serving.session.server import Server, ServerOptions
+from kvjax.serving.session.server import Server
 
 if __name__ == "__main__":
     engine = Engine(make_model(), "dense", pages=48, page_size=16, prefill_chunk=32, batch_buckets=(4,))
     metrics = Metrics()
-    runtime = SessionRuntime(engine, slots=4, capacity=8, state=sys.argv[1], observe=metrics.observe)
+    runtime = SessionRuntime(engine, slots=4, capacity=8, window=128, state=sys.argv[1], observe=metrics.observe)
     server = Server(runtime, metrics, ServerOptions(port=0))
     server.start()
     print(server.port, flush=True)

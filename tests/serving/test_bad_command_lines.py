@@ -29,6 +29,8 @@ CHOOSE = "bill choose --model {model}"
 EVIDENCE = "bill evidence {panel} --into {out}"
 REGIME = "regime-map --out {out}"
 ECHO = "echo --model {model}"
+SERVE = "serve --model {model}"
+SESSIONS = "bench sessions --model {model}"
 FIDELITY = "fidelity --model {model} --out {out}"
 
 WRONG = [
@@ -38,6 +40,20 @@ WRONG = [
     ("bench sideways", "sideways"),
     ("bill pay", "pay"),
     ("batch", "IN.jsonl"),
+    # serve
+    (SERVE + " --disk {none}", "--disk-size"),
+    (SERVE + " --disk {none} --disk-size 1GB", "--host-memory"),
+    (SERVE + " --disk-size 1GB --host-memory 1GB", "--disk"),
+    (SERVE + " --tls-key {text}", "--tls-certificate"),
+    (SERVE + " --token-file {none}", "--token-file"),
+    (SERVE + " --host 0.0.0.0", "--token-file"),
+    (SERVE + " --window 100 --pages 8", "four pages"),
+    (SERVE + " --stall-seconds 0", "0"),
+    # bench sessions
+    (SESSIONS + " --history 10", "at least 64"),
+    (SESSIONS + " --agents none", "none"),
+    (SESSIONS + " --minutes 0", "0"),
+    (SESSIONS + " --dtype float8", "float8"),
     # batch
     (BATCH + " --temperature nan", "nan"),
     (BATCH + " --temperature inf", "inf"),

@@ -1,9 +1,13 @@
 """Sessions in process: bits that do not depend on how a history came in, turns, errors, and what is freed."""
 
+import array
+import dataclasses
 import itertools
+import os
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +15,9 @@ from tiny_models import VOCAB, make_family, make_model
 
 from kvjax import Engine, SessionRuntime, TopBlocks
 from kvjax.client.errors import Cancelled, DeadlineExceeded, FailedPrecondition, InvalidArgument, ResourceExhausted, SessionNotFound
+from kvjax.serving.session.journal import Journal
 from kvjax.serving.session.records import Record, Violation, Window, check_invariants
+from kvjax.serving.session.shelf import Shelf
 
 PAGES, PAGE, CHUNK = 48, 16, 32
 TOP = TopBlocks(k=1, sink=1, local=1, block_size=PAGE)  # reads 48 keys
@@ -211,6 +217,61 @@ def test_idle_sessions_are_demoted_when_pages_run_out(runtime, engine):
     assert said(sessions[0]) == said(again)
 
 
+def prefill(session):
+    """Have the session's history prefilled, and generate nothing."""
+    stream = session.generate(max_new_tokens=4, stop_token_ids=())
+    next(stream)
+    stream.cancel(keep=0)
+
+
+def test_demoted_sessions_go_on_to_disk_when_host_memory_is_full(engine, tmp_path):
+    """Host memory for one session of 10 pages, and disk for two. They come back with the same bits."""
+    size = 10 * engine.spec.bytes_per_page("full", engine.indexes)
+    with SessionRuntime(engine, slots=4, host_bytes=size, disk=tmp_path / "pages", disk_bytes=2 * size) as runtime:
+        sessions = [runtime.create(TEXT[number : number + 150]) for number in range(4)]
+        expected = []
+        for each in sessions:
+            with each.fork() as child:
+                expected.append(said(child, 3))
+            prefill(each)
+        for number in (2, 0, 1):
+            sessions[number].demote()
+        gauges = runtime.gauges()
+        assert (gauges["host_bytes"], gauges["disk_bytes"], gauges["host_pages"], gauges["disk_pages"]) == (size, 2 * size, 10, 20)
+        records = runtime._core.records
+        assert [records[each.id].on_disk for each in sessions] == [True, False, True, False]  # 2 and 0 were used longest ago
+        assert all(each.info().demoted for each in sessions[:3])
+        with pytest.raises(ResourceExhausted, match="so is the disk"):
+            sessions[3].demote()
+        assert not list((tmp_path / "pages").iterdir())  # files without a name: nothing stays after a kill
+        assert [said(each, 3) for each in sessions] == expected
+        assert runtime.gauges()["disk_bytes"] == runtime.gauges()["host_bytes"] == 0
+        assert (runtime.counts["demoted"], runtime.counts["shelved"]) == (3, 2)
+        sessions[2].demote()
+        sessions[2].audit()
+    with pytest.raises(ValueError, match="give host_bytes"):
+        SessionRuntime(engine, disk=tmp_path, disk_bytes=1)
+    with pytest.raises(ValueError, match="name another folder"):
+        SessionRuntime(engine, host_bytes=1, disk=Path(__file__), disk_bytes=1)
+
+
+def test_a_full_disk_leaves_a_demoted_session_in_host_memory(engine, tmp_path, monkeypatch):
+    with SessionRuntime(engine, slots=4, host_bytes=0, disk=tmp_path, disk_bytes=10**9) as runtime:
+        session = runtime.create(TEXT[:50])
+        prefill(session)
+        with session.fork() as child:
+            expected = said(child, 3)
+
+        def full(self, stored):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Shelf, "put", full)
+        with pytest.raises(ResourceExhausted, match="No space left"):
+            session.demote()
+        assert session.info().demoted
+        assert said(session, 3) == expected
+
+
 def test_a_violated_invariant_closes_the_session(runtime, engine):
     runtime.expected = {"inv1", "inv2", "inv3"}
     session = runtime.create(TEXT[:40])
@@ -293,6 +354,19 @@ def test_a_window_drops_the_oldest_tokens_by_the_length_alone(engine):
         SessionRuntime(engine, window=63)
 
 
+def test_the_runtime_makes_no_text(engine):
+    """It would take time in every step."""
+
+    class Tokenizer:
+        def decode(self, *arguments, **options):
+            raise AssertionError("a token became text in the loop of steps")
+
+    model = dataclasses.replace(engine.model, tokenizer=Tokenizer())
+    with SessionRuntime(make_engine(model), slots=4) as runtime:
+        assert said(runtime.create(TEXT[:20]), 4)
+        assert len(list(runtime.create(TEXT[:20]).generate(max_new_tokens=300))) > 4
+
+
 def test_prefill_that_depends_on_cuts_is_refused():
     engine = Engine(make_model(), prefill="mean:2", pages=8, page_size=64, prefill_chunk=64, batch_buckets=(1,))
     with pytest.raises(ValueError, match="bits would depend"):
@@ -313,7 +387,7 @@ def test_a_killed_process_loses_no_acknowledged_token(engine, tmp_path):
         next(running)
         shutil.copytree(tmp_path / "a", tmp_path / "b")
         (half,) = (tmp_path / "b").glob(f"{child.id}*")
-        half.write_bytes(half.read_bytes() + b"abc")  # half a token, of which nobody was told
+        half.write_bytes(half.read_bytes() + b"abc")  # a part of a record, of which nobody was told
         running.cancel(keep=0)
         with pytest.raises(ValueError, match="another process has"):
             SessionRuntime(engine, state=tmp_path / "a")
@@ -334,13 +408,83 @@ def test_a_killed_process_loses_no_acknowledged_token(engine, tmp_path):
         SessionRuntime(make_engine(make_model(hidden_size=32)), state=tmp_path / "b")
     (file,) = (tmp_path / "b").glob("*.session")
     whole = file.read_bytes()
-    for damaged, problem in ((whole[5:], "no header of a session"), (whole[:-1] + b"\x7f", "outside the vocabulary")):
+    for damaged, problem in ((whole[5:], "no header of a session"), (whole[:-1] + b"\x7f", "are not those written")):
         file.write_bytes(damaged)
         with pytest.raises(ValueError, match=problem):
             SessionRuntime(other, state=tmp_path / "b")
     file.write_bytes(whole)
     with SessionRuntime(other, slots=4, state=tmp_path / "b") as mended:
         assert mended.session(child.id).info().history_tokens == 50
+
+
+def check_cuts(folder, make):
+    """Wherever a kill cuts the record that it is writing, all of its tokens are lost, and none before; what is appended then is kept."""
+    journal = make(folder, "model")
+    journal.create("a" * 32, "dense", array.array("i", [1, 2]))
+    (path,) = folder.glob("*.session")
+    before = path.stat().st_size
+    journal.extend("a" * 32, [3] * 12)
+    journal.close()
+    whole = path.read_bytes()
+    for cut in range(before, len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        kept = [1, 2, *[3] * 12] if cut == len(whole) else [1, 2]
+        for length in (1, 40):
+            again = make(folder, "model")
+            assert [each.history.tolist() for each in again.load()] == [kept]
+            again.extend("a" * 32, [9] * length)
+            again.close()
+            kept = kept + [9] * length
+
+
+def test_of_a_call_that_was_being_written_all_tokens_come_back_or_none(tmp_path):
+    check_cuts(tmp_path, Journal)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+class WithoutTruncation(Journal):
+    """A mutant: what a kill left of a record stays behind the last one."""
+
+    def load(self):
+        (path,) = self._folder.glob("*.session")
+        content = path.read_bytes()
+        found = list(super().load())
+        path.write_bytes(content)
+        return iter(found)
+
+
+class WithoutRecords(Journal):
+    """A mutant: tokens without a record around them, as version 1 wrote them."""
+
+    def load(self):
+        for each in super().load():
+            (path,) = self._folder.glob("*.session")
+            tokens = path.read_bytes().partition(b"\n")[2][8:]
+            yield dataclasses.replace(each, history=array.array("i", tokens[: len(tokens) // 4 * 4]))
+
+
+@pytest.mark.parametrize("mutant", [WithoutTruncation, WithoutRecords])
+def test_a_journal_that_is_not_atomic_is_noticed(mutant, tmp_path):
+    with pytest.raises((AssertionError, ValueError)):
+        check_cuts(tmp_path, mutant)
+
+
+def test_a_disk_that_is_full_leaves_the_history_as_it_was(tmp_path, monkeypatch):
+    journal = Journal(tmp_path, "model")
+    journal.create("a" * 32, "dense", array.array("i", [1, 2]))
+    write = os.pwrite
+
+    def full(handle, content, at):
+        write(handle, content[:7], at)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(ResourceExhausted, match="No space left"):
+        journal.extend("a" * 32, [3, 4])
+    monkeypatch.setattr(os, "pwrite", write)
+    journal.extend("a" * 32, [5])
+    journal.close()
+    assert [each.history.tolist() for each in Journal(tmp_path, "model").load()] == [[1, 2, 5]]
 
 
 @pytest.mark.long

@@ -1,0 +1,173 @@
+"""Simulated agents, each with one session at a time, through the Python client. What they do follows the figures of a published trace.
+
+Source: TraceLab (arXiv 2606.30560; tracelab.cs.washington.edu; github.com/uw-syfi/TraceLab): 4,265 sessions of coding agents with 357,161
+steps, collected from October 2025 to June 2026. `TRACE` names each figure. It gives percentiles, so each quantity is drawn from the
+log-normal distribution with this median and 90th percentile.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvjax.client import Client, Session
+from kvjax.client.errors import SessionError
+
+LONGEST_START_S = 900.0
+"""In which all agents must have prefilled the histories that they begin with."""
+Z90 = 1.2815515655446004
+"""The 90th percentile of the normal distribution."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """A log-normal distribution, by its median and 90th percentile."""
+
+    p50: float
+    p90: float
+
+    def draw(self, random: np.random.Generator) -> float:
+        """One value."""
+        return self.p50 * math.exp(random.normal() * math.log(self.p90 / self.p50) / Z90)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """Figures of the trace.
+
+    tool_s: latency of a tool call, in seconds. human_s: wait for the next message of the user. tool_steps: share of steps that a tool's
+    result starts; the others follow a message of the user. append: new tokens of a step (Claude, prefixes of 64K to 128K tokens; the trace
+    counts the model's replayed output among them). output: tokens that a step generates. Its mean in the trace is 523 (186.9M tokens in
+    357,161 steps). We found no percentiles, so its spread is ASSUMED to be that of `append`, around this mean.
+    """
+
+    tool_s: Spread = Spread(0.3, 13.6)
+    human_s: Spread = Spread(84.0, 1236.0)
+    tool_steps: float = 73.6 / (73.6 + 8.9)
+    append: Spread = Spread(793.0, 3700.0)
+    output: Spread = Spread(254.0, 1185.0)
+
+
+TRACE = Trace()
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one agent does. times: factor of all waits. longest_wait_s: of waits after that. tokens: factor of all numbers of tokens.
+    history: the longest history; an agent that would exceed it closes its session and begins another. vocab_size: tokens are random."""
+
+    times: float
+    longest_wait_s: float
+    tokens: float
+    history: int
+    vocab_size: int
+    trace: Trace = TRACE
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One append and one generation. at: when it began, in seconds of `time.monotonic`. first_s: to the first token, seconds_: to the last,
+    both from the beginning of the append. gaps: between tokens."""
+
+    at: float
+    first_s: float
+    whole_s: float
+    gaps: tuple[float, ...]
+    appended: int
+    prefilled: int
+
+    @property
+    def generated(self) -> int:
+        """Tokens that were generated."""
+        return len(self.gaps) + 1
+
+
+class Agent(threading.Thread):
+    """One agent, until `stop` is set. turns, errors: what happened. sessions: how many it began. It prefills the history that it begins
+    with, and then waits at `start`, so that it is in the middle of its session when the clock starts."""
+
+    def __init__(self, number: int, address: str, work: Work, start: threading.Barrier, stop: threading.Event):
+        super().__init__(name=f"agent {number}", daemon=True)
+        self.turns: list[Turn] = []
+        self.errors: collections.Counter[str] = collections.Counter()
+        self.sessions = 0
+        self._address, self._work, self._start_all, self._stopped = address, work, start, stop
+        self._random = np.random.default_rng([7, number])
+
+    def run(self) -> None:
+        """Work until told to stop."""
+        random, work, begun = self._random, self._work, False
+        with Client(self._address) as client:
+            first = int(random.uniform(0.1, 0.9) * work.history)
+            while not self._stopped.is_set():
+                try:
+                    self.sessions += 1
+                    with client.create_session(self._tokens(first)) as session:
+                        if not begun:
+                            list(session.generate(max_new_tokens=2, ignore_eos=True))
+                            self._start_all.wait(LONGEST_START_S)
+                            begun = True
+                            self._wait()
+                        while session.length < 0.95 * work.history and not self._stopped.is_set():
+                            self._turn(session)
+                            self._wait()
+                except SessionError as error:
+                    self.errors[type(error).__name__] += 1
+                    self._stopped.wait(1.0)
+                first = self._count(work.trace.append)
+
+    def _turn(self, session: Session) -> None:
+        work, room = self._work, self._work.history - session.length
+        appended = min(self._count(work.trace.append), max(1, room // 2))
+        output = min(self._count(work.trace.output), max(1, room - appended))
+        began = latest = time.monotonic()
+        session.append(self._tokens(appended))
+        stream, gaps = session.generate(max_new_tokens=output, ignore_eos=True), []
+        for _ in stream:
+            now = time.monotonic()
+            gaps.append(now - latest)
+            latest = now
+        self.turns.append(Turn(began, gaps[0], latest - began, tuple(gaps[1:]), appended, stream.prefill_tokens))
+
+    def _wait(self) -> None:
+        spread = self._work.trace.tool_s if self._random.random() < self._work.trace.tool_steps else self._work.trace.human_s
+        self._stopped.wait(min(self._work.longest_wait_s, self._work.times * spread.draw(self._random)))
+
+    def _count(self, spread: Spread) -> int:
+        return max(1, min(self._work.history // 4, round(self._work.tokens * spread.draw(self._random))))
+
+    def _tokens(self, count: int) -> list[int]:
+        return self._random.integers(0, self._work.vocab_size, count).tolist()
+
+
+def run_agents(count: int, address: str, work: Work, seconds: float, poll: Callable[[], Any]) -> list[Agent]:
+    """Let `count` agents work for so long. poll: called at the beginning, about once a second, and at the end. RuntimeError if an agent
+    does not end, or failed."""
+    start, stop, until = threading.Barrier(count + 1), threading.Event(), time.monotonic() + LONGEST_START_S
+    agents = [Agent(number, address, work, start, stop) for number in range(count)]
+    for agent in agents:
+        agent.start()
+    while start.n_waiting < count:
+        if time.monotonic() > until:
+            raise RuntimeError(f"{count - start.n_waiting} agents could not begin their sessions in {LONGEST_START_S:g} s")
+        time.sleep(0.01)
+    poll()
+    start.wait()
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        poll()
+        time.sleep(min(1.0, left))
+    stop.set()
+    for agent in agents:
+        agent.join(120.0)
+        if agent.is_alive():
+            raise RuntimeError(f"{agent.name} waits for the server for more than two minutes")
+    poll()
+    return agents

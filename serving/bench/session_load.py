@@ -1,0 +1,263 @@
+"""`kvjax bench sessions`: agents on a server of their own, over gRPC and the Python client, and the gates of ADR 0008, section 7.
+
+The server runs in a process of its own on this machine. So rates include everything between an agent and the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvjax.client import Client
+from kvjax.serving.bench.agents import TRACE, Agent, Turn, Work, run_agents
+
+BUCKETS = 3
+BUCKET_S = 600.0
+"""The paper's buckets have ten minutes, and it wants at least three."""
+PAPER_MEMORY, PAPER_LATENCY, OURS = 0.10, 0.50, 0.05
+"""The most drift: of memory and of latency (p50) in the paper; ours, of memory and of latency (p50 and p95)."""
+PERCENTILES = (50, 95, 99)
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What to run. model: "needle", a folder, or a hub id; or a shape, with random weights. agents: how many, run by run. minutes: of each
+    run. tokens, times, longest_wait_s, history: as of `Work`. max_batch: generations at once. pages: in the pool; None: for all
+    histories."""
+
+    model: str
+    agents: tuple[int, ...]
+    minutes: float
+    policy: str
+    history: int
+    tokens: float
+    times: float
+    longest_wait_s: float
+    max_batch: int
+    pages: int | None
+    chunk: int
+    dtype: str
+    layers: int | None
+
+    def __post_init__(self):
+        if self.history < 64:
+            raise ValueError(f"history must be at least 64 tokens, got {self.history}")
+
+
+def load_rows(load: Load, say: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
+    """One row for each number of agents."""
+    for count in load.agents:
+        say(f"{count} agents: the server compiles")
+        with ServerProcess(load, count) as server:
+            say(f"{count} agents for {load.minutes:g} minutes")
+            yield load_row(load, count, server)
+
+
+class Watched:
+    """A server that is loaded. address: of gRPC. vocab_size: of its model. pid: of its process."""
+
+    def __init__(self, port: int, http_port: int, vocab_size: int, pid: int):
+        self.address, self.vocab_size = f"127.0.0.1:{port}", vocab_size
+        self._http_port, self._pid = http_port, pid
+
+    def metrics(self) -> dict[str, float]:
+        """Its metrics, by name, with the values of labels behind it."""
+        from prometheus_client.parser import text_string_to_metric_families as parse
+
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._http_port}/metrics", timeout=60) as page:
+            samples = [sample for family in parse(page.read().decode()) for sample in family.samples]
+        return {f"{each.name}{sorted(each.labels.values()) or ''}": each.value for each in samples}
+
+    def resident_bytes(self) -> int:
+        """Memory of the process; 0 where the system does not tell."""
+        try:
+            pages = int(Path(f"/proc/{self._pid}/statm").read_text().split()[1])
+        except (OSError, ValueError, IndexError):
+            return 0
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def complete(self, ids: list[int], count: int) -> tuple[str, bool]:
+        """One answer of the shim to a greedy request, and whether it said that it is deprecated."""
+        body = {"model": "bench", "prompt": ids, "max_tokens": count, "temperature": 0}
+        request = urllib.request.Request(f"http://127.0.0.1:{self._http_port}/v1/completions", json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=120) as page:
+            return json.loads(page.read())["choices"][0]["text"], "Deprecation" in page.headers and "Sunset" in page.headers
+
+
+class ServerProcess(Watched):
+    """A server in a process of its own, as a context. RuntimeError if it cannot start."""
+
+    def __init__(self, load: Load, agents: int):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=serve, args=(other, load, agents), name="kvjax bench server")
+        self._process.start()
+        other.close()
+        try:
+            super().__init__(*self._pipe.recv(), pid=self._process.pid)
+        except EOFError:
+            self._process.join()
+            raise RuntimeError("the server's process ended before it listened: its own error is above") from None
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.send("end")
+        self._process.join(60)
+        if self._process.is_alive():
+            self._process.kill()
+
+
+def serve(pipe: Any, load: Load, agents: int) -> None:
+    """The server's process: serve until the pipe says so."""
+    from kvjax.engine import Engine
+    from kvjax.models.loading import load as load_model
+    from kvjax.serving.bench.decode import config_of
+    from kvjax.serving.bench.hollow import random_model
+    from kvjax.serving.session.desk import ServerOptions
+    from kvjax.serving.session.metrics import Metrics
+    from kvjax.serving.session.runtime import SessionRuntime
+    from kvjax.serving.session.server import Server
+    from pallas_kernels.bench.cases import SHAPES
+
+    made = (
+        random_model(config_of(load.model, load.layers, load.dtype)) if load.model in SHAPES else load_model(load.model, dtype=load.dtype)
+    )
+    each = -(-load.history // 128) + 1
+    pages = (agents + load.max_batch) * each if load.pages is None else load.pages
+    engine = Engine(made, load.policy, pages=pages, page_size=128, prefill_chunk=load.chunk, batch_buckets=(load.max_batch,))
+    engine.warmup(batch=load.max_batch, tokens=load.history)
+    metrics = Metrics()
+    runtime = SessionRuntime(engine, slots=load.max_batch, capacity=agents + 8, observe=metrics.observe)
+    server = Server(runtime, metrics, ServerOptions(port=0, http_port=0, max_calls=agents + 16, model_name="bench"))
+    server.start()
+    pipe.send((server.port, server.http_port, made.config.vocab_size))
+    pipe.recv()
+    server.stop(0.0)
+
+
+def load_row(load: Load, count: int, server: Watched) -> dict[str, Any]:
+    """What `count` agents see of a server."""
+    seconds = 60.0 * load.minutes
+    work = Work(load.times, load.longest_wait_s, load.tokens, load.history, server.vocab_size)
+    polled: list[tuple[float, dict[str, float], int]] = []
+    agents = run_agents(
+        count, server.address, work, seconds, lambda: polled.append((time.monotonic(), server.metrics(), server.resident_bytes()))
+    )
+    (began, before, _), (ended, after, _) = polled[0], polled[-1]
+    wall = ended - began
+    counted = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    turns = sorted((turn for agent in agents for turn in agent.turns), key=lambda turn: turn.at)
+    if not turns:
+        raise RuntimeError(f"no agent finished a turn in {load.minutes:g} minutes: give --minutes more, or --tokens less")
+    errors = sum((agent.errors for agent in agents), start=type(agents[0].errors)())
+    row = {"model": load.model, "policy": load.policy, "agents": count, "minutes": load.minutes, "history": load.history}
+    row |= {"max_batch": load.max_batch, "dtype": load.dtype, "chunk": load.chunk, "wall_s": wall}
+    row["workload"] = {
+        "tokens": load.tokens,
+        "times": load.times,
+        "longest_wait_s": load.longest_wait_s,
+        "trace": dataclasses.asdict(TRACE),
+    }
+    generated = sum(turn.generated for turn in turns)
+    row |= {"turns": len(turns), "sessions": sum(agent.sessions for agent in agents), "errors": dict(errors), "generated": generated}
+    row |= {"appended": sum(turn.appended for turn in turns), "prefilled": sum(turn.prefilled for turn in turns)}
+    row |= {"generated_per_s": generated / wall, "prefilled_per_s": row["prefilled"] / wall}
+    row |= {"first_s": _spread([turn.first_s for turn in turns]), "turn_s": _spread([turn.whole_s for turn in turns])}
+    row["gap_s"] = _spread([gap for turn in turns for gap in turn.gaps])
+    buckets = row["buckets"] = _buckets(turns, began, polled, seconds)
+    row |= gates(seconds, buckets, after, counted, agents)
+    row["gates"] |= _checks(server)
+    return row
+
+
+def _spread(values: list[float]) -> dict[str, float] | None:
+    return {f"p{each}": float(np.percentile(values, each)) for each in PERCENTILES} if values else None
+
+
+def _buckets(turns: list[Turn], began: float, polled: list[tuple], seconds: float) -> list[dict[str, Any]]:
+    """The run in parts: of ten minutes, or three equal ones if it is shorter than three of these."""
+    length = BUCKET_S if seconds >= BUCKETS * BUCKET_S else seconds / BUCKETS
+    found = []
+    for number in range(max(BUCKETS, int(seconds / length))):
+        first, last = number * length, (number + 1) * length
+        inside = [turn for turn in turns if first <= turn.at - began < last]
+        seen = [(metrics, resident) for at, metrics, resident in polled if first <= at - began < last]
+        bucket: dict[str, Any] = {"from_s": first, "to_s": last, "turns": len(inside), "generated": sum(turn.generated for turn in inside)}
+        bucket |= {"first_s": _spread([turn.first_s for turn in inside]), "turn_s": _spread([turn.whole_s for turn in inside])}
+        bucket["gap_s"] = _spread([gap for turn in inside for gap in turn.gaps])
+        bucket["kv_peak_bytes"] = max((metrics["session_kv_live_bytes"] for metrics, _ in seen), default=0.0)
+        bucket["process_peak_bytes"] = max((resident for _, resident in seen), default=0)
+        found.append(bucket)
+    return found
+
+
+def gates(seconds: float, buckets: list[dict[str, Any]], after: dict[str, float], counted: dict[str, float], agents: list[Agent]) -> dict:
+    """The gates that a run decides: G1 (memory), G2 (latency), G4 (invariants), G5 (everything through the client).
+
+    Memory of pages must not differ from the first bucket in either direction, and memory of the process must not grow: it falls when what
+    compiling took is given back. Only a run with three buckets of ten minutes decides G1 and G2. In a shorter one the same figures are
+    called `compressed`.
+    """
+    peaks = {name: [bucket[f"{name}_peak_bytes"] for bucket in buckets] for name in ("kv", "process")}
+    memory = {name: max(map(abs, each)) if name == "kv" else max(each) for name, each in _drifts(peaks).items()}
+    latency = {}
+    for name in ("p50", "p95"):
+        values = [bucket["turn_s"][name] if bucket["turn_s"] else None for bucket in buckets]
+        latency[name] = None if None in (values[0], values[-1]) else values[-1] / values[0] - 1
+    known = list(memory.values())
+    told = {
+        "memory": {"drift": memory, "holds": bool(known) and max(known) < PAPER_MEMORY, "ours": bool(known) and max(known) < OURS},
+        "latency": {
+            "drift": latency,
+            "holds": latency["p50"] is not None and latency["p50"] < PAPER_LATENCY,
+            "ours": None not in latency.values() and max(latency.values()) < OURS,
+        },
+    }
+    real = seconds >= BUCKETS * BUCKET_S
+    found = {"G1": told["memory"], "G2": told["latency"]} if real else {}
+    violations = {kind: after[f"cache_invariant_violations_total{[kind]}"] for kind in ("inv1", "inv2", "inv3")}
+    calls = sum(value for name, value in counted.items() if name.startswith("rpc_total") and "'Generate'" in name)
+    through_client = sum(len(agent.turns) + sum(agent.errors.values()) for agent in agents)
+    found["G4"] = {"violations": violations, "holds": not any(violations.values())}
+    found["G5"] = {"calls": calls, "through_client": through_client, "holds": 0 < calls <= through_client}
+    return {"gates": found} if real else {"gates": found, "compressed": told}
+
+
+def _drifts(peaks: dict[str, list[float]]) -> dict[str, list[float]]:
+    """The differences from the first peak, as shares of it; those that were not measured are left out."""
+    return {name: [peak / each[0] - 1 for peak in each] for name, each in peaks.items() if each[0]}
+
+
+def _checks(server: Watched) -> dict[str, Any]:
+    """G3 and G6, after the run: equal tokens however a history came in, for three of them, and from the shim.
+
+    G6 is one answer here. tests/serving/test_http.py is its whole evidence.
+    """
+    random, equal = np.random.default_rng(3), []
+    with Client(server.address) as client:
+        for length in (5, 60, 300):
+            ids = random.integers(0, server.vocab_size, length).tolist()
+            with client.create_session() as whole, client.create_session() as single:
+                whole.append(ids)
+                for token in ids:
+                    single.append([token])
+                told = [list(each.generate(max_new_tokens=16, ignore_eos=True)) for each in (whole, single)]
+            equal.append(told[0] == told[1])
+    try:
+        answer, deprecated = server.complete(ids, 16)
+        shim = {"text": answer, "holds": deprecated}
+    except urllib.error.HTTPError as error:
+        shim = {"holds": None, "why": f"the shim answered {error.code}: a model with random weights has no tokenizer"}
+    return {"G3": {"histories": len(equal), "holds": all(equal)}, "G6": shim}

@@ -1,0 +1,33 @@
+/** A chat in a terminal: npm run chat -- [ADDRESS] [TOKENIZER FOLDER] [STOP TEXT]. Each line goes to the session as it is. */
+
+import { createInterface } from "node:readline";
+
+import { Client, SessionError } from "../src/index.js";
+import { loadTokenizer } from "../src/tokenizer.js";
+
+const [address = "127.0.0.1:50051", folder = "../../../models/needle", stop = "."] = process.argv.slice(2);
+const tokenizer = loadTokenizer(folder);
+const client = new Client(address);
+try {
+  const session = await client.createSession();
+  for await (const line of createInterface({ input: process.stdin })) {
+    if (!line) continue;
+    await session.append(tokenizer.encode(line));
+    const tokens = session.generate({ maxNewTokens: 64, stopTokenIds: tokenizer.encode(stop).slice(0, 1) });
+    let told = "";
+    for await (const _ of tokens) {
+      const text = tokenizer.decode(tokens.tokens);
+      if (text.endsWith("\ufffd")) continue; // inside a character
+      process.stdout.write(text.slice(told.length));
+      told = text;
+    }
+    console.log();
+  }
+  await session.close();
+} catch (error) {
+  if (!(error instanceof SessionError)) throw error;
+  console.error(`chat: ${error.message}`);
+  process.exitCode = 1;
+} finally {
+  client.close();
+}

@@ -1,0 +1,75 @@
+/** The calls of the protocol, made from runtime.proto, and its messages as TypeScript sees them. */
+
+import { type Client as GrpcClient, type ServiceClientConstructor, loadPackageDefinition } from "@grpc/grpc-js";
+import { loadSync } from "@grpc/proto-loader";
+import { fileURLToPath } from "node:url";
+
+const PROTO = fileURLToPath(new URL("../runtime.proto", import.meta.url));
+
+/** How a generation is sampled. What is left out has its default: 128 new tokens, greedy, seed 0, the model's end-of-sequence tokens. */
+export interface Sampling {
+  maxNewTokens?: number;
+  temperature?: number;
+  topK?: number;
+  topP?: number;
+  minP?: number;
+  seed?: number;
+  /** Tokens that end it; [] for none. */
+  stopTokenIds?: readonly number[];
+  repetitionPenalty?: number;
+  presencePenalty?: number;
+  frequencyPenalty?: number;
+}
+
+const LARGEST = 2 ** 32 - 1;
+const WHOLE = new Set(["maxNewTokens", "topK", "seed"]);
+const FIELDS = new Set([...WHOLE, "temperature", "topP", "minP", "repetitionPenalty", "presencePenalty", "frequencyPenalty"]);
+
+/** The message of sampling fields. TypeError for one that there is not, or a value that is none: protobuf would change it silently. */
+export function samplingMessage(sampling: Sampling): Record<string, unknown> {
+  const message: Record<string, unknown> = {};
+  for (const [name, value] of Object.entries(sampling)) {
+    if (value === undefined) continue;
+    if (name === "stopTokenIds") {
+      message.stopTokens = { tokenIds: checkedTokens(value as readonly number[]) };
+    } else if (!FIELDS.has(name)) {
+      throw new TypeError(`there is no ${name} in a generation: its fields are ${[...FIELDS].join(", ")} and stopTokenIds`);
+    } else if (WHOLE.has(name) ? !isToken(value) : typeof value !== "number") {
+      throw new TypeError(`${name} must be a ${WHOLE.has(name) ? "whole number from 0 on" : "number"}, got ${String(value)}`);
+    } else {
+      message[name] = value;
+    }
+  }
+  return message;
+}
+
+/** Token ids as they are sent. TypeError for what is none. */
+export function checkedTokens(tokenIds: readonly number[]): number[] {
+  const wrong = tokenIds.find((each) => !isToken(each));
+  if (wrong !== undefined) throw new TypeError(`token ids must be whole numbers from 0 on, got ${String(wrong)}`);
+  return [...tokenIds];
+}
+
+function isToken(value: unknown): boolean {
+  return Number.isInteger(value) && (value as number) >= 0 && (value as number) <= LARGEST;
+}
+
+/** One message of Generate. */
+export interface GenerateResponse {
+  event?: "tokens" | "truncated" | "finished";
+  tokens?: { tokenIds: number[] };
+  truncated?: { droppedTokens: number };
+  finished?: { reason: string; historyTokens: number; prefillTokens: number };
+}
+
+/** The constructor of the service's client. */
+export function runtimeService(): ServiceClientConstructor {
+  const options = { longs: Number, enums: String, defaults: true, arrays: true, objects: true, oneofs: true };
+  const loaded = loadPackageDefinition(loadSync(PROTO, options)) as unknown as {
+    kvjax: { v1: { RuntimeService: ServiceClientConstructor } };
+  };
+  return loaded.kvjax.v1.RuntimeService;
+}
+
+/** The service's client, with a method for each call. */
+export type RuntimeClient = GrpcClient & Record<string, (...args: unknown[]) => unknown>;

@@ -1,0 +1,155 @@
+"""What the gRPC server and the HTTP server share: how they are reached, who may call and how often, logs without prompt text, metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hmac
+import ipaddress
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from kvjax.checks import whole_number
+from kvjax.client.errors import Cancelled, ResourceExhausted, SessionError, Unauthenticated
+from kvjax.serving.session.metrics import Metrics
+from kvjax.serving.session.runtime import SessionRuntime
+
+logger = logging.getLogger("kvjax.server")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerOptions:
+    """How a server is reached, and what it allows.
+
+    Args:
+        host: address to listen on. One that is not loopback needs `tokens`.
+        port: 0 chooses a free one.
+        tokens: bearer tokens, one of which every call must carry; none: calls need no token.
+        certificate: PEM files of a certificate chain and its key, for TLS; None: no TLS.
+        max_message_bytes: the largest message that it reads.
+        max_tokens: the most token ids in one call.
+        max_new_tokens: the most tokens that one call may generate.
+        max_calls: calls at once; each takes a thread.
+        calls_per_second: of each token, on average, in bursts of up to ten seconds' worth; None: no limit.
+        stall_s: seconds after which a client is cut off that takes none of what is sent to it, or does not finish its request over HTTP.
+        http_port: for /v1, /metrics and /healthz; None: none; 0 chooses a free one.
+        model_name: the model's name in /v1.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    tokens: tuple[str, ...] = ()
+    certificate: tuple[bytes, bytes] | None = None
+    max_message_bytes: int = 16 * 2**20
+    max_tokens: int = 2**20
+    max_new_tokens: int = 32_768
+    max_calls: int = 256
+    calls_per_second: float | None = None
+    stall_s: float = 60.0
+    http_port: int | None = None
+    model_name: str = "kvjax"
+
+    def __post_init__(self):
+        for name in ("port", "max_message_bytes", "max_tokens", "max_new_tokens", "max_calls"):
+            whole_number(name, getattr(self, name), 0 if name == "port" else 1)
+        if any(len(token) < 16 or not token.isascii() for token in self.tokens):
+            raise ValueError("a bearer token must have at least 16 characters, all of them ASCII")
+        if not is_loopback(self.host) and not self.tokens:
+            raise ValueError(f"{self.host} is not a loopback address, so calls must carry a bearer token: give --token-file")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Allowance:
+    """How many calls each bearer token may still make: a bucket that fills at `rate` calls per second, up to ten seconds' worth."""
+
+    def __init__(self, rate: float):
+        self._rate, self._most = rate, max(1.0, 10 * rate)
+        self._left: dict[str, tuple[float, float]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, token: str) -> bool:
+        """Take one call. Returns whether there was one."""
+        with self._lock:
+            now = time.monotonic()
+            left, then = self._left.get(token, (self._most, now))
+            left = min(self._most, left + (now - then) * self._rate)
+            self._left[token] = (left - 1 if left >= 1 else left), now
+            return left >= 1
+
+
+class Desk:
+    """Who may call, how often, and what is noted of each call. started: seconds since 1970. ending: whether the server is draining."""
+
+    def __init__(self, runtime: SessionRuntime, metrics: Metrics, options: ServerOptions):
+        self.runtime, self.metrics, self.options = runtime, metrics, options
+        self.started, self.ending = int(time.time()), False
+        self._allowance = None if options.calls_per_second is None else Allowance(options.calls_per_second)
+        self._sending: dict[Call, tuple[float, Callable[[], object]]] = {}
+        self._ended = threading.Event()
+        threading.Thread(target=self._cut_stalled, name="kvjax stalled", daemon=True).start()
+
+    def enter(self, authorization: str) -> None:
+        """Unauthenticated unless the value of the header `authorization` names a token; ResourceExhausted if it calls too often."""
+        given, found = authorization.removeprefix("Bearer ").encode(), ""
+        for token in self.options.tokens:  # all of them, so that the time says nothing
+            if hmac.compare_digest(given, token.encode()) and authorization.startswith("Bearer "):
+                found = token
+        if self.options.tokens and not found:
+            raise Unauthenticated("the call needs a bearer token of the server: authorization: Bearer TOKEN")
+        if self._allowance is not None and not self._allowance.take(found):
+            raise ResourceExhausted("too many calls per second: try again later", reason="rate")
+
+    @contextlib.contextmanager
+    def sending(self, call: Call, cut: Callable[[], object]) -> Iterator[None]:
+        """While a call's message waits for its reader. cut: called from another thread if that takes too long."""
+        self._sending[call] = time.monotonic(), cut
+        try:
+            yield
+        finally:
+            self._sending.pop(call, None)
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._ended.set()
+
+    def _cut_stalled(self) -> None:
+        while not self._ended.wait(min(1.0, self.options.stall_s / 4)):
+            now = time.monotonic()
+            for call, (since, cut) in self._sending.copy().items():
+                if now - since > self.options.stall_s and self._sending.pop(call, None):
+                    call.end(Cancelled("the client takes nothing of what is sent to it", reason="stalled"))
+                    cut()
+
+    def begin(self, name: str) -> Call:
+        """A call has come in."""
+        return Call(self.metrics, name)
+
+
+class Call:
+    """One call, which is logged and counted when it ends. No token of a history is logged. session: its session's id, "" for none."""
+
+    def __init__(self, metrics: Metrics, name: str):
+        self._metrics, self._name, self.session = metrics, name, ""
+        self._started, self.ended = time.monotonic(), False
+
+    def end(self, error: SessionError | None) -> None:
+        """It has ended, with this error or well. Only the first of several ends counts."""
+        if self.ended:
+            return
+        self.ended = True
+        code = "OK" if error is None else error.code
+        self._metrics.calls.labels(self._name, code).inc()
+        fields = {"call": self._name, "code": code, "session": self.session[:8], "seconds": round(time.monotonic() - self._started, 4)}
+        if error is not None:
+            fields |= {"error": type(error).__name__, "field": error.field, "reason": error.reason}
+        logger.info(json.dumps(fields))

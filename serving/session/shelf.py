@@ -1,0 +1,44 @@
+"""Pages of demoted sessions on disk: files that are mapped into memory, so that reading them back needs nothing of its own.
+
+A file has no name any more once it is mapped: nobody else can change it, and its room is free as soon as the session ends or the process
+does, even if that is killed. Histories that outlive the process are the business of `kvjax.serving.session.journal`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from kvjax.cache.transfer import Stored
+
+
+class OnDisk(Stored):
+    """What `Shelf.put` returns."""
+
+
+class Shelf:
+    """Room for pages in a folder. most: bytes of all pages together. ValueError if the folder cannot be written to."""
+
+    def __init__(self, folder: Path, most: int):
+        self.folder, self.most = folder, most
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ValueError(f"{folder} cannot hold pages of sessions: {error.strerror}; name another folder") from None
+
+    def put(self, stored: Stored) -> OnDisk:
+        """The same pages, on disk. OSError if the disk is full; then nothing is left there."""
+        return OnDisk((name, self._mapped(blocks)) for name, blocks in stored.items())
+
+    def _mapped(self, blocks: np.ndarray) -> np.ndarray:
+        if not blocks.size:
+            return blocks
+        with tempfile.TemporaryFile(dir=self.folder) as file:
+            file.write(np.ascontiguousarray(blocks).data)  # a full disk is an error here; a write through the map would end the process
+            file.flush()
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), blocks.dtype).reshape(blocks.shape)

@@ -1,0 +1,372 @@
+"""HTTP: /metrics and /healthz, and a shim for clients of OpenAI's API.
+
+The shim is deprecated and frozen (ADR 0008, section 2.7): /v1/completions, /v1/chat/completions and /v1/models, single shot. Each request
+makes a session, generates, and closes it. No prefix is reused, and no session id is told. Chat templates are applied here, and never by the
+runtime.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import email.utils
+import json
+import logging
+import socket
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvjax.client.errors import Cancelled, DeadlineExceeded, InvalidArgument, ResourceExhausted, SessionError
+from kvjax.serving.session.openai_form import Form, asked, no_model, usage_of
+from kvjax.serving.session.shots import Shot
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from kvjax.serving.session.desk import Call, Desk
+
+logger = logging.getLogger("kvjax.server")
+
+DEPRECATED = datetime.datetime(2026, 6, 1, tzinfo=datetime.UTC)
+"""When ADR 0008 deprecated the shim."""
+SUNSET = datetime.datetime(2027, 12, 31, tzinfo=datetime.UTC)
+"""The shim stays at least until then. The ADR leaves the date open (open question 3); this one is ours."""
+NOTICE = {
+    "Deprecation": f"@{int(DEPRECATED.timestamp())}",
+    "Sunset": email.utils.format_datetime(SUNSET, usegmt=True),
+    "Link": '</deprecation>; rel="deprecation"; type="text/plain"',
+}
+"""Headers of every response of the shim: RFC 9745, RFC 8594."""
+WHY = """\
+/v1 is deprecated and frozen: ADR 0008, section 2.7. Each request prefills its whole prompt anew.
+Sessions over gRPC keep their cache: docs/sessions.md of kvjax, `from kvjax.client import Client`.
+"""
+STATUS = {
+    "INVALID_ARGUMENT": 400,
+    "UNAUTHENTICATED": 401,
+    "NOT_FOUND": 404,
+    "RESOURCE_EXHAUSTED": 429,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+"""HTTP statuses of errors; others are 500."""
+FIELDS = {"tokens": "prompt", "max_new_tokens": "max_tokens"}
+"""OpenAI's names of fields that the runtime calls otherwise."""
+KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+"""OpenAI's types of errors, by status; others are invalid_request_error below 500, and server_error from there on."""
+IDLE_CONNECTION_S = 5
+
+
+class Web:
+    """The HTTP server, in a thread of its own, which listens from here on. port: the one that it listens on.
+
+    desk: who may call, limits, logs and metrics, which are those of the gRPC server. Needs the extra `server`. OSError if it cannot listen.
+    """
+
+    def __init__(self, desk: Desk):
+        import uvicorn
+
+        options = desk.options
+        self._socket = _listening(options.host.strip("[]"), options.http_port)
+        self.port = self._socket.getsockname()[1]
+        self._routes = _Routes(desk)
+        config = uvicorn.Config(
+            self._routes.app(), http=_impatient(options.stall_s), log_config=None, access_log=False, lifespan="off", ws="none",
+            server_header=False, proxy_headers=False, timeout_keep_alive=IDLE_CONNECTION_S, limit_concurrency=2 * options.max_calls + 16,
+        )  # fmt: skip
+        if options.certificate is not None:
+            config.ssl_context_factory = lambda config, default: _tls(*options.certificate)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, name="kvjax http", daemon=True)
+        self._thread.start()
+
+    def stop(self, drain_s: float) -> None:
+        """Take no new connections, and let requests under way run for `drain_s` seconds."""
+        self._server.config.timeout_graceful_shutdown = max(1, round(drain_s))
+        self._server.should_exit = True
+        self._thread.join(drain_s + 5)
+        self._socket.close()
+        self._routes.close()
+
+
+def _impatient(seconds: float) -> type:
+    """uvicorn's protocol of HTTP, which closes a connection whose next request is not complete in its headers for so long."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Impatient(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._look(None)
+
+        def _look(self, before: Any) -> None:
+            # Nothing happened between two looks if the latest request is the same, and has been answered, or there is none.
+            answered = self.cycle is None or self.cycle.response_complete
+            if before is not None and answered and before[0] is self.cycle:
+                self.transport.close()
+            elif not self.transport.is_closing():
+                self.loop.call_later(seconds, self._look, (self.cycle,) if answered else None)
+
+    return Impatient
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: choose another --http-port ({error.strerror})") from None
+
+
+def _tls(chain: bytes, key: bytes) -> Any:
+    """The TLS context of PEM files, which Python reads only from disk."""
+    import ssl
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with tempfile.TemporaryDirectory() as folder:  # only this user can read it
+        paths = Path(folder, "chain"), Path(folder, "key")
+        for path, content in zip(paths, (chain, key), strict=True):
+            path.write_bytes(content)
+        context.load_cert_chain(*paths)
+    return context
+
+
+class _Routes:
+    """The pages. What waits for the runtime does so in threads, one for each request."""
+
+    def __init__(self, desk: Desk):
+        self._desk, self._running = desk, 0
+        # A request that is cut off keeps its thread for a moment.
+        self._threads = ThreadPoolExecutor(2 * desk.options.max_calls + 4, thread_name_prefix="kvjax http")
+        self._ending: set[asyncio.Future] = set()
+
+    def close(self) -> None:
+        """Let threads end."""
+        self._threads.shutdown(wait=False)
+
+    def app(self) -> Any:
+        """The ASGI application."""
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        shim = {"/v1/completions": partial(self._complete, chat=False), "/v1/chat/completions": partial(self._complete, chat=True)}
+        routes = [Route(path, self._watched(path, page, NOTICE), methods=["POST"]) for path, page in shim.items()]
+        routes += [
+            Route("/v1/models", self._watched("/v1/models", self._models, NOTICE)),
+            Route("/v1/models/{name:path}", self._watched("/v1/models", self._models, NOTICE)),
+            Route("/metrics", self._watched("/metrics", self._metrics, {})),
+            Route("/healthz", self._health),
+            Route("/deprecation", self._why),
+        ]
+        return Starlette(routes=routes, exception_handlers={404: _missing, 405: _missing})
+
+    def _watched(self, path: str, page: Callable, headers: dict[str, str]) -> Callable:
+        """A page behind the gate, whose errors are answers in OpenAI's form. headers: of every response."""
+
+        async def answered(request: Request) -> Any:
+            call = self._desk.begin(path)
+            try:
+                self._desk.enter(request.headers.get("authorization", ""))
+                response = await page(request, call)
+            except SessionError as error:
+                call.end(error)
+                response = error_response(error)
+            except Exception as raised:
+                logger.exception("%s failed", path)
+                error = SessionError(f"{type(raised).__name__}: see the server's log")
+                call.end(error)
+                response = error_response(error)
+            response.headers.update(headers)
+            return response
+
+        return answered
+
+    async def _models(self, request: Request, call: Call) -> Response:
+        from starlette.responses import JSONResponse
+
+        found = {"id": self._desk.options.model_name, "object": "model", "created": self._desk.started, "owned_by": "kvjax"}
+        name = request.path_params.get("name")
+        if name not in (None, found["id"]):
+            raise no_model(name, found["id"])
+        call.end(None)
+        return JSONResponse(found if name else {"object": "list", "data": [found]})
+
+    async def _metrics(self, request: Request, call: Call) -> Response:
+        from starlette.responses import Response
+
+        text = await self._in_thread(self._desk.metrics.text)
+        call.end(None)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _health(self, request: Request) -> Response:
+        from starlette.responses import PlainTextResponse
+
+        return PlainTextResponse("ending\n", 503) if self._desk.ending else PlainTextResponse("ok\n")
+
+    async def _why(self, request: Request) -> Response:
+        from starlette.responses import PlainTextResponse
+
+        return PlainTextResponse(WHY, headers=NOTICE)
+
+    async def _complete(self, request: Request, call: Call, chat: bool) -> Any:
+        """Answer one request of the shim."""
+        from starlette.responses import JSONResponse
+
+        options, runtime = self._desk.options, self._desk.runtime
+        try:
+            body = await asyncio.wait_for(_body(request, options.max_message_bytes), options.stall_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the body did not come within {options.stall_s:g} s", reason="stalled") from None
+        if self._running >= options.max_calls:
+            raise ResourceExhausted(f"{self._running} requests are under way, the server's limit: try again later", reason="calls")
+        self._running += 1
+        shot, streams = None, False
+        try:
+            wanted = await self._in_thread(asked, body, chat, runtime.engine.model, options)
+            shot = await self._in_thread(Shot, runtime, wanted)
+            call.session, form = shot.session.id, Form(wanted, options.model_name)
+            first = await _unless_gone(request, self._in_thread(shot.more))  # an error before the first token has a status of its own
+            if wanted.stream:
+                streams = True
+                return _Streamed(self._pieces(shot, first, form, call), options.stall_s, call, partial(self._end, shot))
+            rest = await _unless_gone(request, self._all(shot)) if first is not None else ""
+            body = form.whole((first or "") + rest, shot.finish_reason, usage_of(shot.prompt_tokens, shot.generated))
+            call.end(None)
+            return JSONResponse(body)
+        finally:
+            if not streams:
+                await self._end(shot)
+
+    async def _all(self, shot: Shot) -> str:
+        texts = []
+        while (text := await self._in_thread(shot.more)) is not None:
+            texts.append(text)
+        return "".join(texts)
+
+    async def _pieces(self, shot: Shot, text: str | None, form: Form, call: Call) -> AsyncIterator[bytes]:
+        """The events of a streamed answer. An error after the first text can only be an event."""
+        for event in form.first():
+            yield _event(event)
+        try:
+            while text is not None:
+                if text:
+                    yield _event(form.piece(text))
+                text = await self._in_thread(shot.more)
+        except SessionError as error:
+            call.end(error)
+            yield _event(error_body(error)[1])
+            return
+        for event in form.last(shot.finish_reason, usage_of(shot.prompt_tokens, shot.generated)):
+            yield _event(event)
+        call.end(None)
+        yield b"data: [DONE]\n\n"
+
+    async def _end(self, shot: Shot | None) -> None:
+        """Free what a request holds. It goes on where the request was cancelled."""
+        ending = asyncio.ensure_future(self._free(shot))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+        await asyncio.shield(ending)
+
+    async def _free(self, shot: Shot | None) -> None:
+        try:
+            if shot is not None:
+                shot.stop()
+                await self._in_thread(shot.close)
+        finally:
+            self._running -= 1
+
+    async def _in_thread(self, work: Callable, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+
+class _Streamed:
+    """A response of server-sent events that calls `end` whatever happens, also when the client goes before the first of them. A client that
+    takes none for `stall_s` seconds is cut off."""
+
+    def __init__(self, pieces: AsyncIterator[bytes], stall_s: float, call: Call, end: Callable[[], Awaitable[None]]):
+        from starlette.responses import StreamingResponse
+
+        self._stall_s, self._call, self._end = stall_s, call, end
+        self._response = StreamingResponse(pieces, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        self.headers = self._response.headers
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def limited(message: Any) -> None:
+            try:
+                await asyncio.wait_for(send(message), self._stall_s)
+            except TimeoutError:
+                self._call.end(Cancelled("the client takes nothing of what is sent to it", reason="stalled"))
+                raise
+
+        try:
+            await self._response(scope, receive, limited)
+        finally:
+            self._call.end(Cancelled("the client has gone"))  # unless it has ended already
+            await self._end()
+
+
+async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
+    """The result of `work`. Cancelled if the client goes before."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return tasks[0].result()
+        raise Cancelled("the client has gone")
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _body(request: Request, most: int) -> Any:
+    """The JSON of a request's body."""
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > most:
+            raise ResourceExhausted(f"the body has more than {most} bytes, the server's limit", reason="bytes")
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"the body is no JSON: {error}") from None
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+def error_body(error: SessionError) -> tuple[int, dict[str, Any]]:
+    """The HTTP status of an error, and its body in OpenAI's form."""
+    status = 413 if error.reason == "bytes" else STATUS.get(error.code, 500)
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    param = FIELDS.get(error.field, error.field) or None
+    return status, {"error": {"message": str(error)[:1000], "type": kind, "param": param, "code": error.reason or None}}
+
+
+def error_response(error: SessionError) -> Response:
+    """The response that tells an error."""
+    from starlette.responses import JSONResponse
+
+    status, body = error_body(error)
+    return JSONResponse(body, status, {"Retry-After": "1"} if status in (429, 503) else None)
+
+
+async def _missing(request: Request, error: Any) -> Response:
+    from starlette.responses import JSONResponse
+
+    said = (
+        f"there is no {request.method} {request.url.path}: there are /v1/completions, /v1/chat/completions, /v1/models, /metrics, /healthz"
+    )
+    body = {"error": {"message": said, "type": "invalid_request_error", "param": None, "code": None}}
+    return JSONResponse(body, error.status_code, NOTICE if request.url.path.startswith("/v1") else None)

@@ -1,0 +1,114 @@
+"""`kvjax bench sessions`: what its agents do, its figures and its gates. The run of half an hour is long."""
+
+import collections
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tiny_models import make_model
+
+from kvjax import Engine, SessionRuntime
+from kvjax.serving.bench.agents import TRACE, Spread, Turn, Work
+from kvjax.serving.bench.session_load import BUCKET_S, Load, Watched, _buckets, gates, load_row
+from kvjax.serving.session.desk import ServerOptions
+from kvjax.serving.session.metrics import Metrics
+from kvjax.serving.session.server import Server
+from pallas_kernels.bench import scheduling
+
+SIZES = {"history": 200, "tokens": 1 / 64, "times": 0.0, "longest_wait_s": 1.0, "max_batch": 4, "pages": None, "chunk": 32}
+SIZES |= {"dtype": "float32", "layers": None}
+Counted = collections.namedtuple("Counted", "turns errors")
+
+
+def test_draws_have_the_median_and_the_90th_percentile_of_the_trace():
+    random = np.random.default_rng(0)
+    for spread in (TRACE.tool_s, TRACE.human_s, TRACE.append, TRACE.output):
+        p50, p90 = np.percentile([spread.draw(random) for _ in range(20_000)], (50, 90))
+        assert (p50, p90) == (pytest.approx(spread.p50, rel=0.1), pytest.approx(spread.p90, rel=0.1))
+    assert np.mean([TRACE.output.draw(random) for _ in range(100_000)]) == pytest.approx(523, rel=0.05)
+    assert Spread(2.0, 2.0).draw(random) == 2.0
+
+
+def test_a_short_run_through_the_client():
+    """Two agents for a few seconds on a tiny model. Its figures are counted, and G1 and G2 are not decided."""
+    engine = Engine(make_model(), "dense", pages=80, page_size=16, prefill_chunk=32, batch_buckets=(4,))
+    metrics = Metrics()
+    server = Server(SessionRuntime(engine, slots=4, observe=metrics.observe), metrics, ServerOptions(port=0, http_port=0))
+    server.start()
+    try:
+        watched = Watched(server.port, server.http_port, engine.config.vocab_size, os.getpid())
+        row = load_row(Load("tiny", (2,), 0.05, "dense", **SIZES), 2, watched)
+    finally:
+        server.stop(0.0)
+    assert row["turns"] == row["gates"]["G5"]["calls"] > 4
+    assert row["sessions"] > 2
+    assert not row["errors"]
+    assert {name: gate["holds"] for name, gate in row["gates"].items()} == {"G3": True, "G4": True, "G5": True, "G6": None}
+    assert set(row["compressed"]) == {"memory", "latency"}
+    assert sum(bucket["turns"] for bucket in row["buckets"]) <= row["turns"]
+    assert row["generated"] == pytest.approx(row["generated_per_s"] * row["wall_s"])
+    assert 0 < row["first_s"]["p50"] <= row["first_s"]["p95"] <= row["turn_s"]["p95"]
+    assert row["buckets"][1]["kv_peak_bytes"] > 0
+    assert row["appended"] <= row["prefilled"]
+    assert len(scheduling.TABLES["sessions"][0]) == len(scheduling.sessions_cells(json.loads(json.dumps(row))))
+
+
+def made_run(kv=(100, 104, 96), turn=(1.0, 1.1, 1.2), seconds=3 * BUCKET_S, process=(1000, 700, 1000)):
+    """Buckets with these peaks and latencies, as a run of so long gives them."""
+    step = seconds / 3
+    polled = [(number * step + 1, {"session_kv_live_bytes": peak}, process[number]) for number, peak in enumerate(kv)]
+    turns = [Turn(number * step + 1, each / 2, each, (0.1,), 1, 1) for number, each in enumerate(turn)]
+    return _buckets(turns, 0.0, polled, seconds)
+
+
+def decided(buckets, seconds=3 * BUCKET_S, violations=0.0, calls=3, through=3):
+    after = {f"cache_invariant_violations_total['{kind}']": violations for kind in ("inv1", "inv2", "inv3")}
+    counted = {"rpc_total['Generate', 'OK']": calls, "rpc_total['AppendTokens', 'OK']": 50}
+    return gates(seconds, buckets, after, counted, [Counted([None] * through, {})])
+
+
+def test_gates_hold_and_fail_by_their_numbers():
+    good = decided(made_run())["gates"]
+    assert {name: gate["holds"] for name, gate in good.items()} == dict.fromkeys(("G1", "G2", "G4", "G5"), True)
+    assert (good["G1"]["ours"], good["G2"]["ours"]) == (True, False)
+    assert good["G1"]["drift"] == {"kv": pytest.approx(0.04), "process": 0.0}
+    assert good["G2"]["drift"]["p50"] == pytest.approx(0.2)
+    for name, bad in (
+        ("G1", decided(made_run(kv=(100, 111, 100)))),
+        ("G1", decided(made_run(kv=(100, 89, 100)))),
+        ("G1", decided(made_run(process=(1000, 1000, 1101)))),
+        ("G2", decided(made_run(turn=(1.0, 1.0, 1.6)))),
+        ("G4", decided(made_run(), violations=1.0)),
+        ("G5", decided(made_run(), calls=4)),  # one that came not through the client
+        ("G5", decided(made_run(), calls=0, through=0)),
+    ):
+        assert [each for each, gate in bad["gates"].items() if not gate["holds"]] == [name]
+
+
+def test_only_half_an_hour_decides_memory_and_latency():
+    short = decided(made_run(seconds=1799.0), 1799.0)
+    assert set(short["gates"]) == {"G4", "G5"}
+    assert short["compressed"]["memory"]["holds"]
+    assert len(made_run(seconds=4 * 3600.0)) == 24
+    empty = decided(_buckets([], 0.0, [], 60.0), 60.0)["compressed"]
+    assert not empty["memory"]["holds"]
+    assert not empty["latency"]["holds"]
+
+
+def test_sizes_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="at least 64"):
+        Load("needle", (1,), 1.0, "dense", **{**SIZES, "history": 10})
+    assert Work(1.0, 1.0, 1.0, 100, 10).trace is TRACE
+
+
+@pytest.mark.long
+def test_half_an_hour_holds_the_gates(tmp_path):
+    # With 110 pages the pool is full all the time, and idle sessions are demoted; with room for all, peaks differ by chance.
+    command = [sys.executable, "-m", "kvjax.serving.cli", "bench", "sessions", "--agents", "6", "--minutes", "30", "--pages", "110"]
+    subprocess.run([*command, "--json", str(tmp_path / "out.json")], check=True, timeout=3000)
+    (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert not row["errors"]
+    assert {name: gate["holds"] for name, gate in row["gates"].items()} == {f"G{number}": True for number in range(1, 7)}
