@@ -161,8 +161,7 @@ def serve_command(
 def _engine(
     model: Model, policies: list[str | None], max_batch: int, pages: int | None, device_bytes: int | None, split: dict[str, Any]
 ) -> Engine:
-    """The engine of a server. split: arguments of `Engine` that say how the cache is split. Without pages and device_bytes, as many pages as
-    fit."""
+    """The engine of a server. split: arguments of `Engine` that say how the cache is split. Without a size, as many pages as fit."""
     from kvjax.engine import Engine
     from kvjax.serving.batch.setup import plan_beside_weights
 
