@@ -7,6 +7,7 @@ Each slice is a program over its own layers. Slices of equal layers share a prog
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +30,10 @@ logger = logging.getLogger(__name__)
 SLICES = (4, 5, 3, 6)
 """Possible lengths of a slice, in layers. The first one that needs the fewest programs is used. These are fixed, because other cuts may
 round differently."""
+
+
+MUCH_COPIED = 10 * 2**30
+"""Bytes: a prompt whose chunks copy more than this from host memory is warned about, once for each engine."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,6 +116,7 @@ class Prefiller:
     def __init__(self, model: Model, pool: Pool, groups: GroupPages, states: PolicyStates, indexes: tuple[IndexSpec, ...], chunk: int):
         self.model, self.indexes, self.chunk = model, indexes, chunk
         self.on_written: Callable[[ChunkRun], None] | None = None
+        self._warned = False
         self._pool, self._groups, self._states = pool, groups, states
         self.slices = cut_layers(model.decoder, groups.spec, None if pool.shards is None else pool.shards.tensor)
 
@@ -136,6 +142,8 @@ class Prefiller:
             ids[0, opened.position - start : first - start] = opened.tokens
         self._pool.bind(self._groups.written(sequence, first, last))
         staged = self._pool.any_on_host(sequence.pages)
+        if staged and not self._warned:
+            self._warn_of_copies(start, first + len(tokens))
         tables = self._groups.staged_tables(sequence, last) if staged else self._groups.tables([sequence])
         ends = len(written) == len(tokens)
         return ChunkRun(sequence, written, first, last, start, policy, ends, whole, all_logits, learning, opened, tables, staged, ids)
@@ -160,6 +168,23 @@ class Prefiller:
         if self.on_written is not None:
             self.on_written(run)
         return True
+
+    @functools.cached_property
+    def _token_bytes(self) -> float:
+        """Bytes of a token in pages that may lie in host memory."""
+        spec, groups = self._groups.spec, [group for group in self._groups.spec.groups if group.name in self._pool.frames]
+        return sum(spec.bytes_per_frame(group.name) / group.page_size for group in groups)
+
+    def _warn_of_copies(self, start: int, last: int) -> None:
+        """Say how much the chunks of tokens [start, last) copy, if it is much. At most all earlier pages, once for each chunk."""
+        copied = sum(range(start, last, self.chunk)) * self._token_bytes
+        if copied > MUCH_COPIED:
+            self._warned = True
+            logger.warning(
+                "a prompt of %s tokens in chunks of %s copies up to %.0f GB from host memory, all earlier pages once for each chunk: a "
+                "larger prefill_chunk copies less",
+                f"{last:,}", f"{self.chunk:,}", copied / 1e9,
+            )  # fmt: skip
 
     def _next_slice(self, run: ChunkRun) -> None:
         part, decoder, params = self.slices[run.done], self.model.decoder, self.model.params

@@ -339,3 +339,20 @@ def test_heavy_hitters_in_host_memory_have_the_same_bits():
         np.testing.assert_array_equal(here.decode([one], [token]), there.decode([two], [token]))
     assert [page >= 0 for page in one.pages["full"]] == [page >= 0 for page in two.pages["full"]]
     assert there.allocators["full"].total - there.allocators["full"].free <= 1 + 2 + 4 + 1
+
+
+def test_a_prompt_that_copies_much_in_small_chunks_is_warned_about_once(monkeypatch, caplog):
+    model = make_family("llama")
+    frame = memory_plan(model.config, page_size=16).frame_bytes
+    engine = Engine(model, page_size=16, prefill_chunk=32, pages=6, pool_host_bytes=20 * frame)
+    # The first chunk with pages in host memory begins at token 96: then 96, 128, 160 and 192 tokens are copied.
+    copied = (96 + 128 + 160 + 192) * frame // 16
+    monkeypatch.setattr("kvjax.chunks.MUCH_COPIED", copied)
+    engine.free(*engine.prefill([[1] * 200]))
+    assert not caplog.records
+    monkeypatch.setattr("kvjax.chunks.MUCH_COPIED", copied - 1)
+    for _ in range(2):
+        engine.free(*engine.prefill([[1] * 200]))
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "200 tokens in chunks of 32" in said
+    assert "larger prefill_chunk" in said
