@@ -151,6 +151,15 @@ class Prefiller:
     def advance(self, run: ChunkRun, slices: int | None = None) -> bool:
         """Run the next slices of a chunk (None: all that are left). True after the last one: the tokens are written, and `run.x` holds
         the logits, if the chunk has any."""
+        try:
+            return self._advance(run, slices)
+        except Exception as error:
+            # The rows of earlier slices hold the chunk's end already, so nothing could go on from where the sequence was.
+            if run.done and self._groups.spec.row_groups:
+                self._pool.lose(error)
+            raise
+
+    def _advance(self, run: ChunkRun, slices: int | None) -> bool:
         left = len(self.slices) - run.done
         for _ in range(left if slices is None else min(slices, left)):
             self._next_slice(run)

@@ -228,6 +228,10 @@ class Pool:
         self.layers, self._latest = (result, first_array(result)) if kept is None else kept(result)
         return result
 
+    def lose(self, error: Exception) -> None:
+        """What the pages and rows hold fits no sequence any more: later calls raise as `check` does."""
+        self._failure = self._failure or error
+
     def check(self, error: Exception | None = None) -> None:
         """RuntimeError if a call failed after it had begun (out of device memory, say): the pages are lost, or their content is invalid.
 

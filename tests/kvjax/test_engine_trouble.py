@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import make_family
 
-from kvjax import Engine, OutOfPages, Request, Sampling, generate, run
+from kvjax import Engine, OutOfPages, Request, Sampling, chunks, generate, run
 from kvjax.plans import Chunk, DecodeGroup, StepPlan
 from kvjax.policies.decode import Dense, TopBlocks, Window
 from kvjax.sampling import SamplingRows
@@ -184,6 +185,34 @@ def test_an_extension_that_fails_to_compile_changes_nothing(engine, text, monkey
                 call()
             assert books(engine) == before
     assert np.isfinite(np.asarray(engine.extend(sequence, [1]))).all()
+
+
+@pytest.mark.parametrize(("name", "options"), [("qwen3_5_text", {}), ("llama", {"cache_format": "int8"}), ("llama", {})])
+def test_a_chunk_that_fails_half_way_is_not_gone_on_with_where_rows_have_moved(name, options, text, monkeypatch):
+    """Its first slices have moved the rows of their layers to the chunk's end. Pages alone stay as they were."""
+    monkeypatch.setattr(chunks, "SLICES", (1,))
+    model = make_family(name)
+    engine, honest, calls = Engine(model, pages=PAGES, page_size=PAGE, prefill_chunk=32, **options), chunks.prefill_slice, []
+    (sequence,) = engine.prefill([text[:40]])
+
+    def failing(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory while compiling")
+        return honest(*args, **kwargs)
+
+    monkeypatch.setattr(chunks, "prefill_slice", failing)
+    with pytest.raises(RuntimeError, match="out of memory while compiling"):
+        engine.extend(sequence, text[40:60])
+    assert len(calls) == 2, "the model has several slices"
+    monkeypatch.setattr(chunks, "prefill_slice", honest)
+    if engine.spec.row_groups:
+        with pytest.raises(RuntimeError, match="make a new engine"):
+            engine.extend(sequence, text[40:60])
+    else:
+        found = engine.extend(sequence, text[40:60])
+        (whole,) = engine.prefill([text[:60]])
+        assert np.array_equal(found, whole.logits)
 
 
 def test_an_engine_whose_step_failed_says_so_and_what_to_do(engine, text, tmp_path):
