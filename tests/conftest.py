@@ -65,6 +65,21 @@ def compiled_programs_go_with_their_module():
     jax.clear_caches()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector, name):
+    """Cases of a test are `long` where its mark `quick` does not name them, or its mark `quick_but` does. Both name them by their ids."""
+    found = yield
+    cases = {each.callspec.id: each for each in found if hasattr(each, "callspec")} if isinstance(found, list) else {}
+    for each in cases.values():
+        named = {mark.name: mark.args for mark in each.iter_markers() if mark.name in ("quick", "quick_but")}
+        unknown = [id for ids in named.values() for id in ids if id not in cases]
+        if unknown:
+            raise collector.CollectError(f"{name} has no cases {unknown}")
+        if each.callspec.id in named.get("quick_but", ()) or each.callspec.id not in named.get("quick", cases):
+            each.add_marker("long")
+    return found
+
+
 def pytest_collection_finish():
     """The garbage collector goes through everything that it tracks, again and again. What is there now stays: thousands of tests."""
     gc.collect()

@@ -61,6 +61,7 @@ def test_a_wrong_output_is_noticed():
     assert doctest.DocTestRunner().run(examples, out=lambda text: None).failed == 1
 
 
+@pytest.mark.long
 def test_the_api_reference_has_every_public_name_with_its_example(tmp_path):
     command = [sys.executable, str(ROOT / "tools" / "make_docs.py"), str(tmp_path)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)

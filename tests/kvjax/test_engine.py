@@ -194,6 +194,7 @@ def interruptible():
     signal.signal(signal.SIGINT, handler)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_in_the_middle_of_a_step_does_not_lose_the_cache(model_factory):
     """Ctrl-C at whatever moment of a run of steps; long steps, so that it falls into one."""
@@ -265,6 +266,7 @@ def test_old_logits_are_not_kept(engine, text):
     assert sequence.logits is None
 
 
+@pytest.mark.long
 def test_biases_and_longrope_go_through_the_engine(model_factory, text):
     """Cuts and single steps give what the whole prompt gives at once, rotated by the long factors from the first token on."""
     factors = {"short_factors": (1.0,) * 8, "long_factors": tuple(1.0 + n for n in range(8)), "max_positions": 256}
@@ -385,6 +387,7 @@ class MassCounter:
         return "mass counter"
 
 
+@pytest.mark.long
 def test_a_policy_that_learns_gets_the_mass_and_keeps_its_state_per_sequence(model, text):
     policy = MassCounter()
     engine = Engine(model, policy, policies=["dense"], pages=24, page_size=PAGE, prefill_chunk=32)

@@ -97,6 +97,7 @@ def test_the_counts_are_updated_in_place(speaker):
     assert (found[0, 1], found[0, 2], found[1, 3], found[1, 5], found.sum()) == (1, 3, 1, 2, 7)
 
 
+@pytest.mark.quick_but("3-1", "6-4")
 @pytest.mark.parametrize(("n", "slots"), [(2, 4), (3, 4), (6, 4), (3, 1)])
 def test_samples_are_those_of_their_seeds_and_the_prompt_is_prefilled_once(engine, n, slots):
     settings = {"max_new_tokens": 10, "temperature": 1.4, "stop_token_ids": (), "logprobs": True}

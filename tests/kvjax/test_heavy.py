@@ -157,6 +157,7 @@ WRONG = [kind(3, sink=1, local=2) for kind in (OneLayer, OneHead, Forgets, Start
 WRONG += [HeavyPages(3, sink=0, local=2), HeavyPages(4, sink=1, local=2), HeavyPages(2, sink=1, local=2), HeavyPages(3, sink=1, local=1)]
 
 
+@pytest.mark.quick("OneLayer-3-1-2", "OneHead-3-1-2", "Starts-3-1-2", "HeavyPages-3-1-1")
 @pytest.mark.parametrize("policy", WRONG, ids=lambda policy: f"{type(policy).__name__}-{policy.k}-{policy.sink}-{policy.local}")
 def test_wrong_choices_would_show(model, words, policy):
     with pytest.raises(AssertionError):
@@ -233,6 +234,7 @@ def test_tokens_of_most_mass_are_read_per_kv_head(engine, model, words):
     assert held(sequence) == list(range(LAST // P)), "no page is given back"
 
 
+@pytest.mark.quick("policy2")
 @pytest.mark.parametrize(
     "policy", [dataclasses.replace(TOKENS, k=13), dataclasses.replace(TOKENS, local=9), dataclasses.replace(TOKENS, sink=5)]
 )
@@ -327,6 +329,7 @@ def test_who_reads_more_is_refused_and_windows_within_are_not(engine, words, tmp
         engine.save(sequence, tmp_path / "q")
 
 
+@pytest.mark.long
 def test_generation_runs_with_many_samples(model):
     engine = engine_of(model, "heavy:2", pages=80, batch_buckets=(4,))
     asked = {"max_new_tokens": 100, "ignore_eos": True, "details": True, "n": 3, "temperature": 1.0, "seed": 1}

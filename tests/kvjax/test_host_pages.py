@@ -169,6 +169,7 @@ def _late_copies(monkeypatch):
 MUTANTS = (_late_moves, _no_moves, _ids_for_frames, _nothing_is_forgotten, _open_pages_are_kept, _late_copies)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mutant", rest_long(MUTANTS, _late_moves))
 def test_an_order_taken_away_corrupts(mutant, tmp_path, monkeypatch):
     jax.clear_caches()
@@ -267,6 +268,7 @@ def test_counters_go_beyond_32_bits():
     assert hot.counted(words) == 6 * (2**30 - 1)
 
 
+@pytest.mark.quick("60-8")
 @pytest.mark.parametrize("page_size", [4, 8])
 @pytest.mark.parametrize("host", [0, 60])
 def test_a_drafted_step_may_write_to_several_small_pages(page_size, host):
@@ -317,6 +319,7 @@ class ReleasingHistory(History):
         return engine_for(self.model, dataclasses.replace(self.sizes, pages=FRAMES.device), pool_host_bytes=FRAMES.host * frame)
 
 
+@pytest.mark.long
 @pytest.mark.bits
 def test_pages_that_are_given_back_leave_host_memory_too(tmp_path):
     counts = run_histories(make_family("llama"), range(6), tmp_path, LATE, ReleasingHistory)

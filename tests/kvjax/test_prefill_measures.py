@@ -185,6 +185,7 @@ def test_queries_that_chose_the_lists_do_not_judge_them():
     assert inspect.signature(measures.measure_recorded).parameters["seed"].default != BoundsShare().seed
 
 
+@pytest.mark.long
 def test_lists_as_wide_as_the_table_are_measured(model, text):
     """Of policies that list as many blocks as they need: the queries behind what their shortest lists hold, and no more than the oracle."""
     for row in measure_prefill(model, text[:160], [XAttention(0.6, 4, **SIZES)], chunk=32, page_size=16):
@@ -241,6 +242,7 @@ def held_by_interval(figures, whole):
     return np.mean([whole in mean_over_blocks(of_seed) for of_seed in figures])
 
 
+@pytest.mark.quick_but("none")
 @pytest.mark.parametrize("bias", ["none", "grid", "lists"])
 def test_sampled_miss_agrees_with_the_whole(uneven, monkeypatch, bias):
     """Its 95% interval holds what all queries miss for about 95% of seeds, and its mean over seeds is it. Drawn from a fixed grid, or

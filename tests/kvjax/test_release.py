@@ -82,11 +82,13 @@ def check_answers(model, engine, text):
     engine.free(sequence)
 
 
+@pytest.mark.quick_but("engine")
 @pytest.mark.parametrize("kind", ["engine", "rolling"])
 def test_answers_are_those_of_the_window(request, kind, model, text):
     check_answers(model, request.getfixturevalue(kind), text)
 
 
+@pytest.mark.quick_but("window:16+40")
 @pytest.mark.parametrize("prefill", ["dense", READS])
 def test_a_page_given_back_too_early_or_a_sink_forgotten_would_show(prefill, model, text, monkeypatch):
     used = engine_of(model, prefill=prefill)
@@ -128,6 +130,7 @@ def test_a_prompt_larger_than_the_pool_is_prefilled_within_its_window(model, rol
     assert len(held(sequence)) <= MOST
 
 
+@pytest.mark.quick_but("10000-engine")
 @pytest.mark.parametrize("kind", ["engine", "rolling"])
 @pytest.mark.parametrize("tokens", [10_000, pytest.param(200_000, marks=pytest.mark.long)])
 def test_memory_is_flat(model_factory, kind, tokens):
@@ -240,6 +243,7 @@ def test_forks_share_pages_and_a_parent_keeps_its_own(engine, text):
     np.testing.assert_array_equal(decoded(engine, parent, text[PROMPT:170], "dense"), expected)
 
 
+@pytest.mark.quick_but("engine")
 @pytest.mark.parametrize("kind", ["engine", "rolling"])
 def test_suspended_and_saved_sequences_go_on_with_the_same_bits(request, kind, text, tmp_path):
     used = request.getfixturevalue(kind)
@@ -280,6 +284,7 @@ def test_prefixes_are_found_after_their_pages_were_given_back(model, text):
     assert engine.stats().found_tokens == 2 * 192
 
 
+@pytest.mark.long
 def test_a_scheduler_runs_prompts_and_answers_larger_than_the_pool(model, rolling, text):
     large = engine_of(model, READS, prefill=READS)
     asked = {"max_new_tokens": 150, "ignore_eos": True, "slots": 1, "details": True}
@@ -306,6 +311,7 @@ def test_a_suspended_sequence_needs_only_the_pages_that_it_had(model):
     assert len(held(sequence)) == count
 
 
+@pytest.mark.quick_but("heavy:1")
 @pytest.mark.parametrize("policy", [GIVES, "heavy:1"])
 def test_preempted_answers_longer_than_the_pool_have_the_same_tokens(model, policy):
     prompts = [[5] * 20, [9, 4] * 12, [7, 7, 1] * 9]
@@ -370,6 +376,7 @@ def remapping(model, policy=REMAPPED, **options):
     return engine_of(model, policy, prefill=f"window:{SINK}+{NEAR}+remap", **options)
 
 
+@pytest.mark.quick_but("window:16+40+remap")
 @pytest.mark.parametrize("policy", [REMAPPED, f"window:{SINK}+{NEAR}+release+remap"])
 def test_positions_in_the_cache_are_those_of_streaming_llm(few_positions, text, policy):
     engine = remapping(few_positions, policy)

@@ -151,6 +151,7 @@ LONG = ("dense", "shared, top", "windows, top")
 """What these read by frame, the others read too."""
 
 
+@pytest.mark.quick_but("latents, tokens")
 @pytest.mark.parametrize("name", some_long(CASES, *LONG))
 def test_pages_that_move_between_steps_change_no_bit(name, tokens):
     case = CASES[name]
@@ -203,6 +204,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.quick_but("prefill reads by page id")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_page_id_taken_for_a_frame_would_show(mutant, tokens, monkeypatch):
     case = CASES["dense"]

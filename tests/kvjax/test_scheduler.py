@@ -374,6 +374,7 @@ def crowd(engine):
     return [(request, alone(engine, request)) for request in crowded()]
 
 
+@pytest.mark.quick("None-3")
 @pytest.mark.parametrize("pages", [3, 6])
 @pytest.mark.parametrize("max_gap_ms", [None, 1e-6])
 def test_who_is_suspended_ends_as_alone(engine, only, crowd, pages, max_gap_ms):

@@ -164,6 +164,7 @@ def truncated(engine, sequence, path):
 WAYS = {"forked": lambda engine, sequence, path: engine.fork(sequence), "saved": saved, "suspended": suspended, "truncated": truncated}
 
 
+@pytest.mark.quick_but("forked")
 @pytest.mark.parametrize("way", WAYS)
 def test_sequences_go_on_with_equal_bits(way, engine, tokens, tmp_path):
     one, other = engine.prefill([tokens[:100], tokens[:100]])
@@ -183,6 +184,7 @@ def test_a_file_holds_the_pages_of_owners_alone(engine, tokens, tmp_path):
     assert shapes == {"tokens": [20], "pages.full": [pages, 2 * layer], f"pages.{NEAR}": [pages, layer]}
 
 
+@pytest.mark.quick_but("dense")
 @pytest.mark.parametrize("policy", ["dense", "quest:1"])
 def test_drafted_tokens_get_what_they_would_alone(policy, engine, tokens):
     one, other = engine.prefill([tokens[:45], tokens[:45]])
@@ -337,6 +339,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.quick("decode-another layer's pages", "prefill-owners by another place")
 @pytest.mark.parametrize(("step", "mistake"), MISTAKES)
 def test_a_mistake_about_whose_pages_are_read_would_show(step, mistake, tokens, monkeypatch):
     name, plant = MISTAKES[step, mistake]

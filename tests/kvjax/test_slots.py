@@ -412,6 +412,7 @@ def test_what_finds_no_room_stays_suspended(engine):
     engine.free(a)
 
 
+@pytest.mark.quick_but("44")
 @pytest.mark.parametrize("length", [44, 60])
 def test_layers_with_windows_and_a_policy_that_learns(model_factory, length):
     """Also in the middle of a chunk: what prefill goes on with reads pages of the whole chunk's window."""

@@ -115,6 +115,7 @@ def test_stores_change_no_bits_on_a_gpu(name, tmp_path, totals):
     assert totals["tokens found"] > 1000
 
 
+@pytest.mark.long
 def test_the_comparison_sees_a_page_of_another_text(tmp_path, monkeypatch):
     honest = prefixes._digest
     monkeypatch.setattr(prefixes, "_digest", lambda before, tokens, how: honest(before, [0] * len(tokens), how))
@@ -122,6 +123,7 @@ def test_the_comparison_sees_a_page_of_another_text(tmp_path, monkeypatch):
         run_histories(make_family("llama"), range(40), tmp_path, SHORT_CHUNKS, StoredHistory)
 
 
+@pytest.mark.long
 def test_the_comparison_sees_pages_of_half_a_chunk(tmp_path, monkeypatch):
     """A prefill policy whose queries look at each other, whose pages are found one by one."""
     monkeypatch.setattr(MeasureOnceMaskOnce, "queries_stand_alone", True)
@@ -164,6 +166,7 @@ def test_busy_histories_are_right_and_bring_pages_back(tmp_path, totals):
     assert min(totals[what] for what in ("host hits", "disk hits", "device evictions", "host evictions")) > 0
 
 
+@pytest.mark.quick_but("refilled_while_copied", "host_block_refilled")
 @pytest.mark.parametrize("mutant", store_mutants.CORRUPTING)
 def test_the_comparison_sees_a_barrier_that_is_missing(mutant, tmp_path, monkeypatch):
     store_mutants.CORRUPTING[mutant](monkeypatch)
@@ -188,6 +191,7 @@ class DamageHistory(BusyHistory):
         return super().differences()
 
 
+@pytest.mark.long
 def test_digests_find_a_slot_that_was_given_to_others_and_the_comparison_sees_it_without_them(tmp_path, monkeypatch):
     """Two barriers, one behind the other."""
     store_mutants.slot_still_named(monkeypatch)

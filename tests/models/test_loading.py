@@ -417,6 +417,7 @@ def test_generate_is_the_front_doors():
     assert random_model().generate.__self__.config == LEAST
 
 
+@pytest.mark.long
 def test_importing_loads_no_device_and_no_transformers():
     code = (
         "import sys, kvjax.models; from kvjax.models import CausalLM, TransformerDecoder, init_params, load, save, read_config;"

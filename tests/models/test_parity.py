@@ -57,6 +57,9 @@ def test_cases_cover_what_they_must(golden_script):
         assert "longrope-long" not in name or flat(c).rope_scaling.original_max_positions < golden_script.PROMPT_TOKENS
 
 
+@pytest.mark.quick_but(
+    "qwen2-g7-d32-tied-yarn", "qwen3-g4-d64-llama3", "qwen3-g7-d32-tied-yarn", "qwen3-g2-d64-dynamic", "qwen3-g4-d32-longrope-long"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_greedy_tokens(name, complete):
     model, want = golden_case(name)
@@ -217,6 +220,19 @@ MUTANTS = {
 }
 
 
+@pytest.mark.quick_but(
+    "qwen3-rope scaling off, yarn",
+    "llama-rope scaling off, yarn",
+    "llama-rope scaling off, llama3",
+    "qwen3-rope scaling off, llama3",
+    "qwen3-heads in the wrong order, G 4",
+    "qwen2-heads in the wrong order, G 4",
+    "qwen3-sees the future",
+    "llama-yarn attention factor inferred",
+    "qwen3-yarn mscale",
+    "llama-tied where it is not",
+    "llama-rope base",
+)
 @pytest.mark.parametrize(("family", "mutant"), [(family, name) for name, (families, _, _) in MUTANTS.items() for family in families])
 def test_mutants_fail(family, mutant, complete, monkeypatch):
     _, case, make = MUTANTS[mutant]

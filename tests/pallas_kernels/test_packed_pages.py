@@ -97,6 +97,12 @@ def check(tools, op: str, form: str, change=lambda pages: pages) -> None:
         tools.assert_lse_close(found[1], expected[1])
 
 
+@pytest.mark.quick_but(
+    "gather_attention-d4 and e8",
+    "selected_attention-keys per channel, values of 4 bits",
+    "block_sparse_attention-keys per channel, values of 4 bits",
+    "query_sparse_attention-keys per channel, values of 4 bits",
+)
 @pytest.mark.parametrize("form", rest_long(FORMATS, *QUICK))
 @pytest.mark.parametrize("op", OPS)
 def test_packed_pages_are_attended_as_their_numbers(tools, op, form):
@@ -167,6 +173,7 @@ class Sequences:
         return op(one, mixed, *where, sm_scale=self.sm_scale, implementation="reference", **keywords)
 
 
+@pytest.mark.quick("1-keywords0-xla", "3-keywords3-reference", "1-keywords4-reference", "3-keywords1-reference")
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize(
     ("num_queries", "keywords"),
@@ -193,6 +200,7 @@ def test_a_decoded_query_reads_its_own_page_open(tools, implementation, num_quer
         tools.assert_lse_close(lse[b : b + 1, t : t + 1], expected[1])
 
 
+@pytest.mark.quick("window1-xla", "None-reference")
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("window", [None, (3, 20)])
 def test_a_prefilled_query_reads_its_own_page_open(tools, implementation, window):
@@ -230,6 +238,7 @@ CHUNKS = {op: _chunk(op) for op in ("flash_attention", "block_sparse_attention",
 READERS = {"gather_attention": _decoded} | CHUNKS
 
 
+@pytest.mark.quick("block_sparse_attention", "block_mass")
 @pytest.mark.parametrize("op", CHUNKS)
 def test_chunks_over_open_pages_match_the_reference(tools, op):
     s = Sequences(tools, (96, 43, 0, 35), num_queries=20)
@@ -264,6 +273,7 @@ def test_the_references_read_a_query_s_own_page_open(tools, op):
         tools.assert_lse_close(whole[1][:1, own], seen[1][:1, own])
 
 
+@pytest.mark.quick_but("query_sparse_attention")
 @pytest.mark.parametrize("op", READERS)
 def test_what_no_query_reads_has_no_influence(tools, op):
     """NaN in the codes of the last page, which no query reads as packed, and in open rows of pages before the first query's, which are not
@@ -283,6 +293,7 @@ def test_what_no_query_reads_has_no_influence(tools, op):
         tools.assert_same_bits(x, y)
 
 
+@pytest.mark.quick_but("query_sparse_attention-own page as packed", "query_sparse_attention-earlier pages open")
 @pytest.mark.parametrize("mutant", ["own page as packed", "earlier pages open", "rows of other pages"])
 @pytest.mark.parametrize("op", READERS)
 def test_open_mutants_differ(tools, op, mutant):

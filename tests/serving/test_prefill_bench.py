@@ -187,6 +187,7 @@ def test_the_cache_has_what_a_policy_scans():
     assert sparse["held_bytes"] - dense["held_bytes"] == index.nbytes * config.num_layers
 
 
+@pytest.mark.quick_but("bounds")
 @pytest.mark.parametrize("name", ["dense", "bounds"])
 def test_the_steps_are_the_engines(model, name):
     """Logits of the benchmark's chunks are those of an engine's prefill."""

@@ -146,6 +146,7 @@ def test_cold_counts_the_programs_of_a_prompt():
         compiling.cold_row("tiny", CONFIG, prompt=640, computed=250, **sizes)
 
 
+@pytest.mark.long
 def test_programs_of_a_mixed_job():
     row = compiling.programs_row("tiny", CONFIG, lengths=(50, 130), policies=("dense", "top:8"), chunk=128, prefill="dense", slots=4)
     assert row["requests"] == 8

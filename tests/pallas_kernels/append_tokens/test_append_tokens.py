@@ -41,6 +41,7 @@ QUICK = (
 )
 
 
+@pytest.mark.quick_but("xla-several pages fill", "xla-padding", "xla-bfloat16", "xla-tokens are rounded", "xla-one token")
 @pytest.mark.parametrize("case", rest_long(CASES, *QUICK, "several pages fill", "padding", "before the first token", "pages of one token"))
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_matches_reference(name, case):
@@ -193,6 +194,7 @@ def _thread_by_thread(threads, monkeypatch, without=None):
     return op
 
 
+@pytest.mark.quick_but("a row has no tokens", "padding after a page's last token")
 @pytest.mark.parametrize(
     "case",
     rest_long(

@@ -51,6 +51,7 @@ def arguments(tools):
     return build
 
 
+@pytest.mark.quick_but("DeepSeek-V3.2's shape", "dense")
 @pytest.mark.parametrize(
     "case", rest_long(CASES, "DeepSeek-V3.2's shape", "dense", "drafts, window, blocks of 4, huge logits", "bfloat16 tokens")
 )
