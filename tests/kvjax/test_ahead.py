@@ -146,6 +146,7 @@ def test_code_of_policies_runs_in_the_callers_thread(compiled):
     assert compiled["decode_and_sample"] == ["ahead"]
 
 
+@pytest.mark.long
 def test_weights_that_are_bound_to_a_device(compiled):
     model = make_family("llama")
     model = type(model)(model.decoder, jax.device_put(model.params, jax.devices()[0]))

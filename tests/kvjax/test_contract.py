@@ -44,6 +44,7 @@ def scramble(engine, seed):
     engine.allocators["full"].release(np.random.default_rng(seed).permutation(taken).tolist())
 
 
+@pytest.mark.quick_but("1-64", "1-32")
 @pytest.mark.parametrize("chunk", [16, 32, 64, 160])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 33, 100])
 def test_one_prefill_equals_one_full_forward(model, text, chunk, length):
@@ -97,6 +98,7 @@ def test_a_policy_that_drops_keys_is_not_dense(model, text):
     assert error(engine.decode([sequence], [text[100]])[0], model.full_forward(text[:128])[100]) > 1e-2
 
 
+@pytest.mark.quick_but("bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @settings(max_examples=12, deadline=None)
 @given(cuts=st.lists(st.integers(1, 89), max_size=6), seed=st.integers(0, 9), fork_at=st.integers(0, 6))

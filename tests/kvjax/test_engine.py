@@ -194,7 +194,6 @@ def interruptible():
     signal.signal(signal.SIGINT, handler)
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_in_the_middle_of_a_step_does_not_lose_the_cache(model_factory):
     """Ctrl-C at whatever moment of a run of steps; long steps, so that it falls into one."""
@@ -445,6 +444,7 @@ def test_the_memory_plan_adds_up(model, monkeypatch):
         assert word in str(plan)
 
 
+@pytest.mark.long
 def test_warmup_of_a_model_whose_positions_end_within_a_page(model_factory):
     engine = Engine(model_factory(max_positions=60), pages=8, page_size=16, prefill_chunk=32, batch_buckets=(1,))
     engine.warmup(tokens=60)

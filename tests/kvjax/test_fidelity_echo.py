@@ -206,6 +206,7 @@ def test_one_policy_that_fails_does_not_lose_the_others(scripted, monkeypatch):
         list(run.records())
 
 
+@pytest.mark.long
 def test_a_length_under_way_is_marked(scripted):
     run = scripted()
     records = run.records()

@@ -104,7 +104,7 @@ def answers(length: int, trials: int, batch: int, policies: tuple[str, ...], sha
 @pytest.mark.parametrize(
     ("length", "trials", "batch", "policies"),
     [
-        pytest.param(2560, 2, 2, ("top:8",), id="short"),
+        pytest.param(2560, 2, 2, ("top:8",), marks=pytest.mark.long, id="short"),
         pytest.param(8192, 8, 4, ("dense", "top:8"), marks=pytest.mark.long, id="8K"),
         pytest.param(32_768, 200, 8, ("dense", "top:8", "top:32"), marks=pytest.mark.gpu, id="32K"),
     ],

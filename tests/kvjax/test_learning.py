@@ -309,6 +309,7 @@ class Counts(Stateless):
         return None, state + self.by
 
 
+@pytest.mark.long
 def test_a_sequence_with_states_of_several_policies_is_suspended_and_resumed(model):
     engine = Engine(model, policies=(Counts(1), Counts(2)), pages=8, page_size=16, prefill_chunk=32, batch_buckets=(1,))
     (sequence,) = engine.prefill([[1, 2, 3]])

@@ -63,6 +63,7 @@ def test_every_op_lowers(as_on, platform):
         assert lowered(platform, jax.jit(functools.partial(run, None)))
 
 
+@pytest.mark.long
 @each_platform
 @pytest.mark.parametrize("family", rest_long(["llama", *FAMILIES], "gemma3_text"))
 def test_both_steps_lower(as_on, platform, family):

@@ -147,6 +147,7 @@ def test_covering_everything_captures_everything(model, text):
         measure_prefill(model, text[:160], [policy], chunk=32, page_size=16)
 
 
+@pytest.mark.long
 def test_sinks_and_a_window_have_errors_alone(model, text):
     """The sums of a chunk are those of the policies' own outputs, with and without delta."""
     policies = [SinkWindow(8, 12), SinkWindow(8, 12, 4)]

@@ -177,6 +177,7 @@ def test_pages_that_move_between_steps_change_no_bit(name, tokens):
         jax.tree.map(same, still.by_id(number), moving.by_id(number))
 
 
+@pytest.mark.long
 def test_drafted_tokens_find_their_frames(tokens):
     case = CASES["top, bounds"]
     still, moving = Run(case).prefilled(tokens), Run(case, ("full",), seed=6).prefilled(tokens)

@@ -341,6 +341,7 @@ def test_a_step_with_somebodys_last_token_is_looked_at_before_the_next_is_put_to
 # Pages
 
 
+@pytest.mark.long
 def test_pages_are_taken_as_answers_grow(engine):
     scheduler = Scheduler(engine, slots=2)
     scheduler.submit(asked("a" * 126, 200))
@@ -478,6 +479,7 @@ def _flight_not_read(monkeypatch):
     monkeypatch.setattr(Scheduler, "_make_room", make_room)
 
 
+@pytest.mark.quick_but("_resume_without_pages")
 @pytest.mark.parametrize("mutant", [_resume_without_pages, _counts_forgotten, _latest_token_lost, _flight_not_read])
 def test_a_wrong_suspension_is_noticed(engine, only, mutant, monkeypatch):
     requests = [asked("a" * 127, 12), asked("b" * 124, 12, temperature=0.8, presence_penalty=1.0, frequency_penalty=0.5, seed=9)]

@@ -301,6 +301,7 @@ def test_slices_of_readers_share_a_program_and_name_their_owners_by_place():
         TinyModel(slices[2].decoder, decoder.params_of(model_named("slices").params, 6, 9)).full_forward([1, 2, 3])
 
 
+@pytest.mark.long
 def test_a_prompt_of_slices_compiles_one_program_for_each_kind(tokens):
     model = model_of(DEEP, norm_eps=3e-6)  # which no other test has compiled
     engine, before = engine_of(model), prefill_slice._cache_size()

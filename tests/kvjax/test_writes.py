@@ -43,7 +43,7 @@ def append_one_by_one(layer, k, v, positions, valid, table):
     return pages["k"], pages["v"], index
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     starts=st.tuples(st.integers(0, 24), st.integers(0, 24)),
     tokens=st.integers(1, 14),

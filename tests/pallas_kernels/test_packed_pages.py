@@ -173,7 +173,7 @@ class Sequences:
         return op(one, mixed, *where, sm_scale=self.sm_scale, implementation="reference", **keywords)
 
 
-@pytest.mark.quick("1-keywords0-xla", "3-keywords3-reference", "1-keywords4-reference", "3-keywords1-reference")
+@pytest.mark.quick("1-keywords0-xla", "3-keywords1-reference")
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize(
     ("num_queries", "keywords"),
@@ -238,7 +238,7 @@ CHUNKS = {op: _chunk(op) for op in ("flash_attention", "block_sparse_attention",
 READERS = {"gather_attention": _decoded} | CHUNKS
 
 
-@pytest.mark.quick("block_sparse_attention", "block_mass")
+@pytest.mark.quick("block_mass")
 @pytest.mark.parametrize("op", CHUNKS)
 def test_chunks_over_open_pages_match_the_reference(tools, op):
     s = Sequences(tools, (96, 43, 0, 35), num_queries=20)
@@ -251,6 +251,7 @@ def test_chunks_over_open_pages_match_the_reference(tools, op):
     tools.assert_lse_close(found[1][rows], expected[1][rows])
 
 
+@pytest.mark.quick_but("block_sparse_attention")
 @pytest.mark.parametrize("op", ["block_sparse_attention", "query_sparse_attention", "block_mass"])
 def test_the_references_read_a_query_s_own_page_open(tools, op):
     """Queries of one page at a time, by the plain op over the pool as they see it."""
@@ -273,7 +274,7 @@ def test_the_references_read_a_query_s_own_page_open(tools, op):
         tools.assert_lse_close(whole[1][:1, own], seen[1][:1, own])
 
 
-@pytest.mark.quick_but("query_sparse_attention")
+@pytest.mark.quick_but("query_sparse_attention", "block_sparse_attention", "flash_attention")
 @pytest.mark.parametrize("op", READERS)
 def test_what_no_query_reads_has_no_influence(tools, op):
     """NaN in the codes of the last page, which no query reads as packed, and in open rows of pages before the first query's, which are not

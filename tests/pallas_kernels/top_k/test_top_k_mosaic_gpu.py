@@ -103,7 +103,16 @@ LONG = ("2048 of 128K", "half of the capacity", "as many as there is room for", 
 """Sizes between or beyond those of other cases."""
 
 
-@pytest.mark.quick_but("more CTAs than groups", "a hint", "all are candidates", "hint: random", "hint: repeated", "hint: out of range")
+@pytest.mark.quick_but(
+    "more CTAs than groups",
+    "a hint",
+    "all are candidates",
+    "hint: random",
+    "hint: repeated",
+    "hint: out of range",
+    "hint: nothing",
+    "more than there are",
+)
 @pytest.mark.parametrize("name", some_long(CALLS, *LONG))
 def test_emulated(suite, check, name):
     check(*call(suite, name))
