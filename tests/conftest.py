@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 # Compilation is most of what the tests take. Both workers, and the processes that tests start, share what any of them has compiled; another
@@ -11,6 +12,12 @@ CACHE = Path(__file__).resolve().parents[1] / ".jax_cache"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+# Many tests start processes, and the two workers import all test modules. Where Python may write no bytecode beside its modules, each of
+# these processes compiles all that it imports, which takes it three seconds. So they share a folder for it.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(CACHE / "bytecode")
+    sys.dont_write_bytecode = False
 
 # Where these are set, pytest shows every difference between two values that a test compares, and finding them in the bytes of two arrays
 # takes it minutes. Mutants differ on purpose.

@@ -1,5 +1,7 @@
 """The self-test of `kvjax doctor`: it passes here, and it sees what is wrong."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,13 +14,11 @@ def checks():
     return list(selftest.check_ops("float32"))
 
 
-def test_every_op_has_an_example_and_those_that_are_checked_are_right(monkeypatch):
+def test_every_op_has_an_example_and_the_first_ones_are_right():
     assert set(selftest.EXAMPLES) == set(dispatch.IMPLEMENTATIONS)
-    few = {op: dispatch.IMPLEMENTATIONS[op] for op in ("top_k", "append_tokens")}
-    monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", few)
-    checks = list(selftest.check_ops("float32"))
-    assert {check.op for check in checks} == set(few)
-    assert [check for check in checks if check.failed or not check.error <= selftest.LARGEST_ERROR["float32"]] == []
+    checks = list(itertools.islice(selftest.check_ops("float32"), 3))
+    assert [(check.failed, check.refused) for check in checks] == [(None, None)] * 3
+    assert all(check.error <= selftest.LARGEST_ERROR["float32"] for check in checks)
 
 
 @pytest.mark.long
