@@ -137,6 +137,7 @@ class Locks(Stateless):
         return Window(0, 8).select(query, layer, ctx, state)
 
 
+@pytest.mark.long
 def test_code_of_policies_runs_in_the_callers_thread(compiled):
     lock = threading.RLock()
     engine = Engine(make_family("llama"), Locks(lock), pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))

@@ -42,7 +42,7 @@ def by_hand(model, ids, sampling):
     return tuple(answer)
 
 
-@pytest.mark.quick_but("{'presence_penalty': 2.0}")
+@pytest.mark.quick_but("{'presence_penalty': 2.0}", "{'repetition_penalty': 1.7}")
 @pytest.mark.parametrize("penalties", PENALTIES, ids=str)
 def test_penalties_count_prompt_and_answer_as_by_hand(speaker, engine, penalties):
     sampling = Sampling(24, stop_token_ids=(), **penalties)

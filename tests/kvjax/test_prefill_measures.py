@@ -54,6 +54,7 @@ def written():
     return jnp.asarray(q, jnp.float32), layer, ctx, weights / weights.sum(-1, keepdims=True)
 
 
+@pytest.mark.quick_but("0-buckets")
 @pytest.mark.parametrize(
     ("k_exact", "estimate"), [(0, "buckets"), (0, "quantile"), pytest.param(1, "buckets", marks=pytest.mark.long), (3, "buckets")]
 )
@@ -243,7 +244,7 @@ def held_by_interval(figures, whole):
     return np.mean([whole in mean_over_blocks(of_seed) for of_seed in figures])
 
 
-@pytest.mark.quick_but("none")
+@pytest.mark.quick_but("none", "lists")
 @pytest.mark.parametrize("bias", ["none", "grid", "lists"])
 def test_sampled_miss_agrees_with_the_whole(uneven, monkeypatch, bias):
     """Its 95% interval holds what all queries miss for about 95% of seeds, and its mean over seeds is it. Drawn from a fixed grid, or

@@ -155,7 +155,7 @@ def mostly(names):
 # A policy that covers everything is dense.
 
 
-@pytest.mark.quick_but("momo", "oracle", "mean", "block filter")
+@pytest.mark.quick_but("momo", "oracle", "mean", "block filter", "vertical")
 @pytest.mark.parametrize("name", mostly(COVERING))
 def test_covering_everything_is_dense(name):
     arguments = chunk()
@@ -164,6 +164,7 @@ def test_covering_everything_is_dense(name):
     close(sparse, attend(DensePrefill(), *arguments))
 
 
+@pytest.mark.quick_but("momo")
 @pytest.mark.parametrize("name", mostly(SPARSE))
 def test_dropping_keys_is_not_dense(name):
     """The comparison above would notice missing keys."""

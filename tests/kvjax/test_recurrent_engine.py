@@ -244,7 +244,7 @@ def test_dropped_drafts_leave_no_trace(engine, recurrent_model, tokens):
 # Mutants.
 
 
-@pytest.mark.quick_but("delta_page-None")
+@pytest.mark.quick_but("delta_page-None", "catch_up-<lambda>")
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [

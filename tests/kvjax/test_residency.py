@@ -205,7 +205,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.quick_but("prefill reads by page id")
+@pytest.mark.quick_but("prefill reads by page id", "written by page id")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_page_id_taken_for_a_frame_would_show(mutant, tokens, monkeypatch):
     case = CASES["dense"]

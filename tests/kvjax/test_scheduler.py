@@ -412,6 +412,7 @@ def test_a_suspended_one_comes_back_before_later_requests(engine, only):
     finish(scheduler)
 
 
+@pytest.mark.long
 def test_a_prompt_of_waiting_samples_gives_way_to_whoever_comes_first(engine, only):
     """While nothing else runs, the pages of a prompt whose samples wait are not those of a stranger."""
     only(3)

@@ -196,6 +196,7 @@ def test_drafted_tokens_get_what_they_would_alone(policy, engine, tokens):
 # What policies see
 
 
+@pytest.mark.long
 def test_policies_choose_in_readers_by_the_owners_index(engine, model, tokens):
     """Every block is dense; one block is the one whose bounds score best, by the reader's own queries."""
     (sequence,) = engine.prefill([tokens[:150]])

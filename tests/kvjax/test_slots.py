@@ -142,6 +142,7 @@ def test_pages_reserved_ahead_and_given_back(engine, checked):
     assert len(checked) == 24
 
 
+@pytest.mark.quick_but("4")
 @pytest.mark.parametrize("count", [1, 4])
 def test_pages_reserved_ahead_after_a_step_are_named_one_after_the_other(engine, checked, count):
     (one,) = engine.prefill([tokens(14)])

@@ -156,7 +156,7 @@ def test_prompt_then_steps(case):
     check(mixer, params, case)
 
 
-@pytest.mark.quick_but("4-True")
+@pytest.mark.quick_but("4-True", "3-False")
 @pytest.mark.parametrize(("drafted", "hinted"), [(1, True), (3, False), (4, True)])
 def test_the_whole_sequence_a_few_tokens_at_a_time(drafted, hinted):
     """With hints, the tokens of a step are read one after the other, each with the list of the one before."""
@@ -358,6 +358,7 @@ def check_as_it_stands(mixer, params):
     check(mixer, params, "latent-yarn", AT_ONCE, step=listing_step)
 
 
+@pytest.mark.quick_but("epsilon of the norms")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(monkeypatch, mutant):
     mixer, params, *_ = golden("latent-yarn")

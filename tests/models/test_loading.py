@@ -329,6 +329,7 @@ def tokenizer():
     )
 
 
+@pytest.mark.quick_but("qwen3")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_tokenizer_goes_along(family, tokenizer, tmp_path):
     config = altered(LEAST, family=family, qkv_bias=family == "qwen2", qk_norm=family == "qwen3")

@@ -73,7 +73,7 @@ def test_norms_biases_and_small_matrices_stay_arrays():
 # Loading and saving.
 
 
-@pytest.mark.quick_but("int8", "fp8")
+@pytest.mark.quick_but("int8", "fp8", "int8:128x128")
 @pytest.mark.parametrize("weights", SCHEMES)
 def test_loading_packs_as_packing_what_was_loaded_does(weights, tmp_path, monkeypatch):
     """In pieces that cut no block, of tied and untied models; the plan counts the same bytes; saved and read again bit for bit."""
@@ -146,6 +146,7 @@ def test_loading_packed_holds_one_tensor_on_the_host_and_the_packed_model_on_the
 # Meshes.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("weights", rest_long(list(SCHEMES)[:3], "int4"))
 @pytest.mark.parametrize("family", rest_long(["llama", "gemma3_text", "deepseek_v32"], "llama"))
 def test_packed_models_on_a_mesh_answer_as_on_one_device(family, weights, tmp_path):

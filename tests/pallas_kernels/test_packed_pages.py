@@ -102,6 +102,9 @@ def check(tools, op: str, form: str, change=lambda pages: pages) -> None:
     "selected_attention-keys per channel, values of 4 bits",
     "block_sparse_attention-keys per channel, values of 4 bits",
     "query_sparse_attention-keys per channel, values of 4 bits",
+    "block_mass-d4 and e8",
+    "flash_attention-d4 and e8",
+    "query_sparse_attention-d4 and e8",
 )
 @pytest.mark.parametrize("form", rest_long(FORMATS, *QUICK))
 @pytest.mark.parametrize("op", OPS)
@@ -200,7 +203,7 @@ def test_a_decoded_query_reads_its_own_page_open(tools, implementation, num_quer
         tools.assert_lse_close(lse[b : b + 1, t : t + 1], expected[1])
 
 
-@pytest.mark.quick("window1-xla", "None-reference")
+@pytest.mark.quick("window1-xla")
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("window", [None, (3, 20)])
 def test_a_prefilled_query_reads_its_own_page_open(tools, implementation, window):
@@ -251,7 +254,7 @@ def test_chunks_over_open_pages_match_the_reference(tools, op):
     tools.assert_lse_close(found[1][rows], expected[1][rows])
 
 
-@pytest.mark.quick_but("block_sparse_attention")
+@pytest.mark.quick_but("block_sparse_attention", "query_sparse_attention")
 @pytest.mark.parametrize("op", ["block_sparse_attention", "query_sparse_attention", "block_mass"])
 def test_the_references_read_a_query_s_own_page_open(tools, op):
     """Queries of one page at a time, by the plain op over the pool as they see it."""
@@ -274,7 +277,7 @@ def test_the_references_read_a_query_s_own_page_open(tools, op):
         tools.assert_lse_close(whole[1][:1, own], seen[1][:1, own])
 
 
-@pytest.mark.quick_but("query_sparse_attention", "block_sparse_attention", "flash_attention")
+@pytest.mark.quick_but("query_sparse_attention", "block_sparse_attention", "flash_attention", "gather_attention")
 @pytest.mark.parametrize("op", READERS)
 def test_what_no_query_reads_has_no_influence(tools, op):
     """NaN in the codes of the last page, which no query reads as packed, and in open rows of pages before the first query's, which are not
@@ -333,6 +336,7 @@ def test_the_lse_of_blocks_of_the_own_page(tools):
 # Memory, refusals.
 
 
+@pytest.mark.quick_but("block_sparse_attention", "query_sparse_attention")
 @pytest.mark.parametrize("op", ["gather_attention", "flash_attention", "query_sparse_attention", "block_sparse_attention"])
 def test_no_unpacked_copy_of_the_pool_is_made(op):
     """A pool of 64 MB unpacked, at 4 bits: the compiled op needs a small part of that."""

@@ -157,6 +157,9 @@ def _check(tools, op: str, form: str, change=lambda pages: pages) -> None:
     "gather_attention-keys of another format",
     "gather_attention-a view of the keys",
     "query_sparse_attention-a view of the keys",
+    "flash_attention-narrow values",
+    "block_sparse_attention-a view of the keys",
+    "block_sparse_attention-keys of another format",
 )
 @pytest.mark.parametrize("form", rest_long(FORMS, "narrow values", "keys of another format", "a view of the keys"))
 @pytest.mark.parametrize("op", OPS)

@@ -38,6 +38,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_batch_hands_over_its_options(kvjax, model_folder, tmp_path):
     records = [{"id": "a", "prompt": "amber basil"}, {"custom_id": "b", "body": {"prompt": "coral delta", "logprobs": 0}}]
     source = write(tmp_path / "in.jsonl", records)

@@ -300,6 +300,7 @@ def test_the_command_refuses_what_it_cannot_do():
         bench_cli.decode_command(**fields, dtype="int8", layers=None, json_out=None)
 
 
+@pytest.mark.long
 def test_a_length_that_breaks_or_does_not_fit_leaves_rows_that_say_so(monkeypatch, tmp_path, capsys, copy_once):
     monkeypatch.setattr(measure, "copy_rate", copy_once)
     monkeypatch.setattr(decode_bench, "_compiled", lambda *_: 1 / 0)

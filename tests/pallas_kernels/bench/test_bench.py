@@ -174,7 +174,7 @@ def test_a_list_that_others_would_not_make_shows(monkeypatch):
     assert row["same_blocks_as_xla"] < 0.9
 
 
-@pytest.mark.quick("value", "nan")
+@pytest.mark.quick("nan")
 @pytest.mark.parametrize("wrong", ["value", "nan", "lse", "random"])
 def test_a_wrong_op_shows_in_its_row(wrong, monkeypatch):
     count = iter(range(100))
@@ -240,6 +240,7 @@ def test_a_named_implementation_runs():
     assert row["bytes"]["kv"] == 0
 
 
+@pytest.mark.long
 def test_another_platforms_path_runs_what_is_composed_too():
     (row,) = run(SPARSE, implementation="xla")
     assert row["path"] == {"selected_attention": "composed", "select_blocks": "xla", "gather_attention": "xla"}

@@ -96,6 +96,7 @@ QUICK = (
     "xla-float16",
     "xla-drafts in a window",
     "xla-bfloat16 blocks",
+    "xla-dense",
 )
 @pytest.mark.parametrize("case", rest_long(CASES, *QUICK))
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
@@ -342,6 +343,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.quick_but("-1 in the table wraps")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(tools, check, mutant):
     tools.must_fail(check, MUTANTS[mutant], [*QUICK, *CASES])

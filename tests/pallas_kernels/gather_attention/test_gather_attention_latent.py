@@ -148,6 +148,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.quick_but("keys of another head")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(tools, check, mutant):
     tools.must_fail(check, MUTANTS[mutant], CASES)

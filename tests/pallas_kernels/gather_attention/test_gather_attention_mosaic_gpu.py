@@ -76,7 +76,7 @@ def check(tools, interpreter):
     return run
 
 
-@pytest.mark.quick_but("tiles apart", "4 drafts, a list each")
+@pytest.mark.quick_but("tiles apart", "4 drafts, a list each", "drafts, blocks of 32, pages of 64")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "case",

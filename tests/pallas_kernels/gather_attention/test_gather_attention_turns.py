@@ -72,6 +72,9 @@ def check(tools):
     "drafts in a window",
     "a list of blocks of 32, drafts, LSE",
     "3 CTAs, whose columns of the output are not equally many",
+    "a list of pages",
+    "a list of blocks of 16, float16",
+    "dense, an empty row",
 )
 @pytest.mark.parametrize("case", CASES)
 def test_emulated_it_matches_the_reference(check, case):

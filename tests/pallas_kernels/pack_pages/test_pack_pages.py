@@ -175,7 +175,7 @@ def test_the_smallest_and_largest_numbers(name):
         np.testing.assert_allclose(found[2], x[2], rtol=0.13)
 
 
-@pytest.mark.quick_but("e8", "d4", "q4_0")
+@pytest.mark.quick_but("e8", "d4", "q4_0", "int8 page", "int4 groups")
 @pytest.mark.parametrize("name", ["int4 groups", "int8 page", "q8_0", "q4_0", "d4", "e8", "e8 rotated"])
 def test_bits_do_not_depend_on_the_program(name):
     """A page packed alone, among others, or right behind the product that made it has the same bits; and so has a token, unpacked alone."""

@@ -55,6 +55,8 @@ def test_cases_have_what_can_go_wrong():
     "xla-an odd number of sets",
     "xla-eight heads",
     "xla-settled",
+    "xla-drafts",
+    "xla-pages of one token",
 )
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
@@ -232,7 +234,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.quick_but("places begin one late", "the border is one early")
+@pytest.mark.quick_but("places begin one late", "the border is one early", "the border is one late")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(tools, mutant):
     tools.must_fail(check, MUTANTS[mutant], CASES)

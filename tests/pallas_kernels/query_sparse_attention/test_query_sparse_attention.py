@@ -104,6 +104,7 @@ QUICK = (
     "xla-buckets, keys one by one",
     "xla-one slot",
     "xla-tournament of 6, hybrid",
+    "xla-exact",
 )
 @pytest.mark.parametrize("case", rest_long(CASES, *QUICK))
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
@@ -170,7 +171,7 @@ def test_chunks_are_slices_of_the_whole(tools):
         tools.assert_lse_close(scores, whole[3][rows])
 
 
-@pytest.mark.quick_but("the other estimate")
+@pytest.mark.quick_but("the other estimate", "all exact")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(tools, check, mutant):
     tools.must_fail(check, functools.partial(MUTANTS[mutant], SMALL_TILES), [*QUICK, *CASES])

@@ -48,7 +48,7 @@ def on_emulated_threads(emulated_kernels):
     return op
 
 
-@pytest.mark.quick_but("4 drafts", "16 drafts, groups of 1", "4 drafts, mean", "mean", "equal scores")
+@pytest.mark.quick_but("4 drafts", "16 drafts, groups of 1", "4 drafts, mean", "mean", "equal scores", "8 drafts, groups of 8")
 @pytest.mark.parametrize("case", EMULATED)
 def test_on_emulated_threads_it_matches_the_reference(suite, on_emulated_threads, case):
     suite.check(on_emulated_threads, case)

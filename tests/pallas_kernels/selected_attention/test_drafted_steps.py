@@ -124,6 +124,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.quick_but("sealed after selecting")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(tools, check, mutant):
     tools.must_fail(check, MUTANTS[mutant], [(8, 4)])

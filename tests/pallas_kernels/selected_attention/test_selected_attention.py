@@ -94,7 +94,7 @@ def test_the_kernel_matches_the_reference(check, case):
     check(KERNEL, case)
 
 
-@pytest.mark.quick_but("4 drafts of groups of 7", "float32", "small pages")
+@pytest.mark.quick_but("4 drafts of groups of 7", "float32", "small pages", "drafts")
 @pytest.mark.parametrize(
     "case",
     rest_long(

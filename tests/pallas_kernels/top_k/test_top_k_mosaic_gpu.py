@@ -112,6 +112,9 @@ LONG = ("2048 of 128K", "half of the capacity", "as many as there is room for", 
     "hint: out of range",
     "hint: nothing",
     "more than there are",
+    "1 of 1",
+    "2 of 5",
+    "one CTA",
 )
 @pytest.mark.parametrize("name", some_long(CALLS, *LONG))
 def test_emulated(suite, check, name):
@@ -367,7 +370,7 @@ FIRST = FIRST - {"four CTAs", "eight CTAs", "2048 of 1000"} | {"a hint, batch 64
 """`make test` lowers every size, k and batch once, and every form; the rest is `long`."""
 
 
-@pytest.mark.quick_but("a hint, batch 64, lengths", "two CTAs", "2048 of 1M, batch 1")
+@pytest.mark.quick_but("a hint, batch 64, lengths", "two CTAs", "2048 of 1M, batch 1", "counts", "lengths")
 @pytest.mark.parametrize("name", rest_long(PRODUCTION, *FIRST))
 def test_lowers(cuda, name):
     assert "mosaic_gpu" in cuda.lower(*PRODUCTION[name])

@@ -105,7 +105,7 @@ def test_matches_reference(name, case):
     check(IMPLEMENTATIONS[name], case)
 
 
-@pytest.mark.quick_but("sums of -inf and NaN", "ties", "few blocks, full lists", "the whole union")
+@pytest.mark.quick_but("sums of -inf and NaN", "ties", "few blocks, full lists", "the whole union", "one row a tile", "last tile is short")
 @pytest.mark.parametrize(
     "name",
     rest_long(
