@@ -248,6 +248,7 @@ def test_other_budgets_of_tokens_would_show(model, words, policy):
         close(found, of_tokens(model, words)[0][:10])
 
 
+@pytest.mark.long
 def test_memory_is_flat_over_many_steps(model):
     engine = engine_of(model, pages=40, batch_buckets=(2,))
     sequences = engine.prefill([[1, 2, 3] * 20, [5] * 90])
@@ -294,6 +295,7 @@ def test_forked_and_suspended_sequences_choose_the_same_pages(engine, words):
     assert held(child) == held(grown) == held(alone)
 
 
+@pytest.mark.long
 def test_drafted_steps_read_what_was_decided_before_them(engine, words):
     (sequence,) = engine.prefill([list(words[:PROMPT])])
     (alone,) = engine.prefill([list(words[:PROMPT])])

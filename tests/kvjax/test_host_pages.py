@@ -52,6 +52,7 @@ def totals():
     return HostHistory.totals
 
 
+@pytest.mark.long
 @pytest.mark.bits
 @pytest.mark.parametrize("name", rest_long({name: name for name in FAMILIES}, "llama"))
 def test_pages_in_host_memory_change_no_bits(name, tmp_path, totals):

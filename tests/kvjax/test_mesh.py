@@ -136,7 +136,7 @@ def test_a_mesh_gives_the_same_bits_in_any_company(case, tmp_path, monkeypatch):
     run_histories(model_of(name), range(2), tmp_path, FEW, MeshHistory)
 
 
-@pytest.mark.quick("tensor 4")
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [BOTH, "tensor 4"])
 def test_lists_and_scores_are_those_of_one_device(mesh, model, text):
     policy = POLICIES["quest"]

@@ -121,6 +121,7 @@ def test_pages_go_with_the_first_step_and_the_bits_are_those_of_a_window_that_ke
     assert engine.allocators["full"].total - engine.allocators["full"].free == 6 + 16
 
 
+@pytest.mark.long
 def test_a_prompt_larger_than_the_pool_is_prefilled_within_its_window(model, rolling, text):
     assert rolling.allocators["full"].total == MOST < 300 // P
     large = engine_of(model, READS, prefill=READS)
