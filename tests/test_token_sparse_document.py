@@ -13,6 +13,7 @@ from kvjax.layers import LatentLayer, Rope
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "token-sparse.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_the_example_runs(capsys):
     (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
     exec(compile(code, "docs/token-sparse.md", "exec"), {})

@@ -134,6 +134,7 @@ def test_generate_gives_a_list_for_each_prompt(engine):
         generate(engine, "x", n=2, stream=print)
 
 
+@pytest.mark.long
 def test_samples_take_turns_where_pages_are_short(speaker):
     """Two pages of prompt, shared; each sample needs the copy of the open page and none beyond."""
     engine = Engine(speaker, pages=4, page_size=128, prefill_chunk=128, batch_buckets=(4,))

@@ -184,7 +184,7 @@ def test_a_file_holds_the_pages_of_owners_alone(engine, tokens, tmp_path):
     assert shapes == {"tokens": [20], "pages.full": [pages, 2 * layer], f"pages.{NEAR}": [pages, layer]}
 
 
-@pytest.mark.quick_but("dense")
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["dense", "quest:1"])
 def test_drafted_tokens_get_what_they_would_alone(policy, engine, tokens):
     one, other = engine.prefill([tokens[:45], tokens[:45]])

@@ -156,6 +156,7 @@ def test_mismatched_input_is_an_error(params):
         DECODER.hidden(params | {"layers": params["layers"][:1]}, tokens, positions, MIX, None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.bfloat16, marks=pytest.mark.long), jnp.float32])
 def test_any_cut_into_slices_of_layers_gives_the_same_bits(dtype):
     """Slices of equal layers are one program."""

@@ -235,6 +235,7 @@ def test_bytes_of_a_token(name):
     assert format.head_dim(codes.shape[-1]) == 128
 
 
+@pytest.mark.long
 def test_lattices_have_the_sizes_of_their_source_and_the_error_of_their_rate():
     """Source 002: 2.4 to 2.8 times smaller than 16 bits. Gaussian tokens: squared error within 2 times the least that any code of so many
     bits can have (rate-distortion: 4^-bits), and less in E8 than in D4 by its share."""
