@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from kvjax.cache import empty_latents
 from kvjax.layers import LatentLayer, Rope

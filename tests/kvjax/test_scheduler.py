@@ -151,6 +151,7 @@ def test_cancelled_between_slices_of_a_chunk(engine):
     assert neighbour.completion == alone(engine, neighbour.request)
 
 
+@pytest.mark.long
 def test_cancelled_in_the_middle_of_a_chunks_slices(model_factory, speaker, engine):
     model = model_factory(num_layers=6, eos_token_ids=(95,))
     model.tokenizer = speaker.tokenizer

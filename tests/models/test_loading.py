@@ -50,6 +50,15 @@ def edited(tmp_path):
 # Round trips.
 
 
+@pytest.mark.quick(
+    "llama-g2-d32-attention-bias",
+    "llama-g2-d32-tied-mlp-bias",
+    "llama-g4-d64-llama3-biases",
+    "qwen2-g1-d32-tied",
+    "qwen2-g2-d32-window",
+    "qwen3-g2-d32-attention-bias",
+    "qwen3-g4-d32-longrope-long",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_golden_models_go_round_in_the_same_bytes(case, tmp_path):
     model = load(GOLDEN / case, tokenizer=False)
