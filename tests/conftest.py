@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 # Compilation is most of what the tests take. Both workers, and the processes that tests start, share what any of them has compiled; another
@@ -11,6 +12,12 @@ CACHE = Path(__file__).resolve().parents[1] / ".jax_cache"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+# Many tests start processes, and the two workers import all test modules. Where Python may write no bytecode beside its modules, each of
+# these processes compiles all that it imports, which takes it three seconds. So they share a folder for it.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(CACHE / "bytecode")
+    sys.dont_write_bytecode = False
 
 # Where these are set, pytest shows every difference between two values that a test compares, and finding them in the bytes of two arrays
 # takes it minutes. Mutants differ on purpose.
@@ -63,6 +70,21 @@ def compiled_programs_go_with_their_module():
     """
     yield
     jax.clear_caches()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector, name):
+    """Cases of a test are `long` where its mark `quick` does not name them, or its mark `quick_but` does. Both name them by their ids."""
+    found = yield
+    cases = {each.callspec.id: each for each in found if hasattr(each, "callspec")} if isinstance(found, list) else {}
+    for each in cases.values():
+        named = {mark.name: mark.args for mark in each.iter_markers() if mark.name in ("quick", "quick_but")}
+        unknown = [id for ids in named.values() for id in ids if id not in cases]
+        if unknown:
+            raise collector.CollectError(f"{name} has no cases {unknown}")
+        if each.callspec.id in named.get("quick_but", ()) or each.callspec.id not in named.get("quick", cases):
+            each.add_marker("long")
+    return found
 
 
 def pytest_collection_finish():

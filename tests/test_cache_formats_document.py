@@ -49,6 +49,7 @@ def row(name: str) -> str:
     return f"| {name} | {bytes_of_token:.0f} | {256 / bytes_of_token:.2f} | {errors[0]:.1e} | {errors[1]:.1e} |"
 
 
+@pytest.mark.quick_but("`d4`, 38 levels")
 @pytest.mark.parametrize("name", ROWS)
 def test_the_table_holds(name):
     assert row(name) in DOCUMENT.read_text().splitlines()

@@ -49,8 +49,15 @@ def test_every_public_name_has_an_example():
         assert ">>> " in code, name
 
 
-def test_the_examples_of_public_names_print_what_stands_below_them(capsys):
-    examples = doctest.DocTestParser().get_doctest(EXAMPLES, {}, "examples", "docs/examples.md", 0)
+DEAREST = ("Engine", "CachedSequence", "OutOfPages", "replicas", "Window", "HeavyPages", "dispatch")
+"""Sections of engines of other sizes, whose programs take most of the time. None of the others needs what they define."""
+
+
+@pytest.mark.quick("all but the dearest")
+@pytest.mark.parametrize("left_out", [(), DEAREST], ids=["all", "all but the dearest"])
+def test_the_examples_of_public_names_print_what_stands_below_them(left_out, capsys):
+    sections = [section for section in EXAMPLES.split("\n## ") if section.split("\n")[0] not in left_out]
+    examples = doctest.DocTestParser().get_doctest("\n## ".join(sections), {}, "examples", "docs/examples.md", 0)
     ran = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL).run(examples)
     assert (ran.failed, ran.attempted > 40) == (0, True), capsys.readouterr().out
 
@@ -61,6 +68,7 @@ def test_a_wrong_output_is_noticed():
     assert doctest.DocTestRunner().run(examples, out=lambda text: None).failed == 1
 
 
+@pytest.mark.long
 def test_the_api_reference_has_every_public_name_with_its_example(tmp_path):
     command = [sys.executable, str(ROOT / "tools" / "make_docs.py"), str(tmp_path)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)

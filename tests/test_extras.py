@@ -13,7 +13,7 @@ from pallas_kernels.extras import EXTRAS, MissingExtra, needs_extras
 BLOCKED = ["IPython", "ipykernel", "nbclient", "nbformat", "pandas", "patsy", *(name for names in EXTRAS.values() for name in names)]
 """Packages that only extras bring."""
 
-USER = f"""
+IMPORTS = f"""
 import json, sys
 sys.modules |= dict.fromkeys({BLOCKED!r})  # an import of one fails as if it were not installed
 import kvjax
@@ -21,6 +21,11 @@ for name in kvjax.__all__:
     getattr(kvjax, name)
 import kvjax.fidelity.statistics, kvjax.fidelity.echo_report, kvjax.fidelity.report, kvjax.bill.report, kvjax.bill.regimes
 from kvjax.serving import cli
+"""
+NONE_CAME = f"assert not [name for name in {BLOCKED!r} if sys.modules[name]]"
+
+USER = f"""
+{IMPORTS}
 model = kvjax.load("needle")
 text = kvjax.generate(model, "Once upon a time", policy="top:8", max_new_tokens=4)
 sys.argv = ["kvjax", "batch", "in.jsonl", "--out", "out.jsonl", "--model", "needle", "--policy", "top:8", "--max-batch", "1"]
@@ -30,10 +35,16 @@ except SystemExit as end:
     assert not end.code, end.code
 (answer,) = map(json.loads, open("out.jsonl"))
 assert answer["text"] == text, (answer, text)
-assert not [name for name in {BLOCKED!r} if sys.modules[name]]
+{NONE_CAME}
 """
 
 
+def test_importing_needs_no_extra():
+    ran = subprocess.run([sys.executable, "-c", IMPORTS + NONE_CAME], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.mark.long
 def test_loading_generating_and_batches_need_no_extra(tmp_path):
     (tmp_path / "in.jsonl").write_text(json.dumps({"id": "a", "prompt": "Once upon a time", "max_new_tokens": 4}) + "\n")
     ran = subprocess.run([sys.executable, "-c", USER], cwd=tmp_path, capture_output=True, text=True, check=False)

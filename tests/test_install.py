@@ -101,6 +101,7 @@ def import_in(folder: Path, python: Path, code: str) -> subprocess.CompletedProc
     return subprocess.run([python, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.quick_but("elsewhere", "a folder with a link to it", "the folder that holds the clone")
 @pytest.mark.parametrize("place", ["the folder that holds the clone", "a folder with a link to it", "the clone", "elsewhere"])
 def test_an_editable_install_is_what_python_imports(editable, tmp_path, place):
     """Python looks in the folder it is started in first, and takes a folder `kvjax` without an `__init__.py` for a package if it must."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from kvjax.cache import empty_latents
 from kvjax.layers import LatentLayer, Rope
@@ -13,6 +14,7 @@ from kvjax.layers import LatentLayer, Rope
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "token-sparse.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_the_example_runs(capsys):
     (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
     exec(compile(code, "docs/token-sparse.md", "exec"), {})

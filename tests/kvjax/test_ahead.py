@@ -59,6 +59,7 @@ LONG = ("llama", "shared pages", "windows", "latents")
 """What these show, other cases and tests of this module show nearly as well."""
 
 
+@pytest.mark.quick_but("recurrence")
 @pytest.mark.parametrize("case", some_long(CASES, *LONG))
 def test_what_follows_a_prefill_is_compiled_once_and_ahead(case, compiled):
     family, policy, sampling = CASES[case]
@@ -69,6 +70,7 @@ def test_what_follows_a_prefill_is_compiled_once_and_ahead(case, compiled):
     assert compiled["decode_and_sample"] == compiled["sample_first"] == ["ahead"]
 
 
+@pytest.mark.long
 def test_a_prompt_of_one_chunk_compiles_in_its_calls(compiled):
     """Nothing runs on the device meanwhile."""
     engine = Engine(make_family("llama"), pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
@@ -93,6 +95,7 @@ def test_a_step_of_other_tables_does_not_wait(compiled):
     assert compiled["decode_and_sample"] == ["call", "ahead"]
 
 
+@pytest.mark.long
 def test_other_samplings_compile_their_own(compiled):
     """The second request draws, which nobody could know when the first was prefilled."""
     engine = Engine(make_family("llama"), pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
@@ -134,6 +137,7 @@ class Locks(Stateless):
         return Window(0, 8).select(query, layer, ctx, state)
 
 
+@pytest.mark.long
 def test_code_of_policies_runs_in_the_callers_thread(compiled):
     lock = threading.RLock()
     engine = Engine(make_family("llama"), Locks(lock), pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
@@ -143,6 +147,7 @@ def test_code_of_policies_runs_in_the_callers_thread(compiled):
     assert compiled["decode_and_sample"] == ["ahead"]
 
 
+@pytest.mark.long
 def test_weights_that_are_bound_to_a_device(compiled):
     model = make_family("llama")
     model = type(model)(model.decoder, jax.device_put(model.params, jax.devices()[0]))

@@ -353,6 +353,7 @@ def engine_of(model, policy, **sizes):
     return Engine(model, policy, policies=["dense", "quest:2"], page_size=PAGE, prefill_chunk=PAGE, batch_buckets=(1,), **sizes)
 
 
+@pytest.mark.long
 def test_an_engine_tells_auto_its_frames(model, text):
     mark = fingerprint(model)
     bus = Bus("it", 1e3, 1e6, 0.0, 0.5, ((1, 1, 4096),), 0.0, "planted")

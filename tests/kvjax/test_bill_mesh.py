@@ -85,6 +85,7 @@ CASES = {
 QUICK = ("dense, copied heads", "top, context 4", "top, both, in 16 bits", "a layer is dense", "a layer with a window", "latents")
 
 
+@pytest.mark.quick_but("dense, copied heads", "a layer is dense", "top, context 4", "top, both, in 16 bits")
 @pytest.mark.parametrize("case", rest_long(CASES, *QUICK))
 def test_a_steps_program_exchanges_what_is_counted(case):
     config, policy, tensor, context = CASES[case]

@@ -73,6 +73,7 @@ def compiled():
     return [step._cache_size() for step in (embed_chunk, prefill_slice, row_logits)]
 
 
+@pytest.mark.quick_but("qwen3.5", "uniform")
 @pytest.mark.parametrize(
     "config",
     [altered(TINY, num_layers=6), altered(TINY, num_layers=8, windows=sliding(8, period=2)), deltas(8)],

@@ -44,6 +44,7 @@ def scramble(engine, seed):
     engine.allocators["full"].release(np.random.default_rng(seed).permutation(taken).tolist())
 
 
+@pytest.mark.quick_but("1-64", "1-32")
 @pytest.mark.parametrize("chunk", [16, 32, 64, 160])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 33, 100])
 def test_one_prefill_equals_one_full_forward(model, text, chunk, length):
@@ -80,6 +81,7 @@ def test_extend_returns_the_logits_of_every_token(model, text):
     assert error(logits, model.full_forward(text[:128])[20:100]) < BOUND
 
 
+@pytest.mark.quick_but("top:40", "dense")
 @pytest.mark.parametrize("policy", some_long(POLICIES, "mean:40"))
 def test_a_policy_that_covers_everything_is_dense(model, text, policy):
     oracle = model.full_forward(text[:128])
@@ -96,6 +98,7 @@ def test_a_policy_that_drops_keys_is_not_dense(model, text):
     assert error(engine.decode([sequence], [text[100]])[0], model.full_forward(text[:128])[100]) > 1e-2
 
 
+@pytest.mark.quick_but("bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @settings(max_examples=12, deadline=None)
 @given(cuts=st.lists(st.integers(1, 89), max_size=6), seed=st.integers(0, 9), fork_at=st.integers(0, 6))
@@ -113,6 +116,7 @@ def test_prefill_bits_do_not_depend_on_how_it_was_cut(model, bf16_model, text, d
     np.testing.assert_array_equal(np.asarray(sequence.logits), whole)
 
 
+@pytest.mark.quick_but("float32-dense")
 @pytest.mark.parametrize(
     ("dtype", "policy"),
     [
@@ -172,6 +176,7 @@ def single_layer(model_factory):
     return model_factory(num_layers=1)
 
 
+@pytest.mark.quick_but("dense-1")
 @pytest.mark.parametrize(("policy", "batch"), [("dense", 1), ("top:8", 4), ("window:64+1000", 1)])
 def test_decode_holds_no_second_copy_of_the_cache(single_layer, policy, batch):
     model = single_layer
@@ -184,6 +189,7 @@ def test_decode_holds_no_second_copy_of_the_cache(single_layer, policy, batch):
     assert compiled.memory_analysis().temp_size_in_bytes < size / 20
 
 
+@pytest.mark.quick_but("momo:16/4")
 @pytest.mark.parametrize(
     "prefill",
     rest_long(

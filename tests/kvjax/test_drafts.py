@@ -79,6 +79,7 @@ FIRST = {"full": STEPS["full"][:5], "window": [("dense", 4)], "recurrent": [("qu
 """`make test` takes every policy, and every family; the rest is `long`."""
 
 
+@pytest.mark.quick_but("recurrent-quest:1-4", "full-policy3-4", "full-dense-4", "full-quest:1-16", "window-dense-4")
 @pytest.mark.parametrize(
     ("engine", "policy", "count"),
     [
@@ -109,6 +110,7 @@ def step(engine, sequences, drafted, policy, rows=None, counts=None):
     return jax.tree.map(np.asarray, engine.decode_and_sample(sequences, np.asarray(drafted, np.int32), rows, policy, counts=counts))
 
 
+@pytest.mark.quick_but("full-0", "window-0")
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 40))])
 def test_dropped_drafts_leave_nothing_behind(engine, text, seed):
     """Runs of drafted steps whose drafts are right up to a random place. Two runs whose wrong drafts differ stay equal to the bit; and
@@ -200,6 +202,7 @@ def states_of_all(states, count):
     return jax.tree.map(lambda leaf: leaf[:, -1], states)
 
 
+@pytest.mark.quick_but("accept-keep_all-test_dropped_drafts_leave_nothing_behind")
 @pytest.mark.parametrize(
     ("name", "fault", "test"),
     [

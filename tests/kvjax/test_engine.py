@@ -265,6 +265,7 @@ def test_old_logits_are_not_kept(engine, text):
     assert sequence.logits is None
 
 
+@pytest.mark.long
 def test_biases_and_longrope_go_through_the_engine(model_factory, text):
     """Cuts and single steps give what the whole prompt gives at once, rotated by the long factors from the first token on."""
     factors = {"short_factors": (1.0,) * 8, "long_factors": tuple(1.0 + n for n in range(8)), "max_positions": 256}
@@ -385,6 +386,7 @@ class MassCounter:
         return "mass counter"
 
 
+@pytest.mark.long
 def test_a_policy_that_learns_gets_the_mass_and_keeps_its_state_per_sequence(model, text):
     policy = MassCounter()
     engine = Engine(model, policy, policies=["dense"], pages=24, page_size=PAGE, prefill_chunk=32)
@@ -442,6 +444,7 @@ def test_the_memory_plan_adds_up(model, monkeypatch):
         assert word in str(plan)
 
 
+@pytest.mark.long
 def test_warmup_of_a_model_whose_positions_end_within_a_page(model_factory):
     engine = Engine(model_factory(max_positions=60), pages=8, page_size=16, prefill_chunk=32, batch_buckets=(1,))
     engine.warmup(tokens=60)

@@ -267,6 +267,7 @@ def test_the_largest_budget_is_taken(model):
     Engine(model, Window(2**20, 2**20), pages=4)
 
 
+@pytest.mark.long
 def test_a_budget_beyond_a_short_models_positions_reads_everything(model_factory, text):
     """32 blocks of 128 are more than 512 positions hold."""
     engine = Engine(model_factory(max_positions=512), "top:32", pages=4, prefill_chunk=128, batch_buckets=(1,))

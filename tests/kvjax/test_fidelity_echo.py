@@ -188,6 +188,7 @@ def test_a_cell_in_which_dense_fails_says_so(scripted):
     assert figures["cells"][1]["passages_invalid"][0] == "dense predicts 50.0% of passages, less than 90%"
 
 
+@pytest.mark.long
 def test_one_policy_that_fails_does_not_lose_the_others(scripted, monkeypatch):
     run = scripted()
     run._engines["oracle:1"].policy = "broken:1"
@@ -206,6 +207,7 @@ def test_one_policy_that_fails_does_not_lose_the_others(scripted, monkeypatch):
         list(run.records())
 
 
+@pytest.mark.long
 def test_a_length_under_way_is_marked(scripted):
     run = scripted()
     records = run.records()

@@ -121,6 +121,7 @@ def test_trials_are_drawn_from_the_seed_alone(task):
     assert min(trial.depth for trial in free) < 0.2 < 0.8 < max(trial.depth for trial in free)
 
 
+@pytest.mark.quick_but("change7-call7-do not give 201 different keys")
 @pytest.mark.parametrize(
     ("change", "call", "message"),
     [

@@ -152,6 +152,7 @@ def test_figures_of_a_result():
     }
 
 
+@pytest.mark.long
 def test_embedded_model_finds_needles_unless_they_are_left_out(embedded, text, listed_pages):
     """By a window, or by a defect planted in a policy: the pages of the first needle, at a quarter of the text, are not in the list."""
     length, done = 640, []

@@ -52,6 +52,7 @@ def one_bit(x, rng):
 CHANGES = (scaled, one_scaled, signs, swapped, permuted, one_bit)
 
 
+@pytest.mark.quick_but("float16", "float32")
 @pytest.mark.parametrize("dtype", BITS)
 def test_models_that_differ_in_one_thing_have_different_fingerprints(model_factory, dtype):
     model, rng = model_factory(compute_dtype=dtype), np.random.default_rng(0)

@@ -52,6 +52,7 @@ def test_text_gives_text_and_a_list_gives_a_list(speaker, engine):
     assert generate(engine, speaker.tokenizer(PROMPTS[0])["input_ids"], max_new_tokens=5) == one
 
 
+@pytest.mark.long
 def test_more_prompts_than_slots_take_turns_and_change_nothing(engine):
     prompts = [PROMPTS[i % 4] + str(i) for i in range(7)]
     together = generate(engine, prompts, max_new_tokens=6, slots=4, temperature=0.8, seed=3)
@@ -219,6 +220,7 @@ def test_logprobs_are_those_of_the_models_distribution(speaker, engine):
     assert generate(engine, "Call me", max_new_tokens=2, details=True).logprobs is None
 
 
+@pytest.mark.quick_but("quest:2")
 @pytest.mark.parametrize("policy", ["dense", "quest:2"])
 def test_score_is_the_log_probability_of_the_continuation(speaker, engine, policy):
     result = score(engine, "Call me", " Ishmael.", policy=policy)

@@ -42,6 +42,7 @@ def by_hand(model, ids, sampling):
     return tuple(answer)
 
 
+@pytest.mark.quick_but("{'presence_penalty': 2.0}", "{'repetition_penalty': 1.7}")
 @pytest.mark.parametrize("penalties", PENALTIES, ids=str)
 def test_penalties_count_prompt_and_answer_as_by_hand(speaker, engine, penalties):
     sampling = Sampling(24, stop_token_ids=(), **penalties)
@@ -97,6 +98,7 @@ def test_the_counts_are_updated_in_place(speaker):
     assert (found[0, 1], found[0, 2], found[1, 3], found[1, 5], found.sum()) == (1, 3, 1, 2, 7)
 
 
+@pytest.mark.quick_but("3-1", "6-4")
 @pytest.mark.parametrize(("n", "slots"), [(2, 4), (3, 4), (6, 4), (3, 1)])
 def test_samples_are_those_of_their_seeds_and_the_prompt_is_prefilled_once(engine, n, slots):
     settings = {"max_new_tokens": 10, "temperature": 1.4, "stop_token_ids": (), "logprobs": True}
@@ -132,6 +134,7 @@ def test_generate_gives_a_list_for_each_prompt(engine):
         generate(engine, "x", n=2, stream=print)
 
 
+@pytest.mark.long
 def test_samples_take_turns_where_pages_are_short(speaker):
     """Two pages of prompt, shared; each sample needs the copy of the open page and none beyond."""
     engine = Engine(speaker, pages=4, page_size=128, prefill_chunk=128, batch_buckets=(4,))

@@ -53,6 +53,7 @@ def totals():
     return HostHistory.totals
 
 
+@pytest.mark.long
 @pytest.mark.bits
 @pytest.mark.parametrize("name", rest_long({name: name for name in FAMILIES}, "llama"))
 def test_pages_in_host_memory_change_no_bits(name, tmp_path, totals):
@@ -105,7 +106,7 @@ def answers(length: int, trials: int, batch: int, policies: tuple[str, ...], sha
 @pytest.mark.parametrize(
     ("length", "trials", "batch", "policies"),
     [
-        pytest.param(2560, 2, 2, ("top:8",), id="short"),
+        pytest.param(2560, 2, 2, ("top:8",), marks=pytest.mark.long, id="short"),
         pytest.param(8192, 8, 4, ("dense", "top:8"), marks=pytest.mark.long, id="8K"),
         pytest.param(32_768, 200, 8, ("dense", "top:8", "top:32"), marks=pytest.mark.gpu, id="32K"),
     ],
@@ -170,6 +171,7 @@ def _late_copies(monkeypatch):
 MUTANTS = (_late_moves, _no_moves, _ids_for_frames, _nothing_is_forgotten, _open_pages_are_kept, _late_copies)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mutant", rest_long(MUTANTS, _late_moves))
 def test_an_order_taken_away_corrupts(mutant, tmp_path, monkeypatch):
     jax.clear_caches()
@@ -272,6 +274,7 @@ def test_counters_go_beyond_32_bits():
     assert [hot.counted(each) for each in words] == [6 * (2**30 - 1), 6]
 
 
+@pytest.mark.quick("60-8")
 @pytest.mark.parametrize("page_size", [4, 8])
 @pytest.mark.parametrize("host", [0, 60])
 def test_a_drafted_step_may_write_to_several_small_pages(page_size, host):
@@ -322,6 +325,7 @@ class ReleasingHistory(History):
         return engine_for(self.model, dataclasses.replace(self.sizes, pages=FRAMES.device), pool_host_bytes=FRAMES.host * frame)
 
 
+@pytest.mark.long
 @pytest.mark.bits
 def test_pages_that_are_given_back_leave_host_memory_too(tmp_path):
     counts = run_histories(make_family("llama"), range(6), tmp_path, LATE, ReleasingHistory)

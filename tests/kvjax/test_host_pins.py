@@ -109,6 +109,7 @@ def test_at_most_half_of_the_whole_pool_is_pinned(model, text):
         engine.pin(text[200:232])
 
 
+@pytest.mark.long
 def test_a_pin_brings_pages_from_the_store_to_a_pool_that_has_room_only_in_host_memory(model, text):
     """The store of kept pages and the pool's part in host memory are two places."""
     prompt = text[: PREFIX + 5]

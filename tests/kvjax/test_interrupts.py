@@ -210,6 +210,7 @@ def world(speaker, model_factory, tmp_path):
     return World(model, tmp_path)
 
 
+@pytest.mark.long
 def test_interrupts_leave_everything_right(world):
     counts = attack(world, 60, seed=1)
     assert counts["interrupted"] > 30

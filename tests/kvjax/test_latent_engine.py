@@ -137,6 +137,7 @@ def test_truncated_tokens_are_as_if_never_written(engine, tokens):
     same_next(engine, cut, plain, tokens[100:])
 
 
+@pytest.mark.quick_but("41")
 @pytest.mark.parametrize("length", [1, 41, 48])
 def test_a_saved_sequence_goes_on_with_equal_bits(engine, tokens, length, tmp_path):
     (sequence,) = engine.prefill([tokens[:length]])
@@ -190,6 +191,7 @@ def test_reads_are_counted(engine, tokens):
     assert int(engine.last_reads.keys[0]) == 2 * 32
 
 
+@pytest.mark.quick_but("dense")
 @pytest.mark.parametrize("policy", ["tokens:24", pytest.param(TopTokens(TOPK, hinted=True), marks=pytest.mark.long), "dense"])
 def test_drafts_read_what_they_would_alone_and_dropped_ones_leave_no_trace(engine, tokens, policy):
     """Across a page's border; two runs whose wrong drafts differ stay equal to the bit."""
@@ -293,6 +295,7 @@ def test_layers_whose_indexers_choose_other_counts_need_a_policy(latent_model, t
     Engine(model, "tokens:24", prefill="tokens:7", pages=4, page_size=PAGE, prefill_chunk=CHUNK)
 
 
+@pytest.mark.quick_but("indexer")
 @pytest.mark.parametrize("forgotten", ["indexer", "keys"])
 def test_mutants_fail(latent_model, tokens, monkeypatch, forgotten):
     """An indexer that asks nothing, and keys of it that are not written."""

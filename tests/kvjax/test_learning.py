@@ -164,6 +164,7 @@ def test_prefill_and_decode_add_up_to_the_mass_of_everything(model, text):
     assert_mass(sequence.states[policy], [mass.sum(axis=0) for mass in true_mass(model, text[:70], 16)])
 
 
+@pytest.mark.quick_but("momo:1/1")
 @pytest.mark.parametrize("prefill", ["window:1+4", "momo:1/1"])
 def test_under_a_sparse_prefill_the_mass_is_that_of_dense_attention(model, text, prefill):
     """Each observed query pays 1 in all, which is wrong of the LSE of sparse attention; and distant blocks get their share."""
@@ -308,6 +309,7 @@ class Counts(Stateless):
         return None, state + self.by
 
 
+@pytest.mark.long
 def test_a_sequence_with_states_of_several_policies_is_suspended_and_resumed(model):
     engine = Engine(model, policies=(Counts(1), Counts(2)), pages=8, page_size=16, prefill_chunk=32, batch_buckets=(1,))
     (sequence,) = engine.prefill([[1, 2, 3]])

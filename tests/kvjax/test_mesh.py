@@ -71,6 +71,7 @@ BOTH = "tensor 2 context 2"
 QUICK = [("llama", BOTH), ("gemma3_text", "context 2"), ("qwen3_5_text", "tensor 4"), ("deepseek_v32", BOTH)]
 
 
+@pytest.mark.quick_but("llama tensor 2 context 2", "qwen3_5_text tensor 4")
 @pytest.mark.parametrize("case", rest_long(CASES, *QUICK), ids=" ".join)
 def test_results_are_those_of_one_device(case, text):
     name, mesh = case
@@ -81,6 +82,7 @@ def test_results_are_those_of_one_device(case, text):
     assert (read.blocks.tolist(), read.keys.tolist()) == (reads.blocks.tolist(), reads.keys.tolist())
 
 
+@pytest.mark.quick_but("heavy tensor 2 context 2")
 @pytest.mark.parametrize(
     "case",
     rest_long(
@@ -105,6 +107,7 @@ PREFILL = {
 }
 
 
+@pytest.mark.quick_but("momo tensor 2 context 2")
 @pytest.mark.parametrize(
     "case",
     rest_long(
@@ -124,6 +127,7 @@ class MeshHistory(History):
     """On a mesh, against the same mesh with nothing else on it."""
 
 
+@pytest.mark.long
 @pytest.mark.bits
 @pytest.mark.parametrize("case", rest_long(CASES, ("llama", "tensor 2 context 2")), ids=" ".join)
 def test_a_mesh_gives_the_same_bits_in_any_company(case, tmp_path, monkeypatch):
@@ -132,6 +136,7 @@ def test_a_mesh_gives_the_same_bits_in_any_company(case, tmp_path, monkeypatch):
     run_histories(model_of(name), range(2), tmp_path, FEW, MeshHistory)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [BOTH, "tensor 4"])
 def test_lists_and_scores_are_those_of_one_device(mesh, model, text):
     policy = POLICIES["quest"]
@@ -199,6 +204,7 @@ def without_exchange(monkeypatch, method):
 MUTANTS = ("sum", "merged", "candidates", "own_heads", "own_table", "rows_of", "over_heads", "joined", "brought", "by_queries")
 
 
+@pytest.mark.quick_but("sum", "candidates")
 @pytest.mark.parametrize("method", rest_long(MUTANTS, "sum", "candidates", "own_table"))
 def test_an_exchange_that_is_left_out_would_show(method, model, text, monkeypatch):
     mesh = mesh_of("tensor 4" if method == "own_heads" else BOTH)
@@ -287,6 +293,7 @@ def test_of_equal_candidates_the_lower_ids_are_taken():
         assert found == {2: [2, 4], 3: [2, 4, 5], 5: [2, 4, 5, 7, 9], 6: [-1, 2, 4, 5, 7, 9]}
 
 
+@pytest.mark.long
 def test_a_mesh_in_sixteen_bits(bf16_model, text):
     """Parts are rounded before they are added, so only the size of the difference is known: a few roundings."""
     expected, reads = logits_of(bf16_model, None, "dense", text[:203])

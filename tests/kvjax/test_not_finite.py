@@ -54,6 +54,7 @@ def test_a_row_is_finite_if_there_is_something_to_sample_from(row, finite, tempe
     assert not finite or np.isfinite(sampled.logprobs).all()
 
 
+@pytest.mark.quick_but("sampling1")
 @pytest.mark.parametrize("sampling", [Sampling(10, stop_token_ids=()), Sampling(10, temperature=2.0, seed=4, stop_token_ids=())])
 def test_a_row_that_turns_nan_while_it_decodes_ends_as_an_error_and_its_neighbours_do_not(sound, sampling):
     def completions(model):

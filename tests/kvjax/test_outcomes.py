@@ -65,6 +65,7 @@ def test_every_bit_comes_over(shape, ranks):
         assert listed(packed) == tuple(each.tolist() for each in columns)
 
 
+@pytest.mark.quick_but("True")
 @pytest.mark.parametrize("drafted", [False, True])
 def test_a_steps_packed_results_are_its_results(model, drafted):
     """Through the engine, for rows that differ in all they ask for; the slot without a sequence is read as well."""

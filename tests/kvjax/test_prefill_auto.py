@@ -412,6 +412,7 @@ def test_each_chunk_is_the_chosen_policys_own(small, three, prompt, caplog):
         assert (by_hand(small, wrong, prompt) != right).any(), "and no other policies'"
 
 
+@pytest.mark.quick("cuts0")
 @pytest.mark.parametrize("cuts", [(128,), (256, 384), (1024, 1152, 1280), (100, 300, 700, 1024)])
 def test_the_same_bits_however_it_is_cut(small, three, prompt, cuts):
     """At borders of chunks anywhere; inside them where each query stands alone, as under dense and the window."""

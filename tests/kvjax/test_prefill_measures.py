@@ -54,6 +54,7 @@ def written():
     return jnp.asarray(q, jnp.float32), layer, ctx, weights / weights.sum(-1, keepdims=True)
 
 
+@pytest.mark.quick_but("0-buckets")
 @pytest.mark.parametrize(
     ("k_exact", "estimate"), [(0, "buckets"), (0, "quantile"), pytest.param(1, "buckets", marks=pytest.mark.long), (3, "buckets")]
 )
@@ -147,6 +148,7 @@ def test_covering_everything_captures_everything(model, text):
         measure_prefill(model, text[:160], [policy], chunk=32, page_size=16)
 
 
+@pytest.mark.long
 def test_sinks_and_a_window_have_errors_alone(model, text):
     """The sums of a chunk are those of the policies' own outputs, with and without delta."""
     policies = [SinkWindow(8, 12), SinkWindow(8, 12, 4)]
@@ -185,6 +187,7 @@ def test_queries_that_chose_the_lists_do_not_judge_them():
     assert inspect.signature(measures.measure_recorded).parameters["seed"].default != BoundsShare().seed
 
 
+@pytest.mark.long
 def test_lists_as_wide_as_the_table_are_measured(model, text):
     """Of policies that list as many blocks as they need: the queries behind what their shortest lists hold, and no more than the oracle."""
     for row in measure_prefill(model, text[:160], [XAttention(0.6, 4, **SIZES)], chunk=32, page_size=16):
@@ -241,6 +244,7 @@ def held_by_interval(figures, whole):
     return np.mean([whole in mean_over_blocks(of_seed) for of_seed in figures])
 
 
+@pytest.mark.quick_but("none", "lists")
 @pytest.mark.parametrize("bias", ["none", "grid", "lists"])
 def test_sampled_miss_agrees_with_the_whole(uneven, monkeypatch, bias):
     """Its 95% interval holds what all queries miss for about 95% of seeds, and its mean over seeds is it. Drawn from a fixed grid, or

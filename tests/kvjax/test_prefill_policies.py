@@ -155,6 +155,7 @@ def mostly(names):
 # A policy that covers everything is dense.
 
 
+@pytest.mark.quick_but("momo", "oracle", "mean", "block filter", "vertical")
 @pytest.mark.parametrize("name", mostly(COVERING))
 def test_covering_everything_is_dense(name):
     arguments = chunk()
@@ -163,6 +164,7 @@ def test_covering_everything_is_dense(name):
     close(sparse, attend(DensePrefill(), *arguments))
 
 
+@pytest.mark.quick_but("momo")
 @pytest.mark.parametrize("name", mostly(SPARSE))
 def test_dropping_keys_is_not_dense(name):
     """The comparison above would notice missing keys."""
@@ -287,6 +289,7 @@ def test_flex_takes_the_estimate_that_the_last_queries_bear_out():
     assert (means != lines).any(axis=(0, 1, 3)).all()
 
 
+@pytest.mark.quick_but("0.05")
 @pytest.mark.parametrize("share", [0.05, 0.2, pytest.param(0.3, marks=pytest.mark.long)])
 def test_bounds_widen_until_drawn_queries_miss_less_than_a_share(share):
     """Of fixed numbers of blocks the first under which they do, in the mean over the chunk; every block where none is enough."""
@@ -452,6 +455,7 @@ def test_prefill_and_decode_policies_compose(model, text, name, decode):
     assert np.isfinite(np.asarray(engine.decode([ours], [3]))).all()
 
 
+@pytest.mark.quick_but("window")
 @pytest.mark.parametrize("name", ["momo", "window"])
 def test_extending(model, text, name):
     """At a chunk's end it goes on as one prefill would; within a chunk by queries that stand alone too, else that chunk is dense."""

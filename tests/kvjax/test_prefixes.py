@@ -272,6 +272,7 @@ def test_generate_takes_an_engine_that_reuses(model, text):
     ] * 2
 
 
+@pytest.mark.quick_but("deepseek_v32", "shared", "gemma3_text")
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5_text", "deepseek_v32", "shared"])
 def test_blocks_hold_all_of_a_page(name):
     """Every array of every layer, the indexes as they were built."""

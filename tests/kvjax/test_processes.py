@@ -76,6 +76,7 @@ def check_alike(results, one):
     np.testing.assert_allclose(results[0]["alike"]["logits"], one["logits"], rtol=0, atol=1e-5 * np.abs(one["logits"]).max())
 
 
+@pytest.mark.long
 def test_four_processes_answer_as_one(tmp_path):
     results = [found_by(each) for each in run_job("brief", 4, 1, tmp_path)]
     assert [each["shared"] for each in results] == ["from 0"] * 4

@@ -113,7 +113,7 @@ def test_one_bad_prompt_does_not_lose_the_others(engine):
 
 def test_the_pool_of_a_list_is_not_made_for_a_prompt_that_is_too_long(model_factory):
     model = model_factory(max_positions=256)
-    texts = generate(model, [[1, 2], [1] * 10**6], on_error="return", max_new_tokens=2, details=True)
+    texts = generate(model, [[1, 2], [1] * 10**5], on_error="return", max_new_tokens=2, details=True)
     assert len(texts[0].token_ids) == 2
     assert "longer than the model's 256 positions" in str(texts[1].error)
 

@@ -100,6 +100,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.quick_but("convolution forgets what was before")
 @pytest.mark.parametrize("mutant", rest_long(MUTANTS, "pages are never folded", "convolution forgets what was before"))
 def test_mutant_fails(tokens, mutant):
     sequences = Sequences(tokens, **MUTANTS[mutant])

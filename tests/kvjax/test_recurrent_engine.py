@@ -94,6 +94,7 @@ def test_a_step_that_is_only_looked_at_leaves_no_trace(engine, tokens):
         same_next(engine, looked, plain, tokens[100:])
 
 
+@pytest.mark.quick_but("1")
 @pytest.mark.parametrize("length", [1, 16, 41, 48])
 def test_a_saved_sequence_goes_on_with_equal_bits(engine, tokens, length, tmp_path):
     (sequence,) = engine.prefill([tokens[:length]])
@@ -243,6 +244,7 @@ def test_dropped_drafts_leave_no_trace(engine, recurrent_model, tokens):
 # Mutants.
 
 
+@pytest.mark.quick_but("delta_page-None", "catch_up-<lambda>")
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [

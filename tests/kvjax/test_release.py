@@ -82,11 +82,13 @@ def check_answers(model, engine, text):
     engine.free(sequence)
 
 
+@pytest.mark.quick_but("engine")
 @pytest.mark.parametrize("kind", ["engine", "rolling"])
 def test_answers_are_those_of_the_window(request, kind, model, text):
     check_answers(model, request.getfixturevalue(kind), text)
 
 
+@pytest.mark.quick_but("window:16+40")
 @pytest.mark.parametrize("prefill", ["dense", READS])
 def test_a_page_given_back_too_early_or_a_sink_forgotten_would_show(prefill, model, text, monkeypatch):
     used = engine_of(model, prefill=prefill)
@@ -119,6 +121,7 @@ def test_pages_go_with_the_first_step_and_the_bits_are_those_of_a_window_that_ke
     assert engine.allocators["full"].total - engine.allocators["full"].free == 6 + 16
 
 
+@pytest.mark.long
 def test_a_prompt_larger_than_the_pool_is_prefilled_within_its_window(model, rolling, text):
     assert rolling.allocators["full"].total == MOST < 300 // P
     large = engine_of(model, READS, prefill=READS)
@@ -128,6 +131,7 @@ def test_a_prompt_larger_than_the_pool_is_prefilled_within_its_window(model, rol
     assert len(held(sequence)) <= MOST
 
 
+@pytest.mark.quick_but("10000-engine")
 @pytest.mark.parametrize("kind", ["engine", "rolling"])
 @pytest.mark.parametrize("tokens", [10_000, pytest.param(200_000, marks=pytest.mark.long)])
 def test_memory_is_flat(model_factory, kind, tokens):
@@ -240,6 +244,7 @@ def test_forks_share_pages_and_a_parent_keeps_its_own(engine, text):
     np.testing.assert_array_equal(decoded(engine, parent, text[PROMPT:170], "dense"), expected)
 
 
+@pytest.mark.quick_but("engine")
 @pytest.mark.parametrize("kind", ["engine", "rolling"])
 def test_suspended_and_saved_sequences_go_on_with_the_same_bits(request, kind, text, tmp_path):
     used = request.getfixturevalue(kind)
@@ -280,6 +285,7 @@ def test_prefixes_are_found_after_their_pages_were_given_back(model, text):
     assert engine.stats().found_tokens == 2 * 192
 
 
+@pytest.mark.long
 def test_a_scheduler_runs_prompts_and_answers_larger_than_the_pool(model, rolling, text):
     large = engine_of(model, READS, prefill=READS)
     asked = {"max_new_tokens": 150, "ignore_eos": True, "slots": 1, "details": True}
@@ -306,6 +312,7 @@ def test_a_suspended_sequence_needs_only_the_pages_that_it_had(model):
     assert len(held(sequence)) == count
 
 
+@pytest.mark.quick_but("heavy:1")
 @pytest.mark.parametrize("policy", [GIVES, "heavy:1"])
 def test_preempted_answers_longer_than_the_pool_have_the_same_tokens(model, policy):
     prompts = [[5] * 20, [9, 4] * 12, [7, 7, 1] * 9]
@@ -313,7 +320,7 @@ def test_preempted_answers_longer_than_the_pool_have_the_same_tokens(model, poli
     schedulers = [Scheduler(engine, slots=3) for engine in engines]
     answers = []
     for scheduler in schedulers:
-        sampling = Sampling(max_new_tokens=250, ignore_eos=True)
+        sampling = Sampling(max_new_tokens=180, ignore_eos=True)
         handles = [scheduler.submit(Request(prompt, sampling)) for prompt in prompts]
         while not scheduler.idle:
             scheduler.step()
@@ -321,13 +328,12 @@ def test_preempted_answers_longer_than_the_pool_have_the_same_tokens(model, poli
         assert not scheduler.engine.sequences
         assert scheduler.engine.allocators["full"].free == scheduler.engine.allocators["full"].total
     assert answers[0] == answers[1]
-    assert [len(each) for each in answers[0]] == [250] * 3
+    assert [len(each) for each in answers[0]] == [180] * 3
     assert schedulers[0].preemptions > schedulers[1].preemptions == 0
 
 
-def test_warming_up_takes_no_more_pages_than_a_sequence(rolling, engine):
-    rolling.warmup(tokens=2_000)
-    engine.warmup(tokens=500)
+def test_warming_up_takes_no_more_pages_than_a_sequence(rolling):
+    rolling.warmup(tokens=300)
     assert rolling.allocators["full"].free == rolling.allocators["full"].total
 
 
@@ -370,6 +376,7 @@ def remapping(model, policy=REMAPPED, **options):
     return engine_of(model, policy, prefill=f"window:{SINK}+{NEAR}+remap", **options)
 
 
+@pytest.mark.quick_but("window:16+40+remap")
 @pytest.mark.parametrize("policy", [REMAPPED, f"window:{SINK}+{NEAR}+release+remap"])
 def test_positions_in_the_cache_are_those_of_streaming_llm(few_positions, text, policy):
     engine = remapping(few_positions, policy)

@@ -151,6 +151,7 @@ LONG = ("dense", "shared, top", "windows, top")
 """What these read by frame, the others read too."""
 
 
+@pytest.mark.quick_but("latents, tokens")
 @pytest.mark.parametrize("name", some_long(CASES, *LONG))
 def test_pages_that_move_between_steps_change_no_bit(name, tokens):
     case = CASES[name]
@@ -176,6 +177,7 @@ def test_pages_that_move_between_steps_change_no_bit(name, tokens):
         jax.tree.map(same, still.by_id(number), moving.by_id(number))
 
 
+@pytest.mark.long
 def test_drafted_tokens_find_their_frames(tokens):
     case = CASES["top, bounds"]
     still, moving = Run(case).prefilled(tokens), Run(case, ("full",), seed=6).prefilled(tokens)
@@ -203,6 +205,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.quick_but("prefill reads by page id", "written by page id")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_page_id_taken_for_a_frame_would_show(mutant, tokens, monkeypatch):
     case = CASES["dense"]

@@ -163,6 +163,7 @@ def test_cancelled_between_slices_of_a_chunk(engine):
     assert neighbour.completion == alone(engine, neighbour.request)
 
 
+@pytest.mark.long
 def test_cancelled_in_the_middle_of_a_chunks_slices(model_factory, speaker, engine):
     model = model_factory(num_layers=6, eos_token_ids=(95,))
     model.tokenizer = speaker.tokenizer
@@ -353,6 +354,7 @@ def test_a_step_with_somebodys_last_token_is_looked_at_before_the_next_is_put_to
 # Pages
 
 
+@pytest.mark.long
 def test_pages_are_taken_as_answers_grow(engine):
     scheduler = Scheduler(engine, slots=2)
     scheduler.submit(asked("a" * 126, 200))
@@ -386,6 +388,7 @@ def crowd(engine):
     return [(request, alone(engine, request)) for request in crowded()]
 
 
+@pytest.mark.quick("None-3")
 @pytest.mark.parametrize("pages", [3, 6])
 @pytest.mark.parametrize("max_gap_ms", [None, 1e-6])
 def test_who_is_suspended_ends_as_alone(engine, only, crowd, pages, max_gap_ms):
@@ -422,6 +425,7 @@ def test_a_suspended_one_comes_back_before_later_requests(engine, only):
     finish(scheduler)
 
 
+@pytest.mark.long
 def test_a_prompt_of_waiting_samples_gives_way_to_whoever_comes_first(engine, only):
     """While nothing else runs, the pages of a prompt whose samples wait are not those of a stranger."""
     only(3)
@@ -489,6 +493,7 @@ def _flight_not_read(monkeypatch):
     monkeypatch.setattr(Scheduler, "_make_room", make_room)
 
 
+@pytest.mark.quick_but("_resume_without_pages")
 @pytest.mark.parametrize("mutant", [_resume_without_pages, _counts_forgotten, _latest_token_lost, _flight_not_read])
 def test_a_wrong_suspension_is_noticed(engine, only, mutant, monkeypatch):
     requests = [asked("a" * 127, 12), asked("b" * 124, 12, temperature=0.8, presence_penalty=1.0, frequency_penalty=0.5, seed=9)]

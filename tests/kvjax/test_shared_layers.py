@@ -164,6 +164,7 @@ def truncated(engine, sequence, path):
 WAYS = {"forked": lambda engine, sequence, path: engine.fork(sequence), "saved": saved, "suspended": suspended, "truncated": truncated}
 
 
+@pytest.mark.quick_but("forked")
 @pytest.mark.parametrize("way", WAYS)
 def test_sequences_go_on_with_equal_bits(way, engine, tokens, tmp_path):
     one, other = engine.prefill([tokens[:100], tokens[:100]])
@@ -183,6 +184,7 @@ def test_a_file_holds_the_pages_of_owners_alone(engine, tokens, tmp_path):
     assert shapes == {"tokens": [20], "pages.full": [pages, 2 * layer], f"pages.{NEAR}": [pages, layer]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["dense", "quest:1"])
 def test_drafted_tokens_get_what_they_would_alone(policy, engine, tokens):
     one, other = engine.prefill([tokens[:45], tokens[:45]])
@@ -194,6 +196,7 @@ def test_drafted_tokens_get_what_they_would_alone(policy, engine, tokens):
 # What policies see
 
 
+@pytest.mark.long
 def test_policies_choose_in_readers_by_the_owners_index(engine, model, tokens):
     """Every block is dense; one block is the one whose bounds score best, by the reader's own queries."""
     (sequence,) = engine.prefill([tokens[:150]])
@@ -299,6 +302,7 @@ def test_slices_of_readers_share_a_program_and_name_their_owners_by_place():
         TinyModel(slices[2].decoder, decoder.params_of(model_named("slices").params, 6, 9)).full_forward([1, 2, 3])
 
 
+@pytest.mark.long
 def test_a_prompt_of_slices_compiles_one_program_for_each_kind(tokens):
     model = model_of(DEEP, norm_eps=3e-6)  # which no other test has compiled
     engine, before = engine_of(model), prefill_slice._cache_size()
@@ -337,6 +341,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.quick("decode-another layer's pages", "prefill-owners by another place")
 @pytest.mark.parametrize(("step", "mistake"), MISTAKES)
 def test_a_mistake_about_whose_pages_are_read_would_show(step, mistake, tokens, monkeypatch):
     name, plant = MISTAKES[step, mistake]

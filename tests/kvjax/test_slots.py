@@ -142,6 +142,7 @@ def test_pages_reserved_ahead_and_given_back(engine, checked):
     assert len(checked) == 24
 
 
+@pytest.mark.quick_but("4")
 @pytest.mark.parametrize("count", [1, 4])
 def test_pages_reserved_ahead_after_a_step_are_named_one_after_the_other(engine, checked, count):
     (one,) = engine.prefill([tokens(14)])
@@ -412,6 +413,7 @@ def test_what_finds_no_room_stays_suspended(engine):
     engine.free(a)
 
 
+@pytest.mark.quick_but("44")
 @pytest.mark.parametrize("length", [44, 60])
 def test_layers_with_windows_and_a_policy_that_learns(model_factory, length):
     """Also in the middle of a chunk: what prefill goes on with reads pages of the whole chunk's window."""

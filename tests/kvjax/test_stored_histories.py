@@ -88,7 +88,7 @@ def totals():
 CASES = {name: (name, SHORT_CHUNKS) for name in FAMILIES} | {"momo": ("llama", CHUNKS)}
 
 
-@pytest.mark.parametrize("case", rest_long(CASES, "qwen3_5_text"))
+@pytest.mark.parametrize("case", rest_long(CASES, "llama"))
 def test_stores_change_no_bits(case, tmp_path, totals):
     name, sizes = CASES[case]
     counts = run_histories(make_family(name), range(3), tmp_path, sizes, StoredHistory)
@@ -131,6 +131,7 @@ def test_stores_change_no_bits_on_a_gpu(name, tmp_path, totals):
     assert totals["tokens found"] > 1000
 
 
+@pytest.mark.long
 def test_the_comparison_sees_a_page_of_another_text(tmp_path, monkeypatch):
     honest = prefixes._digest
     monkeypatch.setattr(prefixes, "_digest", lambda before, tokens, how: honest(before, [0] * len(tokens), how))
@@ -138,6 +139,7 @@ def test_the_comparison_sees_a_page_of_another_text(tmp_path, monkeypatch):
         run_histories(make_family("llama"), range(40), tmp_path, SHORT_CHUNKS, StoredHistory)
 
 
+@pytest.mark.long
 def test_the_comparison_sees_pages_of_half_a_chunk(tmp_path, monkeypatch):
     """A prefill policy whose queries look at each other, whose pages are found one by one."""
     monkeypatch.setattr(MeasureOnceMaskOnce, "queries_stand_alone", True)
@@ -145,6 +147,7 @@ def test_the_comparison_sees_pages_of_half_a_chunk(tmp_path, monkeypatch):
         run_histories(make_family("llama"), range(40), tmp_path, CHUNKS, StoredHistory)
 
 
+@pytest.mark.long
 def test_the_comparison_sees_a_page_that_was_given_to_others(tmp_path, monkeypatch):
     """An allocator that hands out a kept page without telling that its content is lost."""
     honest = PageAllocator.take
@@ -180,6 +183,7 @@ def test_busy_histories_are_right_and_bring_pages_back(tmp_path, totals):
     assert min(totals[what] for what in ("host hits", "disk hits", "device evictions", "host evictions")) > 0
 
 
+@pytest.mark.quick_but("refilled_while_copied", "host_block_refilled")
 @pytest.mark.parametrize("mutant", store_mutants.CORRUPTING)
 def test_the_comparison_sees_a_barrier_that_is_missing(mutant, tmp_path, monkeypatch):
     store_mutants.CORRUPTING[mutant](monkeypatch)
@@ -204,6 +208,7 @@ class DamageHistory(BusyHistory):
         return super().differences()
 
 
+@pytest.mark.long
 def test_digests_find_a_slot_that_was_given_to_others_and_the_comparison_sees_it_without_them(tmp_path, monkeypatch):
     """Two barriers, one behind the other."""
     store_mutants.slot_still_named(monkeypatch)
@@ -251,7 +256,7 @@ class AnyHistory(StoredHistory):
 DENSE = dataclasses.replace(SHORT_CHUNKS, policies=("dense",), pages=40)
 
 
-@pytest.mark.parametrize("name", rest_long(("llama", "gemma3_text", "qwen3_5_text", "shared"), "gemma3_text"))
+@pytest.mark.parametrize("name", rest_long(("llama", "gemma3_text", "qwen3_5_text", "shared"), "llama"))
 def test_pages_written_in_any_way_are_near_the_full_forward(name, tmp_path, totals):
     run_histories(make_family(name), range(5), tmp_path, DENSE, AnyHistory)
     assert totals["tokens found"] > 100

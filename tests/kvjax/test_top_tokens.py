@@ -54,6 +54,7 @@ def listed(ids):
     return kept
 
 
+@pytest.mark.quick_but("2-100-None", "1-10-None")
 @pytest.mark.parametrize(
     ("num_queries", "k", "index_dtype"),
     [(1, 10, None), (3, 10, None), (1, 40, None), (2, 100, None), (1, 10, jnp.float8_e4m3fn), (3, 10, jnp.float8_e4m3fn)],

@@ -120,6 +120,7 @@ def test_a_saved_sequence_goes_on_with_equal_bits_and_holds_no_old_window(engine
     np.testing.assert_array_equal(engine.decode([back], [5]), engine.decode([sequence], [5]))
 
 
+@pytest.mark.quick_but("policy0")
 @pytest.mark.parametrize("policy", [TopBlocks(k=1, block_size=PAGE, sink=1, local=1), "window:16+32"])
 def test_policies_list_blocks_in_full_layers_alone(windowed, tokens, policy):
     engine = engine_of(windowed, policy)

@@ -43,7 +43,7 @@ def append_one_by_one(layer, k, v, positions, valid, table):
     return pages["k"], pages["v"], index
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     starts=st.tuples(st.integers(0, 24), st.integers(0, 24)),
     tokens=st.integers(1, 14),
@@ -85,6 +85,7 @@ def test_copy_page_copies_keys_values_and_indexes_and_nothing_else():
         np.testing.assert_array_equal(np.asarray(new), expected)
 
 
+@pytest.mark.quick_but("1")
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_an_inactive_row_writes_nothing_reads_nothing_and_keeps_its_length(model, tokens):
     """The pure step: also where the row has a page table of its own."""

@@ -65,6 +65,7 @@ def test_decoder_is_static_and_hashable(params):
     assert len(traced) == 1
 
 
+@pytest.mark.quick_but("fields1", "fields0")
 @pytest.mark.parametrize("fields", [{"o_bias": True}, {"mlp_bias": True}, {"qkv_bias": False, "o_bias": True, "mlp_bias": True}])
 def test_biases_are_there_where_the_configuration_says(fields):
     config = altered(CONFIG, **fields)
@@ -110,6 +111,7 @@ def test_positions_are_absolute_and_only_their_differences_matter(params):
     assert jnp.abs(forward(params, tokens, 2 * positions) - want).max() > 0.05
 
 
+@pytest.mark.quick_but("True-float16", "True-float32", "False-bfloat16", "False-float16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("tied", [True, False])
 def test_activations_have_the_weights_dtype_and_logits_are_float32(dtype, tied):
@@ -154,6 +156,7 @@ def test_mismatched_input_is_an_error(params):
         DECODER.hidden(params | {"layers": params["layers"][:1]}, tokens, positions, MIX, None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.bfloat16, marks=pytest.mark.long), jnp.float32])
 def test_any_cut_into_slices_of_layers_gives_the_same_bits(dtype):
     """Slices of equal layers are one program."""
@@ -200,6 +203,7 @@ def test_causal_mix_is_softmax_attention_over_the_past():
         np.testing.assert_allclose(out[b, t, h], weights / weights.sum() @ v[b, : t + 1, h // 3], atol=1e-6)
 
 
+@pytest.mark.quick_but("changes1", "changes0")
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True, "qkv_bias": False}, {"qk_norm": False, "num_kv_heads": 4}])
 def test_init_params(changes):
     config = altered(CONFIG, **changes, compute_dtype="bfloat16")

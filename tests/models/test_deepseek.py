@@ -37,6 +37,7 @@ def test_cases_cover_what_they_must(monkeypatch):
     assert len(scaled) == 1, "one has mscale_all_dim"
 
 
+@pytest.mark.quick_but("h8-k20-llama3", "h3-k9-tied")
 @pytest.mark.parametrize("name", rest_long(CASES, "h1-k8", "h2-k5-one-layer", "h3-k9-yarn", "h8-k20-llama3", "h3-k9-tied"))
 def test_logits_and_greedy_tokens(name, complete):
     FAMILY.check_logits(name, complete)

@@ -67,6 +67,7 @@ def test_the_engine_gives_the_golden_logits_and_tokens_however_the_prompt_is_cut
     check_engine(engine_of(model), want)
 
 
+@pytest.mark.long
 def test_memory_of_layers_with_a_window_stays_flat():
     model, _ = golden_case("g4-d64-linear")
     config = dataclasses.replace(model.config, max_positions=1024)

@@ -149,12 +149,14 @@ def check(mixer, params, case, calls=PROMPT_AND_STEPS, hinted=False, **options):
     assert error < TOLERANCE
 
 
+@pytest.mark.quick_but("latent-yarn")
 @pytest.mark.parametrize("case", CASES)
 def test_prompt_then_steps(case):
     mixer, params, *_ = golden(case)
     check(mixer, params, case)
 
 
+@pytest.mark.quick_but("4-True", "3-False")
 @pytest.mark.parametrize(("drafted", "hinted"), [(1, True), (3, False), (4, True)])
 def test_the_whole_sequence_a_few_tokens_at_a_time(drafted, hinted):
     """With hints, the tokens of a step are read one after the other, each with the list of the one before."""
@@ -162,6 +164,7 @@ def test_the_whole_sequence_a_few_tokens_at_a_time(drafted, hinted):
     check(mixer, params, "latent-yarn", [(n, n + drafted) for n in range(0, TOKENS, drafted)], hinted, seed=3)
 
 
+@pytest.mark.quick_but("latent-default")
 @pytest.mark.parametrize("case", CASES)
 def test_prefill_in_chunks(case):
     """Chunks of 16, of which the first reads every token; the last is not full, and its padding sees pages that hold NaN."""
@@ -180,6 +183,7 @@ def test_prefill_in_chunks(case):
     assert row_error(np.concatenate(found, axis=1), out[:, :PROMPT]) < TOLERANCE
 
 
+@pytest.mark.long
 def test_prefill_of_another_count_of_tokens_fails():
     mixer, params, hidden, out, _ = golden("latent-default")
     given, tokens, at = params | {"hidden": jnp.asarray(hidden)}, np.tile(np.arange(PROMPT, dtype=np.int32), (2, 1)), np.zeros(2, np.int32)
@@ -354,6 +358,7 @@ def check_as_it_stands(mixer, params):
     check(mixer, params, "latent-yarn", AT_ONCE, step=listing_step)
 
 
+@pytest.mark.quick_but("epsilon of the norms")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(monkeypatch, mutant):
     mixer, params, *_ = golden("latent-yarn")

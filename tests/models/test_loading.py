@@ -50,6 +50,15 @@ def edited(tmp_path):
 # Round trips.
 
 
+@pytest.mark.quick(
+    "llama-g2-d32-attention-bias",
+    "llama-g2-d32-tied-mlp-bias",
+    "llama-g4-d64-llama3-biases",
+    "qwen2-g1-d32-tied",
+    "qwen2-g2-d32-window",
+    "qwen3-g2-d32-attention-bias",
+    "qwen3-g4-d32-longrope-long",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_golden_models_go_round_in_the_same_bytes(case, tmp_path):
     model = load(GOLDEN / case, tokenizer=False)
@@ -329,6 +338,7 @@ def tokenizer():
     )
 
 
+@pytest.mark.quick_but("qwen3")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_tokenizer_goes_along(family, tokenizer, tmp_path):
     config = altered(LEAST, family=family, qkv_bias=family == "qwen2", qk_norm=family == "qwen3")
@@ -417,6 +427,7 @@ def test_generate_is_the_front_doors():
     assert random_model().generate.__self__.config == LEAST
 
 
+@pytest.mark.long
 def test_importing_loads_no_device_and_no_transformers():
     code = (
         "import sys, kvjax.models; from kvjax.models import CausalLM, TransformerDecoder, init_params, load, save, read_config;"

@@ -44,6 +44,7 @@ def test_prompts_are_what_the_script_makes(script, stored, model):
         assert len(stored["prompts"][number]) == length
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chosen", [(0, 2), pytest.param((1, 3, 4, 5, 6, 7), marks=pytest.mark.long)], ids=str)
 def test_dense_engine_gives_the_tokens_of_transformers(stored, model, chosen):
     pages = 2 * -(-int(stored["lengths"].max()) // 128) + 8
@@ -53,6 +54,7 @@ def test_dense_engine_gives_the_tokens_of_transformers(stored, model, chosen):
     assert [each.token_ids for each in done] == [tuple(row) for row in greedy.tolist()]
 
 
+@pytest.mark.long
 def test_logits_are_those_of_transformers(stored, model):
     """The bound of the README, for prompts prefilled and for tokens decoded: a share of a row's largest logit in magnitude."""
     ids, worst = stored["prompts"][0], 0.0

@@ -31,6 +31,7 @@ def first_layer_attention(config, params):
     return np.asarray(seen["attention"])
 
 
+@pytest.mark.quick_but("needle")
 @pytest.mark.parametrize("recipe", [NEEDLE, TOY], ids=lambda recipe: recipe.name)
 def test_heads_of_the_first_group_attend_one_two_and_so_on_tokens_back(recipe):
     config = altered(recipe.model_config(), num_layers=1, compute_dtype="float32")

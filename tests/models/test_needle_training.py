@@ -59,6 +59,7 @@ def records(folder):
     return [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_loss_falls_and_everything_is_written(whole_run):
     folder, model = whole_run
     losses = [r["loss"] for r in records(folder) if r["length"] == 64]
@@ -73,6 +74,7 @@ def test_loss_falls_and_everything_is_written(whole_run):
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in model.iterdir()}
 
 
+@pytest.mark.long
 def test_exported_model_loads(whole_run):
     from kvjax.models.loading import load
 
@@ -98,6 +100,7 @@ def test_interrupted_run_ends_with_the_same_bits(text, whole_run, tmp_path):
     assert [r["loss"] for r in records(tmp_path)[:4]] == [r["loss"] for r in records(whole_run[0])[:4]]
 
 
+@pytest.mark.long
 def test_refuses_another_recipe_or_text(text, whole_run):
     with pytest.raises(ValueError, match="another recipe"):
         run(text, whole_run[0], dataclasses.replace(TINY, seed=1))

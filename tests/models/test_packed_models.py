@@ -48,6 +48,7 @@ def logits_of(model, ids, mesh=None):
     return np.stack(found + [np.asarray(engine.decode([sequence], [token]))[0] for token in (5, 17, 40)])
 
 
+@pytest.mark.quick_but("qwen3_5_text int4", "deepseek_v32 fp8", "qwen2 fp8:128x128")
 @pytest.mark.parametrize("case", rest_long(CASES, *QUICK), ids=" ".join)
 def test_logits_are_those_of_the_unpacked_weights(case):
     """In prefill and decode, for every family."""
@@ -72,6 +73,7 @@ def test_norms_biases_and_small_matrices_stay_arrays():
 # Loading and saving.
 
 
+@pytest.mark.quick_but("int8", "fp8", "int8:128x128")
 @pytest.mark.parametrize("weights", SCHEMES)
 def test_loading_packs_as_packing_what_was_loaded_does(weights, tmp_path, monkeypatch):
     """In pieces that cut no block, of tied and untied models; the plan counts the same bytes; saved and read again bit for bit."""
@@ -120,6 +122,7 @@ def test_numbers_that_are_not_finite_are_refused_by_name(tmp_path):
         load(tmp_path / "m", tokenizer=False, weights="q4")
 
 
+@pytest.mark.long
 def test_loading_packed_holds_one_tensor_on_the_host_and_the_packed_model_on_the_device(tmp_path, monkeypatch):
     config = altered(LEAST, hidden_size=256, intermediate_size=512, num_layers=6, num_heads=8, head_dim=32, vocab_size=1024)
     save(random_model(jnp.float32, config), tmp_path / "big", max_shard_bytes=3_000_000)
@@ -143,6 +146,7 @@ def test_loading_packed_holds_one_tensor_on_the_host_and_the_packed_model_on_the
 # Meshes.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("weights", rest_long(list(SCHEMES)[:3], "int4"))
 @pytest.mark.parametrize("family", rest_long(["llama", "gemma3_text", "deepseek_v32"], "llama"))
 def test_packed_models_on_a_mesh_answer_as_on_one_device(family, weights, tmp_path):

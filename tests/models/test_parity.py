@@ -57,6 +57,25 @@ def test_cases_cover_what_they_must(golden_script):
         assert "longrope-long" not in name or flat(c).rope_scaling.original_max_positions < golden_script.PROMPT_TOKENS
 
 
+@pytest.mark.quick_but(
+    "qwen2-g7-d32-tied-yarn",
+    "qwen3-g4-d64-llama3",
+    "qwen3-g7-d32-tied-yarn",
+    "qwen3-g2-d64-dynamic",
+    "qwen3-g4-d32-longrope-long",
+    "llama-g1-d32-tied",
+    "llama-g4-d64-llama3",
+    "llama-g7-d64-yarn-factor",
+    "qwen2-g1-d128-tied-llama3",
+    "qwen2-g4-d64-llama3",
+    "qwen2-g4-d128-yarn-mscale",
+    "qwen2-g1-d64-longrope-short",
+    "qwen2-g7-d64-yarn-factor",
+    "qwen3-g1-d128-tied-llama3",
+    "qwen3-g4-d128-yarn-mscale",
+    "qwen3-g7-d64-yarn-factor",
+    "qwen3-g1-d32-tied",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_greedy_tokens(name, complete):
     model, want = golden_case(name)
@@ -217,6 +236,14 @@ MUTANTS = {
 }
 
 
+@pytest.mark.quick_but(
+    "qwen3-rope scaling off, yarn",
+    "llama-rope scaling off, yarn",
+    "llama-rope scaling off, llama3",
+    "qwen3-rope scaling off, llama3",
+    "qwen3-heads in the wrong order, G 4",
+    "qwen2-heads in the wrong order, G 4",
+)
 @pytest.mark.parametrize(("family", "mutant"), [(family, name) for name, (families, _, _) in MUTANTS.items() for family in families])
 def test_mutants_fail(family, mutant, complete, monkeypatch):
     _, case, make = MUTANTS[mutant]

@@ -150,6 +150,7 @@ def write(folder, config, make, model=CONFIG):
     return numbers
 
 
+@pytest.mark.quick_but("fp8 blocks")
 @pytest.mark.parametrize("format", FORMATS)
 def test_numbers_are_those_of_the_format(format, tmp_path):
     config, make = FORMATS[format]

@@ -41,6 +41,7 @@ def test_cases_cover_what_they_must(monkeypatch):
     assert {np.sign(mixer.key_dim - mixer.value_dim) for mixer in delta} == {-1, 0, 1}
 
 
+@pytest.mark.quick_but("g7-d16-tied-rotates-all", "g4-d32-tied-full-first", "g2-d32-attention-bias", "g1-d32-kernel-2")
 @pytest.mark.parametrize(
     "name",
     rest_long(

@@ -105,6 +105,13 @@ def same(tools, found, expected) -> None:
     tools.assert_all_same_bits(found, expected)
 
 
+@pytest.mark.quick_but(
+    "block_mass, xla",
+    "query_sparse_attention, xla",
+    "flash_attention, xla",
+    "gather_attention, dense, xla",
+    "selected_attention, composed",
+)
 @pytest.mark.parametrize(("form", "op", "name"), CALLS)
 def test_frames_apart_from_ids_give_the_same_bits(tools, form, op, name):
     pool = pool_of(tools, op, for_kernels(name))

@@ -37,6 +37,7 @@ def test_the_kissing_numbers():
         assert (lengths == 2).sum() == count
 
 
+@pytest.mark.quick_but("e8-1", "d4-3")
 @pytest.mark.parametrize(("lattice", "levels"), [("d4", 1), ("d4", 3), ("e8", 1)])
 def test_every_point_has_a_number_of_its_own(lattice, levels):
     """Pack and unpack every point of the box; a point is its own nearest point."""
@@ -49,6 +50,7 @@ def test_every_point_has_a_number_of_its_own(lattice, levels):
     np.testing.assert_array_equal(np.asarray(lattices.points(lattice, levels, codes)), points)
 
 
+@pytest.mark.quick_but("d4-38")
 @pytest.mark.parametrize(("lattice", "levels"), [("d4", 38), ("d4", 76), ("d4", 126), ("e8", 38), ("e8", 126)])
 def test_the_corners_of_large_boxes_have_numbers(lattice, levels):
     corners = np.array(list(itertools.product((-levels, levels), repeat=SIZE[lattice])), np.float32)
@@ -63,6 +65,7 @@ def test_the_corners_of_large_boxes_have_numbers(lattice, levels):
         np.testing.assert_array_equal(np.asarray(lattices.points(lattice, levels, codes)), points)
 
 
+@pytest.mark.quick_but("d4")
 @pytest.mark.parametrize("lattice", ["d4", "e8"])
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())

@@ -97,6 +97,15 @@ def check(tools, op: str, form: str, change=lambda pages: pages) -> None:
         tools.assert_lse_close(found[1], expected[1])
 
 
+@pytest.mark.quick_but(
+    "gather_attention-d4 and e8",
+    "selected_attention-keys per channel, values of 4 bits",
+    "block_sparse_attention-keys per channel, values of 4 bits",
+    "query_sparse_attention-keys per channel, values of 4 bits",
+    "block_mass-d4 and e8",
+    "flash_attention-d4 and e8",
+    "query_sparse_attention-d4 and e8",
+)
 @pytest.mark.parametrize("form", rest_long(FORMATS, *QUICK))
 @pytest.mark.parametrize("op", OPS)
 def test_packed_pages_are_attended_as_their_numbers(tools, op, form):
@@ -167,6 +176,7 @@ class Sequences:
         return op(one, mixed, *where, sm_scale=self.sm_scale, implementation="reference", **keywords)
 
 
+@pytest.mark.quick("1-keywords0-xla", "3-keywords1-reference")
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize(
     ("num_queries", "keywords"),
@@ -193,6 +203,7 @@ def test_a_decoded_query_reads_its_own_page_open(tools, implementation, num_quer
         tools.assert_lse_close(lse[b : b + 1, t : t + 1], expected[1])
 
 
+@pytest.mark.quick("window1-xla")
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("window", [None, (3, 20)])
 def test_a_prefilled_query_reads_its_own_page_open(tools, implementation, window):
@@ -230,6 +241,7 @@ CHUNKS = {op: _chunk(op) for op in ("flash_attention", "block_sparse_attention",
 READERS = {"gather_attention": _decoded} | CHUNKS
 
 
+@pytest.mark.quick("block_mass")
 @pytest.mark.parametrize("op", CHUNKS)
 def test_chunks_over_open_pages_match_the_reference(tools, op):
     s = Sequences(tools, (96, 43, 0, 35), num_queries=20)
@@ -242,6 +254,7 @@ def test_chunks_over_open_pages_match_the_reference(tools, op):
     tools.assert_lse_close(found[1][rows], expected[1][rows])
 
 
+@pytest.mark.quick_but("block_sparse_attention", "query_sparse_attention")
 @pytest.mark.parametrize("op", ["block_sparse_attention", "query_sparse_attention", "block_mass"])
 def test_the_references_read_a_query_s_own_page_open(tools, op):
     """Queries of one page at a time, by the plain op over the pool as they see it."""
@@ -264,6 +277,7 @@ def test_the_references_read_a_query_s_own_page_open(tools, op):
         tools.assert_lse_close(whole[1][:1, own], seen[1][:1, own])
 
 
+@pytest.mark.quick_but("query_sparse_attention", "block_sparse_attention", "flash_attention", "gather_attention")
 @pytest.mark.parametrize("op", READERS)
 def test_what_no_query_reads_has_no_influence(tools, op):
     """NaN in the codes of the last page, which no query reads as packed, and in open rows of pages before the first query's, which are not
@@ -283,6 +297,7 @@ def test_what_no_query_reads_has_no_influence(tools, op):
         tools.assert_same_bits(x, y)
 
 
+@pytest.mark.quick_but("query_sparse_attention-own page as packed", "query_sparse_attention-earlier pages open")
 @pytest.mark.parametrize("mutant", ["own page as packed", "earlier pages open", "rows of other pages"])
 @pytest.mark.parametrize("op", READERS)
 def test_open_mutants_differ(tools, op, mutant):
@@ -321,6 +336,7 @@ def test_the_lse_of_blocks_of_the_own_page(tools):
 # Memory, refusals.
 
 
+@pytest.mark.quick_but("block_sparse_attention", "query_sparse_attention")
 @pytest.mark.parametrize("op", ["gather_attention", "flash_attention", "query_sparse_attention", "block_sparse_attention"])
 def test_no_unpacked_copy_of_the_pool_is_made(op):
     """A pool of 64 MB unpacked, at 4 bits: the compiled op needs a small part of that."""

@@ -38,6 +38,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_batch_hands_over_its_options(kvjax, model_folder, tmp_path):
     records = [{"id": "a", "prompt": "amber basil"}, {"custom_id": "b", "body": {"prompt": "coral delta", "logprobs": 0}}]
     source = write(tmp_path / "in.jsonl", records)
@@ -122,6 +123,7 @@ def test_batch_prints_the_first_errors_and_fails_on_request(kvjax, model_folder,
     assert re.search("^input line 1: the line is not JSON", err, re.MULTILINE), "the line is named once"
 
 
+@pytest.mark.quick_but("--reuse")
 @pytest.mark.parametrize("way", ["--reuse", "--reuse-any"])
 def test_batch_finds_what_records_share_and_says_so(kvjax, model_folder, tmp_path, monkeypatch, way):
     from kvjax.serving import progress

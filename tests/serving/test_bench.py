@@ -126,6 +126,7 @@ def test_a_draft_that_is_accepted_is_an_error(monkeypatch):
     assert "a draft was accepted" in rows[0]["failed"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [(2, 2), pytest.param((4, 1), marks=pytest.mark.long), pytest.param((1, 4), marks=pytest.mark.long)])
 def test_rows_of_a_mesh_say_what_its_devices_read_and_exchange(mesh):
     """The reader refuses rows whose bytes or exchanges are not those that the bill counts."""
@@ -278,6 +279,7 @@ def test_the_command_with_drafts(tmp_path, monkeypatch, capsys, copy_once):
         read_cells(run, config_of)
 
 
+@pytest.mark.long
 def test_the_command_on_a_forced_path(tmp_path, monkeypatch, copy_once):
     monkeypatch.setattr(measure, "copy_rate", copy_once)
     file = tmp_path / "forced.json"
@@ -298,6 +300,7 @@ def test_the_command_refuses_what_it_cannot_do():
         bench_cli.decode_command(**fields, dtype="int8", layers=None, json_out=None)
 
 
+@pytest.mark.long
 def test_a_length_that_breaks_or_does_not_fit_leaves_rows_that_say_so(monkeypatch, tmp_path, capsys, copy_once):
     monkeypatch.setattr(measure, "copy_rate", copy_once)
     monkeypatch.setattr(decode_bench, "_compiled", lambda *_: 1 / 0)

@@ -138,6 +138,7 @@ def test_help_lists_what_answers_prompts_first(kvjax):
     assert re.findall(r"^  ([a-z-]+) ", listed, re.MULTILINE)[:4] == ["batch", "generate", "score", "plan"]
 
 
+@pytest.mark.quick_but("arguments2")
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full is Linux's")
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["bill", "predict", "--lengths", "8k"]])
 def test_output_that_does_not_fit_is_one_line(arguments):
@@ -222,6 +223,7 @@ def test_generate_through_the_chat_template(kvjax, model_folder, loaded):
     assert out != kvjax("generate", "umber", "--model", model_folder, "--max-new-tokens", 6)[1]
 
 
+@pytest.mark.quick_but("dense")
 @pytest.mark.parametrize("policy", ["dense", "window:4+8"])
 def test_score_prints_what_score_returns(kvjax, model_folder, loaded, tmp_path, policy):
     prompt, continuation = "harbor island " * 9, "jasper kettle"

@@ -16,6 +16,7 @@ from pallas_kernels.bench.top_k import cases as top_k_cases
 OPTIONS = {"kind": "relu", "files": (), "json_out": None, "plot": None, "save": None}
 
 
+@pytest.mark.long
 def test_measured_written_and_drawn(tmp_path):
     (tmp_path / "book.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 40)
     arguments = ["overlap", "--length", "200", "--steps", "3", "--k", "16,32", "--text", str(tmp_path / "book.txt")]

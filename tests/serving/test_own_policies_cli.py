@@ -55,6 +55,7 @@ def test_generate_and_plan_take_them(kvjax, model_folder, file):
     assert (status, "window:2+40 (42 keys" in out) == (0, True)
 
 
+@pytest.mark.long
 def test_needle_records_them_by_name(kvjax, model_folder, file):
     sizes = ("--length", 400, "--trials", 2, "--max-batch", 2, "--distractors", 0, *PAGES)
     status, _, said = kvjax("needle", "-m", model_folder, *sizes, "-p", "mine.py:Near", "--json", "needle.json")

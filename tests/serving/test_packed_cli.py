@@ -20,6 +20,7 @@ def test_schemes_are_those_of_the_library():
     assert [each.value for each in Weights] == list(SCHEMES)
 
 
+@pytest.mark.long
 def test_a_quantized_model_is_planned_and_read(tmp_path):
     folder = tmp_path / "packed"
     done = run("quantize", "needle", folder, "--weights", "int4")

@@ -67,6 +67,7 @@ def test_ops_are_right_and_counted(op_rows):
     assert all("error" in row for row in op_rows if row["op"] not in ("union", "delta"))
 
 
+@pytest.mark.long
 def test_steps_of_bounds_are_right_and_counted(bounds_rows):
     """Two walks over the blocks that begin at or before a query, two products each; a policy without steps has its whole alone."""
     dense, select, attended, whole, window = bounds_rows
@@ -87,6 +88,7 @@ def test_steps_of_bounds_are_right_and_counted(bounds_rows):
         assert row["speedup"] == {"over": dense["case"], "times": pytest.approx(dense["median_s"] / row["median_s"])}
 
 
+@pytest.mark.long
 def test_bounds_cost_what_the_documentation_says(bounds_rows):
     """Scoring costs 1/64 of dense attention's operations, its index 1/64 of the keys' bytes."""
     prompt = prefill_ops.make_prompt("tiny", 1024)
@@ -187,6 +189,7 @@ def test_the_cache_has_what_a_policy_scans():
     assert sparse["held_bytes"] - dense["held_bytes"] == index.nbytes * config.num_layers
 
 
+@pytest.mark.quick_but("bounds")
 @pytest.mark.parametrize("name", ["dense", "bounds"])
 def test_the_steps_are_the_engines(model, name):
     """Logits of the benchmark's chunks are those of an engine's prefill."""
@@ -242,6 +245,7 @@ def test_a_split_shows_parts_that_earlier_runs_did_not_have():
     assert [line.split("|")[5:-1] for line in lines] == [[" 0.0 (0%) ", " 250.0 (100%) "], [" 500.0 (50%) ", " 500.0 (50%) "]]
 
 
+@pytest.mark.long
 def test_tables(op_rows, bounds_rows, time_rows):
     runs = [{"bench": "prefill-ops", "rows": [*op_rows, *bounds_rows[1:]]}, {"bench": "prefill", "rows": time_rows}]
     for run in runs:

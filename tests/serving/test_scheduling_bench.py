@@ -85,6 +85,7 @@ def test_throughput(tmp_path, capsys):
     assert "2 of 200 + 3" in report.parts([written])["throughput"]()
 
 
+@pytest.mark.long
 def test_replicas(tmp_path, capsys):
     file = tmp_path / "replicas.json"
     sizes = {"requests": 2, "prompt": 200, "answer": 3, "prefill": "dense", "chunk": 128, "dtype": "float32", "layers": 1}
@@ -136,6 +137,7 @@ def test_compilations_are_counted_once_and_only_while_listening():
     assert jax.config.jax_enable_compilation_cache
 
 
+@pytest.mark.long
 def test_cold_counts_the_programs_of_a_prompt():
     sizes = {"chunk": 128, "prefill": "dense", "policy": "top:8"}
     row = compiling.cold_row("tiny", CONFIG, prompt=640, computed=256, **sizes)
@@ -146,6 +148,7 @@ def test_cold_counts_the_programs_of_a_prompt():
         compiling.cold_row("tiny", CONFIG, prompt=640, computed=250, **sizes)
 
 
+@pytest.mark.long
 def test_programs_of_a_mixed_job():
     row = compiling.programs_row("tiny", CONFIG, lengths=(50, 130), policies=("dense", "top:8"), chunk=128, prefill="dense", slots=4)
     assert row["requests"] == 8

@@ -54,6 +54,7 @@ def said(session, count=5, **sampling):
     return list(session.generate(max_new_tokens=count, stop_token_ids=(), **sampling))
 
 
+@pytest.mark.quick_but("dense")
 @pytest.mark.parametrize("policy", [None, TOP], ids=["dense", "top"])
 def test_bits_do_not_depend_on_the_way(runtime, policy):
     check_ways(runtime, TEXT[:90], policy)

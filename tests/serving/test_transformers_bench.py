@@ -37,6 +37,7 @@ def asked(monkeypatch):
     return made
 
 
+@pytest.mark.long
 def test_both_run_the_same_prompt_and_steps_and_rows_compare_them(asked, tmp_path):
     rows = list(bench.comparison_rows(PLAN))
     assert [(row["implementation"], row["policy"], row["op"]) for row in rows] == [

@@ -41,6 +41,14 @@ QUICK = (
 )
 
 
+@pytest.mark.quick_but(
+    "xla-several pages fill",
+    "xla-padding",
+    "xla-bfloat16",
+    "xla-tokens are rounded",
+    "xla-one token",
+    "xla-past the table",
+)
 @pytest.mark.parametrize("case", rest_long(CASES, *QUICK, "several pages fill", "padding", "before the first token", "pages of one token"))
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_matches_reference(name, case):
@@ -193,6 +201,7 @@ def _thread_by_thread(threads, monkeypatch, without=None):
     return op
 
 
+@pytest.mark.quick_but("a row has no tokens", "padding after a page's last token")
 @pytest.mark.parametrize(
     "case",
     rest_long(
@@ -235,6 +244,7 @@ def test_every_barrier_of_the_gpu_form_is_needed(threads, monkeypatch, barrier):
         _thread_by_thread(threads, monkeypatch, barrier)(*arguments("four indexes"), kinds=CASES["four indexes"].named_kinds)
 
 
+@pytest.mark.quick_but("past the table is its last page")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(tools, mutant):
     tools.must_fail(check, MUTANTS[mutant], CASES)

@@ -115,6 +115,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.quick_but("only the first group of a row", "blocks of an index exchanged")
 @pytest.mark.parametrize("mutant", INSIDE)
 def test_mutant_inside_fails(tools, monkeypatch, mutant):
     case, name, change = INSIDE[mutant]

@@ -104,6 +104,7 @@ def test_pools_are_permuted_and_no_table_names_the_page_of_nan():
     assert (inputs.pool_pages(255), inputs.pool_pages(256), inputs.pool_pages(512)) == (256, 512, 768)
 
 
+@pytest.mark.quick_but("bounds16")
 @pytest.mark.parametrize("policy", ["bounds16", "open"])
 def test_appends_run_in_place_on_a_page_each(policy):
     """On the CPU too; the same bits as the reference."""
@@ -115,6 +116,7 @@ def test_appends_run_in_place_on_a_page_each(policy):
     assert positions.tolist() == [[page * 128 + (127 if policy == "bounds16" else 64) for page in range(8)]] * 2
 
 
+@pytest.mark.quick_but("qkv")
 @pytest.mark.parametrize("policy", PROJECTIONS)
 def test_projections(policy):
     (row,) = run(Case("project", "tiny", 0, 2, policy))
@@ -172,6 +174,7 @@ def test_a_list_that_others_would_not_make_shows(monkeypatch):
     assert row["same_blocks_as_xla"] < 0.9
 
 
+@pytest.mark.quick("nan")
 @pytest.mark.parametrize("wrong", ["value", "nan", "lse", "random"])
 def test_a_wrong_op_shows_in_its_row(wrong, monkeypatch):
     count = iter(range(100))
@@ -237,6 +240,7 @@ def test_a_named_implementation_runs():
     assert row["bytes"]["kv"] == 0
 
 
+@pytest.mark.long
 def test_another_platforms_path_runs_what_is_composed_too():
     (row,) = run(SPARSE, implementation="xla")
     assert row["path"] == {"selected_attention": "composed", "select_blocks": "xla", "gather_attention": "xla"}

@@ -29,6 +29,7 @@ def defined(paged, blocks, block_size):
     return gather_attention(*paged.arrays, blocks=blocks, **static)
 
 
+@pytest.mark.quick("4096-8")
 @pytest.mark.parametrize("block_size", [8, 32])
 @pytest.mark.parametrize("span", [16, 4096])
 def test_the_streamed_reference_is_the_definition(paged, block_size, span, monkeypatch):

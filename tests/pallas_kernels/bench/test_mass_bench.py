@@ -44,6 +44,7 @@ WRONG = {
 }
 
 
+@pytest.mark.quick_but("zeros")
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_result_shows(monkeypatch, wrong):
     op = mass_bench.block_mass

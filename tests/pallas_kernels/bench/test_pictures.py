@@ -127,6 +127,7 @@ def test_a_regime_map_is_titled_by_the_model_it_is_of(drawn, tmp_path):
     assert drawn[0].axes[0].get_title().endswith("NVIDIA H200, my-model")
 
 
+@pytest.mark.long
 def test_no_line_of_a_regime_map_is_cut_by_its_label(drawn, tmp_path):
     bill = known_bill("NVIDIA H200", SHAPES["qwen2.5-7b"], "bfloat16")
     lengths = [int(n) for n in np.geomspace(4096, 2**20, 65)]

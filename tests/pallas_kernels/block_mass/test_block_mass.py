@@ -56,6 +56,7 @@ def suite(suite_of):
     return suite_of(CASES, rows=1e-5, each=3e-5, huge=5e-3, num_queries=24, starts=AT_END, page_size=16)
 
 
+@pytest.mark.quick_but("xla-pages of 4, one row", "xla-groups of 7", "xla-bfloat16", "xla-chunks at the end")
 @pytest.mark.parametrize(
     "case",
     rest_long(

@@ -89,12 +89,27 @@ QUICK = (
 )
 
 
+@pytest.mark.quick_but(
+    "xla-groups of 7",
+    "xla-bfloat16",
+    "xla-tiles of one query",
+    "xla-one KV head of 8",
+    "xla-lists only",
+    "xla-window of one token",
+    "xla-one token",
+)
 @pytest.mark.parametrize("case", rest_long(CASES, *QUICK))
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_matches_reference(check, name, case):
     check(IMPLEMENTATIONS[name], case)
 
 
+@pytest.mark.quick_but(
+    "default-tiles that do not divide the chunk",
+    "default-bfloat16",
+    "odd steps, 3 tiles at once-bfloat16",
+    "odd steps, 3 tiles at once-tiles that do not divide the chunk",
+)
 @pytest.mark.parametrize("case", ["chunks anywhere", "tiles that do not divide the chunk", "bfloat16"])
 @pytest.mark.parametrize("config", OTHER_CONFIGS)
 def test_xla_configs_match_reference(check, config, case):
@@ -143,6 +158,7 @@ def test_empty_lists_are_windowed_attention(tools):
     tools.assert_lse_close(lse, windowed_lse)
 
 
+@pytest.mark.quick_but("-1 in the table wraps")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(tools, check, mutant):
     tools.must_fail(check, functools.partial(MUTANTS[mutant], SMALL_STEPS), [*QUICK, *CASES])

@@ -63,6 +63,7 @@ def check(tools, arguments):
     return tools.chunk_checker(arguments, REFERENCE)
 
 
+@pytest.mark.quick_but("bfloat16, a group of 3, one tile")
 @pytest.mark.parametrize("case", rest_long([*CASES, *LONG], "sinks, window and lists", "bfloat16, a group of 3, one tile"))
 def test_matches_reference(check, case):
     check(KERNEL, case)
@@ -83,6 +84,7 @@ def _blocks_named(table, starts, lengths, num_queries, page_size, *, blocks, blo
     return count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", rest_long([LISTS, BOTH], LISTS))
 def test_bits_twice_and_copies_move_what_lists_name(tools, arguments, case):
     (q, k, v, table, starts, lengths), keywords = arguments(case)
@@ -97,6 +99,7 @@ def test_bits_twice_and_copies_move_what_lists_name(tools, arguments, case):
         tools.assert_all_same_bits(once, KERNEL(q, *tools.moved_pages(k, v, table), starts, lengths, **wide))
 
 
+@pytest.mark.quick_but("one list per KV head", "one page dropped", "zeros")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(tools, check, mutant):
     """What the suite makes of a mutant on these cases does not depend on who computes it: another does it faster."""

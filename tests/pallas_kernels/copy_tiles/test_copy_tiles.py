@@ -114,6 +114,7 @@ def check(op, name: str) -> None:
             assert np.asarray(ours).tobytes() == np.asarray(ref).tobytes(), "pools differ"
 
 
+@pytest.mark.quick_but("xla-a turn and part of a rest")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_matches_reference(name, case):

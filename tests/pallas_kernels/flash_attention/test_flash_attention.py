@@ -91,6 +91,7 @@ QUICK = (
 )
 
 
+@pytest.mark.quick_but("xla-pages of 4, one row", "xla-groups of 7", "xla-one head")
 @pytest.mark.parametrize("case", rest_long(CASES, *QUICK))
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_matches_reference(check, name, case):
@@ -103,6 +104,7 @@ def test_xla_configs_match_reference(check, config, case):
     check(functools.partial(flash_attention, implementation="xla", config=OTHER_CONFIGS[config]), case)
 
 
+@pytest.mark.quick_but("float16", "8 KV heads", "one KV head of 8", "one head", "groups of 7", "bfloat16", "pages of 4, one row")
 @pytest.mark.parametrize("case", [case for case in CASES if "window" not in CASES[case]])
 def test_cudnn_matches_reference(tools, arguments, case):
     """The parts are rounded before they are combined. Log-sum-exps in the thousands have an error of 2e-4 in float32."""
@@ -151,6 +153,7 @@ def test_chunks_are_slices_of_the_whole(tools):
         tools.assert_lse_close(lse, whole_lse[:, start:stop])
 
 
+@pytest.mark.quick_but("-1 in the table wraps")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(tools, check, mutant):
     tools.must_fail(check, functools.partial(MUTANTS[mutant], SMALL_TILES), [*QUICK, *CASES])

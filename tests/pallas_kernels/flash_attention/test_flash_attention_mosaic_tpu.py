@@ -67,6 +67,7 @@ def check(tools, arguments):
     return tools.chunk_checker(arguments, REFERENCE)
 
 
+@pytest.mark.quick_but("any start, a page is missing, window")
 @pytest.mark.parametrize(
     "case",
     rest_long([*CASES, *LONG], "any start, a page is missing, window", "huge logits, window that skips tiles", "bfloat16, a group of 7"),

@@ -45,6 +45,7 @@ def cut_at(layer, sequence, cuts, page=delta_page):
     return out, corrections
 
 
+@pytest.mark.quick_but("as in a model-2")
 @pytest.mark.parametrize(("sequence", "seeds"), [("small", 10), ("nothing is written", 4), ("as in a model", 2)])
 def test_any_cut_gives_the_same_bits(layer, sequence, seeds):
     """Of outputs and corrections; the first cut is token by token."""

@@ -89,6 +89,15 @@ QUICK = (
 )
 
 
+@pytest.mark.quick_but(
+    "xla-8 drafts, a list each, window",
+    "xla-tokens",
+    "xla-one row, page of 8",
+    "xla-float16",
+    "xla-drafts in a window",
+    "xla-bfloat16 blocks",
+    "xla-dense",
+)
 @pytest.mark.parametrize("case", rest_long(CASES, *QUICK))
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_matches_reference(check, name, case):
@@ -136,6 +145,9 @@ def test_reference_drafts_are_causal(tools):
         tools.assert_lse_close(together[1][:, t : t + 1], alone[1])
 
 
+@pytest.mark.quick_but(
+    "16 drafts of groups of 8-xla", "16 drafts of groups of 8-reference", "4 drafts of groups of 7, a list each-reference"
+)
 @pytest.mark.parametrize("name", ["reference", "xla"])
 @pytest.mark.parametrize("case", ["4 drafts of groups of 7, a list each", "8 drafts, a list each, window", "16 drafts of groups of 8"])
 def test_a_draft_sees_what_a_step_of_its_own_would(tools, arguments, name, case):
@@ -331,6 +343,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.quick_but("-1 in the table wraps")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(tools, check, mutant):
     tools.must_fail(check, MUTANTS[mutant], [*QUICK, *CASES])

@@ -51,6 +51,7 @@ def arguments(tools):
     return build
 
 
+@pytest.mark.quick_but("DeepSeek-V3.2's shape", "dense")
 @pytest.mark.parametrize(
     "case", rest_long(CASES, "DeepSeek-V3.2's shape", "dense", "drafts, window, blocks of 4, huge logits", "bfloat16 tokens")
 )
@@ -147,6 +148,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.quick_but("keys of another head")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(tools, check, mutant):
     tools.must_fail(check, MUTANTS[mutant], CASES)

@@ -76,6 +76,7 @@ def check(tools, interpreter):
     return run
 
 
+@pytest.mark.quick_but("tiles apart", "4 drafts, a list each", "drafts, blocks of 32, pages of 64")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "case",
@@ -136,6 +137,7 @@ def fresh_caches():
     jax.clear_caches()
 
 
+@pytest.mark.quick_but("frames of listed blocks from the table")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(tools, check, monkeypatch, fresh_caches, bug):
@@ -215,6 +217,7 @@ WIDE = {
 """Accumulators of 64 x 256 fill the registers of a warpgroup, so that spilling some is no news."""
 
 
+@pytest.mark.quick_but("blocks of 32 with their LSE")
 @pytest.mark.parametrize(
     "case",
     rest_long(

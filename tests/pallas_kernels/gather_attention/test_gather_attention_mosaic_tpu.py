@@ -65,6 +65,7 @@ def arguments(tools):
     return build
 
 
+@pytest.mark.quick_but("bfloat16 blocks of 16 in pages of 32", "dense")
 @pytest.mark.parametrize(
     "case", rest_long(CASES, "blocks of 8, drafts, window", "dense", "huge logits", "bfloat16 blocks of 16 in pages of 32")
 )
@@ -153,6 +154,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.quick("length one short", "zeros", "block LSE one place off")
 @pytest.mark.parametrize(
     "mutant",
     rest_long(MUTANTS, "zeros", "one page read for another", "length one short", "the first head's list", "block LSE one place off"),
@@ -169,6 +171,7 @@ INSIDE = {
 """The case that finds each mutant of `tpu_kernels.IN_TILES`."""
 
 
+@pytest.mark.quick_but("weights of 8 bits")
 @pytest.mark.parametrize("mutant", INSIDE)
 def test_mutant_inside_fails(tools, check, monkeypatch, mutant):
     where, name, change = tpu_kernels.IN_TILES[mutant]

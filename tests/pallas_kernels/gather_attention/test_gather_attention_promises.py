@@ -32,11 +32,13 @@ def _same(tools, some, others, rows=slice(None)):
         tools.assert_same_bits(a[rows], b[rows])
 
 
+@pytest.mark.quick("list")
 def test_twice_the_same_bits(tools, bits):
     arrays, op = bits
     _same(tools, op(*arrays), op(*arrays))
 
 
+@pytest.mark.quick("list")
 def test_bits_do_not_depend_on_the_width_of_the_table(tools, bits):
     (q, k, v, table, lengths), op = bits
     wide = jnp.pad(table, ((0, 0), (0, 7)), constant_values=-1)

@@ -67,6 +67,15 @@ def check(tools):
     return run
 
 
+@pytest.mark.quick_but(
+    "dense, LSE of pages",
+    "drafts in a window",
+    "a list of blocks of 32, drafts, LSE",
+    "3 CTAs, whose columns of the output are not equally many",
+    "a list of pages",
+    "a list of blocks of 16, float16",
+    "dense, an empty row",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_emulated_it_matches_the_reference(check, case):
     check(case)
@@ -145,6 +154,12 @@ def fresh_caches():
     jax.clear_caches()
 
 
+@pytest.mark.quick_but(
+    "pages that are missing are read",
+    "keys that were never written count",
+    "columns of the last warp are left out",
+    "older sums are not scaled",
+)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(tools, check, monkeypatch, fresh_caches, bug):
     BUGS[bug](monkeypatch)

@@ -65,6 +65,7 @@ def test_compiles_without_spilling(spill_free):
     spill_free(SPILL_FREE, WIDE)
 
 
+@pytest.mark.quick("lists")
 @pytest.mark.parametrize("case", rest_long(SPILL_FREE | WIDE, "dense window", "dense head dim 256", "lists", "lists of 128"))
 def test_lowers(cuda, case):
     assert "mosaic_gpu" in cuda.lower(*(SPILL_FREE | WIDE)[case])

@@ -90,6 +90,7 @@ def check(pack, name: str) -> None:
     assert not got[0, 0].any()
 
 
+@pytest.mark.quick_but("d4", "e8, 5 levels")
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_are_those_of_the_reference_and_errors_as_small_as_promised(name):
     check(lambda x, format: pack_pages(x, format=format), name)
@@ -125,6 +126,7 @@ def test_mutants_fail(mutant):
         check(pack, name)
 
 
+@pytest.mark.quick_but("odd sums")
 @pytest.mark.parametrize(("parity", "coset"), [(False, True), (True, False)], ids=["odd sums", "one coset"])
 def test_lattice_mutants_fail(monkeypatch, parity, coset):
     """A nearest point that ignores the parity of the sum, or E8's second half."""
@@ -158,6 +160,7 @@ def test_what_is_not_finite_shows(name):
     np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.quick_but("d4")
 @pytest.mark.parametrize("name", ["int8 token", "int4 groups", "fp8 token", "q8_0", "q4_0", "d4", "e8 rotated"])
 def test_the_smallest_and_largest_numbers(name):
     """Rows of 1e-40 read as 0; rows near the largest bfloat16 (of ggml's formats: near what a float16 scale allows) read as themselves."""
@@ -172,6 +175,7 @@ def test_the_smallest_and_largest_numbers(name):
         np.testing.assert_allclose(found[2], x[2], rtol=0.13)
 
 
+@pytest.mark.quick_but("e8", "d4", "q4_0", "int8 page", "int4 groups")
 @pytest.mark.parametrize("name", ["int4 groups", "int8 page", "q8_0", "q4_0", "d4", "e8", "e8 rotated"])
 def test_bits_do_not_depend_on_the_program(name):
     """A page packed alone, among others, or right behind the product that made it has the same bits; and so has a token, unpacked alone."""
@@ -231,6 +235,7 @@ def test_bytes_of_a_token(name):
     assert format.head_dim(codes.shape[-1]) == 128
 
 
+@pytest.mark.long
 def test_lattices_have_the_sizes_of_their_source_and_the_error_of_their_rate():
     """Source 002: 2.4 to 2.8 times smaller than 16 bits. Gaussian tokens: squared error within 2 times the least that any code of so many
     bits can have (rate-distortion: 4^-bits), and less in E8 than in D4 by its share."""

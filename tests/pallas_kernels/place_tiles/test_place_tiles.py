@@ -46,6 +46,18 @@ def test_cases_have_what_can_go_wrong():
     assert min(full, twice, held_but_open, held_but_here) > 3
 
 
+@pytest.mark.quick_but(
+    "xla-more entries than threads, rows of one sequence",
+    "xla-settled, more entries than threads",
+    "xla-settled, rows of one sequence",
+    "xla-one set, all of it listed",
+    "xla-rows of one sequence",
+    "xla-an odd number of sets",
+    "xla-eight heads",
+    "xla-settled",
+    "xla-drafts",
+    "xla-pages of one token",
+)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_promises(name, case):
@@ -222,6 +234,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.quick_but("places begin one late", "the border is one early", "the border is one late")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(tools, mutant):
     tools.must_fail(check, MUTANTS[mutant], CASES)

@@ -97,12 +97,22 @@ QUICK = (
 )
 
 
+@pytest.mark.quick_but(
+    "xla-groups of 7, blocks are pages",
+    "xla-hybrid",
+    "xla-bfloat16",
+    "xla-buckets, keys one by one",
+    "xla-one slot",
+    "xla-tournament of 6, hybrid",
+    "xla-exact",
+)
 @pytest.mark.parametrize("case", rest_long(CASES, *QUICK))
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_matches_reference(check, name, case):
     check(IMPLEMENTATIONS[name], case)
 
 
+@pytest.mark.quick_but("default-bfloat16", "3 rows, odd tiles-hybrid")
 @pytest.mark.parametrize("case", ["hybrid", "bfloat16"])
 @pytest.mark.parametrize("config", OTHER_CONFIGS)
 def test_xla_configs_match_reference(check, config, case):
@@ -161,6 +171,7 @@ def test_chunks_are_slices_of_the_whole(tools):
         tools.assert_lse_close(scores, whole[3][rows])
 
 
+@pytest.mark.quick_but("the other estimate", "all exact")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(tools, check, mutant):
     tools.must_fail(check, functools.partial(MUTANTS[mutant], SMALL_TILES), [*QUICK, *CASES])

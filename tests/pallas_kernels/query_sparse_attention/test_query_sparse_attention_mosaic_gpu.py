@@ -50,6 +50,7 @@ TIGHT = {
 in memory spill depends on the compiler's version."""
 
 
+@pytest.mark.quick("exact 17, in memory", "head dim 64, buckets")
 @pytest.mark.parametrize(
     "case", rest_long(SPILL_FREE | TIGHT, "28/4, 128/8", "head dim 64, buckets", "exact 17, in memory", "tournament of 128, in memory")
 )

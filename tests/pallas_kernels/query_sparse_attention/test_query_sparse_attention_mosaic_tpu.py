@@ -64,6 +64,7 @@ def check(tools, arguments):
     return checker(tools, arguments)
 
 
+@pytest.mark.quick_but("exact, bfloat16, a group of 3")
 @pytest.mark.parametrize("case", rest_long([*CASES, *LONG], "hybrid, window", "exact, bfloat16, a group of 3"))
 def test_matches_reference(check, case):
     check(KERNEL, case)
@@ -84,6 +85,7 @@ def test_bits_twice_and_copies_move_what_the_table_names(tools, arguments):
     tools.assert_all_same_bits(once, KERNEL(q, *tools.moved_pages(k, v, table), starts, lengths, **keywords))
 
 
+@pytest.mark.quick_but("the other estimate", "zeros")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(tools, check, mutant):
     """What the suite makes of a mutant on these cases does not depend on who computes it: another does it faster."""

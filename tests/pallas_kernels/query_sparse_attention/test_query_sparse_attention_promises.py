@@ -27,6 +27,7 @@ def bits(request, tools):
     return (*paged.arrays[:4], STARTS, paged.lengths), op
 
 
+@pytest.mark.quick_but("float32-a wider table")
 @pytest.mark.parametrize("against", ["again", "a wider table", "company", "other pages", "later tokens"])
 def test_bits_stand(tools, bits, against):
     arrays, op = bits

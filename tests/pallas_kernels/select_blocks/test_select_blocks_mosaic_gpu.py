@@ -48,6 +48,7 @@ def on_emulated_threads(emulated_kernels):
     return op
 
 
+@pytest.mark.quick_but("4 drafts", "16 drafts, groups of 1", "4 drafts, mean", "mean", "equal scores", "8 drafts, groups of 8")
 @pytest.mark.parametrize("case", EMULATED)
 def test_on_emulated_threads_it_matches_the_reference(suite, on_emulated_threads, case):
     suite.check(on_emulated_threads, case)
@@ -73,6 +74,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.quick_but("later drafts are visible", "scored by the group's first head")
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(suite, tools, on_emulated_threads, monkeypatch, bug):
     monkeypatch.setattr(mosaic_gpu, *PLANTED[bug])

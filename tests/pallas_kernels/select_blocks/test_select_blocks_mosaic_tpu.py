@@ -64,6 +64,7 @@ def suite(suite_of):
 QUICK = ("bounds", "NaN in the index, a page is missing", "in tiles, pages missing", "bfloat16, 4 drafts, a group of 8")
 
 
+@pytest.mark.quick_but("bfloat16, 4 drafts, a group of 8", "bounds")
 @pytest.mark.parametrize("case", rest_long(CASES, *QUICK))
 def test_matches_reference(suite, case):
     suite.check(SMALL_TILES, case)

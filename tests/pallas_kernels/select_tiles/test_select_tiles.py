@@ -55,6 +55,14 @@ def suite(suite_of, case_type):
     return suite_of({name: case_type(**fields) for name, fields in CASES.items()})
 
 
+@pytest.mark.quick_but(
+    "xla-one KV head, a group of 7",
+    "xla-lengths about a page",
+    "xla-several blocks a page",
+    "xla-bfloat16",
+    "xla-sinks that end inside a block",
+    "xla-the last tile is short",
+)
 @pytest.mark.parametrize(
     "case",
     rest_long(

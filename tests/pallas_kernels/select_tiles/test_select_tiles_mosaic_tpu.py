@@ -51,6 +51,7 @@ def suite(suite_of, case_type):
     return suite_of({name: case_type(**(BASE | fields)) for name, fields in CASES.items()})
 
 
+@pytest.mark.quick_but("chunks")
 @pytest.mark.parametrize(
     "case", rest_long(CASES, "chunks", "maximum, the best first, a page is missing, several blocks a page, padding, a group of 3, bfloat16")
 )
@@ -79,6 +80,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.quick_but("missing pages count")
 @pytest.mark.parametrize("bug", INSIDE)
 def test_mutant_inside_fails(suite, tools, monkeypatch, bug):
     case, name, change = INSIDE[bug]

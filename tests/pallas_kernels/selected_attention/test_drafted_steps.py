@@ -83,6 +83,7 @@ QUICK = ((4, 1), (4, 7), (16, 8))
 """Groups of one and more, drafts within a page and past it."""
 
 
+@pytest.mark.quick_but("composed-(4, 1)", "composed-(16, 8)", "reference-(16, 8)")
 @pytest.mark.parametrize("case", rest_long(CASES, *QUICK), ids=str)
 @pytest.mark.parametrize("name", ["composed", "reference"])
 def test_a_drafted_step_is_as_many_steps_of_one_token(check, name, case):
@@ -123,6 +124,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.quick_but("sealed after selecting")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(tools, check, mutant):
     tools.must_fail(check, MUTANTS[mutant], [(8, 4)])

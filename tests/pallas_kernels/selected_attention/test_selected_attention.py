@@ -94,6 +94,7 @@ def test_the_kernel_matches_the_reference(check, case):
     check(KERNEL, case)
 
 
+@pytest.mark.quick_but("4 drafts of groups of 7", "float32", "small pages", "drafts")
 @pytest.mark.parametrize(
     "case",
     rest_long(
@@ -127,6 +128,7 @@ def test_it_is_the_two_ops(tools, arguments):
         tools.assert_same_bits(a, b)
 
 
+@pytest.mark.quick_but("composed-8 drafts of groups of 8", "composed-16 drafts of groups of 1, mean")
 @pytest.mark.parametrize("case", DRAFTED)
 def test_a_draft_lists_and_sees_what_a_step_of_its_own_would(tools, arguments, implementation, case):
     """T steps of one token, each at its position, against one step of T: the very lists; outputs but for the order of additions."""

@@ -69,6 +69,7 @@ WIDE = {
 """Accumulators of 16 x 256 beside the queries take most registers of a warp, so that spilling some is no news."""
 
 
+@pytest.mark.quick_but("32/8, blocks of 16", "28/4, budget 8", "head dim 256, means, float16", "32/8 of 64, a million tokens")
 @pytest.mark.parametrize(
     "case",
     rest_long(

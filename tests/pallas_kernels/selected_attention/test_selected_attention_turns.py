@@ -47,6 +47,7 @@ def on_emulated_threads():
     return op
 
 
+@pytest.mark.quick_but("bounds", "drafts", "blocks are pages, head dim 128")
 @pytest.mark.parametrize("case", CASES)
 def test_on_emulated_threads_it_matches_the_reference(check, on_emulated_threads, case):
     check(on_emulated_threads, case)

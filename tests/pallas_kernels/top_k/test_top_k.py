@@ -224,6 +224,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.quick_but("the hinted first among equals")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(suite, tools, mutant):
     tools.must_fail(suite.check, MUTANTS[mutant], suite.CASES)

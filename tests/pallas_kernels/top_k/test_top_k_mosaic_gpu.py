@@ -103,6 +103,19 @@ LONG = ("2048 of 128K", "half of the capacity", "as many as there is room for", 
 """Sizes between or beyond those of other cases."""
 
 
+@pytest.mark.quick_but(
+    "more CTAs than groups",
+    "a hint",
+    "all are candidates",
+    "hint: random",
+    "hint: repeated",
+    "hint: out of range",
+    "hint: nothing",
+    "more than there are",
+    "1 of 1",
+    "2 of 5",
+    "one CTA",
+)
 @pytest.mark.parametrize("name", some_long(CALLS, *LONG))
 def test_emulated(suite, check, name):
     check(*call(suite, name))
@@ -131,6 +144,7 @@ def test_no_hint_changes_the_list_of_a_decode_step(suite, check):
     assert 0.3 < np.mean(shared) < 0.97, "neighbouring steps share some, not all"
 
 
+@pytest.mark.quick_but("1")
 @pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_shares_that_pass_through_shared_memory(suite, check, monkeypatch, slots):
     """They do not fit beside the candidates. slots: chunks of a warp that there is room for."""
@@ -228,6 +242,15 @@ FOUND_BY = {
 SLOW = ("half of k will do", "the capacity is not looked at", "one more secant")
 
 
+@pytest.mark.quick_but(
+    "one of the equal too many",
+    "every CTA keeps its own share of the equal",
+    "hinted places need not exist",
+    "what lies past the end counts",
+    "a zero has no sign",
+    "candidates in reverse",
+    "of the equal the last",
+)
 @pytest.mark.parametrize("bug", some_long(BUGS, *SLOW))
 def test_a_planted_bug_is_found(suite, tools, check, monkeypatch, bug):
     BUGS[bug](monkeypatch)
@@ -347,6 +370,7 @@ FIRST = FIRST - {"four CTAs", "eight CTAs", "2048 of 1000"} | {"a hint, batch 64
 """`make test` lowers every size, k and batch once, and every form; the rest is `long`."""
 
 
+@pytest.mark.quick_but("a hint, batch 64, lengths", "two CTAs", "2048 of 1M, batch 1", "counts", "lengths")
 @pytest.mark.parametrize("name", rest_long(PRODUCTION, *FIRST))
 def test_lowers(cuda, name):
     assert "mosaic_gpu" in cuda.lower(*PRODUCTION[name])

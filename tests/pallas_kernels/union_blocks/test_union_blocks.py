@@ -98,12 +98,14 @@ def check(op, name: str) -> None:
     np.testing.assert_array_equal(np.asarray(blocks), expected(name))
 
 
+@pytest.mark.quick_but("xla-one slot", "xla-one tile for all, and more", "xla-all -inf")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_matches_reference(name, case):
     check(IMPLEMENTATIONS[name], case)
 
 
+@pytest.mark.quick_but("sums of -inf and NaN", "ties", "few blocks, full lists", "the whole union", "one row a tile", "last tile is short")
 @pytest.mark.parametrize(
     "name",
     rest_long(
