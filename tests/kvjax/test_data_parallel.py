@@ -107,7 +107,6 @@ def test_bits_are_those_of_one_engine_whichever_replica_answers(data, tensor, co
         assert_free(engine)
 
 
-@pytest.mark.long
 def test_bits_on_one_device_are_those_without_a_mesh(small, pair, text):
     one = Engine(small, POLICY, **SIZES)
     assert answers(pair, requests_of(text, mixed=True)) == answers(one, requests_of(text, mixed=True))

@@ -53,11 +53,10 @@ def totals():
     return HostHistory.totals
 
 
-@pytest.mark.long
 @pytest.mark.bits
 @pytest.mark.parametrize("name", rest_long({name: name for name in FAMILIES}, "llama"))
 def test_pages_in_host_memory_change_no_bits(name, tmp_path, totals):
-    counts = run_histories(make_family(name), range(4), tmp_path, SMALL, HostHistory)
+    counts = run_histories(make_family(name), range(3), tmp_path, SMALL, HostHistory)
     assert counts["sequences compared"] > 3
     assert totals["moved"] > 20
     assert totals["hot tiles"] > (0 if name != "deepseek_v32" else -1)
@@ -171,7 +170,6 @@ def _late_copies(monkeypatch):
 MUTANTS = (_late_moves, _no_moves, _ids_for_frames, _nothing_is_forgotten, _open_pages_are_kept, _late_copies)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("mutant", rest_long(MUTANTS, _late_moves))
 def test_an_order_taken_away_corrupts(mutant, tmp_path, monkeypatch):
     jax.clear_caches()

@@ -127,7 +127,6 @@ class MeshHistory(History):
     """On a mesh, against the same mesh with nothing else on it."""
 
 
-@pytest.mark.long
 @pytest.mark.bits
 @pytest.mark.parametrize("case", rest_long(CASES, ("llama", "tensor 2 context 2")), ids=" ".join)
 def test_a_mesh_gives_the_same_bits_in_any_company(case, tmp_path, monkeypatch):

@@ -126,7 +126,6 @@ def test_the_document_names_what_every_op_takes():
     assert table.splitlines()[1:] == lines
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("picked", ["mosaic_gpu", "xla"])
 def test_a_decode_step_on_a_mesh_of_hopper_gpus_adds_by_one_kernel_each(as_on, picked):
     """Twice in a layer, after its projections `o` and `down`, and once after the embedding, within one program; no other sum is left."""

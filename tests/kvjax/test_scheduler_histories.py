@@ -94,7 +94,6 @@ def run_histories(model, seeds, samplings=SAMPLINGS, **options) -> dict[str, int
     return total
 
 
-@pytest.mark.long
 def test_random_histories_end_as_each_request_alone():
     counts = run_histories(make_family("gemma3_text"), range(1, 2), FEW)
     assert counts["preemptions"] > 0

@@ -143,10 +143,9 @@ def check(seen: Seen, stats) -> None:
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads the memory of the process from Linux")
 
 
-@pytest.mark.long
 @needs_proc
 def test_a_short_soak(tmp_path):
-    check(*soak("llama", tmp_path / "pages", 15))
+    check(*soak("llama", tmp_path / "pages", 8))
 
 
 @needs_proc

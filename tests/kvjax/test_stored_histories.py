@@ -147,7 +147,6 @@ def test_the_comparison_sees_pages_of_half_a_chunk(tmp_path, monkeypatch):
         run_histories(make_family("llama"), range(40), tmp_path, CHUNKS, StoredHistory)
 
 
-@pytest.mark.long
 def test_the_comparison_sees_a_page_that_was_given_to_others(tmp_path, monkeypatch):
     """An allocator that hands out a kept page without telling that its content is lost."""
     honest = PageAllocator.take

@@ -18,7 +18,6 @@ from tiny_models import LEAST, altered, random_model, same_params
 from kvjax.models import checkpoint, config_json, load, loading, save
 
 
-@pytest.mark.long
 def test_loading_never_holds_the_model_twice(tmp_path):
     config = altered(LEAST, hidden_size=256, intermediate_size=512, num_layers=6, num_heads=8, head_dim=32, vocab_size=1024)
     model = random_model(jnp.bfloat16, config)

@@ -30,7 +30,6 @@ def bytes_of_steps(model):
     return [step.memory_analysis().temp_size_in_bytes for step in (decode, prefill)]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("weights", rest_long(["int8", "int4", "fp8:128x128"], "int8"))
 def test_steps_hold_no_widened_copy_of_all_weights(weights, monkeypatch):
     """Nor, in decode, of one matrix: a CPU widens a tile at a time, here of 64 KB, or of 128 rows. All widened weights are 30 MB, and

@@ -136,7 +136,6 @@ def on_results(monkeypatch, do):
     monkeypatch.setattr(Partial, "append", counted)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(900)  # on a busy machine, the processes of a cluster take minutes to start
 def test_a_small_job_on_a_cluster(cluster, setup, tmp_path):
     """A worker answers what this process would, in the order of the input, and a record that is wrong is an error of its own."""
