@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax.memory import memory_plan
     from kvjax.model import ModelConfig
     from kvjax.models import CausalLM, load, save
-    from kvjax.policies.decode import Dense, HeavyPages, HeavyTokens, TopBlocks, Window
+    from kvjax.policies.decode import Cascade, Dense, HeavyPages, HeavyTokens, TopBlocks, Window
     from kvjax.policies.prefill import DensePrefill, MeanPooled, MeasureOnceMaskOnce, OracleBlocks, SinkWindow, VerticalSlash
     from kvjax.processes import start_processes
     from kvjax.requests import Completion, Request
@@ -47,6 +47,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "CachedSequence",
+    "Cascade",
     "CausalLM",
     "Completion",
     "Dense",
@@ -87,6 +88,7 @@ __all__ = [
 
 _HOMES = {
     "CachedSequence": "kvjax.sequences",
+    "Cascade": "kvjax.policies.decode",
     "CausalLM": "kvjax.models",
     "Completion": "kvjax.requests",
     "Dense": "kvjax.policies.decode",

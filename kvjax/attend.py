@@ -176,7 +176,7 @@ def bring(
     """
     shards = ctx.shards
     rows, places = shards.places(table, ctx.page_table)
-    names = layer.index if isinstance(layer, LatentPages) else [spec.name for spec in indexes]
+    names = layer.index if isinstance(layer, LatentPages) else [spec.name for spec in indexes if spec.name in layer.index]
     index = {name: shards.brought(layer.index[name], rows) for name in names}
     pages = jax.tree.map(lambda pool: shards.brought(pool, rows), layer.pages)
     return type(layer)(*jax.lax.optimization_barrier((pages, index))), ctx.replace(page_table=places)

@@ -21,6 +21,7 @@ from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.spec import LatentSpec, PagedSpec
 from kvjax.model import ModelConfig
 from kvjax.policies.decode.base import DecodePolicy
+from kvjax.policies.decode.cascade import Cascade
 from kvjax.policies.decode.top_tokens import TopTokens
 
 TIERS = ("device", "host", "disk")
@@ -83,7 +84,9 @@ def step_bytes(
     dtype: of weights and index (None: the model's compute_dtype). cache_dtype: of keys and values (None: dtype); packed types count their
     bits, without scales. page_size: tokens. tier: where keys and values are stored ("device", "host", "disk"). Every weight is read once,
     whatever the batch; but if the embedding is not also the head, only one row of it per sequence. Index rows are counted for whole pages,
-    in layers where the policy selects. In layers of latents, the indexer's key of every token is counted, if the policy ranks by it.
+    in layers where the policy selects. Of `Cascade`, codes are counted for the shortlist, and as kv the cache's own keys that it reads to
+    choose, once more than attention reads them; a cache_dtype of 8 bits or less counts as packed. In layers of latents, the indexer's key
+    of every token is counted, if the policy ranks by it.
 
     frames: those of an engine with pages in host memory (`kvjax.memory.pool_frames`). The pages that the device has no frames for are the
     first ones of each sequence. Of a list, as many keys lie there as the policy's `keys_among` says; without that method they count as
@@ -93,7 +96,7 @@ def step_bytes(
     reads an equal share, as if listed keys were spread evenly. Where devices hold the same KV heads, each reads them.
 
     Raises ValueError for sizes below 1, unknown dtypes, frames with another tier or a mesh, and heads or MLP columns that do not divide;
-    NotImplementedError for a policy that does not say what it reads.
+    NotImplementedError for a policy that does not say what it reads, and for `Cascade` with keys in other tiers or on a mesh.
     """
     for name, value in (("length", length), ("batch", batch), ("page_size", page_size), ("tensor", tensor), ("context", context)):
         if value < 1:
@@ -104,12 +107,18 @@ def step_bytes(
         raise ValueError(f"frames say which pages lie in host memory, and tier {tier!r} that all of them lie there: give one of both")
     if (frames is not None or tier != "device") and tensor * context > 1:
         raise ValueError("pages of a mesh are on its devices alone: leave out frames and tier, or the mesh")
+    if isinstance(policy, Cascade) and (frames is not None or tier != "device" or context > 1):
+        raise NotImplementedError(
+            f"what policy {policy} reads to choose is counted on one device alone: leave out frames, tier and context"
+        )
     dtype = config.compute_dtype if dtype is None else dtype
+    stored = dtype if cache_dtype is None else cache_dtype
+    packed = _bytes(8, stored) <= 8
     weights = layer_elements(config, tensor) + config.hidden_size + -(-config.vocab_size // tensor) * config.hidden_size
     weights += 0 if config.tie_embeddings else batch * config.hidden_size
     pages = -(-batch * -(-length // page_size) // context)  # of the device that has most
     tokens = batch * length if context == 1 else min(batch * length, pages * page_size)
-    kv_elements = index_elements = hot_layers = 0
+    kv_elements = index_elements = code_bytes = hot_layers = 0
     in_place = listed = 0.0
     away = 0.0 if frames is None else pages_on_host(frames, length, batch, page_size) / batch  # pages of each sequence
     spec = config.cache_spec(page_size).on_mesh(tensor).on_device(tensor)
@@ -127,14 +136,18 @@ def step_bytes(
             in_place += there
         if isinstance(layer, LatentSpec):
             index_elements += tokens * layer.index_dim if isinstance(policy, TopTokens) else 0
+        elif isinstance(policy, Cascade):
+            bounds, codes, own = (
+                batch * layer.kv_heads * each for each in policy.reads_to_choose(length, page_size, layer.head_dim, packed)
+            )
+            index_elements, code_bytes, kv_elements = index_elements + bounds, code_bytes + codes, kv_elements + own
         elif keys is not None:
             sizes = (pages, layer.kv_heads, page_size, layer.head_dim)
             index_elements += sum(math.prod(index.shape(*sizes)) for index in policy.indexes())
-    stored = dtype if cache_dtype is None else cache_dtype
     return StepBytes(
         weights=_bytes(weights, dtype),
         kv=_bytes(kv_elements, stored),
-        index=_bytes(index_elements, dtype),
+        index=_bytes(index_elements, dtype) + code_bytes,
         tier=tier,
         states=batch * sum(spec.bytes_per_page(group) for group in spec.row_groups),
         in_place=_bytes(round(batch * in_place), stored),

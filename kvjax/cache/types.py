@@ -17,7 +17,7 @@ from kvjax.cache.hot import HotBuffers
 from kvjax.cache.residency import Residency
 from kvjax.cache.spanning import FrameCounts
 from pallas_kernels.indexer_scores.api import FP8
-from pallas_kernels.page_index import INDEX_ROWS
+from pallas_kernels.page_index import INDEX_KINDS, index_dtype, index_shape
 from pallas_kernels.pages import CODES, PageFormat, Pages
 
 if TYPE_CHECKING:
@@ -29,15 +29,17 @@ if TYPE_CHECKING:
 class IndexSpec:
     """An index that a policy needs for every sealed page.
 
-    kind: "bounds" (elementwise max and min of a block's keys) or "mean". block_size: tokens, divides the page size.
+    kind: "bounds" (elementwise max and min of a block's keys), "mean", or the keys in few bits: "keys1", "keys2", "keys4". block_size:
+    tokens, divides the page size. unless_packed: not built in layers whose keys are packed, which the policy then reads themselves.
     """
 
     kind: str
     block_size: int
+    unless_packed: bool = False
 
     def __post_init__(self):
-        if self.kind not in INDEX_ROWS:
-            raise ValueError(f"index kind {self.kind!r} is unknown; there are {', '.join(sorted(INDEX_ROWS))}")
+        if self.kind not in INDEX_KINDS:
+            raise ValueError(f"index kind {self.kind!r} is unknown; there are {', '.join(sorted(INDEX_KINDS))}")
         if self.block_size <= 0:
             raise ValueError(f"block_size must be positive, got {self.block_size}")
 
@@ -47,13 +49,22 @@ class IndexSpec:
         return f"{self.kind}{self.block_size}"
 
     def shape(self, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of the array: `N K P/bs R D` with R the index's rows per block (2 for bounds, 1 for mean)."""
+        """Shape of the array: `N K P/bs R W` with R rows of W elements per block (`pallas_kernels.page_index.index_shape`)."""
         if page_size % self.block_size:
             raise ValueError(
                 f"block_size {self.block_size} does not divide page_size {page_size}: use a page_size that is a "
                 f"multiple of {self.block_size}, or a policy of smaller blocks"
             )
-        return (num_pages, num_kv_heads, page_size // self.block_size, INDEX_ROWS[self.kind], head_dim)
+        return (num_pages, num_kv_heads, page_size // self.block_size, *index_shape(self.kind, self.block_size, head_dim))
+
+    def empty(self, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: jnp.dtype) -> Array:
+        """The array for keys of `dtype`, zeroed."""
+        return jnp.zeros(self.shape(num_pages, num_kv_heads, page_size, head_dim), index_dtype(self.kind, dtype))
+
+
+def over_packed(indexes: tuple[IndexSpec, ...], k_packed: PageFormat | None) -> tuple[IndexSpec, ...]:
+    """Those of `indexes` that are built over keys of this format; None: numbers as they are."""
+    return tuple(spec for spec in indexes if k_packed is None or not spec.unless_packed)
 
 
 @flax.struct.dataclass
@@ -72,12 +83,12 @@ class OpenRows:
 class PagedKV:
     """Keys and values of one full-attention layer, and the indexes that selectors scan instead of the keys.
 
-    `index` maps `IndexSpec.name` to `Float[Array, "N K P/bs R D"]`. Rows of pages that are not sealed are meaningless. open: where pages
+    `index` maps `IndexSpec.name` to an array `[N, K, P/bs, R, W]`. Rows of pages that are not sealed are meaningless. open: where pages
     are packed, those that are still open; None: every page is written where it lies.
     """
 
     pages: Pages
-    index: dict[str, Float[Array, "N K nb R D"]]
+    index: dict[str, Array]
     open: OpenRows | None = None
 
 
@@ -164,7 +175,7 @@ def empty_layer(
     pages = (num_pages, num_kv_heads, page_size, head_dim)
     return PagedKV(
         pages=Pages(_frames(pages, dtype, frames), _frames(pages, dtype, frames)),
-        index={spec.name: jnp.zeros(spec.shape(*pages), dtype) for spec in indexes},
+        index={spec.name: spec.empty(*pages, dtype) for spec in indexes},
     )
 
 
@@ -192,7 +203,7 @@ def empty_packed(
     opened = (*rows, num_kv_heads, page_size, head_dim)
     return PagedKV(
         pages=Pages(**arrays),
-        index={spec.name: jnp.zeros(spec.shape(*tiles, page_size, head_dim), dtype) for spec in indexes},
+        index={spec.name: spec.empty(*tiles, page_size, head_dim, dtype) for spec in over_packed(indexes, formats[0])},
         open=OpenRows(jnp.zeros(opened, dtype), jnp.zeros(opened, dtype)),
     )
 

@@ -87,8 +87,8 @@ def append_latents(
 
 
 def seal(
-    index: dict[str, Float[Array, "N K nb R D"]], keys: Float[Array, "n K P D"], pages: Int[Array, " n"], indexes: tuple[IndexSpec, ...]
-) -> dict[str, Float[Array, "N K nb R D"]]:
+    index: dict[str, Array], keys: Float[Array, "n K P D"], pages: Int[Array, " n"], indexes: tuple[IndexSpec, ...]
+) -> dict[str, Array]:
     """Build the indexes of `pages` (ids; numbers outside the pool are skipped) from their keys."""
     built = dict(index)
     for spec in indexes:

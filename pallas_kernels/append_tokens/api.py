@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.page_index import INDEX_ROWS
+from pallas_kernels.page_index import INDEX_KINDS, index_dtype, index_shape
 from pallas_kernels.pages import Pages, check_frames, check_pages
 
 Kinds = tuple[tuple[str, str, int], ...]
@@ -110,14 +110,16 @@ def _check(
         raise ValueError(f"positions and table must be int32, valid bool; got {arrays}")
     num_pages, num_kv_heads, page_size, head_dim = pages.k.shape
     for name, kind, block_size in kinds:
-        if kind not in INDEX_ROWS:
-            raise ValueError(f"index kind {kind!r} is unknown; there are {', '.join(sorted(INDEX_ROWS))}")
+        if kind not in INDEX_KINDS:
+            raise ValueError(f"index kind {kind!r} is unknown; there are {', '.join(sorted(INDEX_KINDS))}")
         if block_size <= 0 or page_size % block_size:
             raise ValueError(f"block_size {block_size} of index {name!r} does not divide the page size {page_size}")
         if name not in indexes:
             raise ValueError(f"there is no index {name!r}; there are {', '.join(sorted(indexes)) or 'none'}")
         found = indexes[name]
         count = num_pages if frames is None or not found.ndim else len(found)  # with `frames`, page ids have a number of their own
-        shape = (count, num_kv_heads, page_size // block_size, INDEX_ROWS[kind], head_dim)
-        if found.shape != shape or found.dtype != pages.k.dtype:
-            raise ValueError(f"index {name!r} must be {pages.k.dtype}{list(shape)}, got {found.dtype}{list(found.shape)}")
+        shape = (count, num_kv_heads, page_size // block_size, *index_shape(kind, block_size, head_dim))
+        if found.shape != shape or found.dtype != index_dtype(kind, pages.k.dtype):
+            raise ValueError(
+                f"index {name!r} must be {index_dtype(kind, pages.k.dtype)}{list(shape)}, got {found.dtype}{list(found.shape)}"
+            )

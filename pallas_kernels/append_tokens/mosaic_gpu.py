@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.append_tokens.api import Call, Kinds
 from pallas_kernels.hopper import lane_pairs, lanes
+from pallas_kernels.page_index import CODED
 from pallas_kernels.pages import unlike
 
 THREADS = 128
@@ -80,6 +81,8 @@ def unsupported(call: Call, pages, indexes, k, v, positions, valid, table, frame
         return f"it is for decode steps, T must be at most {MOST_TOKENS}, got {k.shape[1]}"
     if pages.head_dim * pages.k.dtype.itemsize % 16:
         return f"a token's keys must be a multiple of 16 bytes, got head dim {pages.head_dim} of {pages.k.dtype}"
+    if coded := [name for name, kind, _ in call.kinds if kind in CODED]:
+        return f"it builds bounds and means, not the codes of index {coded[0]!r}"
     return None
 
 

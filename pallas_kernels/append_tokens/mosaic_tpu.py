@@ -26,7 +26,7 @@ from jax.lax import rem  # `%` of traced values also handles signs, and lowering
 from pallas_kernels import dispatch
 from pallas_kernels.append_tokens.api import Call, Kinds
 from pallas_kernels.append_tokens.xla import NOWHERE
-from pallas_kernels.page_index import INDEX_ROWS
+from pallas_kernels.page_index import CODED, INDEX_ROWS
 from pallas_kernels.pages import physical, unlike
 from pallas_kernels.tpu.memory import LANES, SMEM_BYTES, SUBLANES, VMEM_BYTES, padded
 
@@ -73,7 +73,9 @@ def unsupported(call: Call, pages, indexes, k, v, positions, valid, table, frame
         return f"head dim {pages.head_dim} is not a multiple of {LANES}, and XLA would copy the whole pool to pad it; got {arrays}"
     if pages.page_size % GROUP:
         return f"page size {pages.page_size} is not a multiple of {GROUP}, the rows that a copy moves together; got {arrays}"
-    for name, _, block_size in call.kinds:
+    for name, kind, block_size in call.kinds:
+        if kind in CODED:
+            return f"it builds bounds and means, not the codes of index {name!r}"
         if block_size % GROUP:
             return f"block_size {block_size} of index {name!r} is not a multiple of {GROUP}, the rows of a tile of vector memory"
     sizes = _sizes(call, pages, k)

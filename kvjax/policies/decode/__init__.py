@@ -12,6 +12,7 @@ from kvjax.policies.decode.base import (
     check_budgets,
     select_and_attend,
 )
+from kvjax.policies.decode.cascade import Cascade
 from kvjax.policies.decode.dense import Dense
 from kvjax.policies.decode.heavy import HeavyPages, HeavyTokens
 from kvjax.policies.decode.mass import KeepsByMass, LearnsFromPrefill, MassContext, PrefillMass, largest_blocks, mass_of_step
@@ -23,6 +24,7 @@ from kvjax.policies.decode.window import Window
 __all__ = [
     "FORMS",
     "Blocks",
+    "Cascade",
     "DecodePolicy",
     "Dense",
     "GivesPagesBack",

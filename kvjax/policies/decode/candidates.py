@@ -1,10 +1,12 @@
-"""Lists of ids, and the best candidates of several devices, each of which ranked those of its own pages."""
+"""Lists of ids: those that are always read, and the best of candidates, such as those that several devices found in their own pages."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
+
+from kvjax.policies.decode.base import SelectContext
 
 _NONE = jnp.iinfo(jnp.int32).max  # sorts behind every id
 
@@ -13,6 +15,20 @@ def ascending(ids: Int[Array, "... n"]) -> Int32[Array, "... n"]:
     """Ids in order, and -1 at the end."""
     ids = jnp.sort(jnp.where(ids < 0, _NONE, ids).astype(jnp.int32), axis=-1)
     return jnp.where(ids == _NONE, -1, ids)
+
+
+def always_read(
+    ctx: SelectContext, num_queries: int, *, block_size: int, sink: int, local: int
+) -> tuple[Int32[Array, "B T 1 A"], Int32[Array, "B T 1 1"]]:
+    """Sink and local blocks of each query, -1 where there is none, and its first local block, as `pallas_kernels.select_blocks` defines
+    them. A = sink + the most local blocks that there can be."""
+    per_page = ctx.page_size // block_size
+    positions = (ctx.lengths[:, None] - num_queries + jnp.arange(num_queries, dtype=jnp.int32))[..., None, None]
+    newest = jnp.where(positions >= 0, positions // block_size, -1)
+    first_local = jnp.clip(jnp.minimum(newest - local + 1, positions // ctx.page_size * per_page), 0)
+    sinks, ends = jnp.arange(sink, dtype=jnp.int32), first_local + jnp.arange(max(local, per_page), dtype=jnp.int32)
+    parts = jnp.where(sinks < first_local, sinks, -1), jnp.where(ends <= newest, ends, -1)
+    return jnp.concatenate(parts, axis=3), first_local
 
 
 def best_candidates(scores: Float[Array, "... n"], ids: Int[Array, "... n"], k: int) -> Int32[Array, "... k"]:

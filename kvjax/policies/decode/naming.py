@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from kvjax.policies.decode.base import DecodePolicy
+from kvjax.policies.decode.cascade import Cascade
 from kvjax.policies.decode.dense import Dense
 from kvjax.policies.decode.heavy import HeavyPages, HeavyTokens
 from kvjax.policies.decode.top_blocks import TopBlocks
@@ -36,6 +37,9 @@ def _read(text: str) -> DecodePolicy | None:
         return TopTokens(int(match[1]))
     if match := re.fullmatch(r"(heavy|heavy-tokens):(\d+)", text):
         return {"heavy": HeavyPages, "heavy-tokens": HeavyTokens}[match[1]](int(match[2]))
+    if match := re.fullmatch(r"cascade:(\d+)(?:/(\d+|all))?(?:\+(?:(\d+)bit|(cache)))?", text):
+        shortlist = match[2] if match[2] in (None, "all") else int(match[2])
+        return Cascade(int(match[1]), shortlist, int(match[3]) if match[3] else match[4])
     if match := re.fullmatch(r"(top|mean|quest):(\d+)", text):
         k = int(match[2])
         if match[1] == "quest":
@@ -49,7 +53,7 @@ _NAMES = Registry(
     forms=FORMS,
     remedy="inherit from kvjax.policies.decode.Stateless",
     parts=("select", "learns", "indexes", "init", "observe", "attend", "describe"),
-    reserved=("dense", "window", "top", "mean", "quest", "tokens", "heavy", "heavy-tokens", "auto"),
+    reserved=("dense", "window", "top", "mean", "quest", "cascade", "tokens", "heavy", "heavy-tokens", "auto"),
     read=_read,
 )
 register, name_of, identity, is_built_in = _NAMES.register, _NAMES.name_of, _NAMES.identity, _NAMES.is_built_in

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.types import IndexSpec, LatentPages, LayerCache
 from kvjax.checks import whole_number
 from kvjax.policies.decode.base import Blocks, SelectContext, Stateless, select_and_attend
-from kvjax.policies.decode.candidates import ascending, best_candidates
+from kvjax.policies.decode.candidates import always_read, ascending, best_candidates
 from pallas_kernels.select_blocks import score_blocks, score_listed, select_blocks
 from pallas_kernels.selected_attention import selected_attention
 
@@ -93,18 +93,15 @@ class TopBlocks(Stateless):
     def _best_of_all(self, ids: Int[Array, "B T K W"], query, layer: LayerCache, ctx: SelectContext) -> Int[Array, "B T K W"]:
         """The list over the pages of all devices, from that over each one's own: the k best of what each found, with its scores."""
         per_page = ctx.page_size // self.block_size
-        positions = (ctx.lengths[:, None] - query.shape[1] + jnp.arange(query.shape[1], dtype=jnp.int32))[..., None, None]
-        newest = jnp.where(positions >= 0, positions // self.block_size, -1)
-        first_local = jnp.clip(jnp.minimum(newest - self.local + 1, positions // ctx.page_size * per_page), 0)
+        sizes = {"block_size": self.block_size, "sink": self.sink, "local": self.local}
+        always, first_local = always_read(ctx, query.shape[1], **sizes)
         distant = jnp.where((ids >= self.sink) & (ids < first_local), ids, -1)
         rows = jnp.take_along_axis(ctx.page_table[:, None, None], jnp.maximum(distant, 0) // per_page, axis=3)
         places = jnp.where((distant >= 0) & (rows >= 0), rows * per_page + jnp.maximum(distant, 0) % per_page, -1)
         found = ctx.shards.candidates(score_listed(query, self._index(layer), places, kind=self.index), distant)
         best = best_candidates(*found, self.k)
-        width = ids.shape[3] - self.sink - best.shape[3]
-        sinks, ends = jnp.arange(self.sink, dtype=jnp.int32), first_local + jnp.arange(width, dtype=jnp.int32)
-        parts = jnp.where(sinks < first_local, sinks, -1), jnp.where(ends <= newest, ends, -1)
-        return ascending(jnp.concatenate([*(jnp.broadcast_to(part, (*ids.shape[:3], part.shape[3])) for part in parts), best], axis=3))
+        always = jnp.broadcast_to(always, (*ids.shape[:3], always.shape[3]))
+        return ascending(jnp.concatenate([always, best], axis=3))
 
     def scores(self, query, layer, ctx, state):
         """Scores of sealed pages by bounds or means, the best of several queries. Open pages are always read; their scores are -inf."""
@@ -129,18 +126,18 @@ class TopBlocks(Stateless):
         """Keys a KV head attends to in one step of a sequence of `length` tokens, the current one included; None if there is no list."""
         if layer < self.dense_layers:
             return None
-        sinks, distant, first_local = self._parts(length, page_size)
+        sinks, distant, first_local = self.parts(length, page_size)
         return (sinks + distant - first_local) * self.block_size + length
 
     def keys_among(self, first: int, length: int, layer: int, page_size: int) -> float | None:
         """How many of `keys_read` are among the first `first` tokens, if distant blocks lie evenly between sinks and local ones."""
         if layer < self.dense_layers:
             return None
-        sinks, distant, first_local = (count * self.block_size for count in self._parts(length, page_size))
+        sinks, distant, first_local = (count * self.block_size for count in self.parts(length, page_size))
         share = min(max(first - sinks, 0) / (first_local - sinks), 1.0) if distant else 0.0
         return min(first, sinks) + distant * share + max(0, first - first_local)
 
-    def _parts(self, length: int, page_size: int) -> tuple[int, int, int]:
+    def parts(self, length: int, page_size: int) -> tuple[int, int, int]:
         """How many sink blocks and distant blocks are listed of a sequence of `length` tokens, and the first local block."""
         newest = (length - 1) // self.block_size
         first_local = max(0, min(newest - self.local + 1, (length - 1) // page_size * page_size // self.block_size))

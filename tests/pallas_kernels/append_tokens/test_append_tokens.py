@@ -14,8 +14,11 @@ from paging import append_tokens
 from quick_cases import rest_long
 
 from pallas_kernels import dispatch
-from pallas_kernels.append_tokens import mosaic_gpu
-from pallas_kernels.page_index import INDEX_ROWS
+from pallas_kernels.append_tokens import append_tokens as pages_append
+from pallas_kernels.append_tokens import mosaic_gpu, mosaic_tpu
+from pallas_kernels.append_tokens.api import Call
+from pallas_kernels.page_index import INDEX_ROWS, page_index
+from pallas_kernels.pages import Pages
 
 IMPLEMENTATIONS = {
     name: functools.partial(append_tokens, implementation=name) for name in dispatch.available("append_tokens") if name != "reference"
@@ -250,6 +253,25 @@ def test_mutant_fails(tools, mutant):
     tools.must_fail(check, MUTANTS[mutant], CASES)
 
 
+@pytest.mark.parametrize("name", ["xla", "reference"])
+def test_codes_of_keys_are_built_by_the_last_token_of_a_page(name):
+    kinds, random = (("keys48", "keys4", 8),), np.random.default_rng(0)
+    pages = Pages(*(jnp.asarray(random.standard_normal((3, 2, 16, 16)), jnp.float32) for _ in "kv"))
+    indexes = {"keys48": jnp.zeros((3, 2, 2, 16, 8), jnp.uint8)}
+    table, valid = jnp.array([[2, 0]], jnp.int32), jnp.ones((1, 1), bool)
+    for position in (14, 15):
+        token = jnp.asarray(random.standard_normal((1, 1, 2, 16)), jnp.float32)
+        at = jnp.array([[position]], jnp.int32)
+        pages, indexes = pages_append(pages, indexes, token, token, at, valid, table, kinds=kinds, implementation=name)
+        built = page_index(pages.k[2], kind="keys4", block_size=8) if position == 15 else 0
+        np.testing.assert_array_equal(indexes["keys48"], jnp.zeros_like(indexes["keys48"]).at[2].set(built))
+    for kernel in (mosaic_gpu, mosaic_tpu):
+        wide = Pages(*(jnp.zeros((3, 2, 16, 128)) for _ in "kv"))
+        token = jnp.zeros((1, 1, 2, 128))
+        reason = kernel.unsupported(Call(kinds, None), wide, indexes, token, token, at, valid, table, None)
+        assert "not the codes of index 'keys48'" in reason
+
+
 def _arguments(**changes) -> list:
     named = dict(zip(NAMES, arguments("one token"), strict=True)) | changes
     return [named[name] for name in NAMES]
@@ -269,7 +291,7 @@ def _arguments(**changes) -> list:
         ({"table": jnp.zeros((6, 6), jnp.int32)}, (), r"with the B and T of k"),
         ({"positions": jnp.zeros((7, 1))}, (), "must be int32"),
         ({"valid": jnp.ones((7, 1), jnp.int32)}, (), "valid bool"),
-        ({}, (("bounds16", "median", 16),), "'median' is unknown; there are bounds, mean"),
+        ({}, (("bounds16", "median", 16),), "'median' is unknown; there are bounds, keys1, keys2, keys4, mean"),
         ({}, (("bounds16", "bounds", 5),), "block_size 5 of index 'bounds16' does not divide the page size 16"),
         ({}, (("bounds16", "bounds", 0),), "block_size 0"),
         ({}, (("mean4", "mean", 4),), "no index 'mean4'; there are bounds16, mean8, other"),

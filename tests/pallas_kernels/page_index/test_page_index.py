@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.page_index import INDEX_ROWS, page_index
+from pallas_kernels.page_index import CODED, INDEX_KINDS, INDEX_ROWS, coded_keys, index_shape, page_index
 
 IMPLEMENTATIONS = {
     name: functools.partial(page_index, implementation=name) for name in dispatch.available("page_index") if name != "reference"
@@ -63,6 +63,48 @@ def check(op, case: str) -> None:
         np.testing.assert_allclose(np.asarray(ours, np.float64), np.asarray(ref, np.float64), rtol=rtol, atol=atol)
 
 
+def _from(change):
+    return lambda keys, **keywords: change(XLA(keys, **keywords))
+
+
+def check_codes(op, kind: str, case: str) -> None:
+    """Codes must be those of the definition, byte for byte, and their numbers within half a level of the keys."""
+    shape, _, block_size, content = CASES[case]
+    keys = _keys(case)
+    ours = op(keys, kind=kind, block_size=block_size)
+    assert ours.shape == (*shape[:-2], shape[-2] // block_size, *index_shape(kind, block_size, shape[-1]))
+    assert ours.dtype == jnp.uint8
+    if content != "infinite":  # such a channel reads as NaN, whatever its codes are
+        np.testing.assert_array_equal(ours, page_index(keys, kind=kind, block_size=block_size, implementation="reference"))
+    blocks = np.asarray(keys, np.float64).reshape(*shape[:-2], -1, block_size, shape[-1])
+    read = np.asarray(coded_keys(kind, ours), np.float64)
+    finite = np.isfinite(blocks).all(-2, keepdims=True)
+    assert np.all(np.isnan(read) == ~np.broadcast_to(finite, read.shape)), "a channel with a NaN or an infinity reads as NaN"
+    low, high = (np.where(finite, x, 0) for x in (blocks.min(-2, keepdims=True), blocks.max(-2, keepdims=True)))
+    rounding = 2.0**-8 * (np.abs(low) + high - low) + 1e-37  # of the lowest level and of the distance, to bfloat16
+    within = (high - low) / (2 ** CODED[kind] - 1) / 2 + 2 * rounding
+    assert np.all(~finite | (np.abs(np.where(finite, read - blocks, 0)) <= within))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", CODED)
+def test_codes_are_those_of_the_definition(kind, case):
+    check_codes(XLA, kind, case)
+
+
+CODE_MUTANTS = {
+    "codes in the other order": lambda index: index.at[..., :-8, :].set(index[..., :-8, ::-1]),
+    "levels of the block before": lambda index: index.at[..., -8:, :].set(jnp.roll(index[..., -8:, :], 1, axis=-3)),
+    "nibbles swapped": lambda index: index.at[..., :-8, :].set(index[..., :-8, :] << 4 | index[..., :-8, :] >> 4),
+}
+
+
+@pytest.mark.parametrize("mutant", CODE_MUTANTS)
+def test_a_mutant_of_codes_fails(mutant):
+    with pytest.raises(AssertionError):
+        check_codes(_from(CODE_MUTANTS[mutant]), "keys4", "blocks of 4")
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_matches_reference(name, case):
@@ -88,19 +130,15 @@ def test_mean_is_rounded_once():
 
 def test_twice_the_same_bits(tools):
     keys = _keys("bfloat16")
-    for kind in INDEX_ROWS:
+    for kind in INDEX_KINDS:
         tools.assert_same_bits(XLA(keys, kind=kind, block_size=8), XLA(keys, kind=kind, block_size=8))
 
 
 def test_bits_do_not_depend_on_the_other_pages(tools):
     keys = _keys("bfloat16")
     other = keys.at[0].set(7)
-    for kind in INDEX_ROWS:
+    for kind in INDEX_KINDS:
         tools.assert_same_bits(XLA(keys, kind=kind, block_size=8)[1:], XLA(other, kind=kind, block_size=8)[1:])
-
-
-def _from(change):
-    return lambda keys, **keywords: change(XLA(keys, **keywords))
 
 
 def _one_token_dropped(keys, *, kind, block_size):
@@ -147,7 +185,8 @@ def test_mutant_fails(tools, mutant):
 @pytest.mark.parametrize(
     ("keys", "kind", "block_size", "message"),
     [
-        (jnp.zeros((16, 8)), "median", 4, "'median' is unknown; there are bounds, mean"),
+        (jnp.zeros((16, 8)), "median", 4, "'median' is unknown; there are bounds, keys1, keys2, keys4, mean"),
+        (jnp.zeros((16, 12)), "keys1", 4, "head dim that is a multiple of 8, got 12: use more bits"),
         (jnp.zeros((16, 8)), "mean", 5, "block_size 5 does not divide the page size 16"),
         (jnp.zeros((16, 8)), "mean", 0, "block_size 0"),
         (jnp.zeros((16, 8), jnp.int32), "mean", 4, "floating point"),

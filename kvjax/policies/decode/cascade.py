@@ -1,0 +1,188 @@
+"""Selection in two stages: bounds make a shortlist, and the keys of its blocks, read in few bits, choose from it.
+
+Sources: shortlist, then 4-bit keys: Twilight (arXiv 2502.02770), HISA (arXiv 2603.28458); every key in 1 bit: FIER (arXiv 2508.08256). Here
+the budget is fixed, and levels are per channel and block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int
+
+from kvjax.cache.types import IndexSpec, LayerCache, PagedKV
+from kvjax.checks import whole_number
+from kvjax.policies.decode.base import Blocks, SelectContext, Stateless
+from kvjax.policies.decode.candidates import always_read, ascending, best_candidates
+from kvjax.policies.decode.top_blocks import TopBlocks
+from pallas_kernels.gather_attention import gather_attention
+from pallas_kernels.page_index import CODED, index_shape
+from pallas_kernels.pages import OpenPages, Pages
+from pallas_kernels.select_blocks import block_lse, select_blocks
+
+BITS = {bits: kind for kind, bits in CODED.items()}
+"""Kind of index by bits of a number."""
+
+LIKE_TOP = 8
+"""Blocks of the default shortlist for each that is kept: those of cascade:4 are the distant blocks of top:32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cascade(Stateless):
+    """Per KV head: sink and local blocks as `TopBlocks` reads them, and the `k` distant ones that get the most attention, by an estimate.
+
+    Of the `shortlist` distant blocks with the best bounds, each query head estimates its attention to each block: the softmax over the
+    logits of sink and local keys, as the cache has them, and of all shortlisted keys in few bits. The k largest sums over the heads of a KV
+    head are kept; of equal sums the lower block.
+
+    Args:
+        k: distant blocks to keep.
+        shortlist: blocks, at least k; None: 8 * k. "all": every distant block, without bounds.
+        bits: 1, 2 or 4: of an index of keys. "cache": the cache's own keys, packed or not; with shortlist "all" the choice is then exact.
+            None: the cache's own keys in layers that pack them, else 4.
+        sink, local, block_size: as `TopBlocks` has them.
+    """
+
+    k: int = 4
+    shortlist: int | Literal["all"] | None = None
+    bits: int | Literal["cache"] | None = None
+    sink: int = 1
+    local: int = 4
+    block_size: int = 128
+
+    def __post_init__(self):
+        for name, least in (("k", 1), ("sink", 0), ("local", 1), ("block_size", 1)):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
+        if self.shortlist is None:
+            object.__setattr__(self, "shortlist", LIKE_TOP * self.k)
+        elif self.shortlist != "all":
+            object.__setattr__(self, "shortlist", whole_number("shortlist", self.shortlist, self.k))
+        if self.bits is not None and self.bits != "cache" and self.bits not in BITS:
+            raise ValueError(f"bits must be {', '.join(map(str, sorted(BITS)))}, 'cache' or None, got {self.bits!r}")
+
+    @property
+    def _listed(self) -> TopBlocks:
+        """The policy that reads as many blocks, in the same places but for the choice."""
+        return TopBlocks(self.k, self.sink, self.local, self.block_size)
+
+    @property
+    def keys(self) -> int:
+        """The most keys that a KV head attends to per step, if the open page lies within the local blocks."""
+        return self._listed.keys
+
+    def budgets(self) -> dict[str, tuple[int, int]]:
+        """Blocks of each part of the list, and of the shortlist."""
+        return self._listed.budgets() | ({} if self.shortlist == "all" else {"shortlist": (self.shortlist, self.block_size)})
+
+    def indexes(self) -> tuple[IndexSpec, ...]:
+        """Bounds, if there is a shortlist, and the codes of keys."""
+        bounds = () if self.shortlist == "all" else (IndexSpec("bounds", self.block_size),)
+        return bounds if self.bits == "cache" else (*bounds, self._codes)
+
+    @property
+    def _codes(self) -> IndexSpec:
+        return IndexSpec(BITS[self.bits or 4], self.block_size, unless_packed=self.bits is None)
+
+    def select(self, query, layer, ctx, state):
+        """Sink + best distant + local blocks, ascending."""
+        self._check(layer)
+        sizes = {"block_size": self.block_size, "sink": self.sink, "local": self.local}
+        always, first_local = always_read(ctx, query.shape[1], **sizes)
+        always = jnp.broadcast_to(always, (*query.shape[:2], layer.pages.kv_heads, always.shape[3]))
+        candidates = self._candidates(query, layer, ctx, first_local, always.shape[:3])
+        best = best_candidates(self._shares(query, layer, ctx, candidates, always), candidates, self.k)
+        ids = ascending(jnp.concatenate([always, best], axis=3))
+        return Blocks(ids[:, 0] if ids.shape[1] == 1 else ids, self.block_size), state
+
+    def _candidates(self, query, layer: PagedKV, ctx: SelectContext, first_local, lists: tuple[int, int, int]) -> Int[Array, "B T K C"]:
+        """The distant blocks to choose from, -1 where there is none."""
+        if self.shortlist == "all":
+            per_page = ctx.page_size // self.block_size
+            ids = jnp.arange(ctx.page_table.shape[1] * per_page, dtype=jnp.int32)
+            ids = jnp.where(jnp.repeat(ctx.page_table >= 0, per_page, axis=1), ids, -1)
+            ids = jnp.broadcast_to(ids[:, None, None], (*lists, ids.shape[1]))
+        else:
+            (bounds, *_), static = self.indexes(), {"page_size": ctx.page_size, "block_size": self.block_size}
+            given = query, layer.index[bounds.name], ctx.page_table, ctx.lengths
+            ids = select_blocks(*given, kind="bounds", k=self.shortlist, sink=self.sink, local=self.local, **static)
+        return jnp.where((ids >= self.sink) & (ids < first_local), ids, -1)
+
+    def _shares(
+        self, query, layer: PagedKV, ctx: SelectContext, candidates: Int[Array, "B T K C"], always: Int[Array, "B T K A"]
+    ) -> Float32[Array, "B T K C"]:
+        """Log of the attention that each candidate gets, summed over the query heads of a KV head; it means nothing where that is -1."""
+
+        def by_cache(ids: Int[Array, "B T K n"]) -> tuple[Array, Array]:
+            given = query, _keys_only(layer.pages), ctx.frames, ctx.lengths
+            _, lse, of_blocks = gather_attention(
+                *given, blocks=ids, block_size=self.block_size, sm_scale=ctx.sm_scale, return_block_lse=True
+            )
+            return lse, of_blocks
+
+        per_page = ctx.page_size // self.block_size
+        if self._reads_cache(layer.pages.k_packed is not None):
+            _, found = by_cache(candidates)
+        else:
+            page = jnp.take_along_axis(ctx.page_table[:, None, None], jnp.maximum(candidates, 0) // per_page, axis=3)
+            places = jnp.where((candidates >= 0) & (page >= 0), page * per_page + candidates % per_page, -1)
+            found = block_lse(query, layer.index[self._codes.name], places, kind=self._codes.kind, sm_scale=ctx.sm_scale)
+        group = query.shape[2] // candidates.shape[2]
+        found = jnp.where(jnp.repeat(candidates >= 0, group, axis=2), found, -jnp.inf)
+        total = jnp.logaddexp(by_cache(always)[0], jax.nn.logsumexp(found, axis=3))
+        shares = (found - total[..., None]).reshape(*candidates.shape[:3], group, -1)
+        return jax.nn.logsumexp(shares, axis=3)
+
+    def _reads_cache(self, packed: bool) -> bool:
+        """Whether the shortlist's keys are the cache's own. packed: whether those are packed."""
+        return self.bits == "cache" or (self.bits is None and packed)
+
+    def _check(self, layer: LayerCache) -> None:
+        if not isinstance(layer, PagedKV):
+            raise ValueError(f"policy {self} reads keys of each KV head, which {type(layer).__name__} does not have: use dense or tokens:K")
+        packed = layer.pages.k_packed is not None
+        missing = [spec.name for spec in self.indexes() if spec.name not in layer.index and not (packed and spec.unless_packed)]
+        if missing:
+            raise ValueError(f"policy {self} scans the index {missing[0]}; this layer has {sorted(layer.index)}: name it in empty_layer")
+
+    def keys_read(self, length: int, layer: int, page_size: int) -> int | None:
+        """Keys a KV head attends to in one step of a sequence of `length` tokens, the current one included."""
+        return self._listed.keys_read(length, layer, page_size)
+
+    def keys_among(self, first: int, length: int, layer: int, page_size: int) -> float | None:
+        """How many of `keys_read` are among the first `first` tokens, if distant blocks lie evenly between sinks and local ones."""
+        return self._listed.keys_among(first, length, layer, page_size)
+
+    def reads_to_choose(self, length: int, page_size: int, head_dim: int, packed: bool) -> tuple[int, int, int]:
+        """What the choice reads per KV head and layer, in a sequence of `length` tokens: elements of bounds, bytes of codes, and numbers of
+        the cache's own keys. packed: whether those are packed."""
+        wide = dataclasses.replace(self._listed, k=-(-length // self.block_size) if self.shortlist == "all" else self.shortlist)
+        sinks, listed, first_local = wide.parts(length, page_size)
+        bounds = 0 if self.shortlist == "all" else -(-length // page_size) * page_size // self.block_size * 2 * head_dim
+        near = sinks * self.block_size + length - first_local * self.block_size
+        if self._reads_cache(packed):
+            return bounds, 0, (near + listed * self.block_size) * head_dim
+        rows, width = index_shape(self._codes.kind, self.block_size, head_dim)
+        return bounds, listed * rows * width, near * head_dim
+
+    def __str__(self) -> str:
+        """The name that `parse` knows, if there is one; else every field."""
+        if (self.sink, self.local, self.block_size) != (1, 4, 128):
+            return "Cascade(" + ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self)) + ")"
+        some = "" if self.shortlist == LIKE_TOP * self.k else f"/{self.shortlist}"
+        how = {None: "", "cache": "+cache"}.get(self.bits, f"+{self.bits}bit")
+        return f"cascade:{self.k}{some}{how}"
+
+    def describe(self) -> str:
+        """For reports."""
+        how = {None: "4 bits, or the packed cache", "cache": "the cache's keys"}.get(self.bits, f"{self.bits} bit" + "s" * (self.bits != 1))
+        listed = f"{self.sink} sink + {self.local} local + {self.k} of {self.shortlist} distant blocks of {self.block_size}, by {how}"
+        return f"{self} ({self.keys:,} keys: {listed})"
+
+
+def _keys_only(pages: Pages) -> Pages:
+    """The pages without values: V is one column of K."""
+    opened = None if pages.open is None else OpenPages(pages.open.k, None, pages.open.row_of)
+    return pages.replace(v=None, v_scales=None, v_packed=None, value_dim=1, open=opened)
