@@ -501,7 +501,8 @@ def test_fork_and_restore_hold_no_second_copy_of_the_cache(model):
     page, pages = jnp.int32(0), jnp.zeros(PIECE, jnp.int32)
     blocks = (jnp.zeros(block_bytes(engine.spec, "full"), jnp.uint8),) * PIECE
     copied = copy_page.lower(layers, (page,) * len(layers), (page,) * len(layers)).compile()
-    kinds = {"numbers": engine.spec.holding, "indexes": engine.indexes, "shapes": _arrays_of(engine.spec, engine.spec.holding)}
+    kinds = {"group": "full", "numbers": engine.spec.holding, "indexes": engine.indexes}
+    kinds["shapes"] = _arrays_of(engine.spec, "full", engine.spec.holding)
     restored = _unpack.lower(layers, pages, pages, pages, blocks, **kinds).compile()
     for compiled in (copied, restored):
         assert compiled.memory_analysis().temp_size_in_bytes < size / 20
