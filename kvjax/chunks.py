@@ -155,7 +155,7 @@ class Prefiller:
             return self._advance(run, slices)
         except Exception as error:
             # The rows of earlier slices hold the chunk's end already, so nothing could go on from where the sequence was.
-            if run.done and self._groups.spec.row_groups:
+            if run.done and run.sequence.length < run.last and self._groups.spec.row_groups:
                 self._pool.lose(error)
             raise
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import PageAllocator
+from kvjax.cache.formats import check_cache_format
 from kvjax.cache.groups import GroupPages, pages_for
 from kvjax.cache.pool import Pool, PoolStats
 from kvjax.cache.prefixes import PrefixStats
@@ -29,7 +30,6 @@ from kvjax.inspection import StepRead, inspect
 from kvjax.memory import MemoryPlan, memory_plan, plan_with_weights, pool_pages
 from kvjax.model import Model
 from kvjax.outcomes import Reads
-from kvjax.packed_cache import check_cache_format
 from kvjax.plans import Chunk, Decoded, DecodeGroup, Prefilled, StepPlan, StepResult, check_plan
 from kvjax.policies.choice import Choice
 from kvjax.policies.decode import DecodePolicy
@@ -86,7 +86,7 @@ class Engine:
     ):
         check_model(model, "Engine")
         check_mesh(mesh, pool_host_bytes, stores)
-        packed = check_cache_format(cache_format, model.config, 1 if mesh is None else mesh.size, pool_host_bytes)
+        packed = check_cache_format(cache_format, model.config.compute_dtype, 1 if mesh is None else mesh.size, pool_host_bytes)
         self.guard, self.mesh = CallGuard("this engine"), mesh
         self.model, self.config = model if mesh is None else place_model(model, mesh), model.config
         self.page_size, self.prefill_chunk, self.batch_buckets = engine_sizes(page_size, prefill_chunk, batch_buckets)

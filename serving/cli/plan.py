@@ -70,13 +70,13 @@ def plan_command(
 
     With kvjax batch --data, each replica takes this on its own devices.
     """
+    from kvjax.cache.formats import check_cache_format
     from kvjax.models.loading import read_config, read_packing
-    from kvjax.packed_cache import check_cache_format
     from kvjax.serving.batch.setup import planned
 
     config = read_config(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions)
     with named_as_options():
-        check_cache_format(cache_format, config, tensor * context, pool_host_memory)
+        check_cache_format(cache_format, config.compute_dtype, tensor * context, pool_host_memory)
         declared = _declared(config, policy, prefill, page_size, prefill_chunk, cache_format)
     keeps = reuse or host_memory is not None or disk_size is not None
     if keeps and declared.states.policies:

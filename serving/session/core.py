@@ -402,8 +402,10 @@ class SessionCore:
     def _moves(self, record: Record) -> list[Record] | None:
         """Which sessions' pages go from host memory to disk, possibly its own, so that those of `record` fit there; None if they cannot."""
         limit, moved = self.limits.host_bytes, []
+        if limit is None:
+            return []
         held = {each.id: self._stored_bytes(each, on_disk=False) for each in self.records.values()} | {record.id: self._bytes(record)}
-        surplus = 0 if limit is None else sum(held.values()) - limit
+        surplus = sum(held.values()) - limit
         room = (
             0 if self._shelf is None else self._shelf.most - sum(self._stored_bytes(each, on_disk=True) for each in self.records.values())
         )

@@ -215,6 +215,22 @@ def test_a_chunk_that_fails_half_way_is_not_gone_on_with_where_rows_have_moved(n
         assert np.array_equal(found, whole.logits)
 
 
+def test_a_chunk_that_is_written_stays_whatever_keeping_it_raises(text):
+    engine = Engine(make_family("qwen3_5_text"), pages=PAGES, page_size=PAGE, prefill_chunk=32)
+    (sequence,) = engine.prefill([text[:40]])
+
+    def full(run):
+        raise OSError("the disk is full")
+
+    engine._prefiller.on_written = full
+    with pytest.raises(OSError, match="disk is full"):
+        engine.extend(sequence, text[40:60])
+    engine._prefiller.on_written = None
+    assert sequence.length == 60
+    (whole,) = engine.prefill([text[:70]])
+    assert np.array_equal(engine.extend(sequence, text[60:70]), whole.logits)
+
+
 def test_an_engine_whose_step_failed_says_so_and_what_to_do(engine, text, tmp_path):
     (sequence,) = engine.prefill([text[:37]])
     with pytest.raises(RuntimeError, match="CpuCallback error"):

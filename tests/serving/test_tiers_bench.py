@@ -11,11 +11,12 @@ from kvjax.bill.bus_fitting import read_tier_cells
 from kvjax.bill.volume import pages_on_host
 from kvjax.cache.spanning import FrameCounts
 from kvjax.policies.decode import parse
-from kvjax.serving.bench import tiers
+from kvjax.policies.prefill import parse_prefill
+from kvjax.serving.bench import reuse, tiered_prompts, tiers
 from kvjax.serving.bench.decode import config_of
 from kvjax.serving.bench.hollow import HollowEngine, random_model
 from kvjax.serving.bench.lists import Fresh, Replayed
-from pallas_kernels.bench.scheduling import tiers_cells
+from pallas_kernels.bench.scheduling import tiered_prefill_cells, tiers_cells
 
 CONFIG = config_of("tiny", 1, "float32")
 LISTS = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "lists.json"
@@ -105,3 +106,23 @@ def test_lists_are_not_read_twice():
     for name in ("tokens", "steps", "rounds"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1"):
             plan(**{name: (0,) if name == "tokens" else 0})
+
+
+def test_a_prompt_copies_its_earlier_pages_once_for_each_chunk(monkeypatch):
+    monkeypatch.setattr(tiers, "COPY", 1 << 20)
+    fields = {"shape": "tiny", "config": CONFIG, "tokens": (4096,), "policies": (parse_prefill("dense"),), "chunk": 512}
+    tiered, resident = tiered_prompts.tiered_prompt_rows(tiered_prompts.TieredPrompts(**fields, device_bytes=(10**6, None)))
+    frame = CONFIG.cache_spec(128).bytes_per_frame("full")
+    there = 4096 // 128 - tiered["moved_bytes"] // frame
+    assert 0 < there < 4096 // 128, "pages that the device has room for"
+    assert tiered["staged_bytes"] == frame * sum(max(0, 4 * chunk - there) for chunk in range(1, 9))
+    assert (resident["staged_bytes"], resident["moved_bytes"]) == (0, 0)
+    assert [len(row["chunks_s"]) for row in (tiered, resident)] == [8, 8]
+    assert all(len(tiered_prefill_cells(row)) == 11 for row in (tiered, resident))
+    with pytest.raises(ValueError, match="chunk 500 must be a multiple of the page size 128"):
+        tiered_prompts.TieredPrompts(**fields | {"chunk": 500}, device_bytes=(None,))
+
+
+def test_only_known_stores_are_timed():
+    with pytest.raises(ValueError, match="stores are none, device, host, disk, not tape"):
+        reuse.Reused("tiny", CONFIG, 1024, 64, 512, 1, None, ("host", "tape"))
