@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import recurrent
@@ -93,18 +92,6 @@ def attend_chunk(
     if ctx.shards is not None and tile is not None and given.q.shape[1] % (2 * ctx.shards.context * tile) == 0:
         return ctx.shards.by_queries(attend, given.q, ctx), known
     return attend(given.q, ctx), known
-
-
-def stage(layer: PagedKV | LatentPages, ctx: PrefillContext) -> tuple[PagedKV | LatentPages, PrefillContext]:
-    """The layer with copies of all pages of the context's page table in place of its pool, and the context with their places.
-
-    Memory: the pages of one layer, `B * M` of them. Traffic: each is read once, over the bus where it lies in host memory.
-    """
-    frames = ctx.frames
-    # Without the barrier XLA may copy a page again for each tile that reads it.
-    pages = jax.lax.optimization_barrier(jax.tree.map(lambda pool: pool[jnp.maximum(frames, 0).reshape(-1)], layer.pages))
-    places = jnp.where(frames >= 0, jnp.arange(frames.size, dtype=jnp.int32).reshape(frames.shape), -1)
-    return layer.replace(pages=pages), ctx.replace(moved=places)
 
 
 def attend_hot(

@@ -18,6 +18,7 @@ from jaxtyping import Array, Int
 from kvjax.cache import CacheSpec, IndexSpec
 from kvjax.cache.groups import GroupPages
 from kvjax.cache.pool import Pool
+from kvjax.cache.staging import Staged, Window, stage
 from kvjax.learning import Learning, OpenChunk, PolicyStates, after_chunk
 from kvjax.model import Decoder, Model
 from kvjax.plans import Prefilled
@@ -76,9 +77,9 @@ class ChunkRun:
     """A chunk that is being prefilled: the tokens `written` of `sequence`, which then has `last` tokens.
 
     ends: whether no token that it was given is left for a later chunk; only then it has logits. whole: whether a new prompt would run this
-    policy from `first` on. staged: whether pages are copied to device memory before a layer reads them, as some lie on the host. done:
-    slices that have run. x: token ids `[1, T]` before the first slice, hidden states `[1, T, E]` after every slice, and last, logits `[V]`
-    or `[T, V]`, if it has any.
+    policy from `first` on. staged: by layer group, how pages are copied to device memory before a layer reads them, and which of them
+    together; None: none, because none lies on the host. done: slices that have run. x: token ids `[1, T]` before the first slice, hidden
+    states `[1, T, E]` after every slice, and last, logits `[V]` or `[T, V]`, if it has any.
     """
 
     sequence: CachedSequence
@@ -93,7 +94,7 @@ class ChunkRun:
     learning: Learning | None
     opened: OpenChunk | None
     tables: dict[str, Int[np.ndarray, "1 M"]]
-    staged: bool
+    staged: dict[str, tuple[Staged, Window]] | None
     x: Array | np.ndarray
     done: int = 0
     learned: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
@@ -141,12 +142,29 @@ class Prefiller:
         if opened is not None:
             ids[0, opened.position - start : first - start] = opened.tokens
         self._pool.bind(self._groups.written(sequence, first, last))
-        staged = self._pool.any_on_host(sequence.pages)
+        staged = self._stage(sequence, start, last) if self._pool.any_on_host(sequence.pages) else None
         if staged and not self._warned:
             self._warn_of_copies(start, first + len(tokens))
         tables = self._groups.staged_tables(sequence, last) if staged else self._groups.tables([sequence])
         ends = len(written) == len(tokens)
         return ChunkRun(sequence, written, first, last, start, policy, ends, whole, all_logits, learning, opened, tables, staged, ids)
+
+    def _stage(self, sequence: CachedSequence, start: int, last: int) -> dict[str, tuple[Staged, Window]]:
+        """How the pages of tokens [0, last) are copied, of which the chunk from `start` on writes the last ones."""
+        groups = {group.name: group for group in self._groups.spec.groups if group.name in self._pool.frames}
+        found = {}
+        for name, group in groups.items():
+            pages = np.array(sequence.pages[name][: -(-last // group.page_size)], np.int32)
+            frames = self._pool.frames[name]
+            known = np.where(pages >= 0, frames.frame_of[np.maximum(pages, 0)], -1)
+            found[name] = stage(known, start // group.page_size, frames.counts, -(-self.chunk // group.page_size))
+        return found
+
+    def _window(self, staged: dict[str, tuple[Staged, Window]], number: int) -> Any:
+        """What layer `number` reads of the pages that are copied together; None if its group has none."""
+        layer = self._pool.spec.layers[number]
+        owner = number if layer.share_with is None else layer.share_with
+        return staged[layer.group][1].of(self._pool.layers[owner]) if layer.group in staged else None
 
     def advance(self, run: ChunkRun, slices: int | None = None) -> bool:
         """Run the next slices of a chunk (None: all that are left). True after the last one: the tokens are written, and `run.x` holds
@@ -215,7 +233,8 @@ class Prefiller:
             np.int32(part.place),
             tuple(layers[owner] for owner in part.owners),
             learning=None if run.learning is None else run.learning.of_layers(part.place, part.end),
-            staged=run.staged,
+            staged=None if run.staged is None else {name: where for name, (where, _) in run.staged.items() if name in tables},
+            windows=() if run.staged is None else tuple(self._window(run.staged, number) for number in range(part.first, part.last)),
             shards=self._pool.shards,
             kept=lambda result: self._pool.keep(result[1], result[0], part.first, part.last),
         )

@@ -20,12 +20,12 @@ from kvjax.attend import (
     reader_of,
     recall_chunk,
     recall_tokens,
-    stage,
     write,
 )
 from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache, frame_tables
 from kvjax.cache.hot import count as count_fetched
 from kvjax.cache.packed import opened
+from kvjax.cache.staging import Staged, complete, copy_window
 from kvjax.learning import Learning
 from kvjax.model import Decoder, LayerInput, Params, Recurrence
 from kvjax.outcomes import Reads, pack
@@ -51,7 +51,8 @@ def prefill_layers(
     owners: tuple[LayerCache, ...] = (),
     *,
     learning: Learning | None = None,
-    staged: bool = False,
+    staged: dict[str, Staged] | None = None,
+    windows: tuple[Any, ...] = (),
 ) -> tuple[Float[Array, "B T E"], Cache, tuple[Any, ...], Int[Array, "B"] | None]:
     """Take one chunk of each row through the decoder's layers: a model's, or a slice of them (`of_layers`). Each writes it to its pages.
 
@@ -65,8 +66,9 @@ def prefill_layers(
     The chunk covers positions [starts, starts + T). Of these, [fresh, cache.lengths) are written (cache.lengths counts them); the other
     rows are padding. A token's row depends only on its absolute position, so its bits do not depend on how the history was cut into calls.
     They may depend on how the layers were cut. learning: decode policies that learn from prefill; their states after the chunk are
-    returned, per policy and layer. staged: copy the rows' pages to device memory before a layer attends to them (`stage`), because some lie
-    in host memory, and attention reads them many times. The bits are the same.
+    returned, per policy and layer. staged: by layer group; copy the row's pages to device memory before a layer attends to them, because
+    some lie in host memory, and attention reads them many times. The bits are the same. windows: with it, for each of these layers, the
+    pages that are copied together; None for layers of other groups. While a layer computes, the window of the next one is copied.
     """
     positions = starts[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
     valid = (positions >= fresh[:, None]) & (positions < cache.lengths[:, None])
@@ -78,12 +80,18 @@ def prefill_layers(
     shards = cache.shards
     dealt_out = shards is not None and shards.context > 1
 
+    copied_layers = [] if staged is None else [each for each in cache.spec.paged if cache.spec.layers[each].group in staged]
+
     def mix(layer: int, heads: LayerInput, carry):
-        layers, learned = carry
+        layers, learned, copied = carry
         if isinstance(heads, Recurrence):
             out, after = recall_chunk(cache, layers, layer, heads, starts, fresh)
-            return out, (_replace(layers, layer, after), learned)
+            return out, (_replace(layers, layer, after), learned, copied)
         frames = tables.get(cache.spec.layers[layer].group)
+        if layer in copied_layers:
+            copied = copy_window(windows[layer], heads) if copied is None else copied
+            # The chunk is written after its pool was copied, in which some of its pages may lie.
+            copied, heads = jax.lax.optimization_barrier((copied, heads))
         written, open_pages = write(cache, layers, layer, heads, positions, valid, indexes, frames, (fresh, first))
         layers = _replace(layers, layer, written)
         at = cache.spec.paged.index(layer)
@@ -93,14 +101,18 @@ def prefill_layers(
         ctx = PrefillContext(*where, layer=place + at, sm_scale=heads.sm_scale, **given, **split)
         known = () if learning is None else tuple(states[at] for states in learning.states)
         read = opened(pages_of(cache.spec, layers, layer, owners), open_pages)
-        read, ctx = stage(read, ctx) if staged and frames is not None else (read, ctx)
+        if layer in copied_layers:
+            where = staged[cache.spec.layers[layer].group]
+            read, ctx = read.replace(pages=complete(copied, read.pages, where)), ctx.replace(moved=where.places)
+            following = copied_layers[copied_layers.index(layer) + 1 :]
+            copied = copy_window(windows[following[0]], heads) if following else None
         if dealt_out:
             whole = cache.page_tables[cache.spec.layers[layer].group]
             read, ctx = bring(read, ctx, whole, indexes_of(policy) if heads.window is None else ())
         out, states = attend_chunk(policy, heads, read, ctx, learning, known)
-        return out, (layers, (*learned, states))
+        return out, (layers, (*learned, states), copied)
 
-    x, (layers, learned) = decoder.run_layers(params, x, positions, mix, (cache.layers, ()))
+    x, (layers, learned, _) = decoder.run_layers(params, x, positions, mix, (cache.layers, (), None))
     return x, cache.replace(layers=layers), tuple(zip(*learned, strict=True)), missing
 
 
@@ -115,7 +127,7 @@ def _missing_in_prefill(
     return pages.missing(tables[group.name], cache.lengths, page_size=group.page_size, window=window, num_queries=cache.lengths - first)
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "staged", "shards"), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "shards"), donate_argnames="cache")
 def prefill_slice(
     decoder,
     policy,
@@ -129,13 +141,15 @@ def prefill_slice(
     owners=(),
     *,
     learning=None,
-    staged=False,
+    staged=None,
+    windows=(),
     shards: Shards | None = None,
 ):
     """`prefill_layers`, jitted. DONATES cache. shards: of the mesh over which params and cache are split."""
 
     def step(decoder, params, cache, owners, learning, *arrays):
-        x, *after = prefill_layers(decoder, policy, indexes, params, cache, *arrays, owners, learning=learning, staged=staged)
+        copied = {"staged": staged, "windows": windows}
+        x, *after = prefill_layers(decoder, policy, indexes, params, cache, *arrays, owners, learning=learning, **copied)
         cache, learned, missing = after
         return cache, x, learned, missing
 

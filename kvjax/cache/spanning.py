@@ -46,9 +46,11 @@ ON_DEVICE, ON_HOST = 1, 3
 DEVICE_VMM, HOST_NUMA_ID = 102, 134
 """Numbers of CUDA's device attributes: whether memory can be mapped to reserved addresses; the NUMA node next to the device."""
 CUDA_OUT_OF_MEMORY = 2
+ALIGNMENT = 256
+"""Bytes: arrays of JAX begin at multiples of it on GPUs."""
 PIECE = 1 << 30
 """Bytes that are mapped at a time."""
-DLPACK_CUDA = 2
+DLPACK_CUDA, DLPACK_CUDA_HOST = 2, 3
 DLPACK_FLOAT, DLPACK_BFLOAT = 2, 4
 
 
@@ -61,8 +63,8 @@ def supported() -> bool:
 def empty(shape: tuple[int, ...], dtype: jnp.dtype, device_rows: int) -> Array:
     """An array whose rows from `device_rows` on lie in host memory. It may hold anything.
 
-    On a CPU it is one plain array of zeros, since there both kinds of memory are the same. On a GPU the border between both memories is
-    rounded up to whole pieces of 2 MB of device memory, and the memory is held until the owner that `free_with` names is gone.
+    On a CPU it is one plain array of zeros, since there both kinds of memory are the same. On a GPU the memory is held until the owner that
+    `free_with` names is gone.
 
     Raises:
         NotImplementedError: for devices other than CPUs and NVIDIA GPUs, and where donated arrays of this kind are copied.
@@ -89,6 +91,30 @@ def free_with(owner: Any, arrays: Iterable[Array]) -> None:
     known = [_ranges.pop(array.unsafe_buffer_pointer(), None) for array in arrays] if _ranges else []
     if ranges := [each for each in known if each is not None]:
         weakref.finalize(owner, _free_all, ranges).atexit = False
+
+
+def host_rows(array: Array, first: int, count: int) -> Array:
+    """Rows [first, first + count) of an array that `empty` made, or of what it became when it was donated, as an array in host memory. All
+    of them must lie there.
+
+    A program copies such an array to the device with a plain copy, which runs beside its kernels. On a GPU it is the same memory: it shows
+    what is written there later, and is not to be used after the array's owner is gone. On a CPU it is a copy.
+    """
+    if next(iter(array.devices())).platform == "cpu":
+        return array[first : first + count]
+    row = math.prod(array.shape[1:]) * array.dtype.itemsize
+    return _host_view(array.unsafe_buffer_pointer() + first * row, (count, *array.shape[1:]), array.dtype)
+
+
+@functools.cache
+def _host_view(address: int, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    """Cached, and never forgotten, because JAX reads what was exported when it forgets the array. The array does not keep the memory."""
+    exported = _Exported(address, shape, dtype, DLPACK_CUDA_HOST)
+    _views.append(exported)
+    return jax.dlpack.from_dlpack(exported)
+
+
+_views: list[_Exported] = []
 
 
 _ranges: dict[int, _Range] = {}
@@ -118,11 +144,16 @@ def _check_donation() -> None:
 
 
 def _mapped(shape: tuple[int, ...], dtype: jnp.dtype, device_rows: int) -> Array:
-    """An array over a new range of addresses."""
+    """An array over a new range of addresses. NotImplementedError for rows that would make it begin at an odd address."""
     row = math.prod(shape[1:]) * dtype.itemsize
+    if row % ALIGNMENT:
+        raise NotImplementedError(
+            f"pages of {row} bytes for each layer cannot lie in host memory, only multiples of {ALIGNMENT}: choose another page_size"
+        )
     memory = _Range(device_rows * row, (shape[0] - device_rows) * row)
-    _ranges[memory.address] = memory
-    return jax.dlpack.from_dlpack(_Exported(memory, shape, dtype))
+    _ranges[memory.start] = memory
+    memory.exported = _Exported(memory.start, shape, dtype, DLPACK_CUDA)
+    return jax.dlpack.from_dlpack(memory.exported)
 
 
 class _Place(ctypes.Structure):
@@ -172,7 +203,8 @@ def _check(driver: ctypes.CDLL, code: int, call: str, memory: str = "") -> None:
 
 
 class _Range:
-    """Consecutive addresses over `device_bytes` of device memory, rounded up to whole pieces, and `host_bytes` of host memory."""
+    """Consecutive addresses over `device_bytes` of device memory and `host_bytes` of host memory, from `start` on. There is more device
+    memory before it, because both kinds come in whole pieces."""
 
     def __init__(self, device_bytes: int, host_bytes: int):
         self._driver = driver = _cuda()
@@ -180,10 +212,11 @@ class _Range:
         host = _Properties(kind=1, place=_Place(ON_HOST, max(_attribute(driver, HOST_NUMA_ID), 0)))
         grain = math.lcm(self._grain(device), self._grain(host))
         first = -(-device_bytes // grain) * grain
-        self.bytes = -(-(device_bytes + host_bytes) // grain) * grain
+        self.bytes = first + -(-host_bytes // grain) * grain
         address = ctypes.c_ulonglong()
         self._call("cuMemAddressReserve", ctypes.byref(address), _size(self.bytes), _size(0), ctypes.c_ulonglong(0), ctypes.c_ulonglong(0))
         self.address, self._mapped, self.exported = address.value, 0, None
+        self.start = self.address + first - device_bytes
         try:
             advice = "JAX holds most of it: set XLA_PYTHON_CLIENT_MEM_FRACTION to less before JAX starts, or give less device_bytes; it"
             self._map(device, first, f"device memory for {device_bytes:,} bytes of pages beside what JAX holds ({advice})")
@@ -264,16 +297,17 @@ def _nothing() -> int:
 
 
 class _Exported:
-    """A range as an object that `jax.dlpack.from_dlpack` takes."""
+    """What lies at an address, as an object that `jax.dlpack.from_dlpack` takes. It must live as long as the array. device: its number in
+    DLPack."""
 
-    def __init__(self, memory: _Range, shape: tuple[int, ...], dtype: jnp.dtype):
-        self.memory = memory
+    def __init__(self, address: int, shape: tuple[int, ...], dtype: jnp.dtype, device: int):
+        self._device = device, 0
         self._shape = (ctypes.c_int64 * len(shape))(*shape)
         self._strides = (ctypes.c_int64 * len(shape))(*(math.prod(shape[axis + 1 :]) for axis in range(len(shape))))
         code = DLPACK_BFLOAT if dtype == jnp.bfloat16 else DLPACK_FLOAT
         self._tensor = _Tensor(
-            data=memory.address,
-            device=(ctypes.c_int32 * 2)(DLPACK_CUDA, 0),
+            data=address,
+            device=(ctypes.c_int32 * 2)(device, 0),
             ndim=len(shape),
             code=code,
             bits=8 * dtype.itemsize,
@@ -284,10 +318,9 @@ class _Exported:
         )
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return DLPACK_CUDA, 0
+        return self._device
 
     def __dlpack__(self, **options):
-        self.memory.exported = self  # JAX reads what is exported until it makes the array
         new = ctypes.pythonapi.PyCapsule_New
         new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
         return new(ctypes.addressof(self._tensor), b"dltensor", None)

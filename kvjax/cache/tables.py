@@ -45,7 +45,7 @@ def page_table(rows: Sequence[Sequence[int]], width: int | None = None) -> Int[n
 
 
 def staged_width(pages: int) -> int:
-    """Columns of a page table of so many pages whose pages are copied (`kvjax.attend.stage`): few different numbers, so that few programs
+    """Columns of a page table of so many pages whose pages are copied (`kvjax.cache.staging`): few different numbers, so that few programs
     are compiled, but not many more than needed, because they take memory."""
     width = table_width(pages)
     step = width // 4 if width > 1024 else width

@@ -44,7 +44,7 @@ class TieredPrompts:
 
 def tiered_prompt_rows(plan: TieredPrompts, say: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
     """A row for each size of the device, length and policy: seconds of the prompt, and of its chunks, and on a GPU of the kernels of the
-    last one; bytes of earlier pages that its chunks copied from host memory; bytes that moved there; the rate of a plain copy from there;
+    last one; bytes that its chunks copied from host memory; bytes that moved there; the rate of a plain copy from there;
     and the most bytes of device memory that the process has taken so far, weights left out and pages of `device_bytes` included. `skipped`
     is set if everything on the device does not fit there."""
     say("weights")
@@ -99,12 +99,15 @@ def _compile(engine: HollowEngine, tokens: int, say: Callable[[str], None]) -> N
 
 def _time_prompt(engine: HollowEngine, tokens: int, frame: int) -> dict[str, Any]:
     before, prompt = engine.pool_stats(), random_prompt(engine.config, tokens, seed=1)
-    clock, staged = [time.perf_counter()], 0
+    clock, staged, done = [time.perf_counter()], 0, 0
 
     def after_chunk(count: int) -> None:
-        nonlocal staged
+        nonlocal staged, done
         clock.append(time.perf_counter())
-        staged += engine.host_pages * frame
+        done += count
+        if engine.host_pages:
+            rows = min(staged_width(engine.pages_for(done)), *(frames.counts.host for frames in engine.frames.values()))
+            staged += rows * frame
 
     (sequence,) = engine.prefill([prompt], on_tokens=after_chunk)
     jax.block_until_ready(sequence.logits)

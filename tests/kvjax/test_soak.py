@@ -8,6 +8,7 @@ import os
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from tiny_models import make_family
@@ -18,8 +19,8 @@ from kvjax.cache.transfer import block_bytes
 
 pytestmark = pytest.mark.bits
 
-PAGE, PAGES, LONGEST = 16, 22, 160
-SIZES = {"pages": PAGES, "page_size": PAGE, "prefill_chunk": PAGE, "batch_buckets": (2,), "policies": ("quest:1",)}
+PAGES, LONGEST = 22, 10
+"""Of the pool, and of the longest text, in pages."""
 ROUND = 6
 """Requests that run together."""
 GROWTH = 0.02
@@ -55,19 +56,21 @@ class Seen:
 class Soak:
     """An engine with stores, and one without, which answers each request alone."""
 
-    def __init__(self, model, folder, seed: int):
-        spec = model.config.cache_spec(PAGE)
+    def __init__(self, model, folder, seed: int, page_size: int):
+        spec = model.config.cache_spec(page_size)
+        sizes = {"pages": PAGES, "page_size": page_size, "prefill_chunk": page_size, "batch_buckets": (2,), "policies": ("quest:1",)}
         page = sum(block_bytes(spec, group.name) for group in spec.groups)
         self.folder, self.random, self.seen = folder, np.random.default_rng(seed), Seen(limit=9 * page)
-        self.engine = Engine(model, host_bytes=6 * page, disk=folder, disk_bytes=9 * page, **SIZES)
-        self.alone = Engine(model, **SIZES)
-        self.texts = self.random.integers(0, model.config.vocab_size, (4, LONGEST)).tolist()
+        self.engine = Engine(model, host_bytes=6 * page, disk=folder, disk_bytes=9 * page, **sizes)
+        self.alone = Engine(model, **sizes)
+        self.page_size, self.longest = page_size, LONGEST * page_size
+        self.texts = self.random.integers(0, model.config.vocab_size, (4, self.longest)).tolist()
         self.vocabulary, self.pinned = model.config.vocab_size, []
 
     def draw(self) -> Request:
         """A prompt that begins like one of a few texts."""
         random = self.random
-        prompt = self.texts[random.integers(len(self.texts))][: random.integers(20, LONGEST - 20)]
+        prompt = self.texts[random.integers(len(self.texts))][: random.integers(self.page_size + 4, self.longest - self.page_size - 4)]
         if random.integers(2):
             prompt = prompt + random.integers(0, self.vocabulary, 5).tolist()
         sampling = Sampling(int(random.integers(1, 9)), float(random.integers(2)), seed=int(random.integers(100)), logprobs=True)
@@ -105,8 +108,9 @@ class Soak:
         """Pin the beginning of a prompt, for some rounds."""
         while self.pinned and self.random.integers(2):
             self.engine.unpin(*self.pinned.pop(0))
-        asked = list(request.prompt[:64]), request.cache_salt
-        if not self.pinned and len(asked[0]) == 64:
+        size = 4 * self.page_size
+        asked = list(request.prompt[:size]), request.cache_salt
+        if not self.pinned and len(asked[0]) == size:
             try:
                 self.engine.pin(*asked)
             except (ValueError, OutOfPages):  # it was given up meanwhile
@@ -115,9 +119,9 @@ class Soak:
             self.seen.pins += 1
 
 
-def soak(name: str, folder, seconds: float, seed: int = 0) -> tuple[Seen, object]:
+def soak(model, folder, seconds: float, seed: int = 0, page_size: int = 16) -> tuple[Seen, object]:
     """Rounds until the time is over."""
-    running, ends = Soak(make_family(name), folder, seed), time.monotonic() + seconds
+    running, ends = Soak(model, folder, seed, page_size), time.monotonic() + seconds
     while time.monotonic() < ends or len(running.seen.memory) < 12:
         running.round()
     while running.pinned:
@@ -145,7 +149,7 @@ needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="
 
 @needs_proc
 def test_a_short_soak(tmp_path):
-    check(*soak("llama", tmp_path / "pages", 8))
+    check(*soak(make_family("llama"), tmp_path / "pages", 8))
 
 
 @needs_proc
@@ -154,7 +158,23 @@ def test_a_short_soak(tmp_path):
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5_text"])
 def test_a_long_soak(name, tmp_path, request, capsys):
     minutes = request.config.getoption("--soak-minutes") / 3
-    seen, stats = soak(name, tmp_path / "pages", 60 * minutes, seed=os.getpid())
+    soak_and_print(name, minutes, capsys, make_family(name), tmp_path / "pages")
+
+
+@needs_proc
+@pytest.mark.gpu
+@pytest.mark.timeout(0)
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+def test_a_long_soak_on_a_gpu(name, tmp_path, request, capsys):
+    minutes = request.config.getoption("--soak-minutes")
+    model = make_family(name, head_dim=128, dtype="bfloat16")
+    soak_and_print(name, minutes, capsys, model, tmp_path / "pages", page_size=128)
+
+
+def soak_and_print(name, minutes, capsys, model, folder, **sizes):
+    """A soak that must end well."""
+    seen, stats = soak(model, folder, 60 * minutes, seed=os.getpid(), **sizes)
     with capsys.disabled():
         print(f"\n{name}, {minutes:.1f} min, seed {os.getpid()}: {seen.requests:,} requests of {seen.tokens:,} tokens, {seen.wrong} differ")
         print(f"{seen.pins:,} pins, {seen.cancelled:,} cancelled; memory {seen.memory[-1] / 1e6:,.0f} MB, {seen.growth:+.2%}")

@@ -97,7 +97,7 @@ def test_what_was_mapped_is_given_back_where_memory_does_not_suffice(driver, mon
 def test_memory_goes_with_its_owner_and_not_before_the_device_is_done(driver):
     made = driver()
     memory = spanning._Range(GRAIN, GRAIN)
-    spanning._ranges[memory.address] = memory
+    spanning._ranges[memory.start] = memory
     array, other = (SimpleNamespace(unsafe_buffer_pointer=lambda at=at: at) for at in (FIRST_ADDRESS, 7))
     owner = type("Owner", (), {})()
     spanning.free_with(owner, [array, other])
@@ -111,6 +111,36 @@ def test_memory_goes_with_its_owner_and_not_before_the_device_is_done(driver):
     assert names[-2:] == ["cuMemUnmap", "cuMemAddressFree"]
 
 
+@pytest.mark.parametrize("rows", [3, 8192])
+def test_host_rows_begin_where_host_memory_does(driver, monkeypatch, rows):
+    made, row = driver(), 256
+    monkeypatch.setattr(spanning.jax.dlpack, "from_dlpack", lambda exported: exported)
+    monkeypatch.setattr(spanning, "_ranges", {})
+    monkeypatch.setattr(spanning, "_views", [])
+    array = spanning._mapped((rows + 5, row // 4), jnp.dtype("float32"), rows)
+    start, *others = spanning._ranges
+    assert not others
+    assert array._tensor.data == start
+    on_device = sum(call[2] for call in made.calls if call[0] == "create" and call[1] == spanning.ON_DEVICE)
+    assert start + rows * row == FIRST_ADDRESS + on_device
+    spanning._host_view.cache_clear()
+    device = SimpleNamespace(platform="gpu")
+    shown = SimpleNamespace(
+        devices=lambda: [device], shape=(rows + 5, row // 4), dtype=jnp.dtype("float32"), unsafe_buffer_pointer=lambda: start
+    )
+    view = spanning.host_rows(shown, rows + 1, 3)
+    assert (view._tensor.data, list(view._tensor.shape[:2])) == (start + (rows + 1) * row, [3, row // 4])
+    assert view.__dlpack_device__() == (spanning.DLPACK_CUDA_HOST, 0)
+    assert spanning.host_rows(shown, rows + 1, 3) is view
+    spanning._host_view.cache_clear()
+
+
+def test_rows_that_would_begin_at_an_odd_address_are_refused(driver):
+    driver()
+    with pytest.raises(NotImplementedError, match=r"pages of 12 bytes .* choose another page_size"):
+        spanning._mapped((4, 3), jnp.dtype("float32"), 1)
+
+
 def test_other_errors_are_told_by_name(driver):
     made = driver()
     made.cuMemSetAccess = lambda *args: 1
@@ -119,10 +149,8 @@ def test_other_errors_are_told_by_name(driver):
     assert made.names()[-1] == "cuMemAddressFree"
 
 
-def test_what_is_exported_says_where_and_what_it_is(driver):
-    driver()
-    memory = spanning._Range(GRAIN, GRAIN)
-    exported = spanning._Exported(memory, (4, 3, 5), jnp.dtype("bfloat16"))
+def test_what_is_exported_says_where_and_what_it_is():
+    exported = spanning._Exported(FIRST_ADDRESS, (4, 3, 5), jnp.dtype("bfloat16"), spanning.DLPACK_CUDA)
     tensor = exported._tensor
     assert exported.__dlpack_device__() == (spanning.DLPACK_CUDA, 0) == tuple(tensor.device)
     assert (tensor.data, tensor.ndim, tensor.code, tensor.bits, tensor.lanes) == (FIRST_ADDRESS, 3, spanning.DLPACK_BFLOAT, 16, 1)
@@ -134,3 +162,5 @@ def test_what_is_exported_says_where_and_what_it_is(driver):
 def test_on_a_cpu_it_is_one_array():
     array = spanning.empty((4, 2), jnp.dtype("float32"), 1)
     assert (array.shape, array.dtype, float(array.sum())) == ((4, 2), jnp.float32, 0.0)
+    array = array.at[2:].set(jnp.arange(4.0).reshape(2, 2))
+    assert spanning.host_rows(array, 2, 2).tolist() == [[0, 1], [2, 3]]
