@@ -145,7 +145,8 @@ class Prefiller:
         staged = self._stage(sequence, start, last) if self._pool.any_on_host(sequence.pages) else None
         if staged and not self._warned:
             self._warn_of_copies(start, first + len(tokens))
-        tables = self._groups.staged_tables(sequence, last) if staged else self._groups.tables([sequence])
+        widths = {name: where.places.shape[1] for name, (where, _) in (staged or {}).items()}
+        tables = self._groups.staged_tables(sequence, last, widths) if staged else self._groups.tables([sequence])
         ends = len(written) == len(tokens)
         return ChunkRun(sequence, written, first, last, start, policy, ends, whole, all_logits, learning, opened, tables, staged, ids)
 
@@ -158,6 +159,8 @@ class Prefiller:
             frames = self._pool.frames[name]
             known = np.where(pages >= 0, frames.frame_of[np.maximum(pages, 0)], -1)
             found[name] = stage(known, start // group.page_size, frames.counts, -(-self.chunk // group.page_size))
+            copied = found[name][1].rows or int((known >= frames.counts.border).sum())
+            self._pool.copied_bytes += copied * self._groups.spec.bytes_per_frame(name)
         return found
 
     def _window(self, staged: dict[str, tuple[Staged, Window]], number: int) -> Any:

@@ -25,7 +25,7 @@ from kvjax.attend import (
 from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache, frame_tables
 from kvjax.cache.hot import count as count_fetched
 from kvjax.cache.packed import opened
-from kvjax.cache.staging import Staged, complete, copy_window
+from kvjax.cache.staging import Staged, complete, copy_keys, copy_values
 from kvjax.learning import Learning
 from kvjax.model import Decoder, LayerInput, Params, Recurrence
 from kvjax.outcomes import Reads, pack
@@ -89,7 +89,8 @@ def prefill_layers(
             return out, (_replace(layers, layer, after), learned, copied)
         frames = tables.get(cache.spec.layers[layer].group)
         if layer in copied_layers:
-            copied = copy_window(windows[layer], heads) if copied is None else copied
+            if copied is None and windows[layer] is not None:
+                copied = copy_values(*copy_keys(windows[layer], heads), heads)
             # The chunk is written after its pool was copied, in which some of its pages may lie.
             copied, heads = jax.lax.optimization_barrier((copied, heads))
         written, open_pages = write(cache, layers, layer, heads, positions, valid, indexes, frames, (fresh, first))
@@ -104,13 +105,17 @@ def prefill_layers(
         if layer in copied_layers:
             where = staged[cache.spec.layers[layer].group]
             read, ctx = read.replace(pages=complete(copied, read.pages, where)), ctx.replace(moved=where.places)
-            following = copied_layers[copied_layers.index(layer) + 1 :]
-            copied = copy_window(windows[following[0]], heads) if following else None
+        following = next((each for each in copied_layers if each > layer), None)
+        coming = None if following is None or windows[following] is None else copy_keys(windows[following], heads)
         if dealt_out:
             whole = cache.page_tables[cache.spec.layers[layer].group]
             read, ctx = bring(read, ctx, whole, indexes_of(policy) if heads.window is None else ())
         out, states = attend_chunk(policy, heads, read, ctx, learning, known)
-        return out, (layers, (*learned, states), copied)
+        if coming is not None:  # keys are copied beside the attention, values beside the layer's matrices: XLA begins copies late by itself
+            keys, later = coming
+            keys, out = jax.lax.optimization_barrier((keys, out))
+            coming = copy_values(keys, later, out)
+        return out, (layers, (*learned, states), coming)
 
     x, (layers, learned, _) = decoder.run_layers(params, x, positions, mix, (cache.layers, (), None))
     return x, cache.replace(layers=layers), tuple(zip(*learned, strict=True)), missing

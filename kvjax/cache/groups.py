@@ -14,7 +14,7 @@ from kvjax.cache.allocator import OutOfPages, PageAllocator, PartedAllocator
 from kvjax.cache.frames import Frames
 from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.spec import MOST_TOKENS, WHOLE, CacheSpec, GroupSpec
-from kvjax.cache.tables import page_table, staged_width
+from kvjax.cache.tables import page_table
 from kvjax.cache.types import IndexSpec, LayerCache
 from kvjax.sharding import Shards
 from pallas_kernels.place_tiles import WAYS
@@ -227,10 +227,10 @@ class GroupPages:
         """Page tables of a batch, by group."""
         return {group.name: page_table([slot.pages[group.name] if slot else () for slot in slots]) for group in self.spec.groups}
 
-    def staged_tables(self, sequence: Holder, length: int) -> dict[str, Int[np.ndarray, "1 M"]]:
-        """Page tables of a sequence's first `length` tokens, as wide as staging needs, by group."""
+    def staged_tables(self, sequence: Holder, length: int, widths: Mapping[str, int]) -> dict[str, Int[np.ndarray, "1 M"]]:
+        """Page tables of a sequence's first `length` tokens, by group, with so many columns in the groups that `widths` names."""
         counts = {group.name: pages_for(length, group) for group in self.spec.groups}
-        return {name: page_table([sequence.pages[name][:count]], staged_width(count)) for name, count in counts.items()}
+        return {name: page_table([sequence.pages[name][:count]], widths.get(name)) for name, count in counts.items()}
 
     def held(self, sequence: Holder, grain: int | None = None) -> dict[str, list[int]]:
         """The logical pages of a sequence that must be stored, and that it holds, by group. grain: as in `stored_pages`."""

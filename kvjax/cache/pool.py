@@ -31,14 +31,15 @@ class PoolStats:
     """Where the pages of the pool lie, and what has moved since the engine was made.
 
     device_pages, host_pages: pages there now, of sequences and of prompts that the engine keeps. moved_bytes: keys and values that moved to
-    host memory, to make room. asked, found: tiles (one KV head of a page, in one layer) of pages in host memory that steps have listed
-    through the hot buffer, and those of them that were in it. host_read_bytes: what the others took over the bus. Tiles that steps read in
-    place without the buffer, as dense ones do, are not counted.
+    host memory, to make room. copied_bytes: what chunks of prefill copied back, for as long as they ran. asked, found: tiles (one KV head
+    of a page, in one layer) of pages in host memory that steps have listed through the hot buffer, and those of them that were in it.
+    host_read_bytes: what the others took over the bus. Tiles that steps read in place without the buffer, as dense ones do, are left out.
     """
 
     device_pages: int
     host_pages: int
     moved_bytes: int
+    copied_bytes: int
     asked: int
     found: int
     host_read_bytes: int
@@ -51,14 +52,15 @@ class PoolStats:
         )
         read = f", and read {self.host_read_bytes / 1e6:,.0f} MB from host memory" if self.asked else ""
         moved = f"{self.moved_bytes / 1e6:,.0f} MB moved to host memory"
-        return f"pool: {self.device_pages:,} pages on the device, {self.host_pages:,} in host memory; {moved}{hits}{read}"
+        copied = f", {self.copied_bytes / 1e6:,.0f} MB copied back by prefill" if self.copied_bytes else ""
+        return f"pool: {self.device_pages:,} pages on the device, {self.host_pages:,} in host memory; {moved}{copied}{hits}{read}"
 
 
 class Pool:
     """The layers' pages. Every step consumes them (they are donated) and returns them.
 
     frames: those of the layer groups whose pages may lie in host memory. In other groups the frame of a page is its id. shards: of the mesh
-    over which layers are split; None: one device.
+    over which layers are split; None: one device. copied_bytes: what chunks of prefill copied from host memory.
     """
 
     def __init__(self, layers: Layers, spec: CacheSpec, frames: Mapping[str, Frames] | None = None, shards: Shards | None = None):
@@ -72,6 +74,7 @@ class Pool:
         self._missing: list[jax.Array] = []  # counts of chunks of prefill that were not looked at yet
         self._latest: jax.Array | None = None  # an output of the latest call, which shows whether it failed
         self._failure: Exception | None = None
+        self.copied_bytes = 0
 
     @property
     def layers(self) -> Layers:
@@ -124,6 +127,7 @@ class Pool:
             device_pages=sum(frames.on_device for frames in self.frames.values()),
             host_pages=sum(frames.on_host for frames in self.frames.values()),
             moved_bytes=sum(frames.moved * self.spec.bytes_per_frame(name) for name, frames in self.frames.items()),
+            copied_bytes=self.copied_bytes,
             asked=sum(asked for asked, _, _ in counts),
             found=sum(asked - read for asked, read, _ in counts),
             host_read_bytes=sum(read * size for _, read, size in counts),

@@ -1,8 +1,7 @@
 """Copies of a sequence's pages in device memory, for chunks of prefill, whose attention reads each page many times.
 
-The pages that lie in host memory mostly follow each other there. So one plain copy brings a window of them, and the copies of a layer run
-beside the layer before it. The other pages, and those that the chunk itself writes, are then put into rows of the window that the sequence
-does not need.
+The pages that lie in host memory mostly follow each other there. So one plain copy brings a window of them, beside the computation of the
+layer before. The other pages, and those that the chunk itself writes, are then put behind them.
 """
 
 from __future__ import annotations
@@ -20,15 +19,20 @@ from kvjax.cache.spanning import FrameCounts, host_rows
 from kvjax.cache.tables import staged_width
 from kvjax.cache.types import LatentPages, PagedKV
 
+SPREAD = 2
+"""Pages that lie farther apart in host memory than this, in frames for each page, are copied one by one."""
+ROUNDED = 64
+"""The number of pages that are copied one by one is a multiple of this, so that few programs are compiled."""
+
 
 @flax.struct.dataclass
 class Staged:
-    """Where a chunk finds the pages of a layer group. places: the row of each logical page among the copies, -1 where there is none.
-    Row targets[i] gets the page of frame sources[i] once the chunk has been written; targets from V on are padding."""
+    """Where a chunk finds the pages of a layer group. places: the row of each logical page among the copies, -1 where there is none. The
+    pages of the frames `sources` are put into the rows from `tail` on, once the chunk has been written."""
 
     places: Int[Array, "1 V"]
     sources: Int[Array, "G"]
-    targets: Int[Array, "G"]
+    tail: Int[Array, ""]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,69 +43,71 @@ class Window:
     rows: int
 
     def of(self, layer: PagedKV | LatentPages) -> Any:
-        """The layer's part of them, as arrays in host memory; see `host_rows`."""
-        return jax.tree.map(lambda pool: host_rows(pool, self.first, self.rows), layer.pages)
+        """The layer's part of them, as arrays in host memory (`host_rows`); None if there are none."""
+        return jax.tree.map(lambda pool: host_rows(pool, self.first, self.rows), layer.pages) if self.rows else None
+
+
+def sizes(in_host: int, counts: FrameCounts, written: int) -> tuple[int, int]:
+    """How many pages are copied one by one, and rows for them and a window of `in_host` pages. written: as in `stage`."""
+    others = -(-(counts.device + written) // ROUNDED) * ROUNDED  # they lie on the device, or are the chunk's
+    return others, staged_width(in_host + others)
 
 
 def stage(frames: Int[np.ndarray, " n"], own: int, counts: FrameCounts, written: int) -> tuple[Staged, Window]:
     """How to copy the pages of a sequence, whose frames are given, -1 where it has none. own: the first page that the chunk writes, or has
     written before; written: how many pages a chunk writes at most.
 
-    The sizes of the result depend on the number of pages alone, unless the pages lie far apart. So few programs are compiled.
+    The sizes of the result depend on the number of pages alone, unless these lie far apart. So few programs are compiled.
     """
-    width = staged_width(len(frames))
-    rows = min(width, counts.host)
-    earlier = np.arange(len(frames)) < own
-    there = np.sort(frames[earlier & (frames >= counts.border)]) - counts.border
-    first = counts.border + _best_window(there, rows, counts.host)
-    inside = earlier & (frames >= first) & (frames < first + rows)
-    places = np.full(width, -1, np.int32)
-    places[: len(frames)][inside] = frames[inside] - first
-    outside = np.flatnonzero((frames >= 0) & ~inside)
-    free = np.setdiff1d(np.arange(width), places[places >= 0])
-    places[outside] = free[: len(outside)]
-    size = min(width, staged_width(counts.device + written))
-    size = size if len(outside) <= size else width
-    sources, targets = np.zeros(size, np.int32), width + np.arange(size, dtype=np.int32)
-    sources[: len(outside)], targets[: len(outside)] = frames[outside], places[outside]
-    return Staged(places[None], sources, targets), Window(first, rows)
+    in_host = (frames >= counts.border) & (np.arange(len(frames)) < own)
+    there = frames[in_host]
+    low, high = (there.min(), there.max() + 1) if there.size else (counts.border, counts.border)
+    if high - low > SPREAD * there.size or not there.size:
+        width = staged_width(len(frames))
+        places, sources = np.full(width, -1, np.int32), np.zeros(width, np.int32)
+        places[: len(frames)] = np.where(frames >= 0, np.arange(len(frames)), -1)
+        sources[: len(frames)] = np.maximum(frames, 0)
+        return Staged(places[None], sources, np.int32(0)), Window(counts.border, 0)
+    size, width = sizes(high - low, counts, written)
+    if low + width <= counts.total:
+        first, rows, tail = low, width, high - low
+    elif high - width >= counts.border:
+        first, rows, tail = high - width, width, 0
+    else:
+        first, rows, tail, width = counts.border, counts.host, counts.host, staged_width(counts.host + size)
+    others = np.flatnonzero((frames >= 0) & ~in_host)
+    places, sources = np.full(width, -1, np.int32), np.zeros(size, np.int32)
+    places[: len(frames)] = np.where(in_host, frames - first, -1)
+    places[others], sources[: len(others)] = tail + np.arange(len(others)), frames[others]
+    return Staged(places[None], sources, np.int32(tail)), Window(int(first), int(rows))
 
 
-STEPS = 8
-"""A window begins at a multiple of its size divided by this. So windows are few, and each can be kept (`host_rows`)."""
+def copy_keys(window: Any, after: Any) -> tuple[Any, Any]:
+    """A window's keys, or latents, on their way to device memory, and what is still to be copied (`copy_values`). after: arrays that are
+    computed before the copy begins."""
+    (keys, *values), tree = jax.tree.flatten(window)
+    return _copied(keys, after), (values, tree)
 
 
-def _best_window(there: Int[np.ndarray, " n"], rows: int, total: int) -> int:
-    """The beginning of a window of so many rows that holds as many of these sorted numbers as any other that begins at a step. total: the
-    window ends before it."""
-    step = max(1, rows // STEPS)
-    starts = np.append(np.arange(0, total - rows, step), total - rows)
-    held = np.searchsorted(there, starts + rows) - np.searchsorted(there, starts)
-    return int(starts[np.argmax(held)])
+def copy_values(keys: Any, later: Any, after: Any) -> Any:
+    """A window in device memory: arrays `[rows, K, page_size, D]`, in the tree that it came in."""
+    values, tree = later
+    return jax.tree.unflatten(tree, [keys, *(_copied(each, after) for each in values)])
 
 
-def copy_window(window: Any, after: Any) -> Any:
-    """A window's pages in device memory: arrays `[rows, K, page_size, D]`. after: arrays that are computed before the copy begins.
-
-    XLA begins a copy a few operations before its result is needed. The arrays are copied one after the other, so that the first copy begins
-    earlier.
-    """
-    leaves, tree = jax.tree.flatten(window)
-    copies = []
-    for each in leaves:
-        each, after = jax.lax.optimization_barrier((each, after))
-        after = jax.device_put(each, jax.memory.Space.Device)
-        copies.append(after)
-    return jax.tree.unflatten(tree, copies)
+def _copied(array: Array, after: Any) -> Array:
+    array, _ = jax.lax.optimization_barrier((array, after))
+    return jax.device_put(array, jax.memory.Space.Device)
 
 
 def complete(copies: Any, pages: Any, staged: Staged) -> Any:
-    """A window's pages with those of `staged.sources` in their rows: arrays `[V, K, page_size, D]`. pages: of the layer, written."""
+    """The pages of a sequence: arrays `[V, K, page_size, D]`. copies: of a window; None: there is none. pages: of the layer, written."""
     width = staged.places.shape[1]
 
-    def put(rows: Array, pool: Array) -> Array:
+    def put(rows: Array, others: Array) -> Array:
         rows = jnp.pad(rows, ((0, width - rows.shape[0]), *[(0, 0)] * (rows.ndim - 1)))
-        return rows.at[staged.targets].set(pool[staged.sources], mode="drop", unique_indices=True)
+        return jax.lax.dynamic_update_slice_in_dim(rows, others, staged.tail, axis=0)
 
+    others = jax.tree.map(lambda pool: pool[staged.sources], pages)
     # Without the barrier XLA may copy a page again for each tile that reads it.
-    return jax.lax.optimization_barrier(jax.tree.map(put, copies, pages))
+    return jax.lax.optimization_barrier(others if copies is None else jax.tree.map(put, copies, others))

@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 
-from kvjax.cache.tables import staged_width, table_width
+from kvjax.cache.staging import sizes
+from kvjax.cache.tables import table_width
 from kvjax.memory import memory_plan
 from kvjax.model import ModelConfig
 from kvjax.policies.prefill import PrefillPolicy, indexes_of, name_of
@@ -66,7 +67,7 @@ def tiered_prompt_rows(plan: TieredPrompts, say: Callable[[str], None] = lambda 
             for tokens in plan.tokens:
                 _compile(engine, tokens, say)
                 say(f"{tokens:,} tokens, {policy}")
-                measured = _time_prompt(engine, tokens, frame)
+                measured = _time_prompt(engine, tokens)
                 there = 0 if device_bytes is None else device_bytes
                 taken = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
                 measured["peak_bytes"] = None if taken is None else taken - weights + there
@@ -81,13 +82,21 @@ def _named(plan: TieredPrompts, tokens: int, policy: PrefillPolicy, device_bytes
 
 
 def _compile(engine: HollowEngine, tokens: int, say: Callable[[str], None]) -> None:
-    """Run one chunk of every program that the prompt needs, after a beginning that is not computed."""
+    """Run one chunk of every program that the prompt needs, after a beginning that is not computed, and a prompt whose pages move."""
+    room = sum(frames.counts.device for frames in engine.frames.values()) * PAGE_SIZE
+    if room:
+        engine.free(*engine.prefill([random_prompt(engine.config, min(tokens, room + 2 * engine.prefill_chunk), seed=0)]))
     known = set()
     for start in range(0, tokens, engine.prefill_chunk):
         count = min(engine.prefill_chunk, tokens - start)
         pages = engine.pages_for(start + count)
         policy = engine._declared.choose_prefill(engine.prefill_policy, start)
-        needs = policy, count < engine.prefill_chunk or start + count == tokens, table_width(pages), staged_width(pages)
+        staged = [
+            sizes(pages - frames.counts.device, frames.counts, engine.prefill_chunk // PAGE_SIZE)
+            for frames in engine.frames.values()
+            if pages > frames.counts.device
+        ]
+        needs = policy, count < engine.prefill_chunk or start + count == tokens, table_width(pages), tuple(staged)
         if needs in known:
             continue
         known.add(needs)
@@ -97,17 +106,12 @@ def _compile(engine: HollowEngine, tokens: int, say: Callable[[str], None]) -> N
         engine.free(sequence)
 
 
-def _time_prompt(engine: HollowEngine, tokens: int, frame: int) -> dict[str, Any]:
+def _time_prompt(engine: HollowEngine, tokens: int) -> dict[str, Any]:
     before, prompt = engine.pool_stats(), random_prompt(engine.config, tokens, seed=1)
-    clock, staged, done = [time.perf_counter()], 0, 0
+    clock = [time.perf_counter()]
 
     def after_chunk(count: int) -> None:
-        nonlocal staged, done
         clock.append(time.perf_counter())
-        done += count
-        if engine.host_pages:
-            rows = min(staged_width(engine.pages_for(done)), *(frames.counts.host for frames in engine.frames.values()))
-            staged += rows * frame
 
     (sequence,) = engine.prefill([prompt], on_tokens=after_chunk)
     jax.block_until_ready(sequence.logits)
@@ -124,7 +128,7 @@ def _time_prompt(engine: HollowEngine, tokens: int, frame: int) -> dict[str, Any
         "seconds": seconds,
         "chunks_s": chunks,
         "median_chunk_s": statistics.median(chunks),
-        "staged_bytes": staged,
+        "staged_bytes": 0 if after is None else after.copied_bytes - before.copied_bytes,
         "moved_bytes": 0 if after is None else after.moved_bytes - before.moved_bytes,
         "last_chunk_kernels_s": kernels,
     }

@@ -2,7 +2,6 @@
 
 import jax
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,11 +34,12 @@ def test_every_page_is_in_the_row_that_is_told(drawn):
     assert window.first >= counts.border, "a window lies in host memory"
     assert window.first + window.rows <= counts.total
     pool = np.random.default_rng(0).normal(size=(counts.total, 1, PAGE, 2)).astype(np.float32)
-    layer = PagedKV(Pages(pool, pool + 1), {})
+    layer = PagedKV(Pages(*map(jax.numpy.asarray, (pool, pool + 1))), {})
     written = pool.copy()  # the chunk writes its pages after the window was copied
     written[frames[own:][frames[own:] >= 0]] += 5
-    copies = staging.copy_window(window.of(jax.tree.map(jax.numpy.asarray, layer)), ())
-    copies = staging.complete(copies, Pages(written, written + 1), staged)
+    brought = window.of(layer)
+    copies = None if brought is None else staging.copy_values(*staging.copy_keys(brought, ()), ())
+    copies = staging.complete(copies, Pages(*map(jax.numpy.asarray, (written, written + 1))), staged)
     places = staged.places[0]
     assert (places[len(frames) :] == -1).all()
     assert ((places[: len(frames)] >= 0) == (frames >= 0)).all()
@@ -49,26 +49,25 @@ def test_every_page_is_in_the_row_that_is_told(drawn):
 
 
 def test_pages_that_follow_each_other_come_with_the_window():
-    """Only the pages on the device and those of the chunk are put in their rows one by one."""
-    counts = FrameCounts(40, 20, 1000)
-    frames = np.array([*range(60, 860), *range(40)])
-    staged, window = staging.stage(frames, own=836, counts=counts, written=4)
-    assert (window.first, window.rows) == (60, 1000)
-    assert staged.places[0, :800].tolist() == list(range(800))
-    assert (staged.targets < staged.places.shape[1]).sum() == 40
-    assert staged.sources.size == staging.staged_width(44), "as many as there can be on the device"
+    """Only the pages on the device and those of the chunk are copied one by one."""
+    counts = FrameCounts(40, 20, 3000)
+    frames = np.array([*range(160, 1460), *range(40)])
+    staged, window = staging.stage(frames, own=1336, counts=counts, written=4)
+    assert (window.first, window.rows) == (160, 2048)
+    assert staged.places[0, :1340].tolist() == [*range(1300), *range(1300, 1340)]
+    assert (int(staged.tail), staged.sources.size) == (1300, 64)
 
 
-def test_pages_far_apart_are_all_copied():
+def test_pages_at_the_end_of_host_memory_come_behind_the_others():
+    counts = FrameCounts(2, 0, 3000)
+    staged, window = staging.stage(np.array([*range(1702, 3002), 0, 1]), own=1300, counts=counts, written=2)
+    assert (window.first, window.rows, int(staged.tail)) == (3002 - 2048, 2048, 0)
+    assert staged.places[0, [0, 1299, 1300, 1301]].tolist() == [2048 - 1300, 2047, 0, 1]
+
+
+def test_pages_far_apart_are_copied_one_by_one():
     counts = FrameCounts(2, 0, 5000)
     frames = np.arange(2, 5002, 25)
     staged, window = staging.stage(frames, own=200, counts=counts, written=2)
     assert staged.sources.size == staged.places.shape[1] == staging.staged_width(200)
-    assert window.rows == staging.staged_width(200)
-
-
-@pytest.mark.parametrize("there", [[0, 1, 2, 70, 71, 72, 73, 74], [3], [], [93, 95, 99]])
-def test_the_window_with_most_pages_is_taken(there):
-    first = staging._best_window(np.array(there, int), 16, 100)
-    held = [sum(start <= each < start + 16 for each in there) for start in (*range(0, 84, 2), 84)]
-    assert sum(first <= each < first + 16 for each in there) == max(held)
+    assert window.rows == 0
