@@ -23,6 +23,9 @@ from kvjax.serving.bench.prefill import longest
 from kvjax.serving.bench.tiers import copy_rate
 from pallas_kernels.bench.timing import record
 
+MOST = 0.93
+"""Share of the free memory that pages of a prompt may take where all of it lies on the device. The rest is for its chunks."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TieredPrompts:
@@ -57,7 +60,9 @@ def tiered_prompt_rows(plan: TieredPrompts, say: Callable[[str], None] = lambda 
             pages = -(-max(plan.tokens) // PAGE_SIZE) + 1
             sizes = {"pages": pages} if device_bytes is None else {"device_bytes": device_bytes, "pool_host_bytes": pages * frame}
             if device_bytes is None:
-                fit_in = memory_plan(plan.config, page_size=PAGE_SIZE, indexes=indexes_of(policy), weights_bytes=0).pages_that_fit
+                free = {"available_bytes": int(MOST * (stats["bytes_limit"] - stats["bytes_in_use"]))} if (stats := memory_stats()) else {}
+                spec = {"page_size": PAGE_SIZE, "indexes": indexes_of(policy), "prefill_chunk": plan.chunk}
+                fit_in = memory_plan(plan.config, weights_bytes=0, **spec, **free).pages_that_fit
                 if pages > fit_in:
                     why = f"{pages:,} pages are more than the {fit_in:,} that fit on the device"
                     yield from (_named(plan, tokens, policy, None) | {"skipped": why} for tokens in plan.tokens)
@@ -69,11 +74,16 @@ def tiered_prompt_rows(plan: TieredPrompts, say: Callable[[str], None] = lambda 
                 say(f"{tokens:,} tokens, {policy}")
                 measured = _time_prompt(engine, tokens)
                 there = 0 if device_bytes is None else device_bytes
-                taken = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+                taken = memory_stats().get("peak_bytes_in_use")
                 measured["peak_bytes"] = None if taken is None else taken - weights + there
                 yield _named(plan, tokens, policy, device_bytes) | measured | {"rate": rate}
             del engine
             gc.collect()
+
+
+def memory_stats() -> dict[str, int]:
+    """What the device says of its memory; empty where it says nothing."""
+    return jax.local_devices()[0].memory_stats() or {}
 
 
 def _named(plan: TieredPrompts, tokens: int, policy: PrefillPolicy, device_bytes: int | None) -> dict[str, Any]:

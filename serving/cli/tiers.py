@@ -65,7 +65,8 @@ def tiered_prefill_command(
     shape: ShapeOption = "qwen2.5-7b",
     tokens: Annotated[str, typer.Option(help="Tokens of the prompts, separated by commas.")] = "1m",
     device_memory: Annotated[
-        str, typer.Option(help="What the cache takes on the device; the rest lies in host memory. Several sizes are separated by commas.")
+        str,
+        typer.Option(help="What the cache takes on the device, as 4GB or 2GB,8GB; the rest lies in host memory. Empty: only --resident."),
     ] = "4GB",
     resident: Annotated[bool, typer.Option("--resident", help="Time prompts with everything on the device, too, where that fits.")] = False,
     policies: Annotated[str, typer.Option(help="Prefill policies, separated by commas.")] = "momo:128/8,bounds:32",
@@ -83,7 +84,8 @@ def tiered_prefill_command(
     from kvjax.serving.bench.tiered_prompts import TieredPrompts, tiered_prompt_rows
 
     fields = {"tokens": parse_lengths(tokens, "tokens"), "policies": policies_of(policies), "chunk": chunk}
-    fields["device_bytes"] = (*byte_counts(device_memory, "--device-memory"), *([None] if resident else []))
+    sizes = byte_counts(device_memory, "--device-memory") if device_memory else ()
+    fields["device_bytes"] = (*sizes, *([None] if resident or not sizes else []))
     plan = plan_of(TieredPrompts, shape, config_of_shape(shape, layers, dtype), **fields)
     run(json_out, "tiered-prefill", lambda say: tiered_prompt_rows(plan, say))
 
