@@ -50,6 +50,8 @@ def pytest_configure(config):
         flags = os.environ["XLA_FLAGS"] = f"{flags} {DEVICES}".strip()
     if not config.getoption("--optimized") and QUICK_EMITTERS not in flags:  # workers have them from the process that started them
         os.environ["XLA_FLAGS"] = f"{flags} {QUICK_EMITTERS}".strip()
+    # What modules compute when they are imported, too: weights of models, and fixtures of the session.
+    jax.config.update("jax_disable_most_optimizations", not config.getoption("--optimized"))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -25,16 +25,20 @@ def forward(model, longest, remapped=None):
     first = model.config.layers[0].mixer
     groups, theta = first.num_heads // first.num_kv_heads, first.rope.theta
     place = jnp.arange(longest)
-    gone = 0 if remapped is None else jnp.maximum(place - (sum(remapped) - 1), 0)[:, None]
-    sinks = 0 if remapped is None else remapped[0]
-    of_keys = jnp.where(place < sinks, place, place - gone) if remapped else jnp.broadcast_to(place, (longest, longest))
-    of_queries = jnp.diagonal(of_keys)
+    of_queries = place
+    if remapped is not None:
+        of_keys = jnp.where(place < remapped[0], place, place - jnp.maximum(place - (sum(remapped) - 1), 0)[:, None])
+        of_queries = jnp.diagonal(of_keys)
 
     def run(tokens, mask):
         def mix(layer, given, state):
-            keys = rotated(jnp.broadcast_to(given.k[0], (longest, *given.k.shape[1:])), of_keys, theta)  # of each query, of each key
             queries = rotated(given.q[0], of_queries, theta)
-            logits = jnp.einsum("thd,tshd->ths", queries, jnp.repeat(keys, groups, axis=2)) * first.sm_scale
+            if remapped is None:
+                logits = jnp.einsum("thd,shd->ths", queries, jnp.repeat(rotated(given.k[0], place, theta), groups, axis=1))
+            else:  # a key stands elsewhere for each query
+                keys = rotated(jnp.broadcast_to(given.k[0], (longest, *given.k.shape[1:])), of_keys, theta)
+                logits = jnp.einsum("thd,tshd->ths", queries, jnp.repeat(keys, groups, axis=2))
+            logits = logits * first.sm_scale
             paid = jax.nn.softmax(jnp.where(mask[layer].swapaxes(0, 1), logits, -jnp.inf), axis=-1)
             out = jnp.einsum("ths,shd->thd", paid, jnp.repeat(given.v[0], groups, axis=1))
             return out[None].astype(given.q.dtype), (*state, paid)

@@ -16,7 +16,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny_models import make_family
+from tiny_models import make_family, shallow
 
 import kvjax
 from kvjax.model import fingerprint
@@ -49,7 +49,7 @@ def prompts_of(model):
 def engine_of(devices, policy=None):
     """An engine whose pool is too small for all prompts at once."""
     sizes = {"pages": 20, "page_size": PAGE, "prefill_chunk": CHUNK, "batch_buckets": (4,)}
-    return kvjax.Engine(make_family("llama"), policy or POLICIES[devices], mesh=kvjax.mesh(**MESHES[devices]), **sizes)
+    return kvjax.Engine(shallow(make_family("llama")), policy or POLICIES[devices], mesh=kvjax.mesh(**MESHES[devices]), **sizes)
 
 
 def alike(engine, folder):

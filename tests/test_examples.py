@@ -49,7 +49,7 @@ def test_every_public_name_has_an_example():
         assert ">>> " in code, name
 
 
-DEAREST = ("Engine", "CachedSequence", "OutOfPages", "replicas", "Window", "HeavyPages", "dispatch")
+DEAREST = ("Engine", "CachedSequence", "OutOfPages", "replicas", "Cascade", "Window", "HeavyPages", "dispatch")
 """Sections of engines of other sizes, whose programs take most of the time. None of the others needs what they define."""
 
 

@@ -176,6 +176,12 @@ def make_family(name, *, head_dim=16, window=24, dtype="float32"):
     return TinyModel(TransformerDecoder(config), init_params(config, jax.random.key(7), std=0.15))
 
 
+def shallow(model):
+    """The first layer of a model alone, for tests of what does not differ from layer to layer: its programs compile in less time."""
+    config = dataclasses.replace(model.config, layers=model.config.layers[:1])
+    return TinyModel(TransformerDecoder(config), model.params | {"layers": model.params["layers"][:1]}, model.tokenizer)
+
+
 def remembering(config):
     """A model with recurrent layers whose decays are so slow that a page's tokens are remembered."""
     decoder = TransformerDecoder(config)

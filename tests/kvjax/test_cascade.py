@@ -283,6 +283,11 @@ def test_names_and_policies_go_both_ways(name):
     assert parse(str(parse(name))) == parse(name)
 
 
+def test_it_says_what_it_reads():
+    said = "cascade:4 (1,152 keys: 1 sink + 4 local + 4 of 32 distant blocks of 128, by 4 bits, or the packed cache)"
+    assert parse("cascade:4").describe() == said
+
+
 @pytest.mark.parametrize(
     ("name", "said"), [("cascade:4/3", "shortlist"), ("cascade:0", "k must"), ("cascade:4+3bit", "bits must be 1, 2, 4")]
 )

@@ -25,6 +25,10 @@ from kvjax.policies.decode import TopBlocks, Window
 
 FRAMES = FrameCounts(device=6, hot=8, host=34)
 """Of the engines: as many pages as those of `Sizes`."""
+QUICK = dataclasses.replace(SMALL, drafts=(4,))
+"""Half as many programs, which take longer to compile than to run. Drafts of 16 have a test of their own."""
+SEEDS = (*range(9, 60), *range(9))
+"""Of histories of `QUICK`. The first two move 17 and 24 pages; five of the last nine move three at most."""
 
 
 class HostHistory(History):
@@ -56,7 +60,8 @@ def totals():
 @pytest.mark.bits
 @pytest.mark.parametrize("name", rest_long({name: name for name in FAMILIES}, "llama"))
 def test_pages_in_host_memory_change_no_bits(name, tmp_path, totals):
-    counts = run_histories(make_family(name), range(3), tmp_path, SMALL, HostHistory)
+    seeds, sizes = (SEEDS[:2], QUICK) if name == "llama" else (range(3), SMALL)
+    counts = run_histories(make_family(name), seeds, tmp_path, sizes, HostHistory)
     assert counts["sequences compared"] > 3
     assert totals["moved"] > 20
     assert totals["hot tiles"] > (0 if name != "deepseek_v32" else -1)
@@ -174,9 +179,10 @@ MUTANTS = (_late_moves, _no_moves, _ids_for_frames, _nothing_is_forgotten, _open
 def test_an_order_taken_away_corrupts(mutant, tmp_path, monkeypatch):
     jax.clear_caches()
     mutant(monkeypatch)
+    seeds, sizes = (SEEDS, QUICK) if mutant is _late_moves else (range(60), SMALL)
     try:
         with pytest.raises((AssertionError, RuntimeError), match=r"differ|hold nothing"):
-            run_histories(make_family("llama"), range(60), tmp_path, SMALL, HostHistory)
+            run_histories(make_family("llama"), seeds, tmp_path, sizes, HostHistory)
     finally:
         jax.clear_caches()
 

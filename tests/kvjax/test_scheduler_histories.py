@@ -36,11 +36,10 @@ def engine_of(model, pages, **options):
     return Engine(model, policies=policies_of(model)[1:], pages=pages, page_size=16, prefill_chunk=32, batch_buckets=(4,), **options)
 
 
-def draw_request(random, model, samplings):
+def draw_request(random, model, samplings, policies):
     tokens = random.integers(0, model.config.vocab_size, random.integers(1, 60)).tolist()
     fields = samplings[random.integers(len(samplings))]
     sampling = Sampling(int(random.integers(1, 80)), seed=int(random.integers(100)), stop_token_ids=(), logprobs=True, **fields)
-    policies = policies_of(model)
     return Request(tuple(tokens), sampling, policy=policies[random.integers(len(policies))], priority=int(random.integers(-1, 2)))
 
 
@@ -53,7 +52,7 @@ def begins(found, whole):
     )
 
 
-def history(engine, reference, seed, samplings) -> dict[str, int]:
+def history(engine, reference, seed, samplings, policies) -> dict[str, int]:
     random = np.random.default_rng(seed)
     gap = (None, 1e-6, 5.0)[random.integers(3)]
     scheduler = Scheduler(engine, slots=int(random.integers(2, 5)), max_gap_ms=gap)
@@ -65,7 +64,7 @@ def history(engine, reference, seed, samplings) -> dict[str, int]:
         if scheduler.idle and len(handles) == wanted:
             break
         if len(handles) < wanted and random.random() < 0.6:
-            handles.append(scheduler.submit(draw_request(random, engine.model, samplings)))
+            handles.append(scheduler.submit(draw_request(random, engine.model, samplings, policies)))
         if handles and random.random() < 0.01:
             handle = handles[random.integers(len(handles))]
             cancelled += handle.completion is None
@@ -84,18 +83,19 @@ def history(engine, reference, seed, samplings) -> dict[str, int]:
     return counts | {"differences": differences}
 
 
-def run_histories(model, seeds, samplings=SAMPLINGS, **options) -> dict[str, int]:
+def run_histories(model, seeds, samplings=SAMPLINGS, policies=None, **options) -> dict[str, int]:
+    """policies: of the requests; None: `policies_of`."""
     engine, reference = engine_of(model, 24, **options), engine_of(model, 24, **options)
     total: dict[str, int] = {}
     for seed in seeds:
-        for name, count in history(engine, reference, seed, samplings).items():
+        for name, count in history(engine, reference, seed, samplings, policies or policies_of(model)).items():
             total[name] = total.get(name, 0) + count
         assert not total["differences"], f"history {seed}: {total}"
     return total
 
 
 def test_random_histories_end_as_each_request_alone():
-    counts = run_histories(make_family("gemma3_text"), range(1, 2), FEW)
+    counts = run_histories(make_family("gemma3_text"), range(1, 2), FEW, (None, MASSES))
     assert counts["preemptions"] > 0
 
 
