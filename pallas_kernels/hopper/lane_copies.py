@@ -87,8 +87,13 @@ def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int)
 
 
 def swizzled(row: Scalar, piece: Scalar, row_bytes: int) -> Scalar:
-    """Word offset of a 16-byte piece of a row. Pieces with the same number in 8 consecutive rows lie in different banks."""
-    return row * (row_bytes // 4) + (piece ^ (row & 7)) * 4
+    """Word offset of a 16-byte piece of a row. Pieces with the same number in 8 consecutive rows lie in different banks.
+
+    row_bytes: a power of two below 128, or a multiple of 128.
+    """
+    lines = max(1, 128 // row_bytes)  # rows that the banks hold side by side
+    turn = row & 7 if lines == 1 else (row // lines) & (8 // lines - 1)
+    return row * (row_bytes // 4) + (piece ^ turn) * 4
 
 
 # Bulk copies: one thread starts a copy, the copy engine does it, and an arrival in shared memory (an mbarrier, two words) signals its end.

@@ -154,10 +154,16 @@ def _pack(machine, high, low, kind):
     return value(_join(low.data, high.data, kind), high, low)
 
 
-@code(r"(?P<name>mul\.rn|max|min)\.(?P<kind>bf16x2|f16x2) \$0, \$1, \$2;")
+@code(r"(?P<name>mul\.rn|sub\.rn|max|min)\.(?P<kind>bf16x2|f16x2) \$0, \$1, \$2;")
 def _pairs(machine, a, b, name, kind):
-    function = {"mul.rn": np.multiply, "max": np.fmax, "min": np.fmin}[name]
+    function = {"mul.rn": np.multiply, "sub.rn": np.subtract, "max": np.fmax, "min": np.fmin}[name]
     return value(_join(*map(function, _split(a.data, kind), _split(b.data, kind)), kind), a, b)
+
+
+@code(r"fma\.rn\.(?P<kind>bf16x2|f16x2) \$0, \$1, \$2, \$3;")
+def _multiply_add_pairs(machine, a, b, c, kind):
+    low, high = (x.astype(np.float64) * y + z for x, y, z in zip(*(_split(x.data, kind) for x in (a, b, c)), strict=True))
+    return value(_join(low, high, kind), a, b, c)
 
 
 @code(re.escape("{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}"))
@@ -181,6 +187,11 @@ _KIND = r"(?P<kind>[fbus])32"
 def _load(machine, pointer, space, constant, vector, kind, where=None):
     found = machine.load(pointer, _VECTOR[vector], space=space, constant=bool(constant), where=where)
     return [Value(x.view(np.float32), F32, unknown) if kind == "f" else Value(x, I32, unknown) for x, unknown in found]
+
+
+@code(r"ld\.global\.u(?P<bits>8|16) \$0, \[\$1\];", effects=True)
+def _load_part(machine, pointer, bits):
+    return Value(machine.load_part(pointer, int(bits) // 8), I32)
 
 
 @code(rf"st\.(?P<space>global|shared(?:::cta|::cluster)?)(?P<vector>\.v[24])?\.{_KIND} \[\$0\], {_PLACES};", effects=True)
