@@ -134,6 +134,18 @@ pure("cvt.rni.s32.f32", lambda x: _integer(np.rint(x)))
 pure("cvt.rmi.s32.f32", lambda x: _integer(np.floor(x)))
 pure("cvt.rpi.s32.f32", lambda x: _integer(np.ceil(x)))
 
+
+@code(r"lop3\.b32 \$0, \$1, \$2, \$3, (?P<table>0x[0-9a-f]{2});")
+def _logic(machine, a, b, c, table):
+    """Bit n of the table is the result for the bits (a, b, c) of n."""
+    bits, found = [_unsigned(np.asarray(x.data)) for x in (a, b, c)], np.uint32(0)
+    for n in range(8):
+        if int(table, 16) >> n & 1:
+            own = [x if n >> place & 1 else ~x for x, place in zip(bits, (2, 1, 0), strict=True)]
+            found = found | own[0] & own[1] & own[2]
+    return value(found, a, b, c)
+
+
 _HALF = {"bf16x2": ml_dtypes.bfloat16, "f16x2": np.float16}
 
 
