@@ -128,7 +128,7 @@ def test_projections(policy):
     assert row["bytes"] == {"weights": 2 * sizes[policy]}
 
 
-@pytest.mark.quick("int4", "fp8:128x128")
+@pytest.mark.quick("int4")
 @pytest.mark.parametrize("format", PACKED)
 def test_projections_of_packed_weights(format, tmp_path):
     file = tmp_path / "ops.json"
@@ -142,6 +142,7 @@ def test_projections_of_packed_weights(format, tmp_path):
     assert "% of read" in session._line(row)
 
 
+@pytest.mark.long
 def test_the_rate_of_reads(monkeypatch):
     monkeypatch.setattr(measure, "COPY_BYTES", (2**20, 2**20))
     monkeypatch.setattr(inputs, "CHUNK_PAGES", 8)

@@ -12,6 +12,7 @@ import numpy as np
 import paging
 import pytest
 from emulator.kernels import kernels
+from quick_cases import rest_long
 
 from pallas_kernels import dispatch
 from pallas_kernels.hopper import lane_codes, lane_copies, lane_pairs, lanes
@@ -149,12 +150,23 @@ def emulated(x, weights, *, ctas: int = 2, **keywords):
         return paging.implementation("project_tokens", "mosaic_gpu")(x, weights, **keywords)
 
 
+@pytest.mark.quick(
+    "int8, a product",
+    "fp8, a product",
+    "fp8 blocks, a product",
+    "int4, a product",
+    "int4 with zeros, a product",
+    "int8, a gate of several tiles",
+    "int8, queries, keys and values",
+    "fp8, one token in float16",
+    "int4 with zeros, float16",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_emulated_it_matches_the_reference(case):
     check(emulated, case)
 
 
-@pytest.mark.parametrize("case", ["int8, queries, keys and values", "int4 with zeros, float16"])
+@pytest.mark.parametrize("case", rest_long(["int8, queries, keys and values", "int4 with zeros, float16"], "int4 with zeros, float16"))
 def test_emulated_a_tokens_bits_do_not_depend_on_company(tools, case):
     (x, weights), keywords = arguments(case)
     together = emulated(x, weights, **keywords)
@@ -205,6 +217,15 @@ PLANTED = {
 }
 
 
+@pytest.mark.quick(
+    "no sign of int8",
+    "the lower bytes of fp8",
+    "zeros of 8",
+    "scales of the next chunk",
+    "rows g and g + 8 exchanged",
+    "copies are not awaited",
+    "no barrier before results",
+)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_is_found(monkeypatch, name):
     for case in CASES:
