@@ -273,7 +273,13 @@ class _Tiles:
     def run(self) -> None:
         s = self.s
         acc = [lanes.f32(0.0)] * (s.rows * s.columns // 32)
-        meanwhile = self._add_squares if s.norm_eps is not None else lambda: None
+
+        def meanwhile():
+            if s.format and not s.in_blocks:
+                self._prefetch_scales()
+            if s.norm_eps is not None:
+                self._add_squares()
+
         locate = self._blocks if s.in_blocks else lambda n: []
         lane_copies.pipeline(lanes.i32(s.tiles * s.turns), s.depth, locate, self._fetch, self._consume, acc, meanwhile)
 
@@ -332,6 +338,17 @@ class _Tiles:
                 ref, _, _ = self._row([w.zeros for w in weights], unit, part)
                 zeros.append(lane_codes.zero_word(lanes.load_global_now(ref, at, 1), s.dtype))
         return scales + zeros
+
+    def _prefetch_scales(self) -> None:
+        """Bring the scales of whole rows into the cache, 32 bytes by each thread: tiles end without waiting for memory."""
+        s, each = self.s, 32 // jnp.dtype(self.s.scales).itemsize
+        for part in range(s.parts):
+            for start in range(0, s.per_cta + each, each * self.threads):
+                mine = lanes.thread() * each + start
+                unit = lanes.minimum(self.cta * s.per_cta + lanes.minimum(mine, s.per_cta - 1), s.units - 1)
+                with lanes.when(mine < s.per_cta + each):
+                    ref, row, _ = self._row([w.scales for w in self.inputs["weights"]], unit, part)
+                    lane_copies.prefetch(ref, self._block_of(row) * (32 // each))
 
     def _block_of(self, row, chunk=None):
         """Number of the scale of a row of a matrix; chunk: of inputs, where a row has several scales."""
@@ -460,6 +477,9 @@ class _Tiles:
     def _write(self, buffer, token, row, unit) -> None:
         """Write the results of a token's units `unit` and `unit + 1`."""
         s = self.s
+        if s.format and not s.in_blocks:  # loaded first, since they come from far
+            rows = [self._row([w.scales for w in self.inputs["weights"]], unit, part) for part in range(s.parts)]
+            scales = [[self._load_scale(ref, self._block_of(row + n)) for n in range(2)] for ref, row, _ in rows]
 
         def total(row):
             at = buffer + row * s.columns + token
@@ -468,8 +488,6 @@ class _Tiles:
 
         results = [[total(row + (part * s.stride + n)) for n in range(2)] for part in range(s.parts)]
         if s.format and not s.in_blocks:
-            rows = [self._row([w.scales for w in self.inputs["weights"]], unit, part) for part in range(s.parts)]
-            scales = [[self._load_scale(ref, self._block_of(row + n)) for n in range(2)] for ref, row, _ in rows]
             results = [[x * scale for x, scale in zip(*twos, strict=True)] for twos in zip(results, scales, strict=True)]
         if s.norm_eps is not None:
             scale = self._scale(token)
