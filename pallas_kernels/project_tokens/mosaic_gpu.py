@@ -1,13 +1,18 @@
 """project_tokens in Pallas Mosaic GPU (Hopper), for decode: one launch that streams the weights once, with all steps before and after them.
 
-Each CTA owns consecutive features and walks them in tiles. The inputs of a tile are dealt to the warps in chunks. Each warp copies
-its chunks of the weights' rows, of the tokens and of the norm's weight ahead into its own ring (`cp.async`), and multiplies them
-(`mma.m16n8k16`: weights are the 16 rows, tokens the 8 columns). At the end of a tile the warps' sums are added in shared memory, in order.
+Each CTA, or team of CTAs, owns consecutive features and walks them in tiles. The inputs of a tile are dealt to the warps in chunks. Each
+warp copies its chunks of the weights' rows, of the tokens and of the norm's weight ahead into its own ring (`cp.async`), and multiplies
+them (`mma.m16n8k16`: weights are the 16 rows, tokens the 8 columns). At the end of a tile the warps' sums are added in shared memory, in
+order.
 RMSNorm is split: its weight multiplies the tokens before the product, its scale multiplies the finished sums.
 
 Packed weights stay codes until they are in registers (`lane_codes`), where they become numbers of the tokens' dtype, exactly. Scales
 multiply float32 sums: of whole rows the finished ones, of smaller blocks those of a chunk, which lies in one block. The scales of a chunk,
 and its zeros, are loaded to registers as many chunks ahead as the ring holds, a row per lane.
+
+Each CTA copies all tokens, from the cache. Where packed weights have few and long rows, that would be as much as the weights. There two
+CTAs are a team (a cluster): they share rows, and each copies one part of the inputs, of weights and tokens. At the end of a tile each adds
+up one half of the rows, with what the other sends it.
 
 Memory traffic: the weights once, with their scales; tokens, norm, biases, residual and results are small and come from the cache.
 """
@@ -22,146 +27,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import clusters, lane_codes, lane_copies, lane_math, lane_pairs, lanes
+from pallas_kernels.hopper import lane_codes, lane_copies, lane_math, lane_pairs, lanes
 from pallas_kernels.matrices import MatrixFormat, PackedMatrix, is_packed
 from pallas_kernels.project_tokens.operands import Operands
+from pallas_kernels.project_tokens.shape import Shape
 
 MOST_TOKENS, MOST_TOKENS_PACKED = 8, 16
-
-MOST_ROWS = (48, 32, 16)
-MOST_ROWS_PACKED = (96, 64, *MOST_ROWS)
-"""Most rows of weights in a tile: the first that leaves room for two chunks per warp. In tall tiles tokens are copied less often, and of
-packed weights they would be a large part of the bytes."""
-
-MOST_DEPTH = 8
-"""Most chunks in flight per warp; more are not faster."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Everything that the kernel's code depends on. features: of each matrix. half: half of the head dim where results are rotated, else 0.
-    format: of packed weights; scales: the dtype of their scales; zeros: whether they have some. most_rows: of weights in a tile. depth:
-    chunks that a warp has in flight.
-
-    A CTA's work is counted in units. A unit is one feature, or two features that are combined into results: those of the two matrices of a
-    gated product, or a pair that RoPE rotates. `parts` is how many rows of weights a unit has.
-    """
-
-    tokens: int
-    width: int
-    features: tuple[int, ...]
-    half: int
-    rotated: int
-    gated: str | None
-    norm_eps: float | None
-    norm_offset: float
-    biased: bool
-    residual: bool
-    dtype: str
-    out_dtype: str
-    format: MatrixFormat | None = None
-    scales: str | None = None
-    zeros: bool = False
-    ctas: int = clusters.MULTIPROCESSORS
-    warps: int = 8
-    most_rows: int = MOST_ROWS[0]
-    depth: int = 1
-
-    @property
-    def operands(self) -> Operands:
-        """How a chunk of weights and tokens is loaded."""
-        return Operands(self.dtype, self.format and self.format.codes)
-
-    @property
-    def columns(self) -> int:
-        """Columns of the matrix instructions, of which the first are the tokens."""
-        return _round_up(self.tokens, 8)
-
-    @property
-    def in_blocks(self) -> bool:
-        """Whether scales or zeros belong to parts of a row, or zeros to rows: then a chunk needs its own."""
-        return self.format is not None and (self.format.columns is not None or self.zeros)
-
-    @property
-    def row_words(self) -> int:
-        """Words of a row of weights in a chunk."""
-        return self.operands.row_bytes // 4
-
-    @property
-    def token_words(self) -> int:
-        """Words of a token in a chunk."""
-        return self.operands.chunk // 2
-
-    @property
-    def parts(self) -> int:
-        """Rows of weights per unit."""
-        return 2 if self.gated or self.half else 1
-
-    @property
-    def units(self) -> int:
-        """Units of all results together."""
-        return sum(self.features) // self.parts
-
-    @property
-    def per_cta(self) -> int:
-        """Most units of a CTA: even, because results are written two at a time."""
-        return _round_up(-(-self.units // self.ctas), 2)
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of a CTA."""
-        return -(-self.per_cta * self.parts // self.most_rows)
-
-    @property
-    def per_tile(self) -> int:
-        """Most units of a tile."""
-        return _round_up(-(-self.per_cta // self.tiles), 2)
-
-    @property
-    def stride(self) -> int:
-        """Rows of a tile between the units' first parts and their second."""
-        return _round_up(self.per_tile, 16 // self.parts)
-
-    @property
-    def rows(self) -> int:
-        """Rows of weights in a tile, some of them empty."""
-        return self.stride * self.parts
-
-    @property
-    def turns(self) -> int:
-        """Chunks of a warp per tile."""
-        return -(-(self.width // self.operands.chunk) // self.warps)
-
-    @property
-    def slot_words(self) -> int:
-        """Words of a chunk: the rows of weights, of the tokens and of the norm."""
-        return self.rows * self.row_words + (self.tokens + (self.norm_eps is not None)) * self.token_words
-
-    @property
-    def sums_words(self) -> int:
-        """Words of the sums of all warps over a tile."""
-        return self.warps * self.rows * self.columns
-
-    def scratch_words(self) -> dict[str, int]:
-        """Words of shared memory: the ring, the sums of two tiles, the sums of squares of all warps."""
-        return {"ring_s": self.warps * self.depth * self.slot_words, "sums_s": 2 * self.sums_words, "squares_s": self.warps * self.tokens}
-
-    def fitted(self) -> Shape:
-        """The same with tiles and a ring that fit into shared memory."""
-        found = None
-        for most_rows in MOST_ROWS_PACKED if self.format else MOST_ROWS:
-            s = dataclasses.replace(self, most_rows=most_rows, depth=1)
-            rest = lanes.shared_words() - sum((s.scratch_words() | {"ring_s": 0}).values())
-            s = dataclasses.replace(s, depth=min(MOST_DEPTH, rest // (s.warps * s.slot_words)))
-            found = s if s.depth and not found else found
-            if s.depth >= 2:
-                return s
-        assert found, f"no tile fits into {lanes.shared_words()} words of shared memory"
-        return found
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 def unsupported(call: Call, x, weights, biases, norm, rotation, residual) -> str | None:
@@ -238,18 +109,21 @@ def _project(s: Shape, inputs):
         outs = refs[len(leaves) :][: len(out_features)]
         scratch = dict(zip(words, refs[len(leaves) + len(out_features) :], strict=True))
 
-        @lanes.stage(cta=lax.axis_index("cta"))
-        def run(arrays, scratch, cta):
+        ranks = {"rank": lax.axis_index("rank")} if s.split > 1 else {}
+
+        @lanes.stage(team=lax.axis_index("team"), **ranks)
+        def run(arrays, scratch, team, rank=None):
             inputs, outs = arrays
-            _Tiles(s, cta, inputs, outs, scratch).run()
+            _Tiles(s, team, rank, inputs, outs, scratch).run()
 
         run((inputs, outs), scratch)
 
     return plgpu.kernel(
         project_kernel,
         out_type=[jax.ShapeDtypeStruct((s.tokens, f), s.out_dtype) for f in out_features],
-        grid=(s.ctas,),
-        grid_names=("cta",),
+        grid=(s.teams,),
+        grid_names=("team",),
+        **({"cluster": (s.split,), "cluster_names": ("rank",)} if s.split > 1 else {}),
         num_threads=s.warps // 4,
         thread_name="warpgroup",
         scratch_types=[plgpu.SMEM((n,), jnp.int32) for n in words.values()],
@@ -258,10 +132,12 @@ def _project(s: Shape, inputs):
 
 @dataclasses.dataclass(frozen=True)
 class _Tiles:
-    """The work of a CTA. cta: its number. inputs: by name. outs: the results. scratch: shared memory, by name."""
+    """The work of a CTA. team: the number of its team. rank: its own in the team, if it is not alone. inputs: by name. outs: the results.
+    scratch: shared memory, by name."""
 
     s: Shape
-    cta: lanes.Scalar
+    team: lanes.Scalar
+    rank: lanes.Scalar | None
     inputs: dict
     outs: tuple
     scratch: dict
@@ -285,7 +161,8 @@ class _Tiles:
 
     def _chunk(self, n):
         """Number of this warp's chunk n in a row, and whether there is one."""
-        chunk = n % self.s.turns * self.s.warps + lanes.warp()
+        chunk = n % self.s.turns * (self.s.warps * self.s.split) + lanes.warp()
+        chunk = chunk if self.rank is None else chunk + self.rank * self.s.warps
         return chunk, chunk < self.s.width // self.s.operands.chunk
 
     def _slot(self, n):
@@ -343,10 +220,10 @@ class _Tiles:
         """Bring the scales of whole rows into the cache, 32 bytes by each thread: tiles end without waiting for memory."""
         s, each = self.s, 32 // jnp.dtype(self.s.scales).itemsize
         for part in range(s.parts):
-            for start in range(0, s.per_cta + each, each * self.threads):
+            for start in range(0, s.per_team + each, each * self.threads):
                 mine = lanes.thread() * each + start
-                unit = lanes.minimum(self.cta * s.per_cta + lanes.minimum(mine, s.per_cta - 1), s.units - 1)
-                with lanes.when(mine < s.per_cta + each):
+                unit = lanes.minimum(self.team * s.per_team + lanes.minimum(mine, s.per_team - 1), s.units - 1)
+                with lanes.when(mine < s.per_team + each):
                     ref, row, _ = self._row([w.scales for w in self.inputs["weights"]], unit, part)
                     lane_copies.prefetch(ref, self._block_of(row) * (32 // each))
 
@@ -367,8 +244,8 @@ class _Tiles:
         """Number of the unit in row `row` of a tile's part, and whether there is one."""
         s = self.s
         mine = tile * s.per_tile + row
-        unit = self.cta * s.per_cta + mine
-        return unit, (row < s.per_tile) & (mine < s.per_cta) & (unit < s.units)
+        unit = self.team * s.per_team + mine
+        return unit, (row < s.per_tile) & (mine < s.per_team) & (unit < s.units)
 
     def _row(self, refs, unit, part):
         """The array (one per matrix) that holds a part of a unit, the row in it, and how many rows that array has."""
@@ -466,26 +343,56 @@ class _Tiles:
                         at = buffer + row * s.columns + (t * 2 + 8 * column)
                         lanes.store_shared(sums_s, at, *acc[4 * (m * tiles + column) + 2 * half :][:2])
         lanes.cta_barrier(self.threads)
+        if s.split == 1:
+            self._for_pairs(tile, lambda token, row, unit: self._write(lambda row: self._total(buffer, row, token), token, row, unit))
+            return
+        # Each CTA of the team finishes one half of the rows. The barrier also keeps what was sent for the tile before from being written
+        # over: two buffers alternate here, too.
+        others_s, others = self.scratch["others_s"], tile % 2 * (s.rows * s.columns)
+
+        def is_mine(row):
+            return (row // 2 < -(-s.stride // 4)) == (self.rank == 0)
+
+        def send(token, row, unit):
+            for one in (row + (part * s.stride + n) for part in range(s.parts) for n in range(2)):
+                lanes.store_cluster(1 - self.rank, others_s, others + one * s.columns + token, self._total(buffer, one, token))
+
+        def finish(token, row, unit):
+            def total(row):
+                other = lanes.load_shared(others_s, others + row * s.columns + token, "f32")[0]
+                return self._total(buffer, row, token) + other
+
+            self._write(total, token, row, unit)
+
+        self._for_pairs(tile, send, lambda row: ~is_mine(row))
+        lanes.cluster_barrier()
+        self._for_pairs(tile, finish, is_mine)
+
+    def _for_pairs(self, tile, function, chosen=None) -> None:
+        """Call function(token, row, unit) for each token and two rows of a tile's parts, `row` and the next; chosen: row -> whether."""
+        s = self.s
         pairs = s.stride // 2
         for start in range(0, s.tokens * pairs, self.threads):
             i = lanes.thread() + start
             token, row = i // pairs, i % pairs * 2
             unit, there = self._unit(tile, row)
+            there = there if chosen is None else there & chosen(row)
             with lanes.when((token < s.tokens) & there):
-                self._write(buffer, token, row, unit)
+                function(token, row, unit)
 
-    def _write(self, buffer, token, row, unit) -> None:
-        """Write the results of a token's units `unit` and `unit + 1`."""
+    def _total(self, buffer, row, token):
+        """The sum of the warps' sums of a row of the tile."""
+        s = self.s
+        at = buffer + row * s.columns + token
+        parts = [lanes.load_shared(self.scratch["sums_s"], at + w * s.rows * s.columns, "f32")[0] for w in range(s.warps)]
+        return functools.reduce(lambda a, b: a + b, parts)
+
+    def _write(self, total, token, row, unit) -> None:
+        """Write the results of a token's units `unit` and `unit + 1`. total: row of the tile -> its sum."""
         s = self.s
         if s.format and not s.in_blocks:  # loaded first, since they come from far
             rows = [self._row([w.scales for w in self.inputs["weights"]], unit, part) for part in range(s.parts)]
             scales = [[self._load_scale(ref, self._block_of(row + n)) for n in range(2)] for ref, row, _ in rows]
-
-        def total(row):
-            at = buffer + row * s.columns + token
-            parts = [lanes.load_shared(self.scratch["sums_s"], at + w * s.rows * s.columns, "f32")[0] for w in range(s.warps)]
-            return functools.reduce(lambda a, b: a + b, parts)
-
         results = [[total(row + (part * s.stride + n)) for n in range(2)] for part in range(s.parts)]
         if s.format and not s.in_blocks:
             results = [[x * scale for x, scale in zip(*twos, strict=True)] for twos in zip(results, scales, strict=True)]

@@ -82,6 +82,10 @@ CASES |= {
     "int4, a gate": Case("int4", 4, 640, (120, 120), norm=True, gated="silu"),
     "int4, several results of several tiles": Case("int4", 9, 1280, (200, 34, 14), biased=True, norm=True, out_dtype="float32"),
     "int4 with zeros, queries, keys and values": Case("int4 with zeros", 2, **QKV),
+    "int8, long rows, a team": Case("int8", 5, 6208, (52,), norm=True, residual=True),
+    "fp8 blocks, long rows, a team": Case("fp8 blocks", 1, 6144, (60,), biased=True),
+    "int4 with zeros, long rows, a team's gate": Case("int4 with zeros", 9, 12416, (24, 24), gated="silu"),
+    "int4, long rows, a team's tiles": Case("int4", 16, 12288, (60,), out_dtype="float32"),
     "int4 with zeros, float16": Case("int4 with zeros", 16, residual=True, dtype="float16"),
 }
 
@@ -160,6 +164,7 @@ def emulated(x, weights, *, ctas: int = 2, **keywords):
     "int8, queries, keys and values",
     "fp8, one token in float16",
     "int4 with zeros, float16",
+    "int4, long rows, a team's tiles",
 )
 @pytest.mark.parametrize("case", CASES)
 def test_emulated_it_matches_the_reference(case):
@@ -212,6 +217,12 @@ PLANTED = {
     ),
     "copies are not awaited": _of(lane_copies, "wait_for_copies", lambda f: lambda groups: f(groups + 1)),
     "no barrier before results": _of(lanes, "cta_barrier", lambda f: lambda threads: None),
+    "no barrier of a team": _of(lanes, "cluster_barrier", lambda f: lambda: None),
+    "nothing is sent in a team": _of(lanes, "store_cluster", lambda f: lambda *args: None),
+    "a team's CTAs multiply the same inputs": _of(
+        mosaic_gpu._Tiles, "_chunk", lambda f: lambda self, n: f(dataclasses.replace(self, rank=None), n)
+    ),
+    "one buffer for a team's tiles": _of(lanes, "store_cluster", lambda f: lambda cta, ref, at, *x: f(cta, ref, at % (32 * 16), *x)),
     "8 columns": lambda monkeypatch: monkeypatch.setattr(mosaic_gpu.Shape, "columns", 8),
     "a part of the inputs": lambda monkeypatch: monkeypatch.setattr(operands.Operands, "steps", 1),
 }
@@ -270,6 +281,8 @@ PRODUCTION = {
     "int8 gate and up, 16 tokens": production("int8", 16, 3584, (18944, 18944), **GATED),
     "int8 logits": production("int8", 1, 3584, (152064,), out_dtype=jnp.dtype("float32")),
     "fp8 q, k, v, 4 tokens": production("fp8", 4, 3584, (3584, 512, 512), **QKV_7B),
+    "int8 down, 8 tokens": production("int8", 8, 18944, (3584,), summed=True),
+    "int4 down, 16 tokens": production("int4", 16, 18944, (3584,), summed=True),
     "fp8 down, 8 tokens, float16": production("fp8", 8, 18944, (3584,), "float16", summed=True),
     "fp8 blocks gate and up, 8 tokens": production("fp8 blocks", 8, 3584, (18944, 18944), **GATED),
     "fp8 blocks down": production("fp8 blocks", 1, 18944, (3584,), summed=True),
@@ -358,7 +371,15 @@ def test_it_matches_the_reference(tools, case):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("case", ["int8, queries, keys and values", "fp8, 11 tokens", "int4, several results of several tiles"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "int8, queries, keys and values",
+        "fp8, 11 tokens",
+        "int4, several results of several tiles",
+        "int4 with zeros, long rows, a team's gate",
+    ],
+)
 def test_bits_alone(tools, case):
     """A token has the same bits alone as among others."""
     (x, weights), keywords = arguments(case)
