@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from pallas_kernels import dispatch
-from pallas_kernels.bench import inputs, measure, ops, session, torch_sdpa
+from pallas_kernels.bench import inputs, measure, ops, report, session, torch_sdpa
 from pallas_kernels.bench.cases import BUDGETS, PACKED, PROJECTIONS, Case, all_cases, baselines, matching
 from pallas_kernels.pages import Pages
 
@@ -140,6 +140,7 @@ def test_projections_of_packed_weights(format, tmp_path):
     assert row["bytes"] == {"weights": codes + scales}
     assert row["fraction_of_read"] * json.loads(file.read_text())["read"]["bytes_per_s"] == pytest.approx(row["bytes_per_s"])
     assert "% of read" in session._line(row)
+    assert [str(column.header) for column in report.table([row]).columns][-1] == "of read"
 
 
 @pytest.mark.long
