@@ -25,6 +25,7 @@ from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.gated_delta import delta_page
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.indexer_scores import indexer_scores
+from pallas_kernels.matrices import MatrixFormat, pack
 from pallas_kernels.pack_pages import pack_pages
 from pallas_kernels.page_format import PageFormat, unpack
 from pallas_kernels.page_index import page_index
@@ -244,7 +245,11 @@ def _place(x: Inputs) -> Run:
 def _project(x: Inputs) -> Run:
     width = HEADS * HEAD_DIM
     tokens, matrices, norm = x.normal(2, width), tuple(x.normal(512, width) for _ in range(2)), x.normal(width)
-    return lambda name: project_tokens(tokens, matrices, norm=norm, norm_eps=1e-6, implementation=name)
+    packed = pack(matrices[0], MatrixFormat("int4", columns=128))
+    return lambda name: (
+        *project_tokens(tokens, matrices, norm=norm, norm_eps=1e-6, implementation=name),
+        *project_tokens(tokens, (packed,), norm=norm, norm_eps=1e-6, implementation=name),
+    )
 
 
 def _query_sparse(x: Inputs) -> Run:

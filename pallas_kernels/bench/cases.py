@@ -9,7 +9,8 @@ gather     gather_attention over a list that is already made
 select     select_blocks alone
 index      page_index of `tokens` tokens
 append     append_tokens of one token per row, in place; policy: the index of a page that every op fills, or "open" (no page fills)
-project    project_tokens of one token per row; policy: qkv, o, gate-up, down or logits; its tokens are 0
+project    project_tokens of one token per row; policy: qkv, o, gate-up, down or logits, and a format of packed weights, if they are
+           packed, as in gate-up:int8; its tokens are 0
 baseline   dense attention over contiguous keys by another project's kernel; policy: its name
 """
 
@@ -68,6 +69,9 @@ PROJECTIONS = ("qkv", "o", "gate-up", "down", "logits")
 """The projections of a step: norm, queries, keys, values and RoPE; attention's output and residual; norm, gate and up; down and residual;
 logits."""
 
+PACKED = ("int8", "fp8", "int8:128x128", "fp8:128x128", "int4")
+"""Formats of packed weights."""
+
 ATTENDING = ("dense", "sparse", "pair", "gather")
 """Ops that return attention over all keys, or an approximation of it."""
 
@@ -78,7 +82,7 @@ BASELINES = {"gpu": ("cudnn", "torch-flash", "torch-cudnn", "torch-efficient"), 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One thing to measure. policy: a key of `BUDGETS`, "dense", a baseline, for `index` and `append` "bounds" and the block size
-    (`append` also "open"), for `project` one of `PROJECTIONS`."""
+    (`append` also "open"), for `project` one of `PROJECTIONS`, with ":" and one of `PACKED` if the weights are packed."""
 
     op: str
     shape: str
@@ -110,6 +114,11 @@ class Case:
     def pages(self) -> int:
         """Pages of one sequence."""
         return self.tokens // PAGE_SIZE
+
+    @property
+    def packed(self) -> str | None:
+        """The format of packed weights; None for arrays."""
+        return (self.policy.partition(":")[2] or None) if self.op == "project" else None
 
     @property
     def builds(self) -> bool:
@@ -163,6 +172,7 @@ def _cases() -> Iterator[Case]:
     yield Case("index", "tiny", 1024, 1, "bounds16")
     yield Case("append", "tiny", 1024, 2, "bounds16")
     yield from (Case("project", "tiny", 0, 2, policy) for policy in PROJECTIONS)
+    yield from (Case("project", "tiny", 0, 2, f"gate-up:{format}") for format in PACKED)
     for tokens in LENGTHS:
         for batch in (1, 4, 8):
             yield from _place("qwen2.5-7b", tokens, batch, tuple(BUDGETS), parts=batch != 4)
@@ -175,6 +185,12 @@ def _cases() -> Iterator[Case]:
     for shape in ("qwen2.5-7b", "llama-3.1-8b"):
         for batch in (1, 8):
             yield from (Case("project", shape, 0, batch, policy) for policy in PROJECTIONS)
+    for format in PACKED:
+        for batch in (1, 8, 16):
+            yield from (Case("project", "qwen2.5-7b", 0, batch, f"{policy}:{format}") for policy in ("gate-up", "down"))
+    for format in ("int8", "int4"):
+        yield from (Case("project", "qwen2.5-7b", 0, 1, f"{policy}:{format}") for policy in ("qkv", "o"))
+    yield Case("project", "qwen2.5-7b", 0, 1, "logits:int8")
     for tokens in (8192, 131072, 1048576):
         for batch in (1, 8):
             yield from _place("llama-3.1-8b", tokens, batch, ("top:8", "top:32"), parts=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import math
@@ -37,21 +38,35 @@ class Skipped(Exception):
 
 def copy_rate() -> dict[str, Any]:
     """Bytes per second, read and written, of a copy between two large arrays."""
-    page = (4, PAGE_SIZE, 128)
-    size = min(COPY_BYTES[jax.default_backend() == "cpu"], inputs.memory_bytes() // 16)
-    chunk = inputs.CHUNK_PAGES * math.prod(page) * inputs.ITEM
-    source = inputs.random_pages(jax.random.key(0), (max(1, size // chunk) * inputs.CHUNK_PAGES, *page))
+    source = _large_array()
     timing = device_time(jax.jit(jnp.copy), [(source,)], calls=10)
     return {"bytes": 2 * source.nbytes, "bytes_per_s": 2 * source.nbytes / timing.median_s, "timing": timing.figures()}
 
 
-def row_of(case: Case, implementation: str | None, copy_bytes_per_s: float) -> dict[str, Any]:
-    """The row of a case (see `report` for the fields). Raises Skipped, NotImplementedError, or what the op raises."""
+def read_rate() -> dict[str, Any]:
+    """Bytes per second, read, of the largest number in each 128 KB of a large array."""
+    source = _large_array()
+    timing = device_time(jax.jit(functools.partial(jnp.max, axis=(1, 2, 3))), [(source,)], calls=10)
+    return {"bytes": source.nbytes, "bytes_per_s": source.nbytes / timing.median_s, "timing": timing.figures()}
+
+
+def _large_array() -> jax.Array:
+    page = (4, PAGE_SIZE, 128)
+    size = min(COPY_BYTES[jax.default_backend() == "cpu"], inputs.memory_bytes() // 16)
+    chunk = inputs.CHUNK_PAGES * math.prod(page) * inputs.ITEM
+    return inputs.random_pages(jax.random.key(0), (max(1, size // chunk) * inputs.CHUNK_PAGES, *page))
+
+
+def row_of(case: Case, implementation: str | None, copy_bytes_per_s: float, read_bytes_per_s: float | None = None) -> dict[str, Any]:
+    """The row of a case (see `report` for the fields). Raises Skipped, NotImplementedError, or what the op raises. read_bytes_per_s: adds
+    the fraction of this."""
     row = _shape_fields(case)
     figures = {"index": _index, "append": _append, "project": _project, "baseline": _baseline}.get(case.op, _paged)(case, implementation)
     timing: Timing = figures.pop("timing")
     moved = sum(figures["bytes"].values())
     row |= figures | timing.figures()
+    if read_bytes_per_s:
+        row["fraction_of_read"] = moved / timing.median_s / read_bytes_per_s
     return row | _rates(moved, timing.median_s, copy_bytes_per_s)
 
 
@@ -228,7 +243,7 @@ def _project(case: Case, implementation: str | None) -> dict[str, Any]:
     different = [projections.own_arguments(case, seed) for seed in range(copies)]
     own = tuple((jnp.array(x), arrays) for x, arrays in (different[i % copies] for i in range(chain)))
     found, second = _run_twice(projections.op_of(case, implementation), None, own[0])
-    ref = projections.op_of(case, "reference")(None, *own[0])
+    ref = projections.exact(case, own[0])
     found["error"] = max(checks.row_error(a, b) for a, b in zip(second, ref, strict=True))
     timing, other = (_timed(chained(projections.op_of(case, name)), None, own, chain) for name in (implementation, "xla"))
     speedup = {"over": "xla", "times": other.median_s / timing.median_s}

@@ -1,4 +1,4 @@
-"""The rows of `project_tokens`: the projections of tokens in a decode step."""
+"""The rows of `project_tokens`: the projections of tokens in a decode step, by arrays and by packed matrices."""
 
 from __future__ import annotations
 
@@ -9,9 +9,23 @@ import jax.numpy as jnp
 
 from pallas_kernels.bench import inputs
 from pallas_kernels.bench.cases import Case
+from pallas_kernels.matrices import MatrixFormat, is_packed, pack, unpack
 from pallas_kernels.project_tokens import project_tokens
 
 NORM_EPS = 1e-6
+
+FORMATS = {
+    "int8": MatrixFormat("int8"),
+    "fp8": MatrixFormat("fp8_e4m3"),
+    "int8:128x128": MatrixFormat("int8", 128, 128),
+    "fp8:128x128": MatrixFormat("fp8_e4m3", 128, 128),
+    "int4": MatrixFormat("int4", 1, 128),
+}
+"""`cases.PACKED`."""
+
+
+def _projection(case: Case) -> str:
+    return case.policy.partition(":")[0]
 
 
 def features(case: Case) -> tuple[int, tuple[int, ...]]:
@@ -24,12 +38,15 @@ def features(case: Case) -> tuple[int, tuple[int, ...]]:
         "gate-up": (s.width, (s.mlp_width, s.mlp_width)),
         "down": (s.mlp_width, (s.width,)),
         "logits": (s.width, (s.vocabulary,)),
-    }[case.policy]
+    }[_projection(case)]
 
 
 def weight_bytes(case: Case) -> int:
-    """Bytes of the matrices, which one op reads. Everything else is less than a hundredth."""
+    """Bytes of the matrices, with their scales, which one op reads. Everything else is less than a hundredth, of packed weights less than
+    a tenth."""
     width, counts = features(case)
+    if case.packed:
+        return sum(FORMATS[case.packed].bytes_of((count, width)) for count in counts)
     return width * sum(counts) * inputs.ITEM
 
 
@@ -41,13 +58,17 @@ def make_arrays(case: Case, seed: int) -> dict[str, Any]:
     def numbers(*shape: int, scale: float = 1.0) -> jax.Array:
         return (jax.random.normal(next(keys), shape, inputs.DTYPE) * scale).astype(inputs.DTYPE)
 
-    arrays = {"x": numbers(case.batch, width), "weights": tuple(numbers(count, width, scale=width**-0.5) for count in counts)}
-    if case.policy in ("qkv", "gate-up"):
+    def matrix(count: int):
+        array = numbers(count, width, scale=width**-0.5)
+        return pack(array, FORMATS[case.packed]) if case.packed else array
+
+    arrays = {"x": numbers(case.batch, width), "weights": tuple(matrix(count) for count in counts)}
+    if _projection(case) in ("qkv", "gate-up"):
         arrays["norm"] = numbers(width)
-    if case.policy == "qkv":
+    if _projection(case) == "qkv":
         angles = jax.random.uniform(next(keys), (case.batch, case.sizes.head_dim // 2), maxval=6)
         arrays |= {"biases": tuple(numbers(count) for count in counts), "rotation": (jnp.cos(angles), jnp.sin(angles))}
-    if case.policy in ("o", "down"):
+    if _projection(case) in ("o", "down"):
         arrays["residual"] = numbers(case.batch, *counts)
     return arrays
 
@@ -58,12 +79,21 @@ def op_of(case: Case, implementation: str | None):
         "qkv": {"norm_eps": NORM_EPS, "rotated": 2},
         "gate-up": {"norm_eps": NORM_EPS, "gated": "silu"},
         "logits": {"out_dtype": jnp.float32},
-    }.get(case.policy, {})
+    }.get(_projection(case), {})
 
     def project(pool: None, x, arrays):
         return project_tokens(x, **arrays, **options, implementation=implementation)
 
     return project
+
+
+def exact(case: Case, own: tuple) -> tuple[jax.Array, ...]:
+    """The results of an op's own arguments: of arrays by the reference on the host; of packed matrices in float32 on the device, from the
+    unpacked numbers, since the reference takes minutes to unpack large ones."""
+    if not case.packed:
+        return op_of(case, "reference")(None, *own)
+    wide = jax.tree.map(lambda y: unpack(y) if is_packed(y) else y.astype(jnp.float32), own, is_leaf=is_packed)
+    return op_of(case, "xla")(None, *wide)
 
 
 def own_arguments(case: Case, seed: int) -> tuple:

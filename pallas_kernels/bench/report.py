@@ -54,8 +54,11 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """For the terminal."""
-    return terminal_table(COLUMNS, map(cells, rows), left=2)
+    """For the terminal. The fraction of the rate of reads is a column more where rows have it."""
+    if not any("fraction_of_read" in row for row in rows):
+        return terminal_table(COLUMNS, map(cells, rows), left=2)
+    reads = [f"{row['fraction_of_read']:.2f}" if "fraction_of_read" in row else "" for row in rows]
+    return terminal_table((*COLUMNS, "of read"), [(*cells(row), of_read) for row, of_read in zip(rows, reads, strict=True)], left=2)
 
 
 def source(run: dict[str, Any]) -> str:

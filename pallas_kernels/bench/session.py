@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pallas_kernels.bench.cases import BASELINES, Case
 from pallas_kernels.bench.cases import baselines as baselines_of
-from pallas_kernels.bench.measure import Skipped, add_speedups, copy_rate, row_of, torch_rows
+from pallas_kernels.bench.measure import Skipped, add_speedups, copy_rate, read_rate, row_of, torch_rows
 from pallas_kernels.bench.results import write_result
 from pallas_kernels.dispatch import forced
 
@@ -29,6 +29,7 @@ def run(
     baseline_names: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Measure every case and return the rows, baselines first. A case that cannot run here has `skipped`, one that raised has `failed`.
+    Rows of `project` have the fraction of the rate of reads too, since they write next to nothing.
 
     implementation: the path to force (`pallas_kernels.dispatch.forced`), or "reference"; None takes the usual one.
     baseline_names: which baselines; None takes this backend's.
@@ -39,17 +40,21 @@ def run(
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     rows: list[dict[str, Any]] = []
     copy: dict[str, Any] = {}
+    read: dict[str, Any] = {}
 
     def write() -> None:
         add_speedups(rows)
         if json_out is not None:
-            write_result(json_out, {"bench": "ops", "copy": copy, "implementation": implementation, "rows": rows})
+            rates = {"copy": copy} | ({"read": read} if read else {})
+            write_result(json_out, {"bench": "ops", **rates, "implementation": implementation, "rows": rows})
 
     path, named = (contextlib.nullcontext(), implementation) if implementation in (None, "reference") else (forced(implementation), None)
     with path, Progress(*columns, console=console) as progress:
         bar = progress.add_task("copy bandwidth", total=len(others) + len(cases))
         copy |= copy_rate()
         rate = copy["bytes_per_s"]
+        if any(case.op == "project" for case in cases):
+            read |= read_rate()
         if with_torch:
             progress.update(bar, description="PyTorch baselines")
             gc.collect()
@@ -57,7 +62,8 @@ def run(
             progress.advance(bar, len(with_torch))
         for case in (*ours, *cases):
             progress.update(bar, description=case.name)
-            rows.append(_guarded(case, lambda case=case: row_of(case, named, rate)))
+            of_reads = read["bytes_per_s"] if case.op == "project" else None
+            rows.append(_guarded(case, lambda case=case, of_reads=of_reads: row_of(case, named, rate, of_reads)))
             if not console.is_terminal:
                 console.print(_line(rows[-1]), highlight=False, soft_wrap=True)
             write()
@@ -80,4 +86,5 @@ def _line(row: dict[str, Any]) -> str:
     """One line about a row, for logs."""
     if "median_s" not in row:
         return f"{row['case']}: {'skipped: ' + row['skipped'] if 'skipped' in row else 'FAILED: ' + row['failed']}"
-    return f"{row['case']}: {row['median_s'] * 1e6:.2f} us, {row['fraction_of_copy']:.0%} of copy, error {row.get('error', 0):.1e}"
+    reads = f", {row['fraction_of_read']:.0%} of read" if "fraction_of_read" in row else ""
+    return f"{row['case']}: {row['median_s'] * 1e6:.2f} us, {row['fraction_of_copy']:.0%} of copy{reads}, error {row.get('error', 0):.1e}"

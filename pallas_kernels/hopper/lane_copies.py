@@ -68,6 +68,11 @@ def pipeline(
     return carry[(depth + 1) * size :]
 
 
+def prefetch(ref, offset_bytes) -> None:
+    """Bring the 32 bytes around a byte of an array in global memory into the L2 cache."""
+    lanes.ptx("prefetch.global.L2 [$0];", lanes.address(ref, offset_bytes))
+
+
 def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int) -> None:
     """Start copying rows to `rows * row_bytes` bytes of shared memory from word `offset` on, by one warp, 16-byte pieces permuted by row.
 
@@ -87,8 +92,13 @@ def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int)
 
 
 def swizzled(row: Scalar, piece: Scalar, row_bytes: int) -> Scalar:
-    """Word offset of a 16-byte piece of a row. Pieces with the same number in 8 consecutive rows lie in different banks."""
-    return row * (row_bytes // 4) + (piece ^ (row & 7)) * 4
+    """Word offset of a 16-byte piece of a row. Pieces with the same number in 8 consecutive rows lie in different banks.
+
+    row_bytes: a power of two below 128, or a multiple of 128.
+    """
+    lines = max(1, 128 // row_bytes)  # rows that the banks hold side by side
+    turn = row & 7 if lines == 1 else (row // lines) & (8 // lines - 1)
+    return row * (row_bytes // 4) + (piece ^ turn) * 4
 
 
 # Bulk copies: one thread starts a copy, the copy engine does it, and an arrival in shared memory (an mbarrier, two words) signals its end.

@@ -45,6 +45,12 @@ def multiply_pairs(a: lanes.Scalar, b: lanes.Scalar, dtype: str) -> lanes.Scalar
     return lanes.ptx(f"mul.rn.{kind} $0, $1, $2;", a, b, result="i32")
 
 
+def subtract_pairs(a: lanes.Scalar, b: lanes.Scalar, dtype: str) -> lanes.Scalar:
+    """a - b of the two numbers of each word, rounded to bfloat16 or float16."""
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
+    return lanes.ptx(f"sub.rn.{kind} $0, $1, $2;", a, b, result="i32")
+
+
 def multiply_add_pairs(a: lanes.Scalar, b: lanes.Scalar, c: lanes.Scalar, dtype: str) -> lanes.Scalar:
     """a * b + c of the two numbers of each word, rounded once to bfloat16 or float16."""
     kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
@@ -57,3 +63,13 @@ def unpack(word: lanes.Scalar, dtype: str) -> list[lanes.Scalar]:
         return [lanes.bits(word << 16), lanes.bits(word & -65536)]
     code = "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}"
     return lanes.ptx(code, word, result=["f32", "f32"])
+
+
+def low_halves(a: lanes.Scalar, b: lanes.Scalar) -> lanes.Scalar:
+    """The lower numbers of two words: a's below, b's above."""
+    return a & 0xFFFF | b << 16
+
+
+def high_halves(a: lanes.Scalar, b: lanes.Scalar) -> lanes.Scalar:
+    """The upper numbers of two words: a's below, b's above."""
+    return lanes.shift_right(a, lanes.i32(16)) | b & -65536

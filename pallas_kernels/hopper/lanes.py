@@ -370,9 +370,13 @@ def load_global(ref, offset: Scalar | int, name: str = "i32") -> Scalar:
     return _load(address(ref, offset * 4), [name], "global", ".nc")[0]
 
 
-def load_global_now(ref, offset: Scalar | int) -> Scalar:
-    """One integer word, loaded at this place of the program. Compilers move other loads to where their value is needed."""
-    return _load(address(ref, offset * 4), ["i32"], "global")[0]
+def load_global_now(ref, offset: Scalar | int, size: int = 4) -> Scalar:
+    """One integer of 4 bytes, or of 1 or 2 bytes without a sign, loaded at this place of the program. Compilers move other loads to where
+    their value is needed. offset: counts such integers."""
+    pointer = address(ref, offset * size)
+    if size == 4:
+        return _load(pointer, ["i32"], "global")[0]
+    return Scalar(mgpu_utils.inline_ptx(f"ld.global.u{8 * size} $0, [$1];", pointer, result_types=[_i32()], has_side_effects=True)[0])
 
 
 def load_global_16_bytes(ref, offset_bytes: Scalar | int, *, block: Scalar | None = None, block_bytes: int = 0) -> list[Scalar]:

@@ -60,12 +60,14 @@ def project_tokens(
 
     Only `xla` can be differentiated; name it where a gradient of a few tokens is wanted on a GPU.
 
-    On a Hopper GPU, "mosaic_gpu" runs calls of up to 8 tokens, which are bound by the bytes of the weights. "xla" runs calls of more
-    tokens, drafted ones (T * B above 8) included: its products read the weights once too, and at 8 tokens take 0.97 to 1.43 times as long.
+    On a Hopper GPU, "mosaic_gpu" runs calls of up to 8 tokens, of packed matrices 16, which are bound by the bytes of the weights. "xla"
+    runs calls of more tokens, drafted ones (T * B) included: its products read arrays once too, and at 8 tokens take 0.97 to 1.43 times as
+    long.
 
-    Packed matrices run on "xla". Where blocks are whole rows, codes are multiplied in x's dtype, which holds them exactly, and float32 sums
-    by the scales; else numbers are unpacked in float32 and rounded to x's dtype. A CPU holds one tile of a widened matrix at a time; other
-    devices at most one widened matrix.
+    Packed matrices: "mosaic_gpu" takes matrices of one format, whose blocks are whole rows or have a multiple of 64 columns (int4: 128). It
+    reads codes and scales once, multiplies codes in x's dtype, which holds them exactly, and float32 sums by the scales; NaN in fp8 counts
+    as 480. Its packed form has not been run on a GPU yet. "xla" does the same where blocks are whole rows; else it unpacks numbers in
+    float32 and rounds them to x's dtype. A CPU holds one tile of a widened matrix at a time; other devices at most one widened matrix.
 
     Returns a tuple with one array per result. Sums are float32. The implementation decides what is rounded in between (normalised tokens, a
     product before its bias). A token's result does not depend on the other tokens of the call. But a call with more tokens than an

@@ -1,11 +1,20 @@
 """project_tokens in Pallas Mosaic GPU (Hopper), for decode: one launch that streams the weights once, with all steps before and after them.
 
-Each CTA owns consecutive features and walks them in tiles. The inputs of a tile are dealt to the warps in chunks of 64. Each warp copies
-its chunks of the weights' rows, of the tokens and of the norm's weight ahead into its own ring (`cp.async`), and multiplies them
-(`mma.m16n8k16`: weights are the 16 rows, tokens the 8 columns). At the end of a tile the warps' sums are added in shared memory, in order.
+Each CTA, or team of CTAs, owns consecutive features and walks them in tiles. The inputs of a tile are dealt to the warps in chunks. Each
+warp copies its chunks of the weights' rows, of the tokens and of the norm's weight ahead into its own ring (`cp.async`), and multiplies
+them (`mma.m16n8k16`: weights are the 16 rows, tokens the 8 columns). At the end of a tile the warps' sums are added in shared memory, in
+order.
 RMSNorm is split: its weight multiplies the tokens before the product, its scale multiplies the finished sums.
 
-Memory traffic: the weights once; tokens, norm, biases, residual and results are small and come from the cache.
+Packed weights stay codes until they are in registers (`lane_codes`), where they become numbers of the tokens' dtype, exactly. Scales
+multiply float32 sums: of whole rows the finished ones, of smaller blocks those of a chunk, which lies in one block. The scales of a chunk,
+and its zeros, are loaded to registers as many chunks ahead as the ring holds, a row per lane.
+
+Each CTA copies all tokens, from the cache. Where packed weights have few and long rows, that would be as much as the weights. There two
+CTAs are a team (a cluster): they share rows, and each copies one part of the inputs, of weights and tokens. At the end of a tile each adds
+up one half of the rows, with what the other sends it.
+
+Memory traffic: the weights once, with their scales; tokens, norm, biases, residual and results are small and come from the cache.
 """
 
 from __future__ import annotations
@@ -18,112 +27,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import clusters, lane_copies, lane_math, lane_pairs, lanes
-from pallas_kernels.matrices import is_packed
+from pallas_kernels.hopper import lane_codes, lane_copies, lane_math, lane_pairs, lanes
+from pallas_kernels.matrices import MatrixFormat, PackedMatrix, is_packed
+from pallas_kernels.project_tokens.operands import Operands
+from pallas_kernels.project_tokens.shape import Shape
 
-MOST_TOKENS = 8
-CHUNK = 64
-"""Inputs that a warp multiplies at a time: rows of 128 bytes."""
-
-MOST_ROWS = 48
-"""Most rows of weights in a tile."""
-
-CHUNK_WORDS = CHUNK // 2
-
-MOST_DEPTH = 8
-"""Most chunks in flight per warp; more are not faster."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Everything that the kernel's code depends on. features: of each matrix. half: half of the head dim where results are rotated, else 0.
-    depth: chunks that a warp has in flight.
-
-    A CTA's work is counted in units. A unit is one feature, or two features that are combined into results: those of the two matrices of a
-    gated product, or a pair that RoPE rotates. `parts` is how many rows of weights a unit has.
-    """
-
-    tokens: int
-    width: int
-    features: tuple[int, ...]
-    half: int
-    rotated: int
-    gated: str | None
-    norm_eps: float | None
-    norm_offset: float
-    biased: bool
-    residual: bool
-    dtype: str
-    out_dtype: str
-    ctas: int = clusters.MULTIPROCESSORS
-    warps: int = 8
-    depth: int = 1
-
-    @property
-    def parts(self) -> int:
-        """Rows of weights per unit."""
-        return 2 if self.gated or self.half else 1
-
-    @property
-    def units(self) -> int:
-        """Units of all results together."""
-        return sum(self.features) // self.parts
-
-    @property
-    def per_cta(self) -> int:
-        """Most units of a CTA: even, because results are written two at a time."""
-        return _round_up(-(-self.units // self.ctas), 2)
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of a CTA."""
-        return -(-self.per_cta * self.parts // MOST_ROWS)
-
-    @property
-    def per_tile(self) -> int:
-        """Most units of a tile."""
-        return _round_up(-(-self.per_cta // self.tiles), 2)
-
-    @property
-    def stride(self) -> int:
-        """Rows of a tile between the units' first parts and their second."""
-        return _round_up(self.per_tile, 16 // self.parts)
-
-    @property
-    def rows(self) -> int:
-        """Rows of weights in a tile, some of them empty."""
-        return self.stride * self.parts
-
-    @property
-    def turns(self) -> int:
-        """Chunks of a warp per tile."""
-        return -(-(self.width // CHUNK) // self.warps)
-
-    @property
-    def slot_words(self) -> int:
-        """Words of a chunk: the rows of weights, of the tokens and of the norm."""
-        return (self.rows + self.tokens + (self.norm_eps is not None)) * CHUNK_WORDS
-
-    @property
-    def sums_words(self) -> int:
-        """Words of the sums of all warps over a tile."""
-        return self.warps * self.rows * 8
-
-    def scratch_words(self) -> dict[str, int]:
-        """Words of shared memory: the ring, the sums of two tiles, the sums of squares of all warps."""
-        return {"ring_s": self.warps * self.depth * self.slot_words, "sums_s": 2 * self.sums_words, "squares_s": self.warps * self.tokens}
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+MOST_TOKENS, MOST_TOKENS_PACKED = 8, 16
 
 
 def unsupported(call: Call, x, weights, biases, norm, rotation, residual) -> str | None:
     """Why this kernel cannot take this valid input, or None if it can."""
-    if x.shape[0] > MOST_TOKENS:
-        return f"it is for decode steps, at most {MOST_TOKENS} tokens, got {x.shape[0]}"
-    if packed := [str(w) for w in weights if is_packed(w)]:
-        return f"it multiplies arrays, got a packed matrix {packed[0]}"
+    most = MOST_TOKENS_PACKED if all(map(is_packed, weights)) else MOST_TOKENS
+    if x.shape[0] > most:
+        return f"it is for decode steps, at most {most} tokens, got {x.shape[0]}"
     if x.dtype.name not in ("bfloat16", "float16"):
         return f"it multiplies bfloat16 or float16, got {x.dtype}"
     if norm is not None and x.dtype == jnp.float16:
@@ -132,14 +48,30 @@ def unsupported(call: Call, x, weights, biases, norm, rotation, residual) -> str
         return f"it adds 0 or 1 to the norm's weight, got {call.norm_offset}"
     if rotation is not None and residual is not None:
         return "it cannot both rotate results and add a residual"
-    if x.shape[1] % CHUNK:
-        return f"the width must be a multiple of {CHUNK}, got {x.shape[1]}"
+    kinds = [_packing(w) for w in weights]
+    if len(set(kinds)) > 1:
+        return f"all matrices must be arrays or packed in one format, with scales of one dtype; got {', '.join(map(_name, weights))}"
+    format, *_ = kinds[0]
+    chunk = Operands(x.dtype.name, format and format.codes).chunk
+    if x.shape[1] % chunk:
+        return f"the width must be a multiple of {chunk}, got {x.shape[1]}"
+    if format and (format.columns or chunk) % chunk:
+        return f"blocks of {format.codes} must have a multiple of {chunk} columns, or be whole rows, got {format}"
     features = [w.shape[0] for w in weights]
     if any(f % 2 for f in features):
         return f"features must be even, got {features}"
     if rotation is not None and (rotation[0].shape[1] % 2 or any(f % (2 * rotation[0].shape[1]) for f in features)):
         return f"if results are rotated, all must be heads of {2 * rotation[0].shape[1]}, a multiple of 4; got {features}"
     return None
+
+
+def _packing(weight) -> tuple[MatrixFormat | None, str | None, bool]:
+    """Format, dtype of the scales, whether there are zeros."""
+    return (weight.format, weight.scales.dtype.name, weight.zeros is not None) if is_packed(weight) else (None, None, False)
+
+
+def _name(weight) -> str:
+    return f"{weight} with scales in {weight.scales.dtype}" if is_packed(weight) else f"{weight.dtype}{list(weight.shape)}"
 
 
 def project_tokens(call: Call, x, weights, biases, norm, rotation, residual):
@@ -159,9 +91,8 @@ def project_tokens(call: Call, x, weights, biases, norm, rotation, residual):
         residual=residual is not None,
         dtype=x.dtype.name,
         out_dtype=call.out_dtype.name,
-    )
-    rest = lanes.shared_words() - sum((s.scratch_words() | {"ring_s": 0}).values())
-    s = dataclasses.replace(s, depth=min(MOST_DEPTH, rest // (s.warps * s.slot_words)))
+        **dict(zip(("format", "scales", "zeros"), _packing(weights[0]), strict=True)),
+    ).fitted()
     options = {"biases": biases, "norm": norm, "rotation": rotation, "residual": residual}
     return tuple(_project(s, {"x": x, "weights": weights} | options))
 
@@ -178,18 +109,21 @@ def _project(s: Shape, inputs):
         outs = refs[len(leaves) :][: len(out_features)]
         scratch = dict(zip(words, refs[len(leaves) + len(out_features) :], strict=True))
 
-        @lanes.stage(cta=lax.axis_index("cta"))
-        def run(arrays, scratch, cta):
+        ranks = {"rank": lax.axis_index("rank")} if s.split > 1 else {}
+
+        @lanes.stage(team=lax.axis_index("team"), **ranks)
+        def run(arrays, scratch, team, rank=None):
             inputs, outs = arrays
-            _Tiles(s, cta, inputs, outs, scratch).run()
+            _Tiles(s, team, rank, inputs, outs, scratch).run()
 
         run((inputs, outs), scratch)
 
     return plgpu.kernel(
         project_kernel,
         out_type=[jax.ShapeDtypeStruct((s.tokens, f), s.out_dtype) for f in out_features],
-        grid=(s.ctas,),
-        grid_names=("cta",),
+        grid=(s.teams,),
+        grid_names=("team",),
+        **({"cluster": (s.split,), "cluster_names": ("rank",)} if s.split > 1 else {}),
         num_threads=s.warps // 4,
         thread_name="warpgroup",
         scratch_types=[plgpu.SMEM((n,), jnp.int32) for n in words.values()],
@@ -198,10 +132,12 @@ def _project(s: Shape, inputs):
 
 @dataclasses.dataclass(frozen=True)
 class _Tiles:
-    """The work of a CTA. cta: its number. inputs: by name. outs: the results. scratch: shared memory, by name."""
+    """The work of a CTA. team: the number of its team. rank: its own in the team, if it is not alone. inputs: by name. outs: the results.
+    scratch: shared memory, by name."""
 
     s: Shape
-    cta: lanes.Scalar
+    team: lanes.Scalar
+    rank: lanes.Scalar | None
     inputs: dict
     outs: tuple
     scratch: dict
@@ -212,53 +148,110 @@ class _Tiles:
 
     def run(self) -> None:
         s = self.s
-        acc = [lanes.f32(0.0)] * (s.rows // 16 * 4)
-        meanwhile = self._add_squares if s.norm_eps is not None else lambda: None
-        lane_copies.pipeline(lanes.i32(s.tiles * s.turns), s.depth, lambda n: [], self._fetch, self._consume, acc, meanwhile)
+        acc = [lanes.f32(0.0)] * (s.rows * s.columns // 32)
+
+        def meanwhile():
+            if s.format and not s.in_blocks:
+                self._prefetch_scales()
+            if s.norm_eps is not None:
+                self._add_squares()
+
+        locate = self._blocks if s.in_blocks else lambda n: []
+        lane_copies.pipeline(lanes.i32(s.tiles * s.turns), s.depth, locate, self._fetch, self._consume, acc, meanwhile)
+
+    def _chunk(self, n):
+        """Number of this warp's chunk n in a row, and whether there is one."""
+        chunk = n % self.s.turns * (self.s.warps * self.s.split) + lanes.warp()
+        chunk = chunk if self.rank is None else chunk + self.rank * self.s.warps
+        return chunk, chunk < self.s.width // self.s.operands.chunk
 
     def _slot(self, n):
         return (lanes.warp() * self.s.depth + n % self.s.depth) * self.s.slot_words
 
     def _fetch(self, n, place) -> None:
         """Start copying chunk number `n` of this warp: weights, tokens, norm."""
-        s = self.s
-        chunk = n % s.turns * s.warps + lanes.warp()
-        inside = chunk < s.width // CHUNK
+        s, row_bytes, token_bytes = self.s, self.s.operands.row_bytes, self.s.token_words * 4
+        chunk, inside = self._chunk(n)
         tile = n // s.turns
         ring_s, slot = self.scratch["ring_s"], self._slot(n)
+        refs = [w.codes if isinstance(w, PackedMatrix) else w for w in self.inputs["weights"]]
 
         def weight_row(part):
             def place(row):
                 unit, there = self._unit(tile, row)
-                ref, row, _ = self._row(self.inputs["weights"], unit, part)
-                return ref, row, s.width * 2, chunk * (CHUNK * 2), there & inside
+                ref, row, _ = self._row(refs, unit, part)
+                return ref, row, s.width // s.operands.chunk * row_bytes, chunk * row_bytes, there & inside
 
             return place
 
         for part in range(s.parts):
-            lane_copies.copy_rows_async(ring_s, slot + part * s.stride * CHUNK_WORDS, weight_row(part), rows=s.stride, row_bytes=CHUNK * 2)
+            start = slot + part * s.stride * s.row_words
+            lane_copies.copy_rows_async(ring_s, start, weight_row(part), rows=s.stride, row_bytes=row_bytes)
         small = s.tokens + (s.norm_eps is not None)
 
         def small_row(row):
             ref = self.inputs["x"]
             if s.norm_eps is not None:
                 ref, row = lanes.either(row < s.tokens, ref, self.inputs["norm"]), lanes.where(row < s.tokens, row, 0)
-            return ref, row, s.width * 2, chunk * (CHUNK * 2), inside
+            return ref, row, s.width * 2, chunk * token_bytes, inside
 
-        lane_copies.copy_rows_async(ring_s, slot + s.rows * CHUNK_WORDS, small_row, rows=small, row_bytes=CHUNK * 2)
+        lane_copies.copy_rows_async(ring_s, slot + s.rows * s.row_words, small_row, rows=small, row_bytes=token_bytes)
+
+    def _blocks(self, n) -> list[lanes.Scalar]:
+        """Scales, as bits of float32, and `zero_word`s, if there are zeros, of chunk number `n` of this warp: lane r has those of rows r,
+        r + 32, ... of the tile. They are loaded here, whole or not at the end of the matrix."""
+        s, weights = self.s, self.inputs["weights"]
+        chunk, inside = self._chunk(n)
+        scales, zeros = [], []
+        for first in range(0, s.rows, 32):
+            row = lanes.lane() + first
+            unit, there = self._unit(n // s.turns, row % s.stride)
+            part = row // s.stride
+            there = there & inside & (part < s.parts)
+            ref, row, _ = self._row([w.scales for w in weights], unit, part)
+            at = lanes.where(there, self._block_of(row, chunk), 0)
+            scales.append(lanes.bits(self._load_scale(ref, at)))
+            if s.zeros:
+                ref, _, _ = self._row([w.zeros for w in weights], unit, part)
+                zeros.append(lane_codes.zero_word(lanes.load_global_now(ref, at, 1), s.dtype))
+        return scales + zeros
+
+    def _prefetch_scales(self) -> None:
+        """Bring the scales of whole rows into the cache, 32 bytes by each thread: tiles end without waiting for memory."""
+        s, each = self.s, 32 // jnp.dtype(self.s.scales).itemsize
+        for part in range(s.parts):
+            for start in range(0, s.per_team + each, each * self.threads):
+                mine = lanes.thread() * each + start
+                unit = lanes.minimum(self.team * s.per_team + lanes.minimum(mine, s.per_team - 1), s.units - 1)
+                with lanes.when(mine < s.per_team + each):
+                    ref, row, _ = self._row([w.scales for w in self.inputs["weights"]], unit, part)
+                    lane_copies.prefetch(ref, self._block_of(row) * (32 // each))
+
+    def _block_of(self, row, chunk=None):
+        """Number of the scale of a row of a matrix; chunk: of inputs, where a row has several scales."""
+        format = self.s.format
+        at = row // format.rows if format.rows > 1 else row
+        if format.columns is None:
+            return at
+        return at * -(-self.s.width // format.columns) + chunk // (format.columns // self.s.operands.chunk)
+
+    def _load_scale(self, ref, at):
+        if self.s.scales == "float32":
+            return lanes.bits(lanes.load_global_now(ref, at))
+        return lane_pairs.unpack(lanes.load_global_now(ref, at, 2), self.s.scales)[0]
 
     def _unit(self, tile, row):
         """Number of the unit in row `row` of a tile's part, and whether there is one."""
         s = self.s
         mine = tile * s.per_tile + row
-        unit = self.cta * s.per_cta + mine
-        return unit, (row < s.per_tile) & (mine < s.per_cta) & (unit < s.units)
+        unit = self.team * s.per_team + mine
+        return unit, (row < s.per_tile) & (mine < s.per_team) & (unit < s.units)
 
     def _row(self, refs, unit, part):
         """The array (one per matrix) that holds a part of a unit, the row in it, and how many rows that array has."""
         s = self.s
         if s.gated:
-            return refs[part], unit, lanes.i32(s.features[part])
+            return refs[part] if isinstance(part, int) else lanes.either(part == 0, *refs), unit, lanes.i32(s.features[0])
         row = unit // s.half * (2 * s.half) + (unit % s.half + part * s.half) if s.half else unit
         ref, local, count = refs[0], row, lanes.i32(s.features[0])
         first = 0
@@ -270,35 +263,47 @@ class _Tiles:
         return ref, local, count
 
     def _consume(self, n, place, *acc):
-        s, lane = self.s, lanes.lane()
-        ring_s, slot = self.scratch["ring_s"], self._slot(n)
-        tokens = self._tokens(ring_s, slot + s.rows * CHUNK_WORDS, lane)
-        sums = [acc[4 * m : 4 * m + 4] for m in range(s.rows // 16)]
-        for step in range(CHUNK // 16):
+        s, ring_s, slot = self.s, self.scratch["ring_s"], self._slot(n)
+        tokens = self._tokens(ring_s, slot + s.rows * s.row_words)
+        sums = [list(acc[4 * m : 4 * m + 4]) for m in range(len(acc) // 4)]
+        before = sums
+        if s.in_blocks:
+            sums = [[lanes.f32(0.0)] * 4 for _ in sums]
+        scales, zeros = place[: -(-s.rows // 32)], place[-(-s.rows // 32) :]
+        for step in range(s.operands.steps):
             for m in range(s.rows // 16):
-                at = slot + m * 16 * CHUNK_WORDS + lane_copies.swizzled(lane & 15, (lane >> 4) + 2 * step, CHUNK * 2)
-                sums[m] = lane_pairs.mma(sums[m], lane_pairs.load_matrices(ring_s, at), tokens[2 * step :][:2], s.dtype)
+                own = tuple(self._of_rows(zeros, m)) if s.zeros else (None, None)
+                operands = s.operands.weights(ring_s, slot + m * 16 * s.row_words, step, own)
+                for number, words in enumerate(operands, step * s.operands.mmas):
+                    for at, of_tokens in enumerate(tokens, m * len(tokens)):
+                        sums[at] = lane_pairs.mma(sums[at], words, of_tokens[2 * number :][:2], s.dtype)
+        if s.in_blocks:
+            for m in range(s.rows // 16):
+                low, high = map(lanes.bits, self._of_rows(scales, m))
+                for at in range(m * len(tokens), (m + 1) * len(tokens)):
+                    scaled = zip(sums[at], (low, low, high, high), before[at], strict=True)
+                    sums[at] = [lanes.fma(x, scale, y) for x, scale, y in scaled]
         acc = [x for four in sums for x in four]
         last = n % s.turns == s.turns - 1
         with lanes.when(last):
             self._finish(n // s.turns, acc)
         return [lanes.where(last, 0.0, x) for x in acc]
 
-    def _tokens(self, ring_s, start, lane):
-        """The tokens of a chunk as the other operand: 8 words, each with two inputs of token g. Empty columns repeat the last token."""
-        s = self.s
-        words, norm = [], []
-        for half in range(2):
-            piece = (lane >> 3) + 4 * half
-            row = lanes.minimum(lane & 7, s.tokens - 1)
-            words += lane_pairs.load_matrices(ring_s, start + lane_copies.swizzled(row, piece, CHUNK * 2))
-            if s.norm_eps is not None:
-                norm += lane_pairs.load_matrices(ring_s, start + lane_copies.swizzled(lanes.i32(s.tokens), piece, CHUNK * 2))
+    def _of_rows(self, values, m: int):
+        """What is held for this lane's rows of 16: g and g + 8. values: by `_blocks`."""
+        return [lanes.shuffle(values[row // 32], (lanes.lane() >> 2) + row % 32) for row in (16 * m, 16 * m + 8)]
+
+    def _tokens(self, ring_s, start) -> list:
+        """The tokens of a chunk as the other operand, 8 by 8: words with two inputs of token g. Empty columns repeat the last token."""
+        s, lane = self.s, lanes.lane()
+        of_column = lane & 7 if s.format is None else lane >> 2
+        found = [s.operands.tokens(ring_s, start, lanes.minimum(of_column + 8 * n, s.tokens - 1)) for n in range(s.columns // 8)]
         if s.norm_eps is None:
-            return words
+            return found
+        norm = s.operands.tokens(ring_s, start, lanes.i32(s.tokens))
         if s.norm_offset:
-            return [lane_pairs.multiply_add_pairs(a, b, a, s.dtype) for a, b in zip(words, norm, strict=True)]
-        return [lane_pairs.multiply_pairs(a, b, s.dtype) for a, b in zip(words, norm, strict=True)]
+            return [[lane_pairs.multiply_add_pairs(a, b, a, s.dtype) for a, b in zip(words, norm, strict=True)] for words in found]
+        return [[lane_pairs.multiply_pairs(a, b, s.dtype) for a, b in zip(words, norm, strict=True)] for words in found]
 
     def _add_squares(self) -> None:
         """Sums of squares of the tokens, by each warp over its part; `_scale` adds them up."""
@@ -329,29 +334,68 @@ class _Tiles:
         # Two buffers alternate. When a warp writes to one, all threads have finished the tile that used it before.
         buffer = tile % 2 * s.sums_words
         sums_s = self.scratch["sums_s"]
-        with lanes.when(t * 2 < s.tokens):
-            for m in range(s.rows // 16):
-                for half in range(2):
-                    row = lanes.warp() * s.rows + (16 * m + 8 * half) + g
-                    lanes.store_shared(sums_s, buffer + row * 8 + t * 2, *acc[4 * m + 2 * half :][:2])
+        tiles = s.columns // 8
+        for column in range(tiles):
+            with lanes.when(t * 2 + 8 * column < s.tokens):
+                for m in range(s.rows // 16):
+                    for half in range(2):
+                        row = lanes.warp() * s.rows + (16 * m + 8 * half) + g
+                        at = buffer + row * s.columns + (t * 2 + 8 * column)
+                        lanes.store_shared(sums_s, at, *acc[4 * (m * tiles + column) + 2 * half :][:2])
         lanes.cta_barrier(self.threads)
+        if s.split == 1:
+            self._for_pairs(tile, lambda token, row, unit: self._write(lambda row: self._total(buffer, row, token), token, row, unit))
+            return
+        # Each CTA of the team finishes one half of the rows. The barrier also keeps what was sent for the tile before from being written
+        # over: two buffers alternate here, too.
+        others_s, others = self.scratch["others_s"], tile % 2 * (s.rows * s.columns)
+
+        def is_mine(row):
+            return (row // 2 < -(-s.stride // 4)) == (self.rank == 0)
+
+        def send(token, row, unit):
+            for one in (row + (part * s.stride + n) for part in range(s.parts) for n in range(2)):
+                lanes.store_cluster(1 - self.rank, others_s, others + one * s.columns + token, self._total(buffer, one, token))
+
+        def finish(token, row, unit):
+            def total(row):
+                other = lanes.load_shared(others_s, others + row * s.columns + token, "f32")[0]
+                return self._total(buffer, row, token) + other
+
+            self._write(total, token, row, unit)
+
+        self._for_pairs(tile, send, lambda row: ~is_mine(row))
+        lanes.cluster_barrier()
+        self._for_pairs(tile, finish, is_mine)
+
+    def _for_pairs(self, tile, function, chosen=None) -> None:
+        """Call function(token, row, unit) for each token and two rows of a tile's parts, `row` and the next; chosen: row -> whether."""
+        s = self.s
         pairs = s.stride // 2
         for start in range(0, s.tokens * pairs, self.threads):
             i = lanes.thread() + start
             token, row = i // pairs, i % pairs * 2
             unit, there = self._unit(tile, row)
+            there = there if chosen is None else there & chosen(row)
             with lanes.when((token < s.tokens) & there):
-                self._write(buffer, token, row, unit)
+                function(token, row, unit)
 
-    def _write(self, buffer, token, row, unit) -> None:
-        """Write the results of a token's units `unit` and `unit + 1`."""
+    def _total(self, buffer, row, token):
+        """The sum of the warps' sums of a row of the tile."""
         s = self.s
+        at = buffer + row * s.columns + token
+        parts = [lanes.load_shared(self.scratch["sums_s"], at + w * s.rows * s.columns, "f32")[0] for w in range(s.warps)]
+        return functools.reduce(lambda a, b: a + b, parts)
 
-        def total(row):
-            parts = [lanes.load_shared(self.scratch["sums_s"], buffer + (row + w * s.rows) * 8 + token, "f32")[0] for w in range(s.warps)]
-            return functools.reduce(lambda a, b: a + b, parts)
-
+    def _write(self, total, token, row, unit) -> None:
+        """Write the results of a token's units `unit` and `unit + 1`. total: row of the tile -> its sum."""
+        s = self.s
+        if s.format and not s.in_blocks:  # loaded first, since they come from far
+            rows = [self._row([w.scales for w in self.inputs["weights"]], unit, part) for part in range(s.parts)]
+            scales = [[self._load_scale(ref, self._block_of(row + n)) for n in range(2)] for ref, row, _ in rows]
         results = [[total(row + (part * s.stride + n)) for n in range(2)] for part in range(s.parts)]
+        if s.format and not s.in_blocks:
+            results = [[x * scale for x, scale in zip(*twos, strict=True)] for twos in zip(results, scales, strict=True)]
         if s.norm_eps is not None:
             scale = self._scale(token)
             results = [[x * scale for x in two] for two in results]

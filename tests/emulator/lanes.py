@@ -204,8 +204,9 @@ class Machine(Copies):
         """An offset; an unknown one leads nowhere, which is a fault for who goes there."""
         return value.data if value.unknown is None else np.where(value.unknown, NOWHERE, value.data.astype(np.int64))
 
-    def places(self, pointer: Pointer, words: int, where=None):
-        """Per array: it, the running threads, and `[threads, words]` where their words stand. where: who of the running ones."""
+    def places(self, pointer: Pointer, words: int, where=None, size: int = 0):
+        """Per array: it, the running threads, and `[threads, words]` where their words stand. where: who of the running ones. size: bytes
+        of the access, if it is less than a word."""
         for among, part in pointer.parts():
             bits = self.mask.bits if where is None else self.mask.bits & where
             bits = bits if among is None else bits & among
@@ -214,7 +215,7 @@ class Machine(Copies):
                 continue
             memory = part.memory
             offset = spread(part.offset, self.size)[threads]
-            self._refuse_places(memory, threads, offset, words)
+            self._refuse_places(memory, threads, offset, size or 4 * words)
             place = offset >> 2
             if not memory.is_global:
                 cta = (self.cta if part.cta is None else spread(part.cta, self.size))[threads]
@@ -223,17 +224,17 @@ class Machine(Copies):
                     self.clock.last_remote = self.clock.tick
             yield memory, threads, place[:, None] if words == 1 else place[:, None] + np.arange(words)
 
-    def _refuse_places(self, memory: Memory, threads, offset, words: int) -> None:
-        if offset.min() < 0 or offset.max() + 4 * words > memory.size_bytes:
-            bad = np.flatnonzero((offset < 0) | (offset + 4 * words > memory.size_bytes))[0]
+    def _refuse_places(self, memory: Memory, threads, offset, size: int) -> None:
+        if offset.min() < 0 or offset.max() + size > memory.size_bytes:
+            bad = np.flatnonzero((offset < 0) | (offset + size > memory.size_bytes))[0]
             if offset[bad] < NOWHERE // 2:
                 raise Unwritten(f"{self._name(threads[bad])} goes in {memory.name} where a word says that nobody wrote")
-            where = f"{words} words at byte {offset[bad]} of {memory.name}, which has {memory.size_bytes} bytes"
+            where = f"{_amount(size)} at byte {offset[bad]} of {memory.name}, which has {memory.size_bytes} bytes"
             raise OutOfBounds(f"{self._name(threads[bad])} goes to {where}")
-        crooked = offset & (4 * words - 1)  # the instructions access 1, 2 or 4 words
+        crooked = offset & (size - 1)  # the instructions access 1, 2 or 4 words, or 1 or 2 bytes
         if crooked.any():
             bad = np.flatnonzero(crooked)[0]
-            raise Misaligned(f"{self._name(threads[bad])} goes to {words} words at byte {offset[bad]} of {memory.name}")
+            raise Misaligned(f"{self._name(threads[bad])} goes to {_amount(size)} at byte {offset[bad]} of {memory.name}")
 
     def _refuse_access(self, memory: Memory, threads, places, what: str, before: str, log, *, reads: bool = False) -> None:
         if self.clock.is_ordered(log):
@@ -281,6 +282,19 @@ class Machine(Copies):
                 unknown = np.zeros((words, self.size), bool) if unknown is None else unknown
                 unknown[:, threads] = ~memory.known[places].T
         return [(found[n], None if unknown is None or not unknown[n].any() else unknown[n]) for n in range(words)]
+
+    def load_part(self, pointer: Pointer, size: int) -> np.ndarray:
+        """1 or 2 bytes of global memory per thread, as integers without a sign."""
+        self.clock.tick += 1
+        found = np.zeros(self.size, np.int32)
+        for among, part in pointer.parts():
+            for memory, threads, places in self.places(part, 1, among, size):
+                self._refuse_space(memory, "global", part)
+                self._refuse_access(memory, threads, places, "reads", "wrote", memory.writes)
+                self._note(memory, memory.reads, threads, places)
+                place = spread(part.offset, self.size)[threads] // size
+                found[threads] = memory.data.view({1: np.uint8, 2: np.uint16}[size])[place]
+        return found
 
     def _refuse_space(self, memory: Memory, space: str, pointer: Pointer) -> None:
         spaces = ("global",) if memory.is_global else ("shared", "shared::cta", "shared::cluster")
@@ -469,6 +483,10 @@ def run_clusters(
         if memory.writes.last[1].any() or memory.atomics:
             memory.copy_back(array)
     return found
+
+
+def _amount(size: int) -> str:
+    return f"{size // 4} words" if size >= 4 else f"{size} bytes"
 
 
 def _per_thread(values: list, threads: int) -> Value:

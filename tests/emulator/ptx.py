@@ -134,6 +134,18 @@ pure("cvt.rni.s32.f32", lambda x: _integer(np.rint(x)))
 pure("cvt.rmi.s32.f32", lambda x: _integer(np.floor(x)))
 pure("cvt.rpi.s32.f32", lambda x: _integer(np.ceil(x)))
 
+
+@code(r"lop3\.b32 \$0, \$1, \$2, \$3, (?P<table>0x[0-9a-f]{2});")
+def _logic(machine, a, b, c, table):
+    """Bit n of the table is the result for the bits (a, b, c) of n."""
+    bits, found = [_unsigned(np.asarray(x.data)) for x in (a, b, c)], np.uint32(0)
+    for n in range(8):
+        if int(table, 16) >> n & 1:
+            own = [x if n >> place & 1 else ~x for x, place in zip(bits, (2, 1, 0), strict=True)]
+            found = found | own[0] & own[1] & own[2]
+    return value(found, a, b, c)
+
+
 _HALF = {"bf16x2": ml_dtypes.bfloat16, "f16x2": np.float16}
 
 
@@ -154,10 +166,16 @@ def _pack(machine, high, low, kind):
     return value(_join(low.data, high.data, kind), high, low)
 
 
-@code(r"(?P<name>mul\.rn|max|min)\.(?P<kind>bf16x2|f16x2) \$0, \$1, \$2;")
+@code(r"(?P<name>mul\.rn|sub\.rn|max|min)\.(?P<kind>bf16x2|f16x2) \$0, \$1, \$2;")
 def _pairs(machine, a, b, name, kind):
-    function = {"mul.rn": np.multiply, "max": np.fmax, "min": np.fmin}[name]
+    function = {"mul.rn": np.multiply, "sub.rn": np.subtract, "max": np.fmax, "min": np.fmin}[name]
     return value(_join(*map(function, _split(a.data, kind), _split(b.data, kind)), kind), a, b)
+
+
+@code(r"fma\.rn\.(?P<kind>bf16x2|f16x2) \$0, \$1, \$2, \$3;")
+def _multiply_add_pairs(machine, a, b, c, kind):
+    low, high = (x.astype(np.float64) * y + z for x, y, z in zip(*(_split(x.data, kind) for x in (a, b, c)), strict=True))
+    return value(_join(low, high, kind), a, b, c)
 
 
 @code(re.escape("{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}"))
@@ -181,6 +199,11 @@ _KIND = r"(?P<kind>[fbus])32"
 def _load(machine, pointer, space, constant, vector, kind, where=None):
     found = machine.load(pointer, _VECTOR[vector], space=space, constant=bool(constant), where=where)
     return [Value(x.view(np.float32), F32, unknown) if kind == "f" else Value(x, I32, unknown) for x, unknown in found]
+
+
+@code(r"ld\.global\.u(?P<bits>8|16) \$0, \[\$1\];", effects=True)
+def _load_part(machine, pointer, bits):
+    return Value(machine.load_part(pointer, int(bits) // 8), I32)
 
 
 @code(rf"st\.(?P<space>global|shared(?:::cta|::cluster)?)(?P<vector>\.v[24])?\.{_KIND} \[\$0\], {_PLACES};", effects=True)

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from quick_cases import rest_long
-from tiny_models import make_family
+from tiny_models import LEAST, altered, make_family, random_model
 
 import kvjax
 from kvjax.cache import Cache
 from kvjax.cache.formats import parse_cache_format
 from kvjax.models.decoder import TransformerDecoder, init_params
+from kvjax.packing import pack_params
 from kvjax.policies.decode import Dense, parse
 from kvjax.policies.prefill import DensePrefill
 from kvjax.sharding import Shards
@@ -99,6 +100,24 @@ def test_steps_over_packed_pages_pass_the_kernels_of_a_gpu_by(as_on, text):
         assert prefill_step.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
         assert decode_step.trace(*step).lower(lowering_platforms=("cuda",)).as_text()
     assert {heard[op] for op in ("flash_attention", "pack_pages", "selected_attention")} <= {"xla", "composed"}
+
+
+@pytest.mark.parametrize("weights", rest_long(["int8", "fp8:128x128", "int4"], "int4"))
+def test_a_decode_step_over_packed_weights_runs_on_the_kernel_of_a_hopper_gpu(as_on, monkeypatch, weights):
+    """All its projections, of 16 rows, without being told to."""
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
+    model = random_model("bfloat16", altered(LEAST, **sizes))
+    config, decoder = model.config, model.decoder
+    spec, params = config.cache_spec(128), pack_params(model.params, weights)
+    layers = jax.eval_shape(lambda: spec.empty({group.name: 16 for group in spec.groups}, ()))
+    tables = {group.name: np.zeros((16, 4), np.int32) for group in spec.groups}
+    cache = Cache(layers, tables, np.full(16, 300, np.int32), spec)
+    as_on("cuda", "9.0")
+    monkeypatch.setattr("pallas_kernels.project_tokens.xla.project_tokens", None)
+    states = tuple(Dense().init(None, 16) for _ in spec.paged)
+    step = decoder, Dense(), (), params, cache, np.zeros((16, 1), np.int32), np.ones(16, bool), states
+    text = decode_step.trace(*step).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("call @_project") == 4 * config.num_layers + 1
 
 
 def _cell(op: str, kernel: str | None, kernel_text: str, plain_text: str) -> str:

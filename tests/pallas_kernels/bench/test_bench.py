@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from pallas_kernels import dispatch
-from pallas_kernels.bench import inputs, measure, ops, session, torch_sdpa
-from pallas_kernels.bench.cases import BUDGETS, PROJECTIONS, Case, all_cases, baselines, matching
+from pallas_kernels.bench import inputs, measure, ops, report, session, torch_sdpa
+from pallas_kernels.bench.cases import BUDGETS, PACKED, PROJECTIONS, Case, all_cases, baselines, matching
 from pallas_kernels.pages import Pages
 
 SPARSE = Case("sparse", "tiny", 2048, 2, "top:8")
@@ -27,6 +27,7 @@ APPEND = Case("append", "tiny", 1024, 2, "bounds16")
 def _quick(monkeypatch, copy_once):
     monkeypatch.setattr(measure, "TIMED_SECONDS", 0.01)
     monkeypatch.setattr(session, "copy_rate", copy_once)
+    monkeypatch.setattr(session, "read_rate", copy_once)
     monkeypatch.setattr(inputs, "MIN_OPS", 2)
 
 
@@ -125,6 +126,29 @@ def test_projections(policy):
     assert row["speedup"]["over"] == "xla"
     sizes = {"qkv": 256 * 512, "o": 256 * 256, "gate-up": 256 * 1024, "down": 512 * 256, "logits": 256 * 1024}
     assert row["bytes"] == {"weights": 2 * sizes[policy]}
+
+
+@pytest.mark.quick("int4")
+@pytest.mark.parametrize("format", PACKED)
+def test_projections_of_packed_weights(format, tmp_path):
+    file = tmp_path / "ops.json"
+    (row,) = run(Case("project", "tiny", 0, 2, f"gate-up:{format}"), json_out=file)
+    assert row["error"] < 8e-3
+    assert row["same_bits"]
+    codes = 256 * 1024 // (2 if format == "int4" else 1)
+    scales = {"int4": 2 * 1024 * 2, "int8": 4 * 1024, "fp8": 4 * 1024}.get(format, 4 * 2 * 2 * 4)
+    assert row["bytes"] == {"weights": codes + scales}
+    assert row["fraction_of_read"] * json.loads(file.read_text())["read"]["bytes_per_s"] == pytest.approx(row["bytes_per_s"])
+    assert "% of read" in session._line(row)
+    assert [str(column.header) for column in report.table([row]).columns][-1] == "of read"
+
+
+@pytest.mark.long
+def test_the_rate_of_reads(monkeypatch):
+    monkeypatch.setattr(measure, "COPY_BYTES", (2**20, 2**20))
+    monkeypatch.setattr(inputs, "CHUNK_PAGES", 8)
+    found = measure.read_rate()
+    assert found["bytes_per_s"] * found["timing"]["median_s"] == pytest.approx(found["bytes"])
 
 
 def test_a_run_end_to_end(tmp_path):
