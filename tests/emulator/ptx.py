@@ -154,15 +154,27 @@ def _pack(machine, high, low, kind):
     return value(_join(low.data, high.data, kind), high, low)
 
 
-@code(r"(?P<name>mul\.rn|max|min)\.(?P<kind>bf16x2|f16x2) \$0, \$1, \$2;")
+@code(r"(?P<name>mul\.rn|sub\.rn|max|min)\.(?P<kind>bf16x2|f16x2) \$0, \$1, \$2;")
 def _pairs(machine, a, b, name, kind):
-    function = {"mul.rn": np.multiply, "max": np.fmax, "min": np.fmin}[name]
+    function = {"mul.rn": np.multiply, "sub.rn": np.subtract, "max": np.fmax, "min": np.fmin}[name]
     return value(_join(*map(function, _split(a.data, kind), _split(b.data, kind)), kind), a, b)
 
 
 @code(re.escape("{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}"))
 def _unpack(machine, word):
     return [value(x, word) for x in _split(word.data, "f16x2")]
+
+
+@code(
+    re.escape(
+        "{.reg .b16 l, h; .reg .b32 w; prmt.b32 w, $2, 0, 0x3120; mov.b32 {l, h}, w; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h;}"
+    )
+)
+def _of_e4m3(machine, word):
+    """Bytes 0 and 2, and 1 and 3."""
+    data = np.ascontiguousarray(np.atleast_1d(word.data))
+    found = data.view(ml_dtypes.float8_e4m3fn).reshape(-1, 4).astype(np.float32)
+    return [value(_join(found[:, n], found[:, n + 2], "f16x2"), word) for n in range(2)]
 
 
 # Memory.
