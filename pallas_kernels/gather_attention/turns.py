@@ -28,16 +28,17 @@ MOST_PACKED_STAGES = 5
 """The same over packed pages, whose turns have fewer bytes, if registers have room for their places."""
 
 
-def _sizes(q, pages, *, width: int | None, block_size: int, window, sm_scale: float, splits: int, other_words: int) -> Shape:
-    """`stages` is 0 if shared memory cannot hold one turn of four warps. Eight warps are taken where each has two turns."""
+def _sizes(q, pages, *, width: int | None, block_size: int, window, sm_scale: float, splits: int, other_words: int, most=2) -> Shape:
+    """`stages` is 0 if shared memory cannot hold one turn of four warps. More warps, up to four times `most`, are taken where each has two
+    turns."""
     batch, num_queries, num_heads, head_dim = q.shape
     dims = (batch, num_queries, num_heads, pages.kv_heads, head_dim, pages.page_size, block_size, width, window, sm_scale, q.dtype, KEYS)
     codes = [format and Codes(format, head_dim) for format in (pages.k_packed, pages.v_packed)]
-    for warpgroups, least in ((2, 2), (1, 1)):
+    for warpgroups, least in ((3, 2), (2, 2), (1, 1))[3 - most :]:
         s = Shape(*dims, 0, warpgroups, splits, *codes, pages.open is not None)
         room = lanes.shared_words() - other_words - sum((s.scratch_words() | {"ring_s": 0}).values())
-        most = MOST_PACKED_STAGES if pages.packed and s.column_tiles <= 2 else MOST_STAGES
-        stages = min(most, (room // s.warps - s.open_words) // sum(s.slot_words))
+        depth = MOST_PACKED_STAGES if pages.packed and s.column_tiles <= 2 else MOST_STAGES
+        stages = min(depth, (room // s.warps - s.open_words) // sum(s.slot_words))
         s = dataclasses.replace(s, stages=stages)
         if stages >= least and s.scratch_words()["ring_s"] <= room:
             return s
@@ -184,7 +185,10 @@ def span_shape(call, q, pages, *, width: int | None, splits: int, stages: int | 
     """The sizes of a call whose keys are cut into at most `splits` spans."""
     block_size = call.block_size if width is not None or call.return_block_lse else pages.page_size
     fields = {"width": width, "block_size": block_size, "window": call.window, "sm_scale": call.sm_scale}
-    s = _sizes(q, pages, **fields, splits=splits, other_words=0)
+    # Unpacking keeps warps busy, and their turns are small. Twelve warps have registers for 8 query rows each.
+    s = _sizes(
+        q, pages, **fields, splits=splits, other_words=0, most=3 if pages.packed and q.shape[1] * q.shape[2] <= 8 * pages.kv_heads else 2
+    )
     if width is not None:
         splits = min(splits, -(-width * block_size // (KEYS * s.warps)))
     return dataclasses.replace(s, splits=splits, stages=min(s.stages, stages or s.stages))

@@ -164,11 +164,11 @@ def numbers(format: PageFormat, word: Scalar) -> list[tuple[Scalar, Scalar]]:
     if format.codes == "fp8_e4m3":
         return [lane_pairs.of_e4m3(word)]
     if format.codes in ("int8", "q8_0"):  # 128 + the low 7 bits, less 128, or less 256 for a negative code
-        pairs = [((x & 0x007F007F) | MAGIC, (x & 0x00800080) | MAGIC) for x in (word, word >> 8)]
+        pairs = [[lanes.masked_or(x, mask, MAGIC) for mask in (0x007F007F, 0x00800080)] for x in (word, word >> 8)]
         return [tuple(lane_pairs.subtract_pairs(a, b, NUMBERS) for a, b in pairs)]
-    low, high = ([(word >> (bits + by)) & 0x000F000F for by in (0, 8)] for bits in (0, 4))
     eight = lanes.i32(MAGIC | 0x00080008)
-    return [tuple(lane_pairs.subtract_pairs(x | MAGIC, eight, NUMBERS) for x in pair) for pair in (low, high)]
+    halves = [[word >> places if places else word for places in (bits, bits + 8)] for bits in (0, 4)]
+    return [tuple(lane_pairs.subtract_pairs(lanes.masked_or(x, 0x000F000F, MAGIC), eight, NUMBERS) for x in half) for half in halves]
 
 
 def interleaved(first: Scalar, second: Scalar) -> tuple[Scalar, Scalar]:

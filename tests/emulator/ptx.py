@@ -134,6 +134,12 @@ pure("cvt.rni.s32.f32", lambda x: _integer(np.rint(x)))
 pure("cvt.rmi.s32.f32", lambda x: _integer(np.floor(x)))
 pure("cvt.rpi.s32.f32", lambda x: _integer(np.ceil(x)))
 
+
+@code(r"lop3\.b32 \$0, \$1, \$2, \$3, 0xea;")
+def _masked_or(machine, x, mask, others):
+    return value(x.data & mask.data | others.data, x, mask, others)
+
+
 _HALF = {"bf16x2": ml_dtypes.bfloat16, "f16x2": np.float16}
 
 
