@@ -61,6 +61,11 @@ class Packed:
         return paging.implementation("gather_attention", "reference")(q, self.exact, *rest, **keywords)
 
 
+def picked(case: Packed) -> tuple:
+    """The results of what dispatch picks here."""
+    return paging.public("gather_attention")(*case.operands, **case.keywords)
+
+
 def build(tools, *, format: str, window=None, blocks=None, lse=False, config=None, opened=False, seed=0, **spec) -> Packed:
     """A case: ragged rows over permuted pages. NaN are the scales of tokens that nobody wrote, and everything that no query reads: other
     open rows, and where queries read their own pages open, the packed last page of each row."""

@@ -54,8 +54,11 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """For the terminal."""
-    return terminal_table(COLUMNS, map(cells, rows), left=2)
+    """For the terminal. With packed pages, the last column has times over those of unpacked pages."""
+    if not any("unpacked" in row for row in rows):
+        return terminal_table(COLUMNS, map(cells, rows), left=2)
+    of_unpacked = (f"{row['unpacked']['times']:.3f}" if "unpacked" in row else "" for row in rows)
+    return terminal_table((*COLUMNS, "of unpacked"), ((*cells(row), x) for row, x in zip(rows, of_unpacked, strict=True)), left=2)
 
 
 def source(run: dict[str, Any]) -> str:

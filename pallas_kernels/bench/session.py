@@ -58,9 +58,9 @@ def run(
         for case in (*ours, *cases):
             progress.update(bar, description=case.name)
             rows.append(_guarded(case, lambda case=case: row_of(case, named, rate)))
+            write()
             if not console.is_terminal:
                 console.print(_line(rows[-1]), highlight=False, soft_wrap=True)
-            write()
             progress.advance(bar)
     return rows
 
@@ -80,4 +80,5 @@ def _line(row: dict[str, Any]) -> str:
     """One line about a row, for logs."""
     if "median_s" not in row:
         return f"{row['case']}: {'skipped: ' + row['skipped'] if 'skipped' in row else 'FAILED: ' + row['failed']}"
-    return f"{row['case']}: {row['median_s'] * 1e6:.2f} us, {row['fraction_of_copy']:.0%} of copy, error {row.get('error', 0):.1e}"
+    said = f"{row['case']}: {row['median_s'] * 1e6:.2f} us, {row['fraction_of_copy']:.0%} of copy, error {row.get('error', 0):.1e}"
+    return said + (f", {row['unpacked']['times']:.3f} of unpacked" if "unpacked" in row else "")
