@@ -52,6 +52,9 @@ def unsupported(call, q, pages) -> str | None:
         return f"{reads(pages)} there may be at most {most} query heads of dim {q.shape[3]} per KV head, got {group}"
     if pages.open is not None and call.return_block_lse and q.shape[1] > 1:
         return f"beside open pages it gives the LSE of blocks for one query per row, got {q.shape[1]}"
+    one = jax.ShapeDtypeStruct((q.shape[0], 1, *q.shape[2:]), q.dtype)
+    if span_shape(call, one, pages, width=None, splits=1, stages=None).stages == 0:
+        return f"packed pages of head dim {pages.head_dim} and open ones leave no shared memory for 16 keys of four warps on this GPU"
     return None
 
 
