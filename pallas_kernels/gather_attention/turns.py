@@ -233,11 +233,13 @@ def attend_spans(s: Shape, q, pages, table, lengths, blocks, *, block_lse: bool)
             queries = functools.partial(decode_turns.load_queries, s, row, head, q_ref, scratch["q_s"])
             told = report if block_lse else None
 
-            def first_open(position):  # a list is in any order
-                return lanes.i32(0) if s.width else lanes.maximum(position // KEYS - first - warp + (s.warps - 1), 0) // s.warps
+            def first_from(position):
+                return lanes.maximum(position // KEYS - first - warp + (s.warps - 1), 0) // s.warps
 
             pools = decode_turns.Pools.of(s, pools)
-            folded = decode_turns.fold(s, pools, scratch, head, length, turns, place, queries, told, first_open)
+            folded = decode_turns.fold(
+                s, pools, scratch, head, length, turns, place, queries, told, first_from if s.width is None else None
+            )
             decode_turns.share(s, folded, scratch)
             _store(s, row, head, split, out_ref, lse_ref, scratch)
 

@@ -180,15 +180,15 @@ def fold(
     place: Callable,
     queries: Callable,
     report: Callable | None = None,
-    first_open: Callable | None = None,
+    first_from: Callable | None = None,
 ) -> Folded:
     """By each warp: fold turns 0 to `turns` - 1 of its own, in order; then those of its queries' own pages that are open.
 
     scratch: `Shape.scratch_words`. place: a turn -> its page, its first token there, the position of its first key, and how many of its
     keys are written (0 or less: none). It may be called with turns past the last. queries: makes the queries available to the CTA; all its
     warps call it once, after their first copies have started. report: called with a turn and, per column tile, the LSE (log2 units) of its
-    keys for the two query rows of the lane, the same in all g; of a turn of an open page a second time, which counts. first_open: a
-    position -> the first turn that can have keys from there on; None: any can.
+    keys for the two query rows of the lane, the same in all g; of a turn of an open page a second time, which counts. first_from: a
+    position -> the first turn with keys from there on; None: they are in any order.
     """
     ring_s = scratch["ring_s"]
     own = _own_start(s, length - 1)
@@ -220,10 +220,11 @@ def fold(
 
     def meanwhile():
         if opened is not None:
-            opened.begin(first_open)
+            opened.begin(first_from)
         queries()
 
-    carry = lane_copies.pipeline(turns, s.stages, packed_place, fetch, consume, Folded.empty(s).flat(), meanwhile=meanwhile)
+    packed_turns = turns if opened is None or first_from is None else lanes.minimum(turns, first_from(own))
+    carry = lane_copies.pipeline(packed_turns, s.stages, packed_place, fetch, consume, Folded.empty(s).flat(), meanwhile=meanwhile)
     folded = Folded.of_flat(s, carry)
     if s.v_codes is not None:
         folded.acc = [lane_codes.natural_order(tile) for tile in folded.acc]
@@ -253,9 +254,9 @@ class _Opened:
         self.slot = lanes.warp() * per_warp + s.stages * sum(s.slot_words)
         self.first: list[Scalar] = []
 
-    def begin(self, first_open: Callable | None) -> None:
+    def begin(self, first_from: Callable | None) -> None:
         """Find the first of them, and start copying it."""
-        self.first = self._next(lanes.i32(0) if first_open is None else first_open(self.start))
+        self.first = self._next(lanes.i32(0) if first_from is None else first_from(self.start))
         self._fetch(self.first)
 
     def _next(self, n: Scalar) -> list[Scalar]:

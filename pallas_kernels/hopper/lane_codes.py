@@ -21,6 +21,9 @@ NUMBERS = "bfloat16"
 
 MAGIC = 0x43004300
 """Two bfloat16 of 128: the low 7 bits of each half count up in ones from there."""
+SIGNS = 0x80008000
+TWO_TO_120 = 0x7B807B80
+"""Two bfloat16 of it."""
 
 
 def unsupported(name: str, format: PageFormat) -> str | None:
@@ -161,8 +164,12 @@ class Codes:
 def numbers(format: PageFormat, word: Scalar) -> list[tuple[Scalar, Scalar]]:
     """The codes in a word as pairs of bfloat16: those of bytes 0 and 2, and of bytes 1 and 3. Of 4-bit codes, first the low ones, then the
     high ones."""
-    if format.codes == "fp8_e4m3":
+    if format.codes == "fp8_e4m3" and format.scale is None:
         return [lane_pairs.of_e4m3(word)]
+    if format.codes == "fp8_e4m3":  # the bits of bfloat16, whose exponents count from 120 further below; the scale of a NaN is NaN
+        even = lanes.masked_or(word << 8, SIGNS, (word << 4) & 0x07F007F0)
+        odd = lanes.masked_or(word, SIGNS, (word >> 4) & 0x07F007F0)
+        return [tuple(lane_pairs.multiply_pairs(x, lanes.i32(TWO_TO_120), NUMBERS) for x in (even, odd))]
     if format.codes in ("int8", "q8_0"):  # 128 + the low 7 bits, less 128, or less 256 for a negative code
         pairs = [[lanes.masked_or(x, mask, MAGIC) for mask in (0x007F007F, 0x00800080)] for x in (word, word >> 8)]
         return [tuple(lane_pairs.subtract_pairs(a, b, NUMBERS) for a, b in pairs)]
