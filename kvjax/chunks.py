@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 from kvjax.cache import CacheSpec, IndexSpec
 from kvjax.cache.groups import GroupPages
 from kvjax.cache.pool import Pool
-from kvjax.cache.staging import Staged, Window, stage
+from kvjax.cache.staging import Copies, Staged, Window, copy_window, stage
 from kvjax.learning import Learning, OpenChunk, PolicyStates, after_chunk
 from kvjax.model import Decoder, Model
 from kvjax.plans import Prefilled
@@ -77,9 +77,10 @@ class ChunkRun:
     """A chunk that is being prefilled: the tokens `written` of `sequence`, which then has `last` tokens.
 
     ends: whether no token that it was given is left for a later chunk; only then it has logits. whole: whether a new prompt would run this
-    policy from `first` on. staged: by layer group, how pages are copied to device memory before a layer reads them, and which of them
-    together; None: none, because none lies on the host. done: slices that have run. x: token ids `[1, T]` before the first slice, hidden
-    states `[1, T, E]` after every slice, and last, logits `[V]` or `[T, V]`, if it has any.
+    policy from `first` on. done: slices that have run. x: token ids `[1, T]` before the first slice, hidden states `[1, T, E]` after every
+    slice, and last, logits `[V]` or `[T, V]`, if it has any. moved: `Pool.moved` when tables and staged were made. staged: by layer group,
+    how pages are copied to device memory before a layer reads them, and which of them together; None: none, because none lies on the host.
+    ahead: those that were copied for the next layer.
     """
 
     sequence: CachedSequence
@@ -93,10 +94,12 @@ class ChunkRun:
     all_logits: bool
     learning: Learning | None
     opened: OpenChunk | None
-    tables: dict[str, Int[np.ndarray, "1 M"]]
-    staged: dict[str, tuple[Staged, Window]] | None
     x: Array | np.ndarray
     done: int = 0
+    moved: int = -1
+    tables: dict[str, Int[np.ndarray, "1 M"]] = dataclasses.field(default_factory=dict)
+    staged: dict[str, tuple[Staged, Window]] | None = None
+    ahead: Any = None
     learned: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
 
     def check_same(self, tokens: Sequence[int]) -> None:
@@ -142,13 +145,23 @@ class Prefiller:
         if opened is not None:
             ids[0, opened.position - start : first - start] = opened.tokens
         self._pool.bind(self._groups.written(sequence, first, last))
-        staged = self._stage(sequence, start, last) if self._pool.any_on_host(sequence.pages) else None
-        if staged and not self._warned:
-            self._warn_of_copies(start, first + len(tokens))
-        widths = {name: where.places.shape[1] for name, (where, _) in (staged or {}).items()}
-        tables = self._groups.staged_tables(sequence, last, widths) if staged else self._groups.tables([sequence])
         ends = len(written) == len(tokens)
-        return ChunkRun(sequence, written, first, last, start, policy, ends, whole, all_logits, learning, opened, tables, staged, ids)
+        run = ChunkRun(sequence, written, first, last, start, policy, ends, whole, all_logits, learning, opened, ids)
+        self._find_pages(run)
+        if run.staged and not self._warned:
+            self._warn_of_copies(start, first + len(tokens))
+        return run
+
+    def _find_pages(self, run: ChunkRun) -> None:
+        """Look where the pages of a chunk lie: at its beginning, and whenever pages have moved between two of its slices."""
+        sequence = run.sequence
+        run.moved, run.ahead = self._pool.moved, None
+        run.staged = self._stage(sequence, run.start, run.last) if self._pool.any_on_host(sequence.pages) else None
+        if run.staged is None:
+            run.tables = self._groups.tables([sequence])
+        else:
+            widths = {name: where.places.shape[1] for name, (where, _) in run.staged.items()}
+            run.tables = self._groups.staged_tables(sequence, run.last, widths)
 
     def _stage(self, sequence: CachedSequence, start: int, last: int) -> dict[str, tuple[Staged, Window]]:
         """How the pages of tokens [0, last) are copied, of which the chunk from `start` on writes the last ones."""
@@ -163,11 +176,27 @@ class Prefiller:
             self._pool.copied_bytes += copied * self._groups.spec.bytes_per_frame(name)
         return found
 
-    def _window(self, staged: dict[str, tuple[Staged, Window]], number: int) -> Any:
-        """What layer `number` reads of the pages that are copied together; None if its group has none."""
-        layer = self._pool.spec.layers[number]
-        owner = number if layer.share_with is None else layer.share_with
-        return staged[layer.group][1].of(self._pool.layers[owner]) if layer.group in staged else None
+    def _window(self, staged: dict[str, tuple[Staged, Window]], number: int | None) -> Any:
+        """What layer `number` reads of the pages that are copied together; None where there are none."""
+        layer = None if number is None else self._pool.spec.layers[number]
+        if layer is None or layer.group not in staged:
+            return None
+        return staged[layer.group][1].of(self._pool.layers[number if layer.share_with is None else layer.share_with])
+
+    def _copies(self, run: ChunkRun) -> Copies | None:
+        """What the next slice copies. The copies for its first layer are made now, if the slice before has not made them."""
+        if run.staged is None:
+            return None
+        part, spec = self.slices[run.done], self._pool.spec
+        copied = [number for number in spec.paged if spec.layers[number].group in run.staged]
+        own = [number for number in copied if part.first <= number < part.last]
+        if own and run.ahead is None and (window := self._window(run.staged, own[0])) is not None:
+            run.ahead = copy_window(window)
+        # After the last slice no layer follows. It copies for its own first layer again, so that it runs the same program as the others.
+        following = next((number for number in copied if number >= part.last), own[0]) if own else None
+        windows = tuple(self._window(run.staged, number) if number in own[1:] else None for number in range(part.first, part.last))
+        staged = {name: where for name, (where, _) in run.staged.items() if any(group.name == name for group in part.spec.groups)}
+        return Copies(staged, windows, self._window(run.staged, following))
 
     def advance(self, run: ChunkRun, slices: int | None = None) -> bool:
         """Run the next slices of a chunk (None: all that are left). True after the last one: the tokens are written, and `run.x` holds
@@ -217,13 +246,16 @@ class Prefiller:
             )  # fmt: skip
 
     def _next_slice(self, run: ChunkRun) -> None:
+        if self._pool.moved != run.moved:
+            self._find_pages(run)
         part, decoder, params = self.slices[run.done], self.model.decoder, self.model.params
         x = run.x if run.done else embed_chunk(decoder, decoder.params_of(params, 0, 0), run.x, self._pool.shards)
         tables = {group.name: run.tables[group.name] for group in part.spec.groups}
         # Layers of other slices are left out, so that only this slice's pages are donated; those that it reads beside them are not.
         cache = self._pool.cache(part.spec, tables, np.array([run.last], np.int32), part.first, part.last)
-        layers = self._pool.layers
-        run.x, _, learned, missing = self._pool.run(
+        layers, copies = self._pool.layers, self._copies(run)
+        reads_ahead = copies is not None and copies.following is not None
+        run.x, _, learned, missing, coming = self._pool.run(
             prefill_slice,
             part.decoder,
             run.policy,
@@ -236,11 +268,12 @@ class Prefiller:
             np.int32(part.place),
             tuple(layers[owner] for owner in part.owners),
             learning=None if run.learning is None else run.learning.of_layers(part.place, part.end),
-            staged=None if run.staged is None else {name: where for name, (where, _) in run.staged.items() if name in tables},
-            windows=() if run.staged is None else tuple(self._window(run.staged, number) for number in range(part.first, part.last)),
+            copies=copies,
+            ahead=run.ahead if reads_ahead else None,
             shards=self._pool.shards,
             kept=lambda result: self._pool.keep(result[1], result[0], part.first, part.last),
         )
+        run.ahead = coming if reads_ahead else run.ahead
         self._pool.expect_none(missing)
         run.learned.append(learned)
         run.done += 1

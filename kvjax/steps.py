@@ -25,7 +25,7 @@ from kvjax.attend import (
 from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache, frame_tables
 from kvjax.cache.hot import count as count_fetched
 from kvjax.cache.packed import opened
-from kvjax.cache.staging import Staged, complete, copy_keys, copy_values
+from kvjax.cache.staging import Copies, complete, copy_keys, copy_values
 from kvjax.learning import Learning
 from kvjax.model import Decoder, LayerInput, Params, Recurrence
 from kvjax.outcomes import Reads, pack
@@ -51,9 +51,9 @@ def prefill_layers(
     owners: tuple[LayerCache, ...] = (),
     *,
     learning: Learning | None = None,
-    staged: dict[str, Staged] | None = None,
-    windows: tuple[Any, ...] = (),
-) -> tuple[Float[Array, "B T E"], Cache, tuple[Any, ...], Int[Array, "B"] | None]:
+    copies: Copies | None = None,
+    ahead: Any = None,
+) -> tuple[Float[Array, "B T E"], Cache, tuple[Any, ...], Int[Array, "B"] | None, Any]:
     """Take one chunk of each row through the decoder's layers: a model's, or a slice of them (`of_layers`). Each writes it to its pages.
 
     x: the input of the first of them. Returns the output of the last, the cache, what was learned in these layers, and `missing`: how many
@@ -66,9 +66,9 @@ def prefill_layers(
     The chunk covers positions [starts, starts + T). Of these, [fresh, cache.lengths) are written (cache.lengths counts them); the other
     rows are padding. A token's row depends only on its absolute position, so its bits do not depend on how the history was cut into calls.
     They may depend on how the layers were cut. learning: decode policies that learn from prefill; their states after the chunk are
-    returned, per policy and layer. staged: by layer group; copy the row's pages to device memory before a layer attends to them, because
-    some lie in host memory, and attention reads them many times. The bits are the same. windows: with it, for each of these layers, the
-    pages that are copied together; None for layers of other groups. While a layer computes, the window of the next one is copied.
+    returned, per policy and layer. copies: how the row's pages are copied to device memory before a layer attends to them, because some lie
+    in host memory, and attention reads them many times; the bits are the same. While a layer computes, pages for the next one are copied:
+    ahead are those of the first of these layers that needs some, and the last result those of `copies.following`.
     """
     positions = starts[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
     valid = (positions >= fresh[:, None]) & (positions < cache.lengths[:, None])
@@ -80,7 +80,7 @@ def prefill_layers(
     shards = cache.shards
     dealt_out = shards is not None and shards.context > 1
 
-    copied_layers = [] if staged is None else [each for each in cache.spec.paged if cache.spec.layers[each].group in staged]
+    copied_layers = [] if copies is None else [each for each in cache.spec.paged if cache.spec.layers[each].group in copies.staged]
 
     def mix(layer: int, heads: LayerInput, carry):
         layers, learned, copied = carry
@@ -89,8 +89,6 @@ def prefill_layers(
             return out, (_replace(layers, layer, after), learned, copied)
         frames = tables.get(cache.spec.layers[layer].group)
         if layer in copied_layers:
-            if copied is None and windows[layer] is not None:
-                copied = copy_values(*copy_keys(windows[layer], heads), heads)
             # The chunk is written after its pool was copied, in which some of its pages may lie.
             copied, heads = jax.lax.optimization_barrier((copied, heads))
         written, open_pages = write(cache, layers, layer, heads, positions, valid, indexes, frames, (fresh, first))
@@ -103,22 +101,24 @@ def prefill_layers(
         known = () if learning is None else tuple(states[at] for states in learning.states)
         read = opened(pages_of(cache.spec, layers, layer, owners), open_pages)
         if layer in copied_layers:
-            where = staged[cache.spec.layers[layer].group]
-            read, ctx = read.replace(pages=complete(copied, read.pages, where)), ctx.replace(moved=where.places)
-        following = next((each for each in copied_layers if each > layer), None)
-        coming = None if following is None or windows[following] is None else copy_keys(windows[following], heads)
+            staged = copies.staged[cache.spec.layers[layer].group]
+            read, ctx = read.replace(pages=complete(copied, read.pages, staged)), ctx.replace(moved=staged.places)
+            window = next((copies.windows[each] for each in copied_layers if each > layer), copies.following)
+            coming = None if window is None else copy_keys(window, heads)
         if dealt_out:
             whole = cache.page_tables[cache.spec.layers[layer].group]
             read, ctx = bring(read, ctx, whole, indexes_of(policy) if heads.window is None else ())
         out, states = attend_chunk(policy, heads, read, ctx, learning, known)
-        if coming is not None:  # keys are copied beside the attention, values beside the layer's matrices: XLA begins copies late by itself
-            keys, later = coming
-            keys, out = jax.lax.optimization_barrier((keys, out))
-            coming = copy_values(keys, later, out)
-        return out, (layers, (*learned, states), coming)
+        if layer in copied_layers:
+            copied = None
+            if coming is not None:  # keys come beside the attention, values beside the layer's matrices: XLA begins copies late by itself
+                keys, later = coming
+                keys, out = jax.lax.optimization_barrier((keys, out))
+                copied = copy_values(keys, later, out)
+        return out, (layers, (*learned, states), copied)
 
-    x, (layers, learned, _) = decoder.run_layers(params, x, positions, mix, (cache.layers, (), None))
-    return x, cache.replace(layers=layers), tuple(zip(*learned, strict=True)), missing
+    x, (layers, learned, ahead) = decoder.run_layers(params, x, positions, mix, (cache.layers, (), ahead))
+    return x, cache.replace(layers=layers), tuple(zip(*learned, strict=True)), missing, ahead
 
 
 def _missing_in_prefill(
@@ -132,7 +132,7 @@ def _missing_in_prefill(
     return pages.missing(tables[group.name], cache.lengths, page_size=group.page_size, window=window, num_queries=cache.lengths - first)
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "shards"), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "shards"), donate_argnames=("cache", "ahead"))
 def prefill_slice(
     decoder,
     policy,
@@ -146,23 +146,22 @@ def prefill_slice(
     owners=(),
     *,
     learning=None,
-    staged=None,
-    windows=(),
+    copies: Copies | None = None,
+    ahead=None,
     shards: Shards | None = None,
 ):
-    """`prefill_layers`, jitted. DONATES cache. shards: of the mesh over which params and cache are split."""
+    """`prefill_layers`, jitted. DONATES cache and ahead. shards: of the mesh over which params and cache are split."""
 
     def step(decoder, params, cache, owners, learning, *arrays):
-        copied = {"staged": staged, "windows": windows}
-        x, *after = prefill_layers(decoder, policy, indexes, params, cache, *arrays, owners, learning=learning, **copied)
-        cache, learned, missing = after
-        return cache, x, learned, missing
+        copied = {"copies": copies, "ahead": ahead}
+        x, cache, *after = prefill_layers(decoder, policy, indexes, params, cache, *arrays, owners, learning=learning, **copied)
+        return cache, x, *after
 
     states = () if learning is None else tuple(map(specs_of_states, learning.policies, learning.states))
     specs = {0: layer_specs(owners), 1: None if learning is None else learning.replace(states=states, first=WHOLE_COPY)}
-    arrays, results = (owners, learning, x, starts, fresh, place), (WHOLE_COPY, states, WHOLE_COPY)
-    cache, x, learned, missing = on_mesh(shards, step, decoder, params, cache, arrays, specs=specs, results=results)
-    return x, cache, learned, missing
+    arrays, results = (owners, learning, x, starts, fresh, place), (WHOLE_COPY, states, WHOLE_COPY, WHOLE_COPY)
+    cache, x, learned, missing, coming = on_mesh(shards, step, decoder, params, cache, arrays, specs=specs, results=results)
+    return x, cache, learned, missing, coming
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "shards"))
@@ -209,7 +208,7 @@ def prefill_step(
 
     An engine runs its parts as separate programs, with the same bits.
     """
-    x, cache, _, missing = prefill_layers(decoder, policy, indexes, params, cache, decoder.embed(params, tokens), starts, fresh)
+    x, cache, _, missing, _ = prefill_layers(decoder, policy, indexes, params, cache, decoder.embed(params, tokens), starts, fresh)
     return chunk_logits(decoder, params, x, starts, cache.lengths, all_logits=all_logits), cache, missing
 
 

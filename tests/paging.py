@@ -19,7 +19,9 @@ def _public(op: str) -> Callable:
 
 
 def _attention(op: str) -> Callable:
-    def over_pages(q, k, v, *arrays, value_dim=None, **keywords):
+    def over_pages(q, k, v=None, *arrays, value_dim=None, **keywords):
+        if isinstance(k, Pages):  # packed ones have more parts
+            return _public(op)(q, k, *(() if v is None else (v,)), *arrays, **keywords)
         return _public(op)(q, Pages(k, v, value_dim), *arrays, **keywords)
 
     return over_pages

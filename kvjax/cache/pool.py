@@ -133,6 +133,11 @@ class Pool:
             host_read_bytes=sum(read * size for _, read, size in counts),
         )
 
+    @property
+    def moved(self) -> int:
+        """How many pages have moved so far. As long as it stays the same, pages that had a frame have the same one."""
+        return sum(frames.moved for frames in self.frames.values())
+
     def bind(self, pages: Mapping[str, Sequence[int]]) -> None:
         """Give these pages, which are going to be written, frames. By layer group, ids below 0 are skipped."""
         for name, frames in self.frames.items():

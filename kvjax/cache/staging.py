@@ -47,6 +47,17 @@ class Window:
         return jax.tree.map(lambda pool: host_rows(pool, self.first, self.rows), layer.pages) if self.rows else None
 
 
+@flax.struct.dataclass
+class Copies:
+    """What is copied for a slice of a model's layers. staged: by layer group. windows: for each layer, what is copied together
+    (`Window.of`); None where nothing is, and for the first layer that needs some, whose copies are there already. following: the same for
+    the first layer after the slice that needs some."""
+
+    staged: dict[str, Staged]
+    windows: tuple[Any, ...]
+    following: Any
+
+
 def sizes(in_host: int, counts: FrameCounts, written: int) -> tuple[int, int]:
     """How many pages are copied one by one, and rows for them and a window of `in_host` pages. written: as in `stage`."""
     others = -(-(counts.device + written) // ROUNDED) * ROUNDED  # they lie on the device, or are the chunk's
@@ -80,6 +91,12 @@ def stage(frames: Int[np.ndarray, " n"], own: int, counts: FrameCounts, written:
     places[: len(frames)] = np.where(in_host, frames - first, -1)
     places[others], sources[: len(others)] = tail + np.arange(len(others)), frames[others]
     return Staged(places[None], sources, np.int32(tail)), Window(int(first), int(rows))
+
+
+@jax.jit
+def copy_window(window: Any) -> Any:
+    """A window in device memory, as a program of its own."""
+    return jax.tree.map(lambda array: jax.device_put(array, jax.memory.Space.Device), window)
 
 
 def copy_keys(window: Any, after: Any) -> tuple[Any, Any]:

@@ -1,6 +1,7 @@
 """The named cases: which op, at which shape, under which policy.
 
-A name is `op/shape/tokens/batch/policy`, as in `sparse/qwen2.5-7b/128k/b1/top:8`:
+A name is `op/shape/tokens/batch/policy`, as in `sparse/qwen2.5-7b/128k/b1/top:8`. Over packed pages `@` and their format follow, as in
+`dense/qwen2.5-7b/128k/b8/dense@int8`; the last page of each row is open.
 
 dense      gather_attention over every page (dense, paged)
 sparse     selected_attention: selection and attention over the list as one op
@@ -65,6 +66,9 @@ BUDGETS = {
 }
 """Names as in `kvjax.policies`. The last two have about the same key budgets as the first two, at block size 16."""
 
+FORMATS = ("int8", "int8-channel", "fp8", "int4", "q8_0", "q4_0")
+"""Formats of packed pages: a scale per token; "int8-channel": keys with a scale per channel; as ggml defines them."""
+
 PROJECTIONS = ("qkv", "o", "gate-up", "down", "logits")
 """The projections of a step: norm, queries, keys, values and RoPE; attention's output and residual; norm, gate and up; down and residual;
 logits."""
@@ -82,18 +86,20 @@ BASELINES = {"gpu": ("cudnn", "torch-flash", "torch-cudnn", "torch-efficient"), 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One thing to measure. policy: a key of `BUDGETS`, "dense", a baseline, for `index` and `append` "bounds" and the block size
-    (`append` also "open"), for `project` one of `PROJECTIONS`, with ":" and one of `PACKED` if the weights are packed."""
+    (`append` also "open"), for `project` one of `PROJECTIONS`, with ":" and one of `PACKED` if the weights are packed. format: of packed
+    pages, one of `FORMATS`; only for `ATTENDING`."""
 
     op: str
     shape: str
     tokens: int
     batch: int
     policy: str
+    format: str | None = None
 
     @property
     def name(self) -> str:
         """A unique name, as `--list` prints it."""
-        return f"{self.op}/{self.shape}/{self.tokens // 1024}k/b{self.batch}/{self.policy}"
+        return f"{self.op}/{self.shape}/{self.tokens // 1024}k/b{self.batch}/{self.policy}" + (f"@{self.format}" if self.format else "")
 
     @property
     def sizes(self) -> Shape:
@@ -141,6 +147,9 @@ class Case:
         return self.shape, self.tokens, self.batch
 
 
+PACKED_PLACES = ((131072, 1), (131072, 8), (1048576, 1))
+"""Tokens and batch of the cases over packed pages."""
+
 LENGTHS = tuple(n * 1024 for n in (8, 32, 128, 512, 1024))
 
 
@@ -169,6 +178,7 @@ def matching(patterns: Sequence[str]) -> list[Case]:
 def _cases() -> Iterator[Case]:
     for tokens in (1024, 2048):
         yield from _place("tiny", tokens, 2, ("top:8", "quest:64"), parts=True)
+    yield from (Case("dense", "tiny", 1024, 2, "dense", format) for format in ("int8-channel", "q4_0"))
     yield Case("index", "tiny", 1024, 1, "bounds16")
     yield Case("append", "tiny", 1024, 2, "bounds16")
     yield from (Case("project", "tiny", 0, 2, policy) for policy in PROJECTIONS)
@@ -176,6 +186,9 @@ def _cases() -> Iterator[Case]:
     for tokens in LENGTHS:
         for batch in (1, 4, 8):
             yield from _place("qwen2.5-7b", tokens, batch, tuple(BUDGETS), parts=batch != 4)
+            for format in FORMATS if (tokens, batch) in PACKED_PLACES else ():
+                yield Case("dense", "qwen2.5-7b", tokens, batch, "dense", format)
+                yield Case("sparse", "qwen2.5-7b", tokens, batch, "top:32", format)
     for tokens in (8192, 131072):
         for block_size in (128, 16):
             yield Case("index", "qwen2.5-7b", tokens, 1, f"bounds{block_size}")

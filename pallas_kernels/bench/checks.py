@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.page_format import PageFormat, unpack
 from pallas_kernels.pages import Pages
 
 SPAN = 4096
@@ -37,6 +39,7 @@ def streamed_attention(
     spans = -(-width // per_span)
     listed = jnp.pad(blocks, ((0, 0), (0, 0), (0, spans * per_span - width)), constant_values=-1)
     q = q.reshape(batch, kv_heads, heads // kv_heads, head_dim).astype(jnp.float32)
+    own = ((lengths - 1) // page_size * page_size)[:, None, None, None]
 
     def read(i):
         ids = jax.lax.dynamic_slice_in_dim(listed, i * per_span, per_span, axis=2)
@@ -45,7 +48,7 @@ def streamed_attention(
         page_ids = jnp.take_along_axis(page_table[:, None], jnp.maximum(ids, 0) * block_size // page_size, axis=2)[..., None]
         head = jnp.arange(kv_heads)[None, :, None, None]
         at = (jnp.maximum(page_ids, 0), head, jnp.maximum(pos, 0) % page_size)
-        keys, values = (jnp.where(there[..., None], x[at], 0).astype(jnp.float32) for x in (pages.k, pages.v))
+        keys, values = (jnp.where(there[..., None], x, 0) for x in _numbers(pages, at, pos >= own))
         logits = jnp.einsum("bkgd,bkwsd->bkgws", q, keys, precision="highest") * sm_scale
         return jnp.where(there[:, :, None], logits, -jnp.inf), values
 
@@ -62,6 +65,27 @@ def streamed_attention(
     total, weighted = jax.lax.fori_loop(0, spans, add, (jnp.zeros(q.shape[:3]), jnp.zeros(q.shape)))
     out, lse = weighted / total[..., None], most + jnp.log(total)
     return out.reshape(batch, 1, heads, head_dim), lse.reshape(batch, 1, heads)
+
+
+def _numbers(pages: Pages, at: tuple[Array, Array, Array], own: Array) -> list[Array]:
+    """Keys and values at (page, head, token) in float32, not rounded on the way from codes. own: where they are of the query's own page."""
+    found = []
+    for codes, scales, format in ((pages.k, pages.k_scales, pages.k_packed), (pages.v, pages.v_scales, pages.v_packed)):
+        if format is None:
+            found.append(codes[at].astype(jnp.float32))
+            continue
+        exact = dataclasses.replace(format, read_as="float32")
+        of_token = None if scales is None else scales[(*at[:2], at[2] if _per_token(format) else 0)]
+        found.append(unpack(exact, codes[at], of_token))
+    if pages.open is not None:
+        rows = (jnp.maximum(pages.open.row_of[at[0]], 0), *at[1:])
+        pools = pages.open.k, pages.open.v
+        found = [jnp.where(own[..., None], pool[rows].astype(jnp.float32), x) for pool, x in zip(pools, found, strict=True)]
+    return found
+
+
+def _per_token(format: PageFormat) -> bool:
+    return format.scale not in ("channel", "page")
 
 
 def every_block(batch: int, kv_heads: int, count: int) -> Int[Array, "B K W"]:

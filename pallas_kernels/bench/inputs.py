@@ -12,8 +12,9 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from pallas_kernels.bench.cases import PAGE_SIZE, Case
+from pallas_kernels.pack_pages import pack_pages
 from pallas_kernels.page_index import INDEX_ROWS, page_index
-from pallas_kernels.pages import Pages
+from pallas_kernels.pages import OpenPages, PageFormat, Pages
 
 L2_BYTES = {"NVIDIA H200": 60 * 2**20, "NVIDIA H100 80GB HBM3": 50 * 2**20}
 """Size of the last-level cache by `device_kind`."""
@@ -30,6 +31,20 @@ QUERY_SCALE = 4.0
 DTYPE = jnp.bfloat16
 ITEM = 2
 CHUNK_PAGES = 256
+
+
+INT8, FP8, INT4 = (PageFormat(codes, "token", read_as=DTYPE.__name__) for codes in ("int8", "fp8_e4m3", "int4"))
+Q8_0, Q4_0 = (PageFormat(codes, read_as=DTYPE.__name__) for codes in ("q8_0", "q4_0"))
+CHANNEL = PageFormat("int8", "channel", read_as=DTYPE.__name__)
+FORMATS = {
+    "int8": (INT8, INT8),
+    "int8-channel": (CHANNEL, INT8),
+    "fp8": (FP8, FP8),
+    "int4": (INT4, INT4),
+    "q8_0": (Q8_0, Q8_0),
+    "q4_0": (Q4_0, Q4_0),
+}
+"""Formats of keys and values by the names of `cases.FORMATS`."""
 
 
 class Pool(NamedTuple):
@@ -65,7 +80,10 @@ def bytes_read(case: Case, keys: int) -> dict[str, int]:
         return {"tokens": tokens, "keys": keys * head_dim * ITEM, "index": index // case.pages if case.builds else 0}
     if case.op == "index":
         return {"keys": keys * head_dim * ITEM, "index": index}
-    return {"kv": 0 if case.op == "select" else 2 * keys * head_dim * ITEM, "index": index if case.scans else 0}
+    of_key = 2 * head_dim * ITEM
+    if case.format is not None:
+        of_key = sum(format.bytes_per_page(PAGE_SIZE, head_dim) for format in FORMATS[case.format]) / PAGE_SIZE
+    return {"kv": 0 if case.op == "select" else round(keys * of_key), "index": index if case.scans else 0}
 
 
 def bytes_held(case: Case, copies: int) -> int:
@@ -91,8 +109,20 @@ def make_pool(case: Case, copies: int, seed: int) -> tuple[Pool, Int[np.ndarray,
     key_k, key_v = jax.random.split(jax.random.key(seed))
     k, v = random_pages(key_k, shape), random_pages(key_v, shape)
     index = jax.block_until_ready(page_index(k, kind="bounds", block_size=case.block_size)) if case.indexed else None
-    order = np.random.default_rng(seed).permutation(np.arange(1, used + 1, dtype=np.int32))
-    return Pool(Pages(k, v), index), order.reshape(copies, case.batch, case.pages)
+    order = np.random.default_rng(seed).permutation(np.arange(1, used + 1, dtype=np.int32)).reshape(copies, case.batch, case.pages)
+    pages = Pages(k, v) if case.format is None else _packed(k, v, FORMATS[case.format], order[..., -1].reshape(-1))
+    return Pool(pages, index), order
+
+
+def _packed(k: Array, v: Array, formats: tuple[PageFormat, PageFormat], opened: Int[np.ndarray, "R"]) -> Pages:
+    """The pages packed, some of them open as well."""
+    codes: list[Array] = []
+    for pool, format in zip((k, v), formats, strict=True):
+        pack = functools.partial(pack_pages, format=format)
+        codes += jax.jit(lambda x, pack=pack: jax.lax.map(pack, x, batch_size=min(len(x), CHUNK_PAGES)))(pool)
+    row_of = jnp.full(len(k), -1, jnp.int32).at[opened].set(jnp.arange(len(opened), dtype=jnp.int32))
+    parts = {"k_scales": codes[1], "v_scales": codes[3], "k_packed": formats[0], "v_packed": formats[1]}
+    return jax.block_until_ready(Pages(codes[0], codes[2], open=OpenPages(k[opened], v[opened], row_of), **parts))
 
 
 def pool_pages(used: int) -> int:

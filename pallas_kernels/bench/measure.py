@@ -102,9 +102,13 @@ def _torch_figures(case: Case, request: dict[str, Any], answer: dict[str, Any], 
 
 
 def add_speedups(rows: list[dict[str, Any]]) -> None:
-    """Add to each row that attends the fastest baseline of the same shape, tokens and batch, and how many times as long it takes."""
+    """Add to each row that attends the fastest baseline of the same shape, tokens and batch, and how many times as long it takes; to each
+    over packed pages how many times as long it takes as the same over unpacked ones."""
     place = ("shape", "tokens", "batch")
     for row in rows:
+        own = [r for r in rows if "median_s" in r and r["case"] == row["case"].partition("@")[0] != row["case"]]
+        if "median_s" in row and own:
+            row["unpacked"] = {"case": own[0]["case"], "times": row["median_s"] / own[0]["median_s"]}
         same = [r for r in rows if r["op"] == "baseline" and "median_s" in r and all(r[key] == row[key] for key in place)]
         if row["op"] in ATTENDING and "median_s" in row and same:
             best = min(same, key=lambda r: r["median_s"])
@@ -114,6 +118,7 @@ def add_speedups(rows: list[dict[str, Any]]) -> None:
 def _shape_fields(case: Case) -> dict[str, Any]:
     sizes = {"heads": case.sizes.num_heads, "kv_heads": case.sizes.num_kv_heads, "head_dim": case.sizes.head_dim}
     fields = {"case": case.name, "op": case.op, "shape": case.shape, "tokens": case.tokens, "batch": case.batch, "policy": case.policy}
+    fields |= {"format": case.format} if case.format else {}
     return fields | sizes | {"dtype": inputs.DTYPE.__name__, "page_size": PAGE_SIZE, "block_size": case.block_size}
 
 

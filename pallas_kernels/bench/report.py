@@ -54,11 +54,13 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """For the terminal. The fraction of the rate of reads is a column more where rows have it."""
-    if not any("fraction_of_read" in row for row in rows):
-        return terminal_table(COLUMNS, map(cells, rows), left=2)
-    reads = [f"{row['fraction_of_read']:.2f}" if "fraction_of_read" in row else "" for row in rows]
-    return terminal_table((*COLUMNS, "of read"), [(*cells(row), of_read) for row, of_read in zip(rows, reads, strict=True)], left=2)
+    """For the terminal. Where rows have them, columns more: the fraction of the rate of reads, and times over those of unpacked pages."""
+    more = {
+        "of read": [f"{row['fraction_of_read']:.2f}" if "fraction_of_read" in row else "" for row in rows],
+        "of unpacked": [f"{row['unpacked']['times']:.3f}" if "unpacked" in row else "" for row in rows],
+    }
+    more = {name: column for name, column in more.items() if any(column)}
+    return terminal_table((*COLUMNS, *more), ((*cells(row), *rest) for row, *rest in zip(rows, *more.values(), strict=True)), left=2)
 
 
 def source(run: dict[str, Any]) -> str:

@@ -64,9 +64,9 @@ def run(
             progress.update(bar, description=case.name)
             of_reads = read["bytes_per_s"] if case.op == "project" else None
             rows.append(_guarded(case, lambda case=case, of_reads=of_reads: row_of(case, named, rate, of_reads)))
+            write()
             if not console.is_terminal:
                 console.print(_line(rows[-1]), highlight=False, soft_wrap=True)
-            write()
             progress.advance(bar)
     return rows
 
@@ -86,5 +86,7 @@ def _line(row: dict[str, Any]) -> str:
     """One line about a row, for logs."""
     if "median_s" not in row:
         return f"{row['case']}: {'skipped: ' + row['skipped'] if 'skipped' in row else 'FAILED: ' + row['failed']}"
+    said = f"{row['case']}: {row['median_s'] * 1e6:.2f} us, {row['fraction_of_copy']:.0%} of copy"
     reads = f", {row['fraction_of_read']:.0%} of read" if "fraction_of_read" in row else ""
-    return f"{row['case']}: {row['median_s'] * 1e6:.2f} us, {row['fraction_of_copy']:.0%} of copy{reads}, error {row.get('error', 0):.1e}"
+    unpacked = f", {row['unpacked']['times']:.3f} of unpacked" if "unpacked" in row else ""
+    return f"{said}{reads}, error {row.get('error', 0):.1e}{unpacked}"

@@ -1,4 +1,4 @@
-"""gather_attention in Pallas Mosaic GPU (Hopper; without `wgmma` too, see `turns`).
+"""gather_attention in Pallas Mosaic GPU (Hopper; without `wgmma` too, and so over packed pages, see `turns`).
 
 There are two forms. For a list and few query rows (T*G at most 16): one launch with a cluster of CTAs per (row, KV head), made for low
 latency (`listed`). For all other calls, the tiles of a (row, KV head) are cut into equal spans, by the row's own length (dense) or by place
@@ -27,7 +27,7 @@ from pallas_kernels import dispatch, merge
 from pallas_kernels.gather_attention import listed, split_merge, turns
 from pallas_kernels.gather_attention.api import Call
 from pallas_kernels.hopper import decode_tiles as tiles
-from pallas_kernels.hopper import decode_turns, lanes
+from pallas_kernels.hopper import decode_turns, lanes, packed_turns
 from pallas_kernels.pages import as_rows, unlike
 
 SMS = 132
@@ -38,7 +38,7 @@ SMS = 132
 class Config:
     """How the work is cut; None: chosen from the shapes.
 
-    tile_tokens: keys folded in at once, 64 or 128; only with `wgmma`. stages: tiles in flight; without `wgmma`, turns of a warp. splits:
+    tile_tokens: keys folded in at once, 64 or 128; only with `wgmma`. stages: tiles in flight; in `turns`, those of a warp. splits:
     CTAs per (row, KV head). Naming any of them selects the form with spans. array_code: use no stages for single threads (`hopper.lanes`).
     That is slower, but the interpreter of Mosaic GPU kernels can run it.
     """
@@ -59,10 +59,12 @@ class Config:
 
 def unsupported(call: Call, q, pages, table, lengths, blocks, block_frames=None) -> str | None:
     """Why this kernel cannot take this valid input, or None if it can."""
-    if reason := unlike(pages):
+    if reason := turns.unlike(pages) if pages.packed else unlike(pages):
         return reason
     num_heads, head_dim = q.shape[2:]
-    if q.dtype != pages.k.dtype or q.dtype.name not in ("bfloat16", "float16"):
+    if pages.packed and q.dtype != packed_turns.NUMBERS:
+        return f"over packed pages it multiplies {packed_turns.NUMBERS}, got q {q.dtype}"
+    if not pages.packed and (q.dtype != pages.k.dtype or q.dtype.name not in ("bfloat16", "float16")):
         return f"it multiplies bfloat16 or float16, q and k alike; got q {q.dtype}, k {pages.k.dtype}"
     if head_dim not in (64, 128, 256):
         return f"the head dim must be 64, 128 or 256, got {head_dim}"
@@ -72,13 +74,18 @@ def unsupported(call: Call, q, pages, table, lengths, blocks, block_frames=None)
         return f"the page size must be a multiple of 64, got {pages.page_size}"
     if (blocks is not None or call.return_block_lse) and call.block_size not in (16, 32, 64, 128):
         return f"block_size must be 16, 32, 64 or 128, got {call.block_size}"
-    if dispatch.has_wgmma():
+    if multiplies_by_wgmma(pages):
         return None
     if block_frames is not None:
-        return "without `wgmma` it finds frames in the page table alone, not in block_frames"
+        return f"{turns.reads(pages)} it finds frames in the page table alone, not in block_frames"
     if call.config is not None and (call.config.tile_tokens or call.config.array_code):
-        return "without `wgmma` a config has no tile_tokens and no array_code"
+        return f"{turns.reads(pages)} a config has no tile_tokens and no array_code"
     return turns.unsupported(call, q, pages)
+
+
+def multiplies_by_wgmma(pages) -> bool:
+    """Whether calls over these pages take the form with `wgmma`: it reads its operands from shared memory, and codes are no operands."""
+    return dispatch.has_wgmma() and not pages.packed
 
 
 def gather_attention(call: Call, q, pages, table, lengths, blocks, block_frames=None, *, interpret=None):
@@ -86,7 +93,7 @@ def gather_attention(call: Call, q, pages, table, lengths, blocks, block_frames=
     reason = unsupported(call, q, pages, table, lengths, blocks, block_frames)
     if reason:
         raise NotImplementedError(f"gather_attention 'mosaic_gpu': {reason}")
-    most = tiles.ROWS if dispatch.has_wgmma() else decode_turns.most_rows(q.shape[3], call.window is not None)
+    most = tiles.ROWS if multiplies_by_wgmma(pages) else decode_turns.most_rows(q.shape[3], call.window is not None)
     size = queries_per_tile(q.shape[1], q.shape[2] // pages.kv_heads, most)
     if size < q.shape[1]:
         rows = as_rows(q, table, lengths, size)
@@ -96,7 +103,7 @@ def gather_attention(call: Call, q, pages, table, lengths, blocks, block_frames=
     if call.config is None and blocks is not None and not call.return_block_lse:
         sizes = {"width": blocks.shape[2], "block_size": call.block_size, "words": {}}
         logits = {"window": call.window, "sm_scale": call.sm_scale}
-        if not dispatch.has_wgmma():
+        if not multiplies_by_wgmma(pages):
             if not turns.unsupported_list(q, pages, **sizes):
                 return tuple(turns.attend_listed(turns.list_shape(q, pages, **sizes, **logits), q, pages, table, lengths, blocks))
         elif not listed.unsupported(q, pages, **sizes):
@@ -112,7 +119,7 @@ def queries_per_tile(num_queries: int, group: int, most: int = tiles.ROWS) -> in
 
 @functools.partial(jax.jit, static_argnames=("call", "interpret"))
 def _attend(call: Call, q, pages, table, lengths, blocks, block_frames, *, interpret):
-    if not dispatch.has_wgmma():
+    if not multiplies_by_wgmma(pages):
         return _attend_turns(call, q, pages, table, lengths, blocks)
     s = _shape(call, q, pages, blocks)
     width = table.shape[1] * s.page_size // s.block_size if blocks is None else blocks.shape[2]
@@ -143,7 +150,7 @@ def _there(s: tiles.Shape, width: int, table, lengths, blocks, block_frames=None
 
 
 def _attend_turns(call: Call, q, pages, table, lengths, blocks):
-    """`_attend` without `wgmma`."""
+    """`_attend` by `turns`."""
     width = None if blocks is None else blocks.shape[2]
     splits = call.config.splits or max(1, SMS // (q.shape[0] * pages.kv_heads))
     s = turns.span_shape(call, q, pages, width=width, splits=splits, stages=call.config.stages)

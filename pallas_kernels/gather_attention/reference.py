@@ -34,7 +34,7 @@ def gather_attention(call: Call, q, pages, table, lengths, blocks, block_frames=
         keys, values = (numbers(pool, page, closed) for pool in (pages.keys, pages.values))
         if pages.open is not None:  # a query's own page is read as it was before it was packed, every other page as packed
             own, rows = pos // page_size == at // page_size, pages.open.row_of[page]
-            open_keys, open_values = (numbers(x, rows, there) for x in open_numbers(pages))
+            open_keys, open_values = (numbers(x, rows, there & (rows >= 0)) for x in open_numbers(pages))
         if window is not None:
             seen &= (pos < window[0]) | (pos > at - window[1])
         logits = jnp.einsum("td,wsd->tws", q.astype(jnp.float32), keys, precision="highest") * sm_scale

@@ -1,4 +1,6 @@
-"""gather_attention without `wgmma`: lists by clusters and spans of keys, as in `listed` and `mosaic_gpu`, but by `hopper.decode_turns`.
+"""gather_attention by `hopper.decode_turns`: lists by clusters and spans of keys, as in `listed` and `mosaic_gpu`.
+
+GPUs without `wgmma` run it over all pages, Hopper GPUs over packed ones.
 
 Each kernel is one stage of single threads.
 """
@@ -14,22 +16,29 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gather_attention import cluster_merge, listed, split_merge
-from pallas_kernels.hopper import clusters, decode_turns, lane_pairs, lanes
+from pallas_kernels.hopper import clusters, decode_turns, lane_pairs, lanes, packed_turns
 from pallas_kernels.hopper.decode_tiles import LOG2E
 from pallas_kernels.hopper.decode_turns import KEYS, Shape
+from pallas_kernels.hopper.packed_turns import Codes
+from pallas_kernels.pages import Pages
 
 MOST_STAGES = 3
 """Turns that a warp has in flight, if shared memory has room."""
+MOST_PACKED_STAGES = 5
+"""The same over packed pages, whose turns have fewer bytes, if registers have room for their places."""
 
 
-def _sizes(q, pages, *, width: int | None, block_size: int, window, sm_scale: float, splits: int, other_words: int) -> Shape:
-    """`stages` is 0 if shared memory cannot hold one turn of four warps. Eight warps are taken where each has two turns."""
+def _sizes(q, pages, *, width: int | None, block_size: int, window, sm_scale: float, splits: int, other_words: int, most=2) -> Shape:
+    """`stages` is 0 if shared memory cannot hold one turn of four warps. More warps, up to four times `most`, are taken where each has two
+    turns."""
     batch, num_queries, num_heads, head_dim = q.shape
     dims = (batch, num_queries, num_heads, pages.kv_heads, head_dim, pages.page_size, block_size, width, window, sm_scale, q.dtype, KEYS)
-    for warpgroups, least in ((2, 2), (1, 1)):
-        s = Shape(*dims, 0, warpgroups, splits)
+    codes = [format and Codes(format, head_dim) for format in (pages.k_packed, pages.v_packed)]
+    for warpgroups, least in ((3, 2), (2, 2), (1, 1))[3 - most :]:
+        s = Shape(*dims, 0, warpgroups, splits, *codes, pages.open is not None)
         room = lanes.shared_words() - other_words - sum((s.scratch_words() | {"ring_s": 0}).values())
-        stages = min(MOST_STAGES, room // (s.warps * 2 * s.turn_words))
+        depth = MOST_PACKED_STAGES if pages.packed and s.column_tiles <= 2 else MOST_STAGES
+        stages = min(depth, (room // s.warps - s.open_words) // sum(s.slot_words))
         s = dataclasses.replace(s, stages=stages)
         if stages >= least and s.scratch_words()["ring_s"] <= room:
             return s
@@ -40,8 +49,41 @@ def unsupported(call, q, pages) -> str | None:
     """Why this form cannot do a call that `mosaic_gpu` supports, or None if it can."""
     group, most = q.shape[2] // pages.kv_heads, decode_turns.most_rows(q.shape[3], call.window is not None)
     if group > most:
-        return f"without `wgmma` there may be at most {most} query heads of dim {q.shape[3]} per KV head, got {group}"
+        return f"{reads(pages)} there may be at most {most} query heads of dim {q.shape[3]} per KV head, got {group}"
+    if pages.open is not None and call.return_block_lse and q.shape[1] > 1:
+        return f"beside open pages it gives the LSE of blocks for one query per row, got {q.shape[1]}"
+    one = jax.ShapeDtypeStruct((q.shape[0], 1, *q.shape[2:]), q.dtype)
+    if span_shape(call, one, pages, width=None, splits=1, stages=None).stages == 0:
+        return f"packed pages of head dim {pages.head_dim} and open ones leave no shared memory for 16 keys of four warps on this GPU"
     return None
+
+
+def reads(pages: Pages) -> str:
+    """How sentences that say why a call cannot be done begin."""
+    return "over packed pages" if pages.packed else "without `wgmma`"
+
+
+def unlike(pages: Pages) -> str | None:
+    """Why packed pages cannot be read, or None if they can."""
+    if pages.v is None:
+        return f"it reads V from an array of its own, not from the first {pages.value_dim} columns of packed K"
+    if pages.head_dim != pages.v_head_dim:
+        return f"it reads keys and values of one head dim; got {pages.head_dim} and {pages.v_head_dim}"
+    for name, packed, array in (("keys", pages.k_packed, pages.k), ("values", pages.v_packed, pages.v)):
+        if packed is not None:
+            if reason := packed_turns.unsupported(name, packed):
+                return reason
+        elif array.dtype != packed_turns.NUMBERS:
+            return f"beside packed pages it reads {packed_turns.NUMBERS}, got {name} {array.dtype}"
+    for array in () if pages.open is None else (pages.open.k, pages.open.v):
+        if array.dtype != packed_turns.NUMBERS:
+            return f"beside packed pages it reads open pages of {packed_turns.NUMBERS}, got {array.dtype}"
+    return None
+
+
+def arrays_of(pages: Pages) -> list:
+    """What a kernel reads of pages, for `decode_turns.Pools.of`."""
+    return [x for x in pages.arrays.values() if x is not None]
 
 
 # Lists, by a cluster for each (row, KV head).
@@ -72,9 +114,10 @@ def list_scratch(s: Shape, words: dict[str, int]) -> dict[str, int]:
 def attend(s: Shape, unit, cta, number, inputs, outputs, scratch) -> None:
     """By all threads of all CTAs of a cluster: attention over the first `number` entries of the list that `listed.locate` found.
 
-    inputs: q, k, v. outputs: out `[B, T, H, D]`, lse `[B, T, H]`. Turns are dealt out: first one to a warp of each CTA, then to the next.
+    inputs: q, and `arrays_of` the pages. outputs: out `[B, T, H, D]`, lse `[B, T, H]`. Turns are dealt out: first one to a warp of each
+    CTA, then to the next.
     """
-    q_ref, k_ref, v_ref = inputs
+    q_ref, *pools = inputs
     row, head = unit // s.num_kv_heads, unit % s.num_kv_heads
     (length,) = lanes.load_shared(scratch["pages_s"], s.width)
     total, workers = number * (s.block_size // KEYS), s.splits * s.warps
@@ -90,7 +133,7 @@ def attend(s: Shape, unit, cta, number, inputs, outputs, scratch) -> None:
 
     turns = lanes.maximum(total - first + (workers - 1), 0) // workers
     queries = functools.partial(decode_turns.load_queries, s, row, head, q_ref, scratch["q_s"])
-    folded = decode_turns.fold(s, (k_ref, v_ref), scratch, head, length, turns, place, queries)
+    folded = decode_turns.fold(s, decode_turns.Pools.of(s, pools), scratch, head, length, turns, place, queries)
     decode_turns.share(s, folded, scratch)
     _send(s, cta, scratch)
     cluster_merge.merge_sent(s, row, head, cta, scratch["parts_s"], scratch["stats_s"], *outputs)
@@ -123,17 +166,19 @@ def attend_listed(s: Shape, q, pages, table, lengths, blocks):
     """`attend` as a kernel of its own, over the lists `blocks` `[B, K, W]`; returns out and lse."""
     words = list_scratch(s, {})
 
-    def listed_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, blocks_ref, out_ref, lse_ref, *scratch):
+    def listed_kernel(*refs):
+        refs, scratch = refs[: -len(words)], refs[-len(words) :]
+        arrays = refs[:-5], refs[-5:-2], refs[-2:]
+
         @lanes.stage(unit=lax.axis_index("unit"), cta=lax.axis_index("cta"))
         def run(arrays, scratch, unit, cta):
             inputs, (table_ref, lengths_ref, blocks_ref), outputs = arrays
             listed.copy_list(s, unit, blocks_ref, table_ref, lengths_ref, table.shape[1], scratch)
             attend(s, unit, cta, lanes.i32(s.width), inputs, outputs, scratch)
 
-        arrays = (q_ref, k_ref, v_ref), (table_ref, lengths_ref, blocks_ref), (out_ref, lse_ref)
         run(arrays, dict(zip(words, scratch, strict=True)))
 
-    return listed.launch(s, listed_kernel, listed.outputs(s), scratch_types(words))(q, pages.k, pages.v, table, lengths, blocks)
+    return listed.launch(s, listed_kernel, listed.outputs(s), scratch_types(words))(q, *arrays_of(pages), table, lengths, blocks)
 
 
 # Spans of keys, a CTA each.
@@ -143,7 +188,10 @@ def span_shape(call, q, pages, *, width: int | None, splits: int, stages: int | 
     """The sizes of a call whose keys are cut into at most `splits` spans."""
     block_size = call.block_size if width is not None or call.return_block_lse else pages.page_size
     fields = {"width": width, "block_size": block_size, "window": call.window, "sm_scale": call.sm_scale}
-    s = _sizes(q, pages, **fields, splits=splits, other_words=0)
+    # Unpacking keeps warps busy, and their turns are small. Twelve warps have registers for 8 query rows each.
+    s = _sizes(
+        q, pages, **fields, splits=splits, other_words=0, most=3 if pages.packed and q.shape[1] * q.shape[2] <= 8 * pages.kv_heads else 2
+    )
     if width is not None:
         splits = min(splits, -(-width * block_size // (KEYS * s.warps)))
     return dataclasses.replace(s, splits=splits, stages=min(s.stages, stages or s.stages))
@@ -152,7 +200,7 @@ def span_shape(call, q, pages, *, width: int | None, splits: int, stages: int | 
 def attend_spans(s: Shape, q, pages, table, lengths, blocks, *, block_lse: bool):
     """out, lse, and if asked for the LSE (log2 units) of every 16 keys, `[B, K, turns, T*G]`; of turns without keys it is not written."""
     lanes.check_version()
-    words, rows = s.scratch_words(), s.num_queries * s.group
+    words, rows, pool = s.scratch_words(), s.num_queries * s.group, arrays_of(pages)
     most = table.shape[1] * s.page_size // KEYS if s.width is None else s.width * s.block_size // KEYS
     outs = split_merge.outputs(s)
     if block_lse:
@@ -164,7 +212,8 @@ def attend_spans(s: Shape, q, pages, table, lengths, blocks, *, block_lse: bool)
 
         @lanes.stage(**{name: lax.axis_index(name) for name in ("split", "head", "row")})
         def run(arrays, scratch, split, head, row):
-            (q_ref, k_ref, v_ref, table_ref, lengths_ref, *blocks_ref), (out_ref, lse_ref, *turns_ref) = arrays
+            (q_ref, *pools), (table_ref, lengths_ref, *blocks_ref) = (arrays[0][: 1 + len(pool)], arrays[0][1 + len(pool) :])
+            out_ref, lse_ref, *turns_ref = arrays[1]
             length = lanes.load_global(lengths_ref, row)
             unit, warp = row * s.num_kv_heads + head, lanes.warp()
             first, count = _span(s, split, length)
@@ -183,7 +232,14 @@ def attend_spans(s: Shape, q, pages, table, lengths, blocks, *, block_lse: bool)
             turns = lanes.maximum(count - warp + (s.warps - 1), 0) // s.warps
             queries = functools.partial(decode_turns.load_queries, s, row, head, q_ref, scratch["q_s"])
             told = report if block_lse else None
-            folded = decode_turns.fold(s, (k_ref, v_ref), scratch, head, length, turns, place, queries, told)
+
+            def first_from(position):
+                return lanes.maximum(position // KEYS - first - warp + (s.warps - 1), 0) // s.warps
+
+            pools = decode_turns.Pools.of(s, pools)
+            folded = decode_turns.fold(
+                s, pools, scratch, head, length, turns, place, queries, told, first_from if s.width is None else None
+            )
             decode_turns.share(s, folded, scratch)
             _store(s, row, head, split, out_ref, lse_ref, scratch)
 
@@ -198,7 +254,7 @@ def attend_spans(s: Shape, q, pages, table, lengths, blocks, *, block_lse: bool)
         thread_name="warpgroup",
         scratch_types=scratch_types(words),
     )
-    out, lse, *of_turns = kernel(q, pages.k, pages.v, table, lengths, *(() if blocks is None else (blocks,)))
+    out, lse, *of_turns = kernel(q, *pool, table, lengths, *(() if blocks is None else (blocks,)))
     if s.splits > 1:
         out, lse = split_merge.merge(s, out, lse)
     return out, lse, *of_turns

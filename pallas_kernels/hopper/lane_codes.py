@@ -40,7 +40,7 @@ def numbers(word: Scalar, codes: str, dtype: str, zero: Scalar | None = None) ->
     """The numbers of a word of codes, without their scale, in pairs. zero: `zero_word` of int4; None: of 8."""
     if codes == "int4":
         zero = lanes.i32(_both(_WHOLE[dtype] + 8)) if zero is None else zero
-        wide = [_masked_or(word >> 4 * n if n else word, _both(0x000F), _both(_WHOLE[dtype])) for n in range(4)]
+        wide = [lanes.masked_or(word >> 4 * n if n else word, _both(0x000F), _both(_WHOLE[dtype])) for n in range(4)]
         return [lane_pairs.subtract_pairs(x, zero, dtype) for x in wide]
     if codes == "int8":
         return [_from_int8(word, dtype), _from_int8(word >> 8, dtype)]
@@ -53,20 +53,15 @@ def _from_int8(word: Scalar, dtype: str) -> Scalar:
         wide = _masked_xor(word, _both(0x00FF), _both(_WHOLE[dtype] | 0x80))
         return lane_pairs.subtract_pairs(wide, lanes.i32(_both(_WHOLE[dtype] | 0x80)), dtype)
     # The mantissa has 7 bits. The eighth, the sign, stands for -128: with it, 256 is subtracted instead of 128, the next exponent.
-    wide, less = (_masked_or(word, _both(mask), _both(_WHOLE[dtype])) for mask in (0x7F, 0x80))
+    wide, less = (lanes.masked_or(word, _both(mask), _both(_WHOLE[dtype])) for mask in (0x7F, 0x80))
     return lane_pairs.subtract_pairs(wide, less, dtype)
 
 
 def _from_fp8(word: Scalar, dtype: str) -> Scalar:
     """Of the upper bytes of both halves."""
     places, mask, power = _FP8[dtype]
-    bits = _masked_or(word, _both(0x8000), (word >> places) & _both(mask))
+    bits = lanes.masked_or(word, _both(0x8000), (word >> places) & _both(mask))
     return lane_pairs.multiply_pairs(bits, lanes.i32(_both(power)), dtype)
-
-
-def _masked_or(x: Scalar, mask: int, y: Scalar | int) -> Scalar:
-    """x & mask | y, in one instruction: compilers take two where mask and y are constants."""
-    return lanes.ptx("lop3.b32 $0, $1, $2, $3, 0xea;", x, mask, y, result="i32")
 
 
 def _masked_xor(x: Scalar, mask: int, y: Scalar | int) -> Scalar:

@@ -91,6 +91,14 @@ def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int)
             copy_async_16_bytes(shared, target, ref, start + piece * 16, block=block, block_bytes=block_bytes, there=there)
 
 
+def copy_bytes_async(shared, offset: Scalar, ref, start: Scalar, size: int, *, block: Scalar, block_bytes: int, there: Scalar) -> None:
+    """Start copying `size` bytes of an array in global memory to word `offset` of shared memory, by one warp; zeros unless `there`."""
+    for first in range(0, size // 16, 32):
+        piece = lanes.lane() + first
+        with lanes.when(piece < size // 16) if first + 32 > size // 16 else contextlib.nullcontext():
+            copy_async_16_bytes(shared, offset + piece * 4, ref, start + piece * 16, block=block, block_bytes=block_bytes, there=there)
+
+
 def swizzled(row: Scalar, piece: Scalar, row_bytes: int) -> Scalar:
     """Word offset of a 16-byte piece of a row. Pieces with the same number in 8 consecutive rows lie in different banks.
 

@@ -51,6 +51,14 @@ def subtract_pairs(a: lanes.Scalar, b: lanes.Scalar, dtype: str) -> lanes.Scalar
     return lanes.ptx(f"sub.rn.{kind} $0, $1, $2;", a, b, result="i32")
 
 
+def of_e4m3(word: lanes.Scalar) -> tuple[lanes.Scalar, lanes.Scalar]:
+    """Four float8_e4m3fn as pairs of bfloat16: those of bytes 0 and 2, and of bytes 1 and 3."""
+    order = "prmt.b32 w, $2, 0, 0x3120; mov.b32 {l, h}, w;"
+    code = f"{{.reg .b16 l, h; .reg .b32 w; {order} cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h;}}"
+    low, high = (pack(*unpack(x, "float16"), "bfloat16") for x in lanes.ptx(code, word, result=["i32", "i32"]))
+    return low, high
+
+
 def multiply_add_pairs(a: lanes.Scalar, b: lanes.Scalar, c: lanes.Scalar, dtype: str) -> lanes.Scalar:
     """a * b + c of the two numbers of each word, rounded once to bfloat16 or float16."""
     kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]

@@ -250,6 +250,11 @@ def shift_right(x: Scalar, places: Scalar) -> Scalar:
     return ptx("shr.u32 $0, $1, $2;", x, places, result="i32")
 
 
+def masked_or(x: Scalar, mask: int, others: int) -> Scalar:
+    """(x & mask) | others, by one instruction, which compilers do not always find."""
+    return ptx("lop3.b32 $0, $1, $2, $3, 0xea;", x, mask, others, result="i32")
+
+
 def leading_zeros(x: Scalar) -> Scalar:
     """How many of the 32 bits come before the first set bit."""
     return ptx("clz.b32 $0, $1;", x, result="i32")

@@ -4,6 +4,8 @@ The stages of `select_blocks` write the same list to the shared memory of every 
 the list (`hopper.decode_tiles`), and the cluster merges the parts (`gather_attention.cluster_merge`). Two barriers of the cluster
 replace the boundaries between launches, and the list never passes through global memory.
 
+Packed pages are folded by `hopper.decode_turns`, in the same launch.
+
 The T queries of a sequence are T rows that share its page table. Each has its own list and cluster, so a drafted step gives by construction
 what steps of one token would. Blocks that several queries list are read by each of them, after the first time mostly from the L2 cache.
 
@@ -18,7 +20,6 @@ import functools
 import jax
 from jax import lax
 
-from pallas_kernels import dispatch
 from pallas_kernels.gather_attention import listed, turns
 from pallas_kernels.gather_attention import mosaic_gpu as gather
 from pallas_kernels.hopper import decode_tiles as tiles
@@ -37,7 +38,7 @@ def unsupported(call: Call, q, pages, index, table, lengths, frames) -> str | No
         return reason
     chosen = select.shape_of(chosen_by, q, index, table)
     sizes = {"width": chosen.width, "block_size": call.block_size, "words": chosen.scratch_words()}
-    if dispatch.has_wgmma():
+    if gather.multiplies_by_wgmma(pages):
         return listed.unsupported(rows, pages, **sizes)
     if reason := turns.unsupported_list(rows, pages, **sizes):
         return reason
@@ -59,7 +60,7 @@ def selected_attention(call: Call, q, pages, index, table, lengths, frames):
     words = chosen.scratch_words()
     sizes = {"width": chosen.width, "block_size": call.block_size, "window": None, "sm_scale": call.sm_scale}
     tables = (table,) if frames is None else (table, frames)
-    if dispatch.has_wgmma():
+    if gather.multiplies_by_wgmma(pages):
         s = listed.shape_of(_rows(q), pages, **sizes, words=words)
         ring, attend = listed.ring_words(s), _attend
     else:
@@ -101,16 +102,16 @@ def _attend(chosen: select.Shape, s: listed.Shape, q, pages, index, tables, leng
 
 @functools.partial(jax.jit, static_argnames=("chosen", "s"))
 def _attend_turns(chosen: select.Shape, s: decode_turns.Shape, q, pages, index, tables, lengths):
-    """`_attend` without `wgmma`: all of it is one stage of single threads."""
-    words = turns.list_scratch(s, chosen.scratch_words())
+    """`_attend` without `wgmma`, and over packed pages: all of it is one stage of single threads."""
+    words, pool = turns.list_scratch(s, chosen.scratch_words()), turns.arrays_of(pages)
 
     def selected_kernel(*refs):
         refs, scratch = refs[: -len(words)], refs[-len(words) :]
 
         @lanes.stage(unit=lax.axis_index("unit"), cta=lax.axis_index("cta"))
         def run(arrays, scratch, unit, cta):
-            *inputs, index_ref, lengths_ref = arrays[:5]
-            table_refs, (*outputs, ids_ref) = arrays[5:-3], arrays[-3:]
+            inputs, (index_ref, lengths_ref, *table_refs) = arrays[: 1 + len(pool)], arrays[1 + len(pool) : -3]
+            *outputs, ids_ref = arrays[-3:]
             select.select(chosen, unit, cta, (inputs[0], index_ref, table_refs[0], lengths_ref), scratch)
             select.store_list(chosen, unit, cta, ids_ref, scratch["ids_s"])
             row = unit // s.num_kv_heads
@@ -123,5 +124,5 @@ def _attend_turns(chosen: select.Shape, s: decode_turns.Shape, q, pages, index, 
 
     out_type = [*listed.outputs(s), *select.outputs(chosen)]
     kernel = listed.launch(s, selected_kernel, out_type, turns.scratch_types(words))
-    out, lse, ids = kernel(q.reshape(_rows(q).shape), pages.k, pages.v, index, lengths, *tables)
+    out, lse, ids = kernel(q.reshape(_rows(q).shape), *pool, index, lengths, *tables)
     return out.reshape(q.shape), lse.reshape(q.shape[:3]), ids

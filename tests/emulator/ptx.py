@@ -183,6 +183,18 @@ def _unpack(machine, word):
     return [value(x, word) for x in _split(word.data, "f16x2")]
 
 
+@code(
+    re.escape(
+        "{.reg .b16 l, h; .reg .b32 w; prmt.b32 w, $2, 0, 0x3120; mov.b32 {l, h}, w; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h;}"
+    )
+)
+def _of_e4m3(machine, word):
+    """Bytes 0 and 2, and 1 and 3."""
+    data = np.ascontiguousarray(np.atleast_1d(word.data))
+    found = data.view(ml_dtypes.float8_e4m3fn).reshape(-1, 4).astype(np.float32)
+    return [value(_join(found[:, n], found[:, n + 2], "f16x2"), word) for n in range(2)]
+
+
 # Memory.
 
 _VECTOR = {"": 1, ".v2": 2, ".v4": 4}

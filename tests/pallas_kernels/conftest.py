@@ -352,7 +352,7 @@ def picked():
 
     def picked(case: tuple, **keywords) -> dict[str, str]:
         op, arrays, static = case
-        structs = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in arrays.items()}
+        structs = jax.tree.map(lambda of: jax.ShapeDtypeStruct(of[0], jnp.dtype(of[1])), arrays, is_leaf=lambda x: isinstance(x, tuple))
         with dispatch.listening() as heard:
             jax.eval_shape(functools.partial(paging.public(op), **static, **keywords), **structs)
         return heard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import json
 import subprocess
@@ -16,6 +17,7 @@ from rich.console import Console
 from pallas_kernels import dispatch
 from pallas_kernels.bench import inputs, measure, ops, report, session, torch_sdpa
 from pallas_kernels.bench.cases import BUDGETS, PACKED, PROJECTIONS, Case, all_cases, baselines, matching
+from pallas_kernels.page_format import unpack
 from pallas_kernels.pages import Pages
 
 SPARSE = Case("sparse", "tiny", 2048, 2, "top:8")
@@ -103,6 +105,22 @@ def test_pools_are_permuted_and_no_table_names_the_page_of_nan():
     assert (big[1:].std(axis=(1, 2, 3)) > 0.4).all(), "a chunk was left out"
     assert not np.array_equal(big[1], big[257]), "chunks repeat"
     assert (inputs.pool_pages(255), inputs.pool_pages(256), inputs.pool_pages(512)) == (256, 512, 768)
+
+
+def test_packed_pages_are_compared_with_unpacked_ones():
+    """The same op, places and queries, with the last page open; checked against numbers that are not rounded on the way from codes."""
+    plain, packed = (Case("dense", "tiny", 1024, 2, "dense", format) for format in (None, "int8-channel"))
+    assert {plain, packed} <= set(matching([f"{plain.name}*"]))
+    rows = run(plain, packed)
+    assert rows[1]["error"] < 2e-2
+    assert rows[1]["bytes"]["kv"] == 2 * 2 * 1024 * (2 * 64 + 2 * 64 / 128 + 2)
+    assert rows[1]["unpacked"] == {"case": plain.name, "times": rows[1]["median_s"] / rows[0]["median_s"]}
+    assert "unpacked" not in rows[0]
+    pool, table = inputs.make_pool(packed, copies=1, seed=1)
+    opened = np.asarray(pool.pages.open.row_of)[table[0, :, -1]]
+    assert opened.tolist() == [0, 1]
+    numbers = np.asarray(unpack(dataclasses.replace(pool.pages.k_packed, read_as="float32"), pool.pages.k, pool.pages.k_scales))
+    np.testing.assert_allclose(numbers[table[0, :, -1]], np.asarray(pool.pages.open.k, np.float32), atol=0.05)
 
 
 @pytest.mark.quick_but("bounds16")

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import lane_math, lane_pairs, lanes
+from pallas_kernels.hopper import lane_math, lane_pairs, lanes, packed_turns
+from pallas_kernels.page_format import PageFormat, numbers_of
 
 THREADS = 128
 COUNT = 24
@@ -143,7 +144,34 @@ def _floats_expected(x, i):
     return [y.astype(np.float32) for y in (*values, bf16(f), bf16(g), f16(f), f16(g), 1 / np.sqrt(f * f + 1), *products)]
 
 
+FORMATS = [PageFormat(*of, read_as="bfloat16") for of in (("int8", "token"), ("int4", "token"), ("fp8_e4m3", "token"), ("fp8_e4m3",))]
+
+
+def _word(i):
+    """Four bytes; those of all threads are all there are."""
+    return (i * 2) | (i * 2 + 1) << 8 | (255 - i * 2) << 16 | (254 - i * 2) << 24
+
+
+def _codes(x, i):
+    """What packed pages hold, as numbers."""
+    pairs = [pair for format in FORMATS for half in packed_turns.numbers(format, _word(i)) for pair in half]
+    return [lanes.bits(value) for pair in pairs for value in lane_pairs.unpack(pair, "bfloat16")]
+
+
+def _codes_expected(x, i):
+    found = []
+    for format in FORMATS:
+        of_byte = _word(i).astype(np.int32).view(np.uint8).reshape(-1, 4)
+        numbers = np.asarray(numbers_of(format, jnp.asarray(of_byte.view(format.code_dtype))))  # of 4 bits, first all low ones
+        if format.codes == "fp8_e4m3" and format.scale:  # a NaN has a scale of NaN, and may be anything
+            numbers = np.where(np.isnan(numbers), np.where(of_byte > 127, -480, 480), numbers).astype(np.float32)
+        for half in range(0, numbers.shape[1], 4):
+            found += [numbers[:, half + n] for n in (0, 2, 1, 3)]
+    return found
+
+
 STAGES = {"integers": (_integers, _integers_expected), "warps": (_warp, _warp_expected), "floats": (_floats, _floats_expected)}
+STAGES |= {"codes": (_codes, _codes_expected)}
 
 
 def _kernel(stage):

@@ -1,0 +1,150 @@
+"""gather_attention over packed pages as its suites call it: cases of formats and forms, what is expected, and how close that must be."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import paging
+
+from pallas_kernels.pack_pages import pack_pages
+from pallas_kernels.page_format import PageFormat
+from pallas_kernels.pages import OpenPages, Pages
+
+
+def _format(codes: str, scale: str | None = None, group: int | None = None) -> PageFormat:
+    return PageFormat(codes, scale, group, read_as="bfloat16")
+
+
+INT8, FP8, INT4, Q8, Q4 = _format("int8", "token"), _format("fp8_e4m3", "token"), _format("int4", "token"), _format("q8_0"), _format("q4_0")
+FORMATS = {
+    "int8": (INT8, INT8),
+    "int8 keys per channel": (_format("int8", "channel"), INT8),
+    "int8 per channel": (_format("int8", "channel"), _format("int8", "channel")),
+    "fp8": (FP8, FP8),
+    "fp8 without scales": (_format("fp8_e4m3"), _format("fp8_e4m3")),
+    "int4": (INT4, INT4),
+    "int4 keys per channel, values per 32": (_format("int4", "channel"), _format("int4", "token", 32)),
+    "int4 per 32": (_format("int4", "token", 32), _format("int4", "token", 32)),
+    "q8_0": (Q8, Q8),
+    "q4_0": (Q4, Q4),
+    "q8_0 keys, q4_0 values": (Q8, Q4),
+    "int8 keys, values as they are": (INT8, None),
+    "keys as they are, int4 values": (None, INT4),
+}
+"""Formats of keys and of values; None: as they are."""
+
+
+OF_CHANNELS = 2e-2
+"""How far an LSE, or a row of the output, may be off where scales of channels multiply the queries, which rounds them once more.
+Elsewhere keys are exact."""
+
+
+@dataclasses.dataclass
+class Packed:
+    """A call. exact: the same pages, whose numbers are not rounded when they are read."""
+
+    operands: tuple
+    keywords: dict[str, Any]
+    exact: Pages
+
+    def run(self, implementation: str, **more) -> tuple:
+        """The results of an implementation, on whatever backend this is."""
+        return paging.implementation("gather_attention", implementation)(*self.operands, **self.keywords, **more)
+
+    def expected(self) -> tuple:
+        """What the definition gives."""
+        q, _, *rest = self.operands
+        keywords = {name: x for name, x in self.keywords.items() if name != "config"}
+        return paging.implementation("gather_attention", "reference")(q, self.exact, *rest, **keywords)
+
+
+def picked(case: Packed) -> tuple:
+    """The results of what dispatch picks here."""
+    return paging.public("gather_attention")(*case.operands, **case.keywords)
+
+
+def build(tools, *, format: str, window=None, blocks=None, lse=False, config=None, opened=False, seed=0, **spec) -> Packed:
+    """A case: ragged rows over permuted pages. NaN are the scales of tokens that nobody wrote, and everything that no query reads: other
+    open rows, and where queries read their own pages open, the packed last page of each row."""
+    paged = tools.make_paged(seed=seed, dtype="bfloat16", **spec)
+    table, lengths = np.asarray(paged.page_table), np.asarray(paged.lengths)
+    page_size, num_queries = paged.k.shape[2], paged.q.shape[1]
+    arrays: dict[str, Any] = {}
+    for name, numbers, packed in zip("kv", (paged.k, paged.v), FORMATS[format], strict=True):
+        if packed is None:
+            arrays[name] = numbers
+            continue
+        if packed.scale in ("channel", None) and packed.codes in ("fp8_e4m3", "int8", "int4"):
+            numbers = jnp.nan_to_num(numbers, nan=3.0)  # NaN would spread to all tokens of a page
+        codes, scales = pack_pages(numbers, format=packed)
+        arrays |= {name: codes, f"{name}_packed": packed} | ({} if scales is None else {f"{name}_scales": scales})
+    if opened:
+        arrays |= _opened(paged, table, lengths, page_size, num_queries, arrays)
+    pages = Pages(**arrays)
+    wide = {f"{n}_packed": dataclasses.replace(x, read_as="float32") for n, x in zip("kv", FORMATS[format], strict=True) if x is not None}
+    keywords = {"sm_scale": paged.sm_scale, "window": window, "return_block_lse": lse, "block_size": page_size, "config": config}
+    if blocks is not None:
+        listed = tools.lists_for(paged, *blocks)
+        listed = listed.at[-1, ..., :1, :].set(listed[-1, ..., -1:, :])  # no list is empty
+        keywords |= {"blocks": listed, "block_size": blocks[1]}
+    return Packed((paged.q, pages, paged.page_table, paged.lengths), keywords, pages.replace(**wide))
+
+
+def _opened(paged, table, lengths, page_size: int, num_queries: int, arrays: dict) -> dict[str, Any]:
+    """The open pages of all queries; and the scales, with NaN where queries read open."""
+    rows = [(b, p) for b, n in enumerate(lengths) if n for p in range(max(n - num_queries, 0) // page_size, (n - 1) // page_size + 1)]
+    row_of = np.full(len(paged.k), -1, np.int32)
+    order = np.random.default_rng(3).permutation(len(rows) + 2)
+    for (b, p), row in zip(rows, order, strict=False):
+        row_of[table[b, p]] = row
+    pools = []
+    for numbers in (paged.k, paged.v):
+        pool = jnp.full((len(rows) + 2, *numbers.shape[1:]), jnp.nan, numbers.dtype)
+        pools.append(pool.at[row_of[row_of >= 0]].set(numbers[np.flatnonzero(row_of >= 0)]))
+    earlier = {table[b, p] for b, n in enumerate(lengths) for p in range((n - 1) // page_size)}
+    last = [table[b, (n - 1) // page_size] for b, n in enumerate(lengths) if n]
+    unread = np.array([frame for frame in last if frame not in earlier], np.int32)
+    scales = {name: arrays[name].at[unread].set(jnp.nan) for name in ("k_scales", "v_scales") if name in arrays}
+    return scales | {"open": OpenPages(*pools, jnp.asarray(row_of))}
+
+
+def compare(tools, case: Packed, found: tuple) -> None:
+    """Assert that results are those of the definition."""
+    expected, packed = case.expected(), case.operands[1].k_packed
+    of_channels = packed is not None and packed.scale == "channel"
+    assert len(found) == len(expected)
+    assert jnp.isfinite(expected[0]).all()
+    tools.assert_rows_close(found[0], expected[0], OF_CHANNELS if of_channels else 2 * tools.row_error["bfloat16"])
+    for lse, ref in zip(found[1:], expected[1:], strict=True):
+        if of_channels:
+            assert lse.shape == ref.shape
+            np.testing.assert_allclose(np.asarray(lse), np.asarray(ref), atol=OF_CHANNELS)
+        else:
+            tools.assert_lse_close(lse, ref)
+
+
+def production(
+    form, batch=1, heads=(28, 4), head_dim=128, page_size=128, num_queries=1, width=None, dtype="bfloat16", opened=True, **static
+) -> tuple:
+    """(op, arrays, keywords) of a call over 128K tokens a row, as `cuda.lower` takes them. form: of `FORMATS`, or the two formats."""
+    (num_heads, kv_heads), pages = heads, 1024
+    parts: dict[str, Any] = {}
+    for name, packed in zip("kv", FORMATS[form] if isinstance(form, str) else form, strict=True):
+        if packed is None:
+            parts[name] = (pages, kv_heads, page_size, head_dim), "bfloat16"
+            continue
+        parts |= {name: ((pages, kv_heads, page_size, packed.width(head_dim)), packed.code_dtype.name), f"{name}_packed": packed}
+        if packed.scale_dtype is not None:
+            parts[f"{name}_scales"] = (pages, kv_heads, *packed.scale_shape(page_size, head_dim)), packed.scale_dtype.name
+    if opened:
+        pool = (2 * batch, kv_heads, page_size, head_dim), "bfloat16"
+        parts["open"] = OpenPages(pool, pool, ((pages,), "int32"))
+    arrays = {"q": ((batch, num_queries, num_heads, head_dim), dtype), "k": Pages(**parts)}
+    arrays |= {"table": ((batch, (128 << 10) // page_size), "int32"), "lengths": ((batch,), "int32")}
+    keywords = {"block_size": page_size, "window": None, "sm_scale": head_dim**-0.5, "return_block_lse": False, "config": None} | static
+    if width is None:
+        return "gather_attention", arrays, keywords | {"blocks": None}
+    return "gather_attention", arrays | {"blocks": ((batch, kv_heads, width), "int32")}, keywords
