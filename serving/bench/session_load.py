@@ -5,6 +5,7 @@ The server runs in a process of its own on this machine. So rates include everyt
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -58,7 +59,7 @@ def load_rows(load: Load, say: Callable[[str], None] = lambda what: None) -> Ite
     """One row for each number of agents."""
     for count in load.agents:
         say(f"{count} agents: the server compiles")
-        with ServerProcess(load, count) as server:
+        with ServerProcess(serve, load, count) as server:
             say(f"{count} agents for {load.minutes:g} minutes")
             yield load_row(load, count, server)
 
@@ -95,12 +96,16 @@ class Watched:
 
 
 class ServerProcess(Watched):
-    """A server in a process of its own, as a context. RuntimeError if it cannot start."""
+    """A server in a process of its own, as a context. RuntimeError if it cannot start.
 
-    def __init__(self, load: Load, agents: int):
+    target: called in that process with its end of the pipe and `args`. It sends the arguments of `Watched` but `pid` once it listens, then
+    takes words: it answers each, and returns after "end".
+    """
+
+    def __init__(self, target: Callable[..., None], *args: Any):
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
-        self._process = context.Process(target=serve, args=(other, load, agents), name="kvjax bench server")
+        self._process = context.Process(target=target, args=(other, *args), name="kvjax bench server")
         self._process.start()
         other.close()
         try:
@@ -113,10 +118,19 @@ class ServerProcess(Watched):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pipe.send("end")
+        with contextlib.suppress(OSError):  # it may have ended
+            self._pipe.send("end")
         self._process.join(60)
         if self._process.is_alive():
             self._process.kill()
+
+    def ask(self, word: str) -> Any:
+        """What the process answers. RuntimeError if it has ended."""
+        try:
+            self._pipe.send(word)
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            raise RuntimeError(f"the server's process ended before it answered {word!r}: its own error is above") from None
 
 
 def serve(pipe: Any, load: Load, agents: int) -> None:

@@ -1,6 +1,7 @@
 """`kvjax bench sessions`: what its agents do, its figures and its gates. The run of half an hour is long."""
 
 import collections
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from tiny_models import make_model
 
 from kvjax import Engine, SessionRuntime
 from kvjax.serving.bench.agents import TRACE, Spread, Turn, Work
+from kvjax.serving.bench.session_costs import Tokens, Turns, tokens_row, turn_rows
 from kvjax.serving.bench.session_load import BUCKET_S, Load, Watched, _buckets, gates, load_row
 from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.metrics import Metrics
@@ -102,6 +104,35 @@ def test_sizes_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="at least 64"):
         Load("needle", (1,), 1.0, "dense", **{**SIZES, "history": 10})
     assert Work(1.0, 1.0, 1.0, 100, 10).trace is TRACE
+
+
+def test_costs_of_tokens_are_what_was_counted():
+    """A server in a process of its own. CPU time that is used in it, or by the clients, and not by the engine alone, is overhead."""
+    plan = Tokens("tiny", 1, "float32", "dense", sessions=3, prompt=20, answer=6, rounds=1, chunk=128)
+    row = tokens_row(plan)
+    (engine, _), (told,) = row["rounds_of_engine"], row["rounds_through_grpc"]
+    assert 3 <= told["messages"] - 3 <= 18  # and one at the end of each
+    assert min(engine["cpu_s"], told["server_cpu_s"], told["client_cpu_s"], told["gap_p50_s"]) > 0
+    assert row["tokens_per_s"] == pytest.approx(18 / told["seconds"])
+    beyond = told["server_cpu_s"] + told["client_cpu_s"] - row["engine"]["cpu_s"]
+    assert row["overhead_s"] == pytest.approx(beyond / 18)
+    columns, cells = scheduling.TABLES["session-tokens"]
+    assert len(columns) == len(cells(json.loads(json.dumps(row))))
+    with pytest.raises(ValueError, match="at least 1 session"):
+        dataclasses.replace(plan, answer=1)
+
+
+def test_a_turn_prefills_what_is_new_and_a_new_session_everything():
+    plan = Turns("tiny", 1, "float32", "dense", history=300, appended=20, answer=3, rounds=1, chunk=128)
+    rows = {row["kind"]: row for row in turn_rows(plan)}
+    assert {kind: [turn["prefilled"] for turn in row["turns"]] for kind, row in rows.items()} == {
+        "again": [300 + 3 + 4 * 23],
+        "resident": [23],
+        "demoted": [23],
+    }
+    assert all(row["first_s"] > 0 for row in rows.values())
+    columns, cells = scheduling.TABLES["session-turn"]
+    assert {len(cells(json.loads(json.dumps(row)))) for row in rows.values()} == {len(columns)}
 
 
 @pytest.mark.long
