@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from kvjax.client import Client, Session
-from kvjax.serving.bench.session_load import ServerProcess
+from kvjax.serving.bench.session_load import PAGE_SIZE, ServerProcess, page_of
 
-PAGE_SIZE = 128
 Say = Callable[[str], None]
 """A function that is called with a text about what is running."""
 
@@ -190,7 +189,7 @@ def _serve(pipe: Any, engine: Any, slots: int, words: dict[str, Callable[[Any], 
     runtime = SessionRuntime(engine, slots=slots, capacity=slots + 8, observe=metrics.observe)
     server = Server(runtime, metrics, ServerOptions(port=0, http_port=0, max_calls=slots + 16))
     server.start()
-    pipe.send((server.port, server.http_port, engine.config.vocab_size))
+    pipe.send((server.port, server.http_port, engine.config.vocab_size, page_of(engine)))
     while (word := pipe.recv()) != "end":
         pipe.send(words[word](runtime))
     server.stop(0.0)

@@ -14,7 +14,7 @@ from tiny_models import make_model
 from kvjax import Engine, SessionRuntime
 from kvjax.serving.bench.agents import TRACE, Spread, Turn, Work
 from kvjax.serving.bench.session_costs import Tokens, Turns, tokens_row, turn_rows
-from kvjax.serving.bench.session_load import BUCKET_S, Load, Watched, _buckets, gates, load_row
+from kvjax.serving.bench.session_load import BUCKET_S, Load, Polled, Watched, _buckets, gates, load_row, page_of
 from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.metrics import Metrics
 from kvjax.serving.session.server import Server
@@ -41,7 +41,7 @@ def test_a_short_run_through_the_client():
     server = Server(SessionRuntime(engine, slots=4, observe=metrics.observe), metrics, ServerOptions(port=0, http_port=0))
     server.start()
     try:
-        watched = Watched(server.port, server.http_port, engine.config.vocab_size, os.getpid())
+        watched = Watched(server.port, server.http_port, engine.config.vocab_size, page_of(engine), os.getpid())
         row = load_row(Load("tiny", (2,), 0.05, "dense", **SIZES), 2, watched)
     finally:
         server.stop(0.0)
@@ -50,6 +50,7 @@ def test_a_short_run_through_the_client():
     assert not row["errors"]
     assert {name: gate["holds"] for name, gate in row["gates"].items()} == {"G3": True, "G4": True, "G5": True, "G6": None}
     assert set(row["compressed"]) == {"memory", "latency"}
+    assert row["compressed"]["memory"]["unaccounted_bytes"] == row["compressed"]["memory"]["pages_left"] == 0
     assert sum(bucket["turns"] for bucket in row["buckets"]) <= row["turns"]
     assert row["generated"] == pytest.approx(row["generated_per_s"] * row["wall_s"])
     assert 0 < row["first_s"]["p50"] <= row["first_s"]["p95"] <= row["turn_s"]["p95"]
@@ -58,16 +59,18 @@ def test_a_short_run_through_the_client():
     assert len(scheduling.TABLES["sessions"][0]) == len(scheduling.sessions_cells(json.loads(json.dumps(row))))
 
 
-def made_run(kv=(100, 104, 96), turn=(1.0, 1.1, 1.2), seconds=3 * BUCKET_S, process=(1000, 700, 1000)):
+def made_run(kv=(100, 104, 96), turn=(1.0, 1.1, 1.2), seconds=3 * BUCKET_S, process=(1000, 700, 1000), needed=(100, 110, 96)):
     """Buckets with these peaks and latencies, as a run of so long gives them."""
     step = seconds / 3
-    polled = [(number * step + 1, {"session_kv_live_bytes": peak}, process[number]) for number, peak in enumerate(kv)]
+    seen = enumerate(zip(kv, process, needed, strict=True))
+    polled = [Polled(number * step + 1, {"session_kv_live_bytes": peak}, *others) for number, (peak, *others) in seen]
     turns = [Turn(number * step + 1, each / 2, each, (0.1,), 1, 1) for number, each in enumerate(turn)]
     return _buckets(turns, 0.0, polled, seconds)
 
 
-def decided(buckets, seconds=3 * BUCKET_S, violations=0.0, calls=3, through=3):
+def decided(buckets, seconds=3 * BUCKET_S, violations=0.0, calls=3, through=3, left=0.0):
     after = {f"cache_invariant_violations_total['{kind}']": violations for kind in ("inv1", "inv2", "inv3")}
+    after |= {"kv_pages['device']": left, "kv_pages['host']": 0.0, "kv_pages['disk']": 0.0}
     counted = {"rpc_total['Generate', 'OK']": calls, "rpc_total['AppendTokens', 'OK']": 50}
     return gates(seconds, buckets, after, counted, [Counted([None] * through, {})])
 
@@ -88,6 +91,16 @@ def test_gates_hold_and_fail_by_their_numbers():
         ("G5", decided(made_run(), calls=0, through=0)),
     ):
         assert [each for each, gate in bad["gates"].items() if not gate["holds"]] == [name]
+
+
+def test_a_page_that_no_history_fills_is_noticed():
+    """Where peaks stay the same, and where they differ by chance."""
+    for bad in (made_run(kv=(100, 100, 100), needed=(100, 99, 100)), made_run(kv=(100, 104, 96), needed=(99, 110, 96))):
+        assert not decided(bad)["gates"]["G1"]["ours"]
+        assert decided(bad)["gates"]["G1"]["unaccounted_bytes"] == 1
+    assert not decided(made_run(), left=1.0)["gates"]["G1"]["ours"]
+    assert not decided(made_run(process=(1000, 1051, 1000)))["gates"]["G1"]["ours"]
+    assert decided(made_run(kv=(100, 150, 100), needed=(100, 150, 100)))["gates"]["G1"]["ours"]
 
 
 def test_only_half_an_hour_decides_memory_and_latency():
