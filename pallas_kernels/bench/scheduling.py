@@ -34,12 +34,14 @@ def sessions_cells(row: Row) -> tuple[str, ...]:
 
 def session_tokens_cells(row: Row) -> tuple[str, ...]:
     """Cells with tokens per second, milliseconds of a gap, and microseconds of CPU time for a token."""
-    shape, job = f"{row['shape']}, {row['dtype']}", f"{row['sessions']} of {row['prompt']:,} + {row['answer']}"
+    layers = "" if row["layers"] is None else f", {row['layers']} layers"
+    shape, job = f"{row['shape']}{layers}, {row['dtype']}", f"{row['sessions']} of {row['prompt']:,} + {row['answer']}"
     rates = f"{row['engine_tokens_per_s']:,.0f}", f"{row['tokens_per_s']:,.0f}", f"{row['tokens_per_s'] / row['engine_tokens_per_s']:.2f}"
     told, generated = row["through_grpc"], row["sessions"] * row["answer"]
     gaps = (f"{told[name] * 1e3:,.1f}" for name in ("gap_p50_s", "gap_p95_s"))
+    together = f"{generated / (told['messages'] - row['sessions']):.2f}"  # one message ends each generation
     micro = row["engine"]["cpu_s"] / generated, told["server_cpu_s"] / generated, told["client_cpu_s"] / generated, row["overhead_s"]
-    return shape, job, f"`{row['policy']}`", *rates, *gaps, *(f"{each * 1e6:,.0f}" for each in micro)
+    return shape, job, f"`{row['policy']}`", *rates, *gaps, together, *(f"{each * 1e6:,.0f}" for each in micro)
 
 
 def session_turn_cells(row: Row) -> tuple[str, ...]:
@@ -182,7 +184,8 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
             "times",
             "gap ms, p50",
             "p95",
-            "CPU us, engine",
+            "tokens of a message",
+            "CPU us of a token, engine",
             "server",
             "clients",
             "beyond the engine",

@@ -373,13 +373,15 @@ class SessionCore:
         First the idle one used longest ago, then one whose generation has not begun. For a step, at last one whose generation runs: on a
         fork, with which it shares all pages but the open one.
         """
+        look = self._look()
+        if look.full:
+            return False
         there = [each for each in self.records.values() if each.sequence.suspended is None and each.sequence.length]
         runs = [(each, each.run) for each in there if each.sequence is not needing]
         runs = [(each, run) for each, run in runs if run is None or run.handle is None or not run.handle.prompting]
         idle = [record for record, run in runs if run is None or run.over]
         not_begun = [record for record, run in runs if run is not None and not run.over and not run.tokens]
         running = [record for record, run in runs if run is not None and run.tokens and needing is None]
-        look = self._look()
         return any(self._demote_if_room(each, look) for each in (*idle, *not_begun, *running))
 
     def _look(self) -> Look:

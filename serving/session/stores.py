@@ -73,6 +73,11 @@ class Look:
         self._hosted, self._order = hosted, order
         self._searched = False
 
+    @property
+    def full(self) -> bool:
+        """Whether not even one page has room."""
+        return self._host_left is not None and self._host_left <= 0 and self._disk_left <= 0
+
     def moves(self, record: Record) -> list[Record] | None:
         """Which sessions' pages go from host memory to disk, possibly its own, so that those of `record` fit there; None if they cannot.
 

@@ -66,6 +66,9 @@ def test_a_sweep_with_full_stores_looks_once_and_stops_at_the_first(core, counte
     core.now[0] = 5.0
     core.sweep()
     assert counted == {"look": 1, "live_bytes": 1}
+    counted.clear()
+    assert not core._give_room(None)
+    assert counted == {"look": 1}
     assert not core.counts["demoted"]
     assert len(core.records) == MANY
 
