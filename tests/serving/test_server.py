@@ -264,6 +264,16 @@ def test_a_connection_cut_at_any_message_leaves_nothing_running(client, server):
     session.close()
 
 
+def test_a_client_closed_by_another_thread_ends_its_generations(server):
+    client = Client(f"127.0.0.1:{server.port}", timeout_s=WAIT, retries=0)
+    tokens = iter(client.create_session(TEXT[:20]).generate(max_new_tokens=300, stop_token_ids=()))
+    next(tokens)
+    threading.Timer(0.05, client.close).start()
+    with pytest.raises(Cancelled, match="closed"):
+        list(tokens)
+    until(lambda: quiet(server))
+
+
 def test_tokens_limits_and_addresses(engine):
     with pytest.raises(ValueError, match="must carry a bearer token"):
         ServerOptions(host="0.0.0.0")
