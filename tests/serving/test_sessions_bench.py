@@ -103,6 +103,42 @@ def test_a_page_that_no_history_fills_is_noticed():
     assert decided(made_run(kv=(100, 150, 100), needed=(100, 150, 100)))["gates"]["G1"]["ours"]
 
 
+def pages_over_time(seed, agents, seconds, work):
+    """Pages that histories fill, second by second, where agents do as `Agent` does and no server leaks: a turn takes 0.6 s, and 30 ms for
+    each generated token."""
+    random, total = np.random.default_rng(seed), np.zeros(seconds)
+
+    def count(spread):
+        return max(1, min(work.history // 4, round(work.tokens * spread.draw(random))))
+
+    for _ in range(agents):
+        now, length = 0.0, int(random.uniform(0.1, 0.9) * work.history)
+        while now < seconds:
+            spread = TRACE.tool_s if random.random() < TRACE.tool_steps else TRACE.human_s
+            began = now
+            now += min(work.longest_wait_s, spread.draw(random))
+            total[int(began) : int(now)] += -(-length // 128)
+            if length >= 0.95 * work.history:
+                length = count(TRACE.append)
+            appended = min(count(TRACE.append), max(1, (work.history - length) // 2))
+            output = min(count(TRACE.output), max(1, work.history - length - appended))
+            began, length = now, length + appended
+            now += 0.6 + 0.03 * output
+            total[int(began) : int(now)] += -(-length // 128)
+            length += output
+    return total
+
+
+def test_peaks_differ_by_chance_without_a_leak():
+    """So that a bound on their drift says little about leaks, for the load of docs/sessions.md."""
+    work, drifts = Work(1.0, 30.0, 1 / 16, 4096, 10), []
+    for seed in range(20):
+        peaks = pages_over_time(seed, 6, 1800, work).reshape(3, 600).max(1)
+        drifts.append(np.abs(peaks / peaks[0] - 1).max())
+    assert np.median(drifts) == pytest.approx(0.1, abs=0.03)
+    assert np.mean(np.array(drifts) < 0.05) < 0.35
+
+
 def test_only_half_an_hour_decides_memory_and_latency():
     short = decided(made_run(seconds=1799.0), 1799.0)
     assert set(short["gates"]) == {"G4", "G5"}
