@@ -171,6 +171,7 @@ def test_costs_of_tokens_are_what_was_counted():
         dataclasses.replace(plan, answer=1)
 
 
+@pytest.mark.long
 def test_a_turn_prefills_what_is_new_and_a_new_session_everything():
     plan = Turns("tiny", 1, "float32", "dense", history=300, appended=20, answer=3, rounds=1, chunk=128)
     rows = {row["kind"]: row for row in turn_rows(plan)}
