@@ -90,18 +90,23 @@ def test_tables_of_platforms_are_what_the_results_make():
     assert "Of the dense rows, kvjax is slower in none." in text
 
 
-def test_the_table_of_sessions_is_what_the_results_make():
-    """After a new run: `rendered` with its file and docs/sessions.md. The gates in the file are what its buckets give."""
-    text, file = (ROOT / "docs" / "sessions.md").read_text(encoding="utf-8"), RESULTS.parent / "cpu" / "sessions.json"
-    assert report.rendered(text, report.load([file])) == text
-    (row,) = json.loads(file.read_text())["rows"]
+def test_the_tables_of_sessions_are_what_the_results_make():
+    """After new runs: `rendered` with both files and docs/sessions.md. The gates in the file are what its buckets give."""
+    text = (ROOT / "docs" / "sessions.md").read_text(encoding="utf-8")
+    files = [RESULTS.parent / "cpu" / f"{name}.json" for name in ("sessions", "session-tokens")]
+    assert report.rendered(text, report.load(files)) == text
+    (row,), (tokens,) = (json.loads(file.read_text())["rows"] for file in files)
+    assert tokens["sessions"] == 64
+    assert tokens["overhead_s"] < 3e-4
     peaks, turns = ([bucket[name] for bucket in row["buckets"]] for name in ("kv_peak_bytes", "turn_s"))
     assert f"Peaks of pages differed by {max(abs(peak / peaks[0] - 1) for peak in peaks):.1%}" in text.replace("\n", " ")
-    for name, said in (("p50", "rose by {:.1%} from"), ("p95", "its 95th percentile by {:.1%}.")):
+    for name, said in (("p50", "of a turn changed by {:+.1%}, above our 5%"), ("p95", "its 95th percentile by {:+.1%}.")):
         assert said.format(turns[-1][name] / turns[0][name] - 1) in text.replace("\n", " ")
     assert row["minutes"] == 30
     assert not row["errors"]
     assert all(gate["holds"] for gate in row["gates"].values())
+    assert [name for name, gate in row["gates"].items() if not gate.get("ours", True)] == ["G2"]
+    assert row["gates"]["G1"]["unaccounted_bytes"] == row["gates"]["G1"]["pages_left"] == 0
 
 
 def test_the_table_of_reuse_is_what_the_results_make():

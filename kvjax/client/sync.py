@@ -36,12 +36,15 @@ class Client:
     def __init__(self, address: str = "127.0.0.1:50051", **options: Any):
         known = protocol()  # says which extra is missing, if one is
         import grpc
+        import grpc.experimental
 
         self.connection = each = Connection(address, **options)
+        # The thread that iterates over a generation reads the connection itself: gRPC wakes no second thread for each token.
+        given = [*each.options, (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1)]
         if each.root_certificate is None:
-            self._channel = grpc.insecure_channel(address, options=each.options)
+            self._channel = grpc.insecure_channel(address, options=given)
         else:
-            self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(each.root_certificate), options=each.options)
+            self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(each.root_certificate), options=given)
         kinds = {(False, False): self._channel.unary_unary, (False, True): self._channel.unary_stream}
         self._methods = {
             name: kinds[method.streams](

@@ -1,5 +1,5 @@
-"""Tables of `kvjax bench host`, `throughput`, `replicas`, `gaps`, `cold`, `programs`, `transformers`, `reuse` and `sessions`, from rows of
-their JSON."""
+"""Tables of `kvjax bench host`, `throughput`, `replicas`, `gaps`, `cold`, `programs`, `transformers`, `reuse`, `sessions`, `session-tokens`
+and `session-turn`, from rows of their JSON."""
 
 from __future__ import annotations
 
@@ -30,6 +30,25 @@ def sessions_cells(row: Row) -> tuple[str, ...]:
     told = ", ".join(f"{name}{held[gate['holds']]}" for name, gate in sorted(row["gates"].items()))
     rates = f"{row['generated_per_s']:,.1f}", f"{row['prefilled_per_s']:,.1f}"
     return row["model"], f"`{row['policy']}`", f"{row['agents']}", f"{row['minutes']:g}", f"{row['turns']:,}", *rates, *milli, told
+
+
+def session_tokens_cells(row: Row) -> tuple[str, ...]:
+    """Cells with tokens per second, milliseconds of a gap, and microseconds of CPU time for a token."""
+    layers = "" if row["layers"] is None else f", {row['layers']} layers"
+    shape, job = f"{row['shape']}{layers}, {row['dtype']}", f"{row['sessions']} of {row['prompt']:,} + {row['answer']}"
+    rates = f"{row['engine_tokens_per_s']:,.0f}", f"{row['tokens_per_s']:,.0f}", f"{row['tokens_per_s'] / row['engine_tokens_per_s']:.2f}"
+    told, generated = row["through_grpc"], row["sessions"] * row["answer"]
+    gaps = (f"{told[name] * 1e3:,.1f}" for name in ("gap_p50_s", "gap_p95_s"))
+    together = f"{generated / (told['messages'] - row['sessions']):.2f}"  # one message ends each generation
+    micro = row["engine"]["cpu_s"] / generated, told["server_cpu_s"] / generated, told["client_cpu_s"] / generated, row["overhead_s"]
+    return shape, job, f"`{row['policy']}`", *rates, *gaps, together, *(f"{each * 1e6:,.0f}" for each in micro)
+
+
+def session_turn_cells(row: Row) -> tuple[str, ...]:
+    """Cells with milliseconds to the first token."""
+    what = {"resident": "pages on the device", "demoted": "pages in host memory", "again": "a new session of the whole history"}
+    shape, job = f"{row['shape']}, {row['dtype']}", f"{row['history']:,} + {row['appended']}"
+    return shape, f"`{row['policy']}`", job, f"{row['chunk']:,}", what[row["kind"]], f"{row['first_s'] * 1e3:,.1f}"
 
 
 def throughput_cells(row: Row) -> tuple[str, ...]:
@@ -155,6 +174,25 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
         ),
         sessions_cells,
     ),
+    "session-tokens": (
+        (
+            "shape",
+            "sessions",
+            "policy",
+            "engine tokens/s",
+            "through gRPC",
+            "times",
+            "gap ms, p50",
+            "p95",
+            "tokens of a message",
+            "CPU us of a token, engine",
+            "server",
+            "clients",
+            "beyond the engine",
+        ),
+        session_tokens_cells,
+    ),
+    "session-turn": (("shape", "policy", "tokens", "chunk", "session", "first token ms"), session_turn_cells),
     "throughput": (("shape", "requests", "chunk", "policy", "seconds", "prefill tokens/s", "decode tokens/s"), throughput_cells),
     "replicas": (
         ("shape", "requests of each", "policy", "tensor x context", "replicas", "seconds", "prompt tokens/s", "answer tokens/s", "times"),

@@ -90,14 +90,15 @@ class Turn:
 
 
 class Agent(threading.Thread):
-    """One agent, until `stop` is set. turns, errors: what happened. sessions: how many it began. It prefills the history that it begins
-    with, and then waits at `start`, so that it is in the middle of its session when the clock starts."""
+    """One agent, until `stop` is set. turns, errors: what happened. sessions: how many it began. tokens: of its session's history, at least
+    as many as the server has prefilled; 0 for none. It prefills the history that it begins with, and then waits at `start`, so that it is
+    in the middle of its session when the clock starts."""
 
     def __init__(self, number: int, address: str, work: Work, start: threading.Barrier, stop: threading.Event):
         super().__init__(name=f"agent {number}", daemon=True)
         self.turns: list[Turn] = []
         self.errors: collections.Counter[str] = collections.Counter()
-        self.sessions = 0
+        self.sessions = self.tokens = 0
         self._address, self._work, self._start_all, self._stopped = address, work, start, stop
         self._random = np.random.default_rng([7, number])
 
@@ -110,6 +111,7 @@ class Agent(threading.Thread):
                 try:
                     self.sessions += 1
                     with client.create_session(self._tokens(first)) as session:
+                        self.tokens = session.length
                         if not begun:
                             list(session.generate(max_new_tokens=2, ignore_eos=True))
                             self._start_all.wait(LONGEST_START_S)
@@ -118,6 +120,7 @@ class Agent(threading.Thread):
                         while session.length < 0.95 * work.history and not self._stopped.is_set():
                             self._turn(session)
                             self._wait()
+                    self.tokens = 0  # after the session was closed
                 except SessionError as error:
                     self.errors[type(error).__name__] += 1
                     self._stopped.wait(1.0)
@@ -128,12 +131,13 @@ class Agent(threading.Thread):
         appended = min(self._count(work.trace.append), max(1, room // 2))
         output = min(self._count(work.trace.output), max(1, room - appended))
         began = latest = time.monotonic()
-        session.append(self._tokens(appended))
+        self.tokens = session.append(self._tokens(appended))
         stream, gaps = session.generate(max_new_tokens=output, ignore_eos=True), []
         for _ in stream:
             now = time.monotonic()
             gaps.append(now - latest)
             latest = now
+        self.tokens = session.length
         self.turns.append(Turn(began, gaps[0], latest - began, tuple(gaps[1:]), appended, stream.prefill_tokens))
 
     def _wait(self) -> None:
@@ -147,9 +151,9 @@ class Agent(threading.Thread):
         return self._random.integers(0, self._work.vocab_size, count).tolist()
 
 
-def run_agents(count: int, address: str, work: Work, seconds: float, poll: Callable[[], Any]) -> list[Agent]:
-    """Let `count` agents work for so long. poll: called at the beginning, about once a second, and at the end. RuntimeError if an agent
-    does not end, or failed."""
+def run_agents(count: int, address: str, work: Work, seconds: float, poll: Callable[[list[Agent]], Any]) -> list[Agent]:
+    """Let `count` agents work for so long. poll: called with them at the beginning, about once a second, and at the end. RuntimeError if an
+    agent does not end, or failed."""
     start, stop, until = threading.Barrier(count + 1), threading.Event(), time.monotonic() + LONGEST_START_S
     agents = [Agent(number, address, work, start, stop) for number in range(count)]
     for agent in agents:
@@ -158,16 +162,16 @@ def run_agents(count: int, address: str, work: Work, seconds: float, poll: Calla
         if time.monotonic() > until:
             raise RuntimeError(f"{count - start.n_waiting} agents could not begin their sessions in {LONGEST_START_S:g} s")
         time.sleep(0.01)
-    poll()
+    poll(agents)
     start.wait()
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
-        poll()
+        poll(agents)
         time.sleep(min(1.0, left))
     stop.set()
     for agent in agents:
         agent.join(120.0)
         if agent.is_alive():
             raise RuntimeError(f"{agent.name} waits for the server for more than two minutes")
-    poll()
+    poll(agents)
     return agents

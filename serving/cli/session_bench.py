@@ -1,4 +1,4 @@
-"""`kvjax bench sessions`. JAX is imported inside the command."""
+"""`kvjax bench sessions`, `session-tokens`, `session-turn`. JAX is imported inside the commands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from typing import Annotated
 import typer
 
 from kvjax.serving.cli.options import LARGEST_BATCH, JsonOption, number, parse_lengths, token_count, whole
-from kvjax.serving.cli.scheduling import BenchChunkOption, LayersOption, check_dtype, plan_of, run
+from kvjax.serving.cli.scheduling import (
+    BenchChunkOption,
+    BenchDtypeOption,
+    LayersOption,
+    ShapeOption,
+    check_dtype,
+    config_of_shape,
+    plan_of,
+    run,
+)
 from pallas_kernels.extras import needs_extras
 
 
@@ -44,5 +53,57 @@ def sessions_command(
     run(json_out, "sessions", lambda say: load_rows(load, say))
 
 
-COMMANDS = {"sessions": sessions_command}
+def tokens_command(
+    shape: ShapeOption = "tiny",
+    sessions: Annotated[int, typer.Option(help="Sessions that generate at once, with a slot for each.", **whole(most=LARGEST_BATCH))] = 64,
+    prompt: Annotated[int, typer.Option(help="Tokens of each history.", **token_count())] = 64,
+    answer: Annotated[int, typer.Option(help="Tokens that each generates.", **whole(2))] = 129,
+    rounds: Annotated[int, typer.Option(help="Timed rounds, of the engine alone and through gRPC.", **whole())] = 3,
+    policy: Annotated[str, typer.Option(help="Decode policy.")] = "dense",
+    chunk: BenchChunkOption = 512,
+    dtype: BenchDtypeOption = "float32",
+    layers: LayersOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Compare sessions through gRPC and the Python client with the engine's own batch run: tokens per second, and the host's time for each
+    token beyond that of the engine.
+
+    That time is CPU time of all threads of the server's process and of the clients' process, less that of the engine alone. Weights are
+    random.
+    """
+    needs_extras("kvjax bench session-tokens", "server")
+    from kvjax.serving.bench.session_costs import Tokens, tokens_row
+
+    config_of_shape(shape, layers, dtype)
+    sizes = {"policy": policy, "sessions": sessions, "prompt": prompt, "answer": answer, "rounds": rounds, "chunk": chunk}
+    plan = plan_of(Tokens, shape, layers, dtype, **sizes)
+    run(json_out, "session-tokens", lambda say: [tokens_row(plan, say)])
+
+
+def turn_command(
+    shape: ShapeOption = "tiny",
+    history: Annotated[int, typer.Option(help="Tokens of the session's history.", **token_count())] = 100_000,
+    append: Annotated[int, typer.Option(help="New tokens of each turn.", **token_count())] = 200,
+    answer: Annotated[int, typer.Option(help="Tokens that each turn generates.", **whole())] = 16,
+    rounds: Annotated[int, typer.Option(help="Timed turns of each kind.", **whole())] = 3,
+    policy: Annotated[str, typer.Option(help="Decode policy.")] = "top:32",
+    chunk: BenchChunkOption = 2048,
+    dtype: BenchDtypeOption = "bfloat16",
+    layers: LayersOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Time the first token of a turn in a session with a long history: on the device, demoted to host memory, and prefilled again.
+
+    It is measured in the Python client, from the append to the first token. Weights are random.
+    """
+    needs_extras("kvjax bench session-turn", "server")
+    from kvjax.serving.bench.session_costs import Turns, turn_rows
+
+    config_of_shape(shape, layers, dtype)
+    sizes = {"policy": policy, "history": history, "appended": append, "answer": answer, "rounds": rounds, "chunk": chunk}
+    plan = plan_of(Turns, shape, layers, dtype, **sizes)
+    run(json_out, "session-turn", lambda say: turn_rows(plan, say))
+
+
+COMMANDS = {"sessions": sessions_command, "session-tokens": tokens_command, "session-turn": turn_command}
 """Of `kvjax bench`."""

@@ -33,6 +33,7 @@ from kvjax.sequences import CachedSequence
 from kvjax.serving.session.journal import Journal
 from kvjax.serving.session.records import Record, Violation, Window, check_invariants
 from kvjax.serving.session.shelf import Shelf
+from kvjax.serving.session.stores import Look, Stores
 from kvjax.serving.session.stream import Run
 
 logger = logging.getLogger(__name__)
@@ -73,11 +74,12 @@ class SessionCore:
         self.counts: collections.Counter[str] = collections.Counter()
         self.records: collections.OrderedDict[str, Record] = collections.OrderedDict()  # the one used longest ago first
         self._ended: collections.OrderedDict[str, str] = collections.OrderedDict()
-        self._page_bytes = {name: engine.spec.bytes_per_page(name, engine.indexes) for name in engine.allocators}
+        page_bytes = {name: engine.spec.bytes_per_page(name, engine.indexes) for name in engine.allocators}
+        self.stores = Stores(page_bytes, limits.host_bytes, shelf)
         hooks = {"on_token": self._token, "on_short": self._give_room, "texts": False}  # detokenizing is the clients' business
         self.scheduler = Scheduler(engine, slots=slots, max_gap_ms=max_gap_ms, **hooks)
         self._runs: dict[Any, Run] = {}  # by handle
-        self._journal, self._shelf = journal, shelf
+        self._journal = journal
         if journal is not None:
             try:
                 self._restore(journal)
@@ -139,10 +141,9 @@ class SessionCore:
         """What is known of a session."""
         sequence, policy = record.sequence, record.policy or self.scheduler.policy
         kinds = {kind: self.counts[kind] for kind in ("inv1", "inv2", "inv3")}
-        figures = {"kv_live_bytes": self._bytes(record), "demoted": sequence.suspended is not None, "generating": record.run is not None}
-        return SessionInfo(
-            record.id, len(record.history), sequence.length, record.dropped, **figures, policy=policy.describe(), violations=kinds
-        )
+        figures = {"kv_live_bytes": self.stores.live_bytes(record), "demoted": sequence.suspended is not None}
+        figures |= {"generating": record.run is not None, "policy": policy.describe(), "violations": kinds}
+        return SessionInfo(record.id, len(record.history), sequence.length, record.dropped, **figures)
 
     def audit(self, record: Record) -> None:
         """Prefill what the cache holds once more, and compare the next token's logits bit by bit (INV-3). A difference closes the
@@ -165,13 +166,10 @@ class SessionCore:
         """Move a session's pages to host memory, and those that have been there longest on to disk if it is full. ResourceExhausted if both
         are."""
         if record.sequence.suspended is None and record.sequence.length:
-            moves = self._moves(record)
+            moves = self._look().moves(record)
             if moves is None:
                 raise ResourceExhausted(f"the {self.limits.host_bytes:,} bytes of host memory for sessions are full, and so is the disk")
-            self.engine.suspend(record.sequence)
-            self.counts["demoted"] += 1
-            for each in moves:
-                self._shelve(each)
+            self._move(record, moves)
 
     def end(self, record: Record, reason: str) -> None:
         """End a session, and free its pages. A generation that runs ends with the error Cancelled, and calls that wait with NOT_FOUND."""
@@ -274,17 +272,22 @@ class SessionCore:
                 self._finish(run, handle.completion)
 
     def sweep(self) -> None:
-        """End sessions that have been idle for too long, and demote those that have been for a while."""
+        """End sessions that have been idle for too long, and demote those that have been for a while, up to the first that has no room."""
         now, ttl, demote_after = self.clock(), self.limits.idle_ttl_s, self.limits.demote_after_s
         demote_after = ttl if demote_after is None else demote_after
+        look, full = None, False
         for record in list(self.records.values()):
             idle = now - record.used
             if idle < min(ttl, demote_after):
                 return  # those after it were used later
-            if record.idle and idle >= ttl:
+            if not record.idle:
+                continue
+            if idle >= ttl:
                 self.end(record, "ttl")
-            elif record.idle and idle >= demote_after and record.sequence.suspended is None and self._moves(record) is not None:
-                self.demote(record)
+                look = None
+            elif not full and record.sequence.suspended is None and record.sequence.length:
+                look = look or self._look()
+                full = not self._demote_if_room(record, look)
 
     @property
     def quiet(self) -> bool:
@@ -298,9 +301,9 @@ class SessionCore:
             "sessions": len(records),
             "generating": self.scheduler.running,
             "waiting": self.scheduler.waiting + sum(len(record.waiting) for record in records),
-            "kv_live_bytes": sum(map(self._bytes, records)),
-            "host_bytes": sum(self._stored_bytes(record, on_disk=False) for record in records),
-            "disk_bytes": sum(self._stored_bytes(record, on_disk=True) for record in records),
+            "kv_live_bytes": sum(map(self.stores.live_bytes, records)),
+            "host_bytes": sum(self.stores.stored_bytes(record, on_disk=False) for record in records),
+            "disk_bytes": sum(self.stores.stored_bytes(record, on_disk=True) for record in records),
             "device_pages": sum(each.total - each.free for each in self.engine.allocators.values()),
             "free_pages": sum(each.free for each in self.engine.allocators.values()),
             "host_pages": sum(_pages_held(record) for record in records if not record.on_disk),
@@ -370,16 +373,48 @@ class SessionCore:
         First the idle one used longest ago, then one whose generation has not begun. For a step, at last one whose generation runs: on a
         fork, with which it shares all pages but the open one.
         """
+        look = self._look()
+        if look.full:
+            return False
         there = [each for each in self.records.values() if each.sequence.suspended is None and each.sequence.length]
-        there = [each for each in there if each.sequence is not needing and self._moves(each) is not None]
-        runs = [(each, each.run) for each in there if each.run is None or each.run.handle is None or not each.run.handle.prompting]
+        runs = [(each, each.run) for each in there if each.sequence is not needing]
+        runs = [(each, run) for each, run in runs if run is None or run.handle is None or not run.handle.prompting]
         idle = [record for record, run in runs if run is None or run.over]
         not_begun = [record for record, run in runs if run is not None and not run.over and not run.tokens]
         running = [record for record, run in runs if run is not None and run.tokens and needing is None]
-        chosen = next(iter([*idle, *not_begun, *running]), None)
-        if chosen is not None:
-            self.demote(chosen)
-        return chosen is not None
+        return any(self._demote_if_room(each, look) for each in (*idle, *not_begun, *running))
+
+    def _look(self) -> Look:
+        return self.stores.look(self.records.values(), time.monotonic())
+
+    def _demote_if_room(self, record: Record, look: Look) -> bool:
+        """Demote a session if host memory and disk have room. Returns whether its pages have left the device."""
+        moves = look.moves(record)
+        if moves is None:
+            return False
+        size, failed = self.stores.live_bytes(record), False
+        try:
+            self._move(record, moves)
+        except ResourceExhausted as error:
+            logger.error("%s; for a while nothing is written there", error)
+            failed = True
+        gone = record.sequence.suspended is not None
+        look.moved(record, size if gone else 0, [each for each in moves if each.on_disk], failed)
+        return gone
+
+    def _move(self, record: Record, moves: list[Record]) -> None:
+        """Move a session's pages to host memory, after those of others to disk; at last its own, if it is among them."""
+        for each in moves:
+            if each is not record:
+                self._shelve(each)
+        self.engine.suspend(record.sequence)
+        self.counts["demoted"] += 1
+        if record in moves:
+            self._shelve(record)
+
+    def _shelve(self, record: Record) -> None:
+        self.stores.shelve(record, time.monotonic())
+        self.counts["shelved"] += 1
 
     def _make_room_for_one(self) -> None:
         if len(self.records) < self.limits.capacity:
@@ -388,40 +423,6 @@ class SessionCore:
         if record is None:
             raise ResourceExhausted(f"all {self.limits.capacity} sessions are in the middle of a call: close one, or try again later")
         self.end(record, "lru")
-
-    def _bytes(self, record: Record) -> int:
-        pages = record.sequence.pages.items()
-        return sum(self._page_bytes[name] * sum(page >= 0 for page in ids) for name, ids in pages)
-
-    def _stored_bytes(self, record: Record, on_disk: bool) -> int:
-        """Bytes of a demoted session's pages in host memory, or on disk."""
-        if record.sequence.suspended is None or record.on_disk != on_disk:
-            return 0
-        return sum(self._page_bytes[name] * len(ids) for name, ids in record.sequence.held.items())
-
-    def _moves(self, record: Record) -> list[Record] | None:
-        """Which sessions' pages go from host memory to disk, possibly its own, so that those of `record` fit there; None if they cannot."""
-        limit, moved = self.limits.host_bytes, []
-        if limit is None:
-            return []
-        held = {each.id: self._stored_bytes(each, on_disk=False) for each in self.records.values()} | {record.id: self._bytes(record)}
-        surplus = sum(held.values()) - limit
-        room = (
-            0 if self._shelf is None else self._shelf.most - sum(self._stored_bytes(each, on_disk=True) for each in self.records.values())
-        )
-        for each in self.records.values():  # the one used longest ago first
-            if surplus > 0 and 0 < held[each.id] <= room:
-                moved.append(each)
-                surplus, room = surplus - held[each.id], room - held[each.id]
-        return None if surplus > 0 else moved
-
-    def _shelve(self, record: Record) -> None:
-        """Move a demoted session's pages to disk."""
-        try:
-            record.sequence.suspended = self._shelf.put(record.sequence.suspended)
-        except OSError as error:  # they stay where they are
-            raise ResourceExhausted(f"pages of a session could not be written to {self._shelf.folder}: {error.strerror}") from error
-        self.counts["shelved"] += 1
 
     def _truncate(self, record: Record, run: Run) -> None:
         """Apply the window: when more is dropped than before, what is kept is prefilled again."""

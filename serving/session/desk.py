@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from kvjax.checks import whole_number
-from kvjax.client.errors import Cancelled, ResourceExhausted, SessionError, Unauthenticated
+from kvjax.client.errors import Cancelled, ResourceExhausted, SessionError, Unauthenticated, Unavailable
 from kvjax.serving.session.metrics import Metrics
 from kvjax.serving.session.runtime import SessionRuntime
 
@@ -94,18 +94,23 @@ class Desk:
         self.runtime, self.metrics, self.options = runtime, metrics, options
         self.started, self.ending = int(time.time()), False
         self._allowance = None if options.calls_per_second is None else Allowance(options.calls_per_second)
+        self._under_way: set[Call] = set()
+        self._changed = threading.Condition()
         self._sending: dict[Call, tuple[float, Callable[[], object]]] = {}
         self._ended = threading.Event()
         threading.Thread(target=self._cut_stalled, name="kvjax stalled", daemon=True).start()
 
-    def enter(self, authorization: str) -> None:
-        """Unauthenticated unless the value of the header `authorization` names a token; ResourceExhausted if it calls too often."""
+    def enter(self, authorization: str, *, while_ending: bool = False) -> None:
+        """Unauthenticated unless the value of the header `authorization` names a token; ResourceExhausted if it calls too often;
+        Unavailable while the server is draining, unless `while_ending`."""
         given, found = authorization.removeprefix("Bearer ").encode(), ""
         for token in self.options.tokens:  # all of them, so that the time says nothing
             if hmac.compare_digest(given, token.encode()) and authorization.startswith("Bearer "):
                 found = token
         if self.options.tokens and not found:
             raise Unauthenticated("the call needs a bearer token of the server: authorization: Bearer TOKEN")
+        if self.ending and not while_ending:
+            raise Unavailable("the server is ending, and takes no new call", reason="ending")
         if self._allowance is not None and not self._allowance.take(found):
             raise ResourceExhausted("too many calls per second: try again later", reason="rate")
 
@@ -117,6 +122,12 @@ class Desk:
             yield
         finally:
             self._sending.pop(call, None)
+
+    def drain(self, seconds: float) -> None:
+        """Refuse new calls, and wait for those under way to end, for so long at most."""
+        with self._changed:
+            self.ending = True
+            self._changed.wait_for(lambda: not self._under_way, seconds)
 
     def close(self) -> None:
         """Watch no more."""
@@ -132,14 +143,22 @@ class Desk:
 
     def begin(self, name: str) -> Call:
         """A call has come in."""
-        return Call(self.metrics, name)
+        call = Call(self.metrics, name, self._ended_call)
+        with self._changed:
+            self._under_way.add(call)
+        return call
+
+    def _ended_call(self, call: Call) -> None:
+        with self._changed:
+            self._under_way.discard(call)
+            self._changed.notify_all()
 
 
 class Call:
     """One call, which is logged and counted when it ends. No token of a history is logged. session: its session's id, "" for none."""
 
-    def __init__(self, metrics: Metrics, name: str):
-        self._metrics, self._name, self.session = metrics, name, ""
+    def __init__(self, metrics: Metrics, name: str, tell: Callable[[Call], None]):
+        self._metrics, self._name, self._tell, self.session = metrics, name, tell, ""
         self._started, self.ended = time.monotonic(), False
 
     def end(self, error: SessionError | None) -> None:
@@ -147,6 +166,7 @@ class Call:
         if self.ended:
             return
         self.ended = True
+        self._tell(self)
         code = "OK" if error is None else error.code
         self._metrics.calls.labels(self._name, code).inc()
         fields = {"call": self._name, "code": code, "session": self.session[:8], "seconds": round(time.monotonic() - self._started, 4)}

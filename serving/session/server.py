@@ -24,6 +24,9 @@ logger = logging.getLogger("kvjax.server")
 MOST_HEADERS = 16 * 1024
 """Bytes of a call's metadata."""
 
+LAST_S = 0.5
+"""After draining, for what is still being sent."""
+
 
 class Server:
     """A gRPC server over a runtime. `start` returns at once; `stop` drains. port, http_port: those that it listens on."""
@@ -80,12 +83,12 @@ class Server:
 
     def stop(self, drain_s: float = 10.0) -> None:
         """Refuse new calls, let those under way end within `drain_s` seconds, and close the runtime."""
-        self._desk.ending = True
         self._health.enter_graceful_shutdown()
-        stopped = self._server.stop(drain_s)
+        self._desk.drain(drain_s)
+        stopped = self._server.stop(LAST_S)
         if self._web is not None:
-            self._web.stop(drain_s)
-        stopped.wait(drain_s + 1)
+            self._web.stop(LAST_S)
+        stopped.wait(LAST_S + 1)
         self.runtime.close()
         self._desk.close()
 

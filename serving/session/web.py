@@ -171,7 +171,7 @@ class _Routes:
         async def answered(request: Request) -> Any:
             call = self._desk.begin(path)
             try:
-                self._desk.enter(request.headers.get("authorization", ""))
+                self._desk.enter(request.headers.get("authorization", ""), while_ending=path == "/metrics")
                 response = await page(request, call)
             except SessionError as error:
                 call.end(error)

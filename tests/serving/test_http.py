@@ -228,7 +228,7 @@ def test_a_client_that_takes_nothing_is_cut_off():
 
     async def run(send):
         metrics = Metrics()
-        call = Call(metrics, "/v1/completions")
+        call = Call(metrics, "/v1/completions", lambda call: None)
         began = time.monotonic()
         with contextlib.suppress(Exception):
             await _Streamed(pieces(), 0.1, call, end)({"type": "http"}, never, send)

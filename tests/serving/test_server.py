@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import logging
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from tiny_models import VOCAB, make_model
 from kvjax import Engine, SessionRuntime
 from kvjax.client import (
     AsyncClient,
+    Cancelled,
     Client,
     DeadlineExceeded,
     FailedPrecondition,
@@ -53,10 +55,10 @@ def engine():
 
 
 @contextlib.contextmanager
-def serving(engine, **options):
-    """A server; nothing is left of its sessions afterwards."""
+def serving(engine, limits=None, **options):
+    """A server; nothing is left of its sessions afterwards. limits: of the runtime."""
     metrics = Metrics()
-    runtime = SessionRuntime(engine, slots=4, capacity=8, observe=metrics.observe)
+    runtime = SessionRuntime(engine, slots=4, observe=metrics.observe, **({"capacity": 8} | (limits or {})))
     server = Server(runtime, metrics, ServerOptions(port=0, **options))
     server.start()
     try:
@@ -177,6 +179,42 @@ def test_cancellation_and_deadlines_free_the_slot(client, server):
     session.close()
 
 
+def test_a_cancelled_call_frees_its_slot_before_the_second_step(client, server, monkeypatch):
+    """Steps are counted from when the server hears of the end to when the scheduler has taken the generation out of its slot."""
+    runtime, begun, told, freed = server.runtime, [0], [], []
+    core = runtime._core
+    step, cancel, conclude = core.scheduler.step, core.scheduler.cancel, runtime._conclude
+
+    def counted_step():
+        begun[0] += 1
+        return step()
+
+    def counted_cancel(handle):
+        cancel(handle)
+        freed.append((begun[0], core.scheduler.running))
+
+    def counted_conclude(run, keep, wait):
+        told.append(begun[0])
+        return conclude(run, keep, wait)
+
+    monkeypatch.setattr(core.scheduler, "step", counted_step)
+    monkeypatch.setattr(core.scheduler, "cancel", counted_cancel)
+    monkeypatch.setattr(runtime, "_conclude", counted_conclude)
+    for end in ("left", "deadline"):
+        told.clear()
+        freed.clear()
+        with client.create_session(TEXT[:20]) as session:
+            if end == "left":
+                for _ in session.generate(max_new_tokens=300, stop_token_ids=()):
+                    break
+            else:
+                with pytest.raises(DeadlineExceeded):
+                    list(session.generate(max_new_tokens=300, stop_token_ids=(), timeout=0.3))
+            until(lambda: freed)
+        assert freed[0][0] - told[0] <= 1
+        assert freed[0][1] == 0
+
+
 def test_converse_appends_generates_and_stops(client, server):
     types, session = protocol(), client.create_session(TEXT[:20])
     channel = grpc.insecure_channel(f"127.0.0.1:{server.port}")
@@ -226,6 +264,16 @@ def test_a_connection_cut_at_any_message_leaves_nothing_running(client, server):
     session.close()
 
 
+def test_a_client_closed_by_another_thread_ends_its_generations(server):
+    client = Client(f"127.0.0.1:{server.port}", timeout_s=WAIT, retries=0)
+    tokens = iter(client.create_session(TEXT[:20]).generate(max_new_tokens=300, stop_token_ids=()))
+    next(tokens)
+    threading.Timer(0.05, client.close).start()
+    with pytest.raises(Cancelled, match="closed"):
+        list(tokens)
+    until(lambda: quiet(server))
+
+
 def test_tokens_limits_and_addresses(engine):
     with pytest.raises(ValueError, match="must carry a bearer token"):
         ServerOptions(host="0.0.0.0")
@@ -243,6 +291,68 @@ def test_tokens_limits_and_addresses(engine):
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/metrics")
         assert refused.value.code == 401
+
+
+def test_ids_ends_and_a_window_over_the_wire(engine):
+    """A history beyond the window is told as an event and counted. How a session ended is in the trailing metadata."""
+    now = [0.0]
+    limits = {"window": 64, "capacity": 3, "idle_ttl_s": 100.0, "clock": lambda: now[0]}
+    with serving(engine, limits=limits, http_port=0) as server, Client(f"127.0.0.1:{server.port}", timeout_s=WAIT) as client:
+        types, session = protocol(), client.create_session(TEXT[:70])
+        call = client.stream(types.GenerateRequest(session_id=session.id, sampling=types.Sampling(max_new_tokens=3)), WAIT)
+        events = [response.WhichOneof("event") for response in call]
+        assert (events[:2], events[-1]) == (["truncated", "tokens"], "finished")
+        session = client.create_session(TEXT[:70])
+        stream = session.generate(max_new_tokens=3)
+        list(stream)
+        assert (stream.dropped_tokens, session.info().dropped_tokens) == (16, 16)
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/metrics") as page:
+            assert 'history_truncated_total{by="window"} 2.0' in page.read().decode()
+        others = [client.create_session() for _ in range(2)]  # the first session of all ends
+        ids = {session.id, *(each.id for each in others)}
+        assert len(ids) == 3
+        assert all(re.fullmatch("[0-9a-f]{32}", each) for each in ids)
+        client.create_session()
+        with pytest.raises(SessionNotFound) as caught:
+            session.append([1])
+        assert caught.value.reason == "lru"
+        now[0] = 101.0
+        until(lambda: server.runtime.counts.get("reason_ttl", 0) == 3)
+        with pytest.raises(SessionNotFound) as caught:
+            others[0].append([1])
+        assert caught.value.reason == "ttl"
+
+
+def test_draining_lets_calls_end_and_takes_no_new_ones(engine):
+    with serving(engine, http_port=0) as server, Client(f"127.0.0.1:{server.port}", timeout_s=WAIT, retries=0) as client:
+        session = client.create_session(TEXT[:20])
+        tokens = iter(session.generate(max_new_tokens=300, stop_token_ids=()))
+        heard = [next(tokens)]
+        stopping = threading.Thread(target=server.stop, args=(WAIT,))
+        stopping.start()
+        until(lambda: server._desk.ending)
+        with pytest.raises(Unavailable) as caught:
+            client.create_session()
+        assert caught.value.reason == "ending"
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/healthz")
+        assert refused.value.code == 503
+        assert server._desk._under_way
+        heard += tokens
+        stopping.join(WAIT)
+        assert len(heard) == 300
+        assert not stopping.is_alive()
+
+
+def test_what_does_not_end_while_draining_is_cut_off(engine):
+    with serving(engine) as server, Client(f"127.0.0.1:{server.port}", timeout_s=WAIT) as client:
+        tokens = iter(client.create_session(TEXT[:20]).generate(max_new_tokens=700, stop_token_ids=()))
+        next(tokens)
+        began = time.monotonic()
+        server.stop(0.1)
+        assert time.monotonic() - began < WAIT / 2
+        with pytest.raises((Cancelled, Unavailable)):
+            list(tokens)
 
 
 def test_metrics_health_and_reflection(client, server):

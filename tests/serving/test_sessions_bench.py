@@ -1,6 +1,7 @@
 """`kvjax bench sessions`: what its agents do, its figures and its gates. The run of half an hour is long."""
 
 import collections
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,7 +13,8 @@ from tiny_models import make_model
 
 from kvjax import Engine, SessionRuntime
 from kvjax.serving.bench.agents import TRACE, Spread, Turn, Work
-from kvjax.serving.bench.session_load import BUCKET_S, Load, Watched, _buckets, gates, load_row
+from kvjax.serving.bench.session_costs import Tokens, Turns, tokens_row, turn_rows
+from kvjax.serving.bench.session_load import BUCKET_S, Load, Polled, Watched, _buckets, gates, load_row, page_of
 from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.metrics import Metrics
 from kvjax.serving.session.server import Server
@@ -39,7 +41,7 @@ def test_a_short_run_through_the_client():
     server = Server(SessionRuntime(engine, slots=4, observe=metrics.observe), metrics, ServerOptions(port=0, http_port=0))
     server.start()
     try:
-        watched = Watched(server.port, server.http_port, engine.config.vocab_size, os.getpid())
+        watched = Watched(server.port, server.http_port, engine.config.vocab_size, page_of(engine), os.getpid())
         row = load_row(Load("tiny", (2,), 0.05, "dense", **SIZES), 2, watched)
     finally:
         server.stop(0.0)
@@ -48,6 +50,7 @@ def test_a_short_run_through_the_client():
     assert not row["errors"]
     assert {name: gate["holds"] for name, gate in row["gates"].items()} == {"G3": True, "G4": True, "G5": True, "G6": None}
     assert set(row["compressed"]) == {"memory", "latency"}
+    assert row["compressed"]["memory"]["unaccounted_bytes"] == row["compressed"]["memory"]["pages_left"] == 0
     assert sum(bucket["turns"] for bucket in row["buckets"]) <= row["turns"]
     assert row["generated"] == pytest.approx(row["generated_per_s"] * row["wall_s"])
     assert 0 < row["first_s"]["p50"] <= row["first_s"]["p95"] <= row["turn_s"]["p95"]
@@ -56,16 +59,18 @@ def test_a_short_run_through_the_client():
     assert len(scheduling.TABLES["sessions"][0]) == len(scheduling.sessions_cells(json.loads(json.dumps(row))))
 
 
-def made_run(kv=(100, 104, 96), turn=(1.0, 1.1, 1.2), seconds=3 * BUCKET_S, process=(1000, 700, 1000)):
+def made_run(kv=(100, 104, 96), turn=(1.0, 1.1, 1.2), seconds=3 * BUCKET_S, process=(1000, 700, 1000), needed=(100, 110, 96)):
     """Buckets with these peaks and latencies, as a run of so long gives them."""
     step = seconds / 3
-    polled = [(number * step + 1, {"session_kv_live_bytes": peak}, process[number]) for number, peak in enumerate(kv)]
+    seen = enumerate(zip(kv, process, needed, strict=True))
+    polled = [Polled(number * step + 1, {"session_kv_live_bytes": peak}, *others) for number, (peak, *others) in seen]
     turns = [Turn(number * step + 1, each / 2, each, (0.1,), 1, 1) for number, each in enumerate(turn)]
     return _buckets(turns, 0.0, polled, seconds)
 
 
-def decided(buckets, seconds=3 * BUCKET_S, violations=0.0, calls=3, through=3):
+def decided(buckets, seconds=3 * BUCKET_S, violations=0.0, calls=3, through=3, left=0.0):
     after = {f"cache_invariant_violations_total['{kind}']": violations for kind in ("inv1", "inv2", "inv3")}
+    after |= {"kv_pages['device']": left, "kv_pages['host']": 0.0, "kv_pages['disk']": 0.0}
     counted = {"rpc_total['Generate', 'OK']": calls, "rpc_total['AppendTokens', 'OK']": 50}
     return gates(seconds, buckets, after, counted, [Counted([None] * through, {})])
 
@@ -88,6 +93,52 @@ def test_gates_hold_and_fail_by_their_numbers():
         assert [each for each, gate in bad["gates"].items() if not gate["holds"]] == [name]
 
 
+def test_a_page_that_no_history_fills_is_noticed():
+    """Where peaks stay the same, and where they differ by chance."""
+    for bad in (made_run(kv=(100, 100, 100), needed=(100, 99, 100)), made_run(kv=(100, 104, 96), needed=(99, 110, 96))):
+        assert not decided(bad)["gates"]["G1"]["ours"]
+        assert decided(bad)["gates"]["G1"]["unaccounted_bytes"] == 1
+    assert not decided(made_run(), left=1.0)["gates"]["G1"]["ours"]
+    assert not decided(made_run(process=(1000, 1051, 1000)))["gates"]["G1"]["ours"]
+    assert decided(made_run(kv=(100, 150, 100), needed=(100, 150, 100)))["gates"]["G1"]["ours"]
+
+
+def pages_over_time(seed, agents, seconds, work):
+    """Pages that histories fill, second by second, where agents do as `Agent` does and no server leaks: a turn takes 0.6 s, and 30 ms for
+    each generated token."""
+    random, total = np.random.default_rng(seed), np.zeros(seconds)
+
+    def count(spread):
+        return max(1, min(work.history // 4, round(work.tokens * spread.draw(random))))
+
+    for _ in range(agents):
+        now, length = 0.0, int(random.uniform(0.1, 0.9) * work.history)
+        while now < seconds:
+            spread = TRACE.tool_s if random.random() < TRACE.tool_steps else TRACE.human_s
+            began = now
+            now += min(work.longest_wait_s, spread.draw(random))
+            total[int(began) : int(now)] += -(-length // 128)
+            if length >= 0.95 * work.history:
+                length = count(TRACE.append)
+            appended = min(count(TRACE.append), max(1, (work.history - length) // 2))
+            output = min(count(TRACE.output), max(1, work.history - length - appended))
+            began, length = now, length + appended
+            now += 0.6 + 0.03 * output
+            total[int(began) : int(now)] += -(-length // 128)
+            length += output
+    return total
+
+
+def test_peaks_differ_by_chance_without_a_leak():
+    """So that a bound on their drift says little about leaks, for the load of docs/sessions.md."""
+    work, drifts = Work(1.0, 30.0, 1 / 16, 4096, 10), []
+    for seed in range(20):
+        peaks = pages_over_time(seed, 6, 1800, work).reshape(3, 600).max(1)
+        drifts.append(np.abs(peaks / peaks[0] - 1).max())
+    assert np.median(drifts) == pytest.approx(0.1, abs=0.03)
+    assert np.mean(np.array(drifts) < 0.05) < 0.35
+
+
 def test_only_half_an_hour_decides_memory_and_latency():
     short = decided(made_run(seconds=1799.0), 1799.0)
     assert set(short["gates"]) == {"G4", "G5"}
@@ -102,6 +153,36 @@ def test_sizes_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="at least 64"):
         Load("needle", (1,), 1.0, "dense", **{**SIZES, "history": 10})
     assert Work(1.0, 1.0, 1.0, 100, 10).trace is TRACE
+
+
+def test_costs_of_tokens_are_what_was_counted():
+    """A server in a process of its own. CPU time that is used in it, or by the clients, and not by the engine alone, is overhead."""
+    plan = Tokens("tiny", 1, "float32", "dense", sessions=3, prompt=20, answer=6, rounds=1, chunk=128)
+    row = tokens_row(plan)
+    (engine, _), (told,) = row["rounds_of_engine"], row["rounds_through_grpc"]
+    assert 3 <= told["messages"] - 3 <= 18  # and one at the end of each
+    assert min(engine["cpu_s"], told["server_cpu_s"], told["client_cpu_s"], told["gap_p50_s"]) > 0
+    assert row["tokens_per_s"] == pytest.approx(18 / told["seconds"])
+    beyond = told["server_cpu_s"] + told["client_cpu_s"] - row["engine"]["cpu_s"]
+    assert row["overhead_s"] == pytest.approx(beyond / 18)
+    columns, cells = scheduling.TABLES["session-tokens"]
+    assert len(columns) == len(cells(json.loads(json.dumps(row))))
+    with pytest.raises(ValueError, match="at least 1 session"):
+        dataclasses.replace(plan, answer=1)
+
+
+@pytest.mark.long
+def test_a_turn_prefills_what_is_new_and_a_new_session_everything():
+    plan = Turns("tiny", 1, "float32", "dense", history=300, appended=20, answer=3, rounds=1, chunk=128)
+    rows = {row["kind"]: row for row in turn_rows(plan)}
+    assert {kind: [turn["prefilled"] for turn in row["turns"]] for kind, row in rows.items()} == {
+        "again": [300 + 3 + 4 * 23],
+        "resident": [23],
+        "demoted": [23],
+    }
+    assert all(row["first_s"] > 0 for row in rows.values())
+    columns, cells = scheduling.TABLES["session-turn"]
+    assert {len(cells(json.loads(json.dumps(row)))) for row in rows.values()} == {len(columns)}
 
 
 @pytest.mark.long

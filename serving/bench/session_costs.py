@@ -1,0 +1,286 @@
+"""`kvjax bench session-tokens` and `kvjax bench session-turn`: what sessions cost through gRPC and the Python client, with random weights.
+
+The server runs in a process of its own on this machine. The clients are threads of this process.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from kvjax.client import Client, Session
+from kvjax.serving.bench.session_load import PAGE_SIZE, ServerProcess, page_of
+
+Say = Callable[[str], None]
+"""A function that is called with a text about what is running."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Sessions that generate at once, each with a slot of its own. shape, layers, dtype: of the model. prompt: tokens of each history.
+    answer: tokens that each generates. rounds: timed ones, of the engine alone and of the sessions."""
+
+    shape: str
+    layers: int | None
+    dtype: str
+    policy: str
+    sessions: int
+    prompt: int
+    answer: int
+    rounds: int
+    chunk: int
+
+    def __post_init__(self):
+        if min(self.sessions, self.prompt, self.rounds) < 1 or self.answer < 2:
+            found = f"{self.sessions} sessions of {self.prompt} + {self.answer} tokens, {self.rounds} rounds"
+            raise ValueError(f"session-tokens needs at least 1 session of 1 + 2 tokens, and 1 round, got {found}")
+
+    @property
+    def pages(self) -> int:
+        """In the pool: for the sessions, and for the forks on which they generate."""
+        return self.sessions * (-(-(self.prompt + self.answer) // PAGE_SIZE) + 2)
+
+    @property
+    def generated(self) -> int:
+        """Tokens of one round."""
+        return self.sessions * self.answer
+
+
+def prompts(plan: Tokens, vocab_size: int, seed: int) -> list[list[int]]:
+    """Random histories of one round."""
+    return np.random.default_rng(seed).integers(0, vocab_size, (plan.sessions, plan.prompt)).tolist()
+
+
+def tokens_row(plan: Tokens, say: Say = lambda what: None) -> dict[str, Any]:
+    """The same requests through `kvjax.Scheduler` alone, and through gRPC and the Python client. Medians of rounds.
+
+    A round of the engine lasts from the first submit to the last completion; one of sessions from the first Generate to the last token in
+    the client, with histories that were appended before. Both prefill them. cpu_s: of all threads of a process in a round, as
+    `time.process_time` counts: of the server's process for the engine; of the server's and of this one, which holds the clients, for
+    sessions. overhead_s: the difference of both, for each generated token. Computing on a CPU is in both, and cancels but for noise.
+    """
+    say("the server compiles")
+    with ServerProcess(serve_tokens, plan) as server:
+        say("the engine alone")
+        alone = [server.ask("engine") for _ in range(plan.rounds + 1)][1:]
+        say(f"{plan.sessions} sessions")
+        told = [sessions_round(plan, server, number) for number in range(plan.rounds + 1)][1:]
+        alone += [server.ask("engine")]
+    row = dataclasses.asdict(plan) | {"op": "session-tokens"}
+    engine = {name: _median(alone, name) for name in alone[0]}
+    sessions = {name: _median(told, name) for name in told[0]}
+    row |= {"engine": engine, "through_grpc": sessions, "rounds_of_engine": alone, "rounds_through_grpc": told}
+    row["engine_tokens_per_s"], row["tokens_per_s"] = plan.generated / engine["seconds"], plan.generated / sessions["seconds"]
+    row["overhead_s"] = (sessions["server_cpu_s"] + sessions["client_cpu_s"] - engine["cpu_s"]) / plan.generated
+    return row
+
+
+def _median(rounds: list[dict[str, float]], name: str) -> float:
+    return float(np.median([each[name] for each in rounds]))
+
+
+class CountingClient(Client):
+    """A client that counts the messages of its generations. messages: by thread."""
+
+    def __init__(self, address: str):
+        super().__init__(address)
+        self.messages: collections.Counter[int] = collections.Counter()
+
+    def stream(self, request: Any, timeout: float | None) -> Any:
+        """Begin a Generate, whose messages are counted."""
+        return self._counted(super().stream(request, timeout), threading.get_ident())
+
+    def _counted(self, call: Any, key: int) -> Iterator[Any]:
+        for message in call:
+            self.messages[key] += 1
+            yield message
+
+
+def sessions_round(plan: Tokens, server: ServerProcess, number: int) -> dict[str, float]:
+    """One round through the client: one thread for each session."""
+    begin = threading.Barrier(plan.sessions + 1)
+    given = prompts(plan, server.vocab_size, number)
+    gaps: list[list[float]] = [[] for _ in given]
+    failed: list[BaseException] = []
+
+    def generate(session: Session, gaps: list[float]) -> None:
+        try:
+            begin.wait(60.0)
+            latest = time.perf_counter()
+            for _ in session.generate(max_new_tokens=plan.answer, ignore_eos=True):
+                now = time.perf_counter()
+                gaps.append(now - latest)
+                latest = now
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    with CountingClient(server.address) as client:
+        sessions = [client.create_session(ids) for ids in given]
+        threads = [threading.Thread(target=generate, args=each, daemon=True) for each in zip(sessions, gaps, strict=True)]
+        for thread in threads:
+            thread.start()
+        gc.collect()
+        server_cpu, client_cpu, started = server.ask("cpu"), time.process_time(), time.perf_counter()
+        begin.wait(60.0)
+        for thread in threads:
+            thread.join()
+        seconds, client_cpu = time.perf_counter() - started, time.process_time() - client_cpu
+        server_cpu = server.ask("cpu") - server_cpu
+        for session in sessions:
+            session.close()
+    if failed or {len(each) for each in gaps} != {plan.answer}:
+        raise RuntimeError(f"{len(failed)} of {plan.sessions} generations failed: {failed[:1]}")
+    between = np.concatenate([each[1:] for each in gaps])
+    spread = {f"gap_p{each}_s": float(np.percentile(between, each)) for each in (50, 95)}
+    messages = sum(client.messages.values())
+    return {"seconds": seconds, "server_cpu_s": server_cpu, "client_cpu_s": client_cpu, "messages": messages, **spread}
+
+
+def serve_tokens(pipe: Any, plan: Tokens) -> None:
+    """The server's process of `tokens_row`. Words: "engine", a round of the engine alone; "cpu", seconds so far; "end"."""
+    from kvjax.engine import Engine
+    from kvjax.serving.bench.decode import config_of
+    from kvjax.serving.bench.hollow import random_model
+
+    model = random_model(config_of(plan.shape, plan.layers, plan.dtype))
+    sizes = {"pages": plan.pages, "page_size": PAGE_SIZE, "prefill_chunk": plan.chunk, "batch_buckets": (plan.sessions,)}
+    engine = Engine(model, plan.policy, **sizes)
+    rounds = iter(range(1000))
+    words = {"engine": lambda _: _engine_round(plan, engine, next(rounds)), "cpu": lambda _: time.process_time()}
+    _serve(pipe, engine, plan.sessions, words)
+
+
+def _engine_round(plan: Tokens, engine: Any, number: int) -> dict[str, float]:
+    """The same requests through a scheduler of their own, which the idle runtime does not disturb."""
+    from kvjax.requests import Request
+    from kvjax.sampling import Sampling
+    from kvjax.scheduler import Scheduler
+
+    sampling = Sampling(max_new_tokens=plan.answer, ignore_eos=True)
+    requests = [Request(ids, sampling) for ids in prompts(plan, engine.config.vocab_size, number)]
+    scheduler = Scheduler(engine, slots=plan.sessions, texts=False)
+    gc.collect()
+    cpu, started = time.process_time(), time.perf_counter()
+    handles = [scheduler.submit(each) for each in requests]
+    while not scheduler.idle:
+        scheduler.step()
+    told = {"seconds": time.perf_counter() - started, "cpu_s": time.process_time() - cpu}
+    if {len(each.completion.token_ids) for each in handles} != {plan.answer}:
+        raise RuntimeError("the engine's own round did not generate all tokens")
+    return told
+
+
+def _serve(pipe: Any, engine: Any, slots: int, words: dict[str, Callable[[Any], Any]]) -> None:
+    """Serve sessions until "end". words: what is answered to others; the functions take the runtime."""
+    from kvjax.serving.session.desk import ServerOptions
+    from kvjax.serving.session.metrics import Metrics
+    from kvjax.serving.session.runtime import SessionRuntime
+    from kvjax.serving.session.server import Server
+
+    metrics = Metrics()
+    runtime = SessionRuntime(engine, slots=slots, capacity=slots + 8, observe=metrics.observe)
+    server = Server(runtime, metrics, ServerOptions(port=0, http_port=0, max_calls=slots + 16))
+    server.start()
+    pipe.send((server.port, server.http_port, engine.config.vocab_size, page_of(engine)))
+    while (word := pipe.recv()) != "end":
+        pipe.send(words[word](runtime))
+    server.stop(0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """Turns of one session with a long history. history: its tokens. appended: new tokens of each turn. answer: tokens that a turn
+    generates. rounds: timed turns of each kind."""
+
+    shape: str
+    layers: int | None
+    dtype: str
+    policy: str
+    history: int
+    appended: int
+    answer: int
+    rounds: int
+    chunk: int
+
+    def __post_init__(self):
+        if min(self.history, self.appended, self.answer, self.rounds) < 1:
+            found = f"{self.history}, {self.appended}, {self.answer}, {self.rounds}"
+            raise ValueError(f"session-turn needs a history, appended and generated tokens, and a round, got {found}")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the history after the last turn, with one more of each kind to warm up."""
+        return self.history + 2 * (self.rounds + 1) * (self.appended + self.answer)
+
+
+def turn_rows(plan: Turns, say: Say = lambda what: None) -> Iterator[dict[str, Any]]:
+    """Seconds from the append to the first token in the client: with the session's pages on the device ("resident"), in host memory
+    ("demoted"), and the same turn where nothing was kept: a new session of the whole history ("again"). Medians of rounds, after one that
+    is not counted.
+    """
+    say("the server starts")
+    with ServerProcess(serve_turns, plan) as server, Client(server.address, timeout_s=600.0) as client:
+        random, turns = np.random.default_rng(0), {"again": [], "resident": [], "demoted": []}
+
+        def drawn(count: int) -> list[int]:
+            return random.integers(0, server.vocab_size, count).tolist()
+
+        say(f"a history of {plan.history:,} tokens")
+        history = drawn(plan.history)
+        with client.create_session(history) as session:
+            history += list(session.generate(max_new_tokens=plan.answer, ignore_eos=True))
+            for number in range(plan.rounds + 1):
+                for kind in ("resident", "demoted"):
+                    say(f"{kind}, turn {number}")
+                    if kind == "demoted":
+                        server.ask("demote")
+                    new = drawn(plan.appended)
+                    started = time.perf_counter()
+                    session.append(new)
+                    timed, answer = _first(session, plan.answer, started)
+                    turns[kind].append(timed)
+                    history += [*new, *answer]
+        for number in range(plan.rounds + 1):
+            say(f"again, turn {number}")
+            started = time.perf_counter()
+            with client.create_session(history) as session:
+                turns["again"].append(_first(session, plan.answer, started)[0])
+        for kind, (_, *timed) in turns.items():
+            first = _median(timed, "first_s")
+            yield dataclasses.asdict(plan) | {"op": "session-turn", "kind": kind, "first_s": first, "turns": timed}
+
+
+def _first(session: Session, count: int, started: float) -> tuple[dict[str, float], list[int]]:
+    """Seconds since `started` until the first token, with the number of prefilled tokens; and all tokens."""
+    stream = session.generate(max_new_tokens=count, ignore_eos=True)
+    tokens = iter(stream)
+    first = next(tokens)
+    seconds = time.perf_counter() - started
+    answer = [first, *tokens]
+    return {"first_s": seconds, "prefilled": stream.prefill_tokens}, answer
+
+
+def serve_turns(pipe: Any, plan: Turns) -> None:
+    """The server's process of `turn_rows`. Words: "demote", all sessions; "end"."""
+    from kvjax.engine import Engine
+    from kvjax.serving.bench.decode import config_of
+    from kvjax.serving.bench.hollow import random_model
+
+    model = random_model(config_of(plan.shape, plan.layers, plan.dtype))
+    pages = -(-plan.longest // PAGE_SIZE) + 2 * plan.answer // PAGE_SIZE + 8
+    engine = Engine(model, plan.policy, pages=pages, page_size=PAGE_SIZE, prefill_chunk=plan.chunk, batch_buckets=(1,))
+
+    def demote(runtime: Any) -> bool:
+        for session_id in tuple(runtime._core.records):
+            runtime.session(session_id).demote()
+        return True
+
+    _serve(pipe, engine, 1, {"demote": demote})
