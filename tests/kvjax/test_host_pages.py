@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from histories import FAMILIES, LARGE, LATE, SMALL, History, engine_for, run_histories
 from quick_cases import rest_long
-from tiny_models import make_family
+from tiny_models import TINY, TinyModel, altered, init_params, make_family
 
 import kvjax
 from kvjax import Engine, attend
@@ -21,6 +21,7 @@ from kvjax.cache.spanning import FrameCounts
 from kvjax.fidelity.needle import NeedleTask, documentation_text, encode_text, vocabulary_words
 from kvjax.fidelity.retrieval import needle_exact_match, prompt_start
 from kvjax.memory import memory_plan
+from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode import TopBlocks, Window
 
 FRAMES = FrameCounts(device=6, hot=8, host=34)
@@ -291,6 +292,37 @@ def test_a_drafted_step_may_write_to_several_small_pages(page_size, host):
         (logits,) = engine.decode([sequence], [tokens[start : start + 16]])
         expected = model.full_forward(np.array(tokens[: start + 16]))[start:]
         np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+
+
+def test_pages_that_move_between_slices_of_a_chunk_change_no_bits():
+    """Steps of another sequence, which push pages of the prompt to host memory while its chunk is half done. A slice that trusted where
+    they were, or what the slice before had copied, would read other pages."""
+    config, random = altered(TINY, num_layers=9), np.random.default_rng(0)
+    model = TinyModel(TransformerDecoder(config), init_params(config, jax.random.key(7), std=0.15))
+    prompt, other = random.integers(0, 97, 118).tolist(), random.integers(0, 97, 30).tolist()
+    frame = memory_plan(model.config, page_size=4).frame_bytes
+
+    def logits(**places):
+        engine = Engine(model, page_size=4, prefill_chunk=32, batch_buckets=(1,), **places)
+        (asked,) = engine.prefill([other])
+        sequence = engine.new_sequence()
+        engine.reserve([sequence], len(prompt))
+        prefiller, moved = engine._prefiller, 0
+        while sequence.length < len(prompt):
+            run = prefiller.begin(sequence, prompt[sequence.length :], engine.prefill_policy)
+            before = engine._pool.moved
+            while not prefiller.advance(run, 1):
+                for _ in range(4):  # a page of its own
+                    engine.decode([asked], [1])
+            moved += engine._pool.moved - before
+            run.finish()
+        assert len(prefiller.slices) > 2
+        return np.asarray(sequence.logits), moved, engine
+
+    tiered, moved, engine = logits(pages=10, pool_host_bytes=50 * frame)
+    assert moved > 4, "pages move while a chunk runs"
+    assert engine.pool_stats().copied_bytes > 0
+    np.testing.assert_array_equal(tiered, logits(pages=60)[0])
 
 
 def test_decode_tells_of_missing_pages(monkeypatch):
