@@ -114,15 +114,31 @@ def test_the_table_of_reuse_is_what_the_results_make():
     text = (ROOT / "docs" / "tiers.md").read_text(encoding="utf-8")
     assert "<!-- bench:reuse -->" in text
     assert "<!-- bench:tiers -->" in text
+    assert "<!-- bench:tiered-prefill -->" in text
     assert (
         report.rendered(text, [run for name in ("reuse", "tiers") for run in report.load(RESULTS.parent.glob(f"*/{name}*.json"))]) == text
     )
+    quarter, everything = (row["median_s"] for row in json.loads((RESULTS.parent / "h100" / "tiers-128k.json").read_text())["rows"])
+    said = f"takes {quarter * 1e3:.2f} ms by recorded lists, and {everything * 1e3:.2f} ms with everything on the device: "
+    assert f"{said}{everything / quarter:.2f}" in " ".join(text.split())
+    (windows,) = json.loads((RESULTS.parent / "h100" / "designs-tiers-prompts.json").read_text())["rows"]
+    said = f"{windows['seconds']:.1f} s, of which the first chunk's {windows['chunks_s'][0]:.1f} s compiled"
+    assert said in " ".join(text.split())
+    assert f"takes {windows['staged_bytes'] / windows['rate']:.1f} s for its copies" in text
+    assert f"peak memory was {windows['peak_bytes'] / 1e9:.1f} GB" in text
     (words,) = report.load([RESULTS.parent / "h100" / "designs-reuse-words.json"])
     computed, found = (
         [row["median_s"] for row in words["rows"] if (row["store"], row["op"]) == ("host", op)] for op in ("computed", "found")
     )
     assert f"took {computed[0]:.1f} s to compute" in text
     assert f"and {found[0]:.2f} s to find them" in text
+
+
+@pytest.mark.parametrize(("document", "part"), [("formats", "packed-matrices"), ("cache-formats", "packed-attention")])
+def test_the_tables_of_packed_numbers_are_what_the_results_make(document, part):
+    text = (ROOT / "docs" / f"{document}.md").read_text(encoding="utf-8")
+    assert f"<!-- bench:{part} -->" in text
+    assert report.rendered(text, report.load(RESULTS.parent.glob(f"*/{part}*.json"))) == text
 
 
 def test_the_table_of_exchanges_is_what_the_results_make():

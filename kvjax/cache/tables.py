@@ -10,8 +10,6 @@ from jaxtyping import Int
 MIN_TABLE_PAGES = 16
 GROWTH = 4
 """Factor between widths of page tables. It is large, so that few programs are compiled."""
-STAGED_STEP = 1024
-"""Copied pages beyond so many come in steps of it, or of a sixteenth of what a page table of their number has."""
 
 
 def table_width(pages: int) -> int:
@@ -50,5 +48,5 @@ def staged_width(pages: int) -> int:
     """Rows for so many pages that are copied (`kvjax.cache.staging`): few different numbers, so that few programs are compiled, but not
     many more than needed, because they are copied and take memory."""
     width = table_width(pages)
-    step = max(STAGED_STEP, width // 16) if width > STAGED_STEP else width
+    step = width // 4 if width > 1024 else width
     return -(-pages // step) * step

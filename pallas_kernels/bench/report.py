@@ -93,6 +93,28 @@ def row_table(rows: Sequence[Row]) -> str:
     return markdown(COLUMNS, map(cells, rows))
 
 
+def packed_matrix_table(rows: Sequence[Row]) -> str:
+    """Products with packed weights beside those with 16 bits."""
+    columns = "case", "MB", "us", "p10 to p90", "TB/s", "of the rate of reads", "error"
+    rows = [row for row in rows if row["op"] == "project" and "fraction_of_read" in row]
+    return markdown(columns, ((*_packed_cells(row), f"{row['fraction_of_read']:.2f}", f"{row['error']:.1e}") for row in rows))
+
+
+def packed_attention_table(rows: Sequence[Row]) -> str:
+    """Attention over packed pages beside that over 16 bits."""
+    columns = "case", "MB", "us", "p10 to p90", "TB/s", "of copy", "error", "of 16 bits"
+    rows = [row for row in rows if row["op"] != "project" and "median_s" in row]
+    times = [f"{row['unpacked']['times']:.2f}" if "unpacked" in row else "" for row in rows]
+    cells = ((f"{row['fraction_of_copy']:.2f}", f"{row['error']:.1e}", of) for row, of in zip(rows, times, strict=True))
+    return markdown(columns, ((*_packed_cells(row), *rest) for row, rest in zip(rows, cells, strict=True)))
+
+
+def _packed_cells(row: Row) -> tuple[str, ...]:
+    low, middle, high = (row[key] * 1e6 for key in ("p10_s", "median_s", "p90_s"))
+    size, rate = sum(row["bytes"].values()) / 1e6, row["bytes_per_s"] / 1e12
+    return row["case"], f"{size:,.1f}", f"{middle:.2f}", f"{low:.2f} to {high:.2f}", f"{rate:.2f}"
+
+
 def kernel_table(rows: Sequence[Row]) -> str:
     """The time of each kernel in each row."""
     lines = []
@@ -254,6 +276,8 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         "decode-op": of(ops, lambda rows: decode_table(rows, "qwen2.5-7b")),
         "decode-op-llama": of(ops, lambda rows: decode_table(rows, "llama-3.1-8b")),
         "op-rows": of(ops, row_table),
+        "packed-matrices": of(ops, packed_matrix_table),
+        "packed-attention": of(ops, packed_attention_table),
         "platform-ops": of(on_path(ops, "xla"), row_table),
         "platform-steps": of(on_path(forced["decode"], "xla"), lambda rows: markdown(STEP_COLUMNS, map(step_cells, rows))),
         "platform-prompts": sourced(
