@@ -139,6 +139,8 @@ def test_the_tables_of_packed_numbers_are_what_the_results_make(document, part):
     text = (ROOT / "docs" / f"{document}.md").read_text(encoding="utf-8")
     assert f"<!-- bench:{part} -->" in text
     assert report.rendered(text, report.load(RESULTS.parent.glob(f"*/{part}*.json"))) == text
+    cases = [row["case"] for run in report.load(RESULTS.parent.glob(f"*/{part}*.json")) for row in run["rows"]]
+    assert not [case for case in cases if f"| {case} |" not in text]
 
 
 def test_the_table_of_exchanges_is_what_the_results_make():

@@ -310,7 +310,7 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
 
 def merged(runs: Sequence[dict[str, Any]]) -> list[Row]:
     """The rows of several runs. Of rows for the same case the last is kept."""
-    key = ("op", "shape", "tokens", "batch", "policy", "layer")
+    key = ("op", "shape", "tokens", "batch", "policy", "format", "layer")
     rows = (row for run in runs for row in run["rows"])
     return list({(*(row.get(name) for name in key), row.get("drafted", 1)): row for row in rows}.values())
 
