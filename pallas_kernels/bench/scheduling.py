@@ -47,7 +47,8 @@ def session_tokens_cells(row: Row) -> tuple[str, ...]:
 def session_turn_cells(row: Row) -> tuple[str, ...]:
     """Cells with milliseconds to the first token."""
     what = {"resident": "pages on the device", "demoted": "pages in host memory", "again": "a new session of the whole history"}
-    shape, job = f"{row['shape']}, {row['dtype']}", f"{row['history']:,} + {row['appended']}"
+    layers = "" if row["layers"] is None else f", {row['layers']} layers"
+    shape, job = f"{row['shape']}{layers}, {row['dtype']}", f"{row['history']:,} + {row['appended']}"
     return shape, f"`{row['policy']}`", job, f"{row['chunk']:,}", what[row["kind"]], f"{row['first_s'] * 1e3:,.1f}"
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.client import Client, Session
+from kvjax.policies.decode import parse
 from kvjax.serving.bench.session_load import PAGE_SIZE, ServerProcess, page_of
 
 Say = Callable[[str], None]
@@ -41,6 +42,7 @@ class Tokens:
         if min(self.sessions, self.prompt, self.rounds) < 1 or self.answer < 2:
             found = f"{self.sessions} sessions of {self.prompt} + {self.answer} tokens, {self.rounds} rounds"
             raise ValueError(f"session-tokens needs at least 1 session of 1 + 2 tokens, and 1 round, got {found}")
+        parse(self.policy)
 
     @property
     def pages(self) -> int:
@@ -214,6 +216,7 @@ class Turns:
         if min(self.history, self.appended, self.answer, self.rounds) < 1:
             found = f"{self.history}, {self.appended}, {self.answer}, {self.rounds}"
             raise ValueError(f"session-turn needs a history, appended and generated tokens, and a round, got {found}")
+        parse(self.policy)
 
     @property
     def longest(self) -> int:

@@ -20,7 +20,8 @@ ShapeOption = Annotated[
     ),
 ]
 LayersOption = Annotated[
-    int | None, typer.Option(help="Run only so many layers, for a quick look. [default: all of the shape]", show_default=False, **whole())
+    int | None,
+    typer.Option(help="Run so many layers, the shape's in turn. [default: all of them]", show_default=False, **whole()),
 ]
 BenchDtypeOption = Annotated[str, typer.Option(help="Type of weights and cache: bfloat16, float16 or float32.")]
 BenchChunkOption = Annotated[int, typer.Option(help="Tokens prefilled at a time, a multiple of 128.", **token_count())]
