@@ -172,16 +172,18 @@ class Prefiller:
             frames = self._pool.frames[name]
             known = np.where(pages >= 0, frames.frame_of[np.maximum(pages, 0)], -1)
             found[name] = stage(known, start // group.page_size, frames.counts, -(-self.chunk // group.page_size))
-            copied = found[name][1].rows or int((known >= frames.counts.border).sum())
-            self._pool.copied_bytes += copied * self._groups.spec.bytes_per_frame(name)
         return found
 
     def _window(self, staged: dict[str, tuple[Staged, Window]], number: int | None) -> Any:
         """What layer `number` reads of the pages that are copied together; None where there are none."""
-        layer = None if number is None else self._pool.spec.layers[number]
-        if layer is None or layer.group not in staged:
+        if number is None or self._pool.spec.layers[number].group not in staged:
             return None
-        return staged[layer.group][1].of(self._pool.layers[number if layer.share_with is None else layer.share_with])
+        return staged[self._pool.spec.layers[number].group][1].of(self._read_by(number))
+
+    def _read_by(self, number: int) -> Any:
+        """The layer whose pages layer `number` reads: itself, or the one that it shares with."""
+        owner = self._pool.spec.layers[number].share_with
+        return self._pool.layers[number if owner is None else owner]
 
     def _copies(self, run: ChunkRun) -> Copies | None:
         """What the next slice copies. The copies for its first layer are made now, if the slice before has not made them."""
@@ -190,6 +192,7 @@ class Prefiller:
         part, spec = self.slices[run.done], self._pool.spec
         copied = [number for number in spec.paged if spec.layers[number].group in run.staged]
         own = [number for number in copied if part.first <= number < part.last]
+        self._pool.copied_bytes += sum(run.staged[spec.layers[number].group][1].bytes_of(self._read_by(number)) for number in own)
         if own and run.ahead is None and (window := self._window(run.staged, own[0])) is not None:
             run.ahead = copy_window(window)
         # After the last slice no layer follows. It copies for its own first layer again, so that it runs the same program as the others.

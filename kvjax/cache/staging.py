@@ -37,14 +37,20 @@ class Staged:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Frames in host memory that are copied together. first: of all frames of the layer group. rows: how many."""
+    """Frames in host memory that are copied together. first: of all frames of the layer group. rows: how many. apart: how many other pages
+    in host memory are copied one by one."""
 
     first: int
     rows: int
+    apart: int
 
     def of(self, layer: PagedKV | LatentPages) -> Any:
         """The layer's part of them, as arrays in host memory (`host_rows`); None if there are none."""
         return jax.tree.map(lambda pool: host_rows(pool, self.first, self.rows), layer.pages) if self.rows else None
+
+    def bytes_of(self, layer: PagedKV | LatentPages) -> int:
+        """Bytes of the layer that are copied from host memory, together and one by one."""
+        return (self.rows + self.apart) * sum(pool.nbytes // pool.shape[0] for pool in jax.tree.leaves(layer.pages))
 
 
 @flax.struct.dataclass
@@ -78,7 +84,7 @@ def stage(frames: Int[np.ndarray, " n"], own: int, counts: FrameCounts, written:
         places, sources = np.full(width, -1, np.int32), np.zeros(width, np.int32)
         places[: len(frames)] = np.where(frames >= 0, np.arange(len(frames)), -1)
         sources[: len(frames)] = np.maximum(frames, 0)
-        return Staged(places[None], sources, np.int32(0)), Window(counts.border, 0)
+        return Staged(places[None], sources, np.int32(0)), Window(counts.border, 0, int((frames >= counts.border).sum()))
     size, width = sizes(high - low, counts, written)
     if low + width <= counts.total:
         first, rows, tail = low, width, high - low
@@ -90,7 +96,7 @@ def stage(frames: Int[np.ndarray, " n"], own: int, counts: FrameCounts, written:
     places, sources = np.full(width, -1, np.int32), np.zeros(size, np.int32)
     places[: len(frames)] = np.where(in_host, frames - first, -1)
     places[others], sources[: len(others)] = tail + np.arange(len(others)), frames[others]
-    return Staged(places[None], sources, np.int32(tail)), Window(int(first), int(rows))
+    return Staged(places[None], sources, np.int32(tail)), Window(int(first), int(rows), int((frames[others] >= counts.border).sum()))
 
 
 @jax.jit

@@ -18,6 +18,7 @@ from kvjax.cache import MissingPages, hot
 from kvjax.cache.frames import Frames
 from kvjax.cache.pool import Pool
 from kvjax.cache.spanning import FrameCounts
+from kvjax.chunks import Prefiller
 from kvjax.fidelity.needle import NeedleTask, documentation_text, encode_text, vocabulary_words
 from kvjax.fidelity.retrieval import needle_exact_match, prompt_start
 from kvjax.memory import memory_plan
@@ -323,6 +324,33 @@ def test_pages_that_move_between_slices_of_a_chunk_change_no_bits():
     assert moved > 4, "pages move while a chunk runs"
     assert engine.pool_stats().copied_bytes > 0
     np.testing.assert_array_equal(tiered, logits(pages=60)[0])
+
+
+def test_bytes_that_prefill_copies_are_those_of_the_layers_that_read_them(monkeypatch):
+    """Once for each layer that reads pages of the host, whichever layer owns them, and not again for the layers that had run when pages
+    moved between two slices."""
+    model = make_family("shared")  # four layers, of which two keep all tokens and one of these two owns the pages
+    frame = memory_plan(model.config, page_size=16).frame_bytes
+    engine = Engine(model, page_size=16, prefill_chunk=32, batch_buckets=(1,), pages=6, pool_host_bytes=80 * frame)
+    honest, found = Prefiller._stage, []
+    monkeypatch.setattr(Prefiller, "_stage", lambda *given: found.append(honest(*given)) or found[-1])
+    engine.free(*engine.prefill([[1] * 200]))
+    copied = sum(window.rows + window.apart for staged in found for _, window in staged.values())
+    assert engine.pool_stats().copied_bytes == 2 * copied * frame
+
+    config = altered(TINY, num_layers=9)
+    model = TinyModel(TransformerDecoder(config), init_params(config, jax.random.key(7), std=0.15))
+    frame = memory_plan(model.config, page_size=16).frame_bytes
+    engine = Engine(model, page_size=16, prefill_chunk=32, batch_buckets=(1,), pages=6, pool_host_bytes=80 * frame)
+    sequence = engine.prefill([[1] * 128])[0]
+    engine.reserve([sequence], 32)
+    found.clear()
+    before, run = engine.pool_stats().copied_bytes, engine._prefiller.begin(sequence, [1] * 32, engine.prefill_policy)
+    while not engine._prefiller.advance(run, 1):
+        run.moved = -1  # as after a move
+    windows = [staged["full"][1] for staged in found]
+    assert len(windows) == len(engine._prefiller.slices)
+    assert engine.pool_stats().copied_bytes - before == (windows[0].rows + windows[0].apart) * frame
 
 
 def test_decode_tells_of_missing_pages(monkeypatch):
