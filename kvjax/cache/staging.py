@@ -23,6 +23,8 @@ SPREAD = 2
 """Pages that lie farther apart in host memory than this, in frames for each page, are copied one by one."""
 ROUNDED = 64
 """The number of pages that are copied one by one is a multiple of this, so that few programs are compiled."""
+PLACES = 32
+"""Windows begin and end at so many places of host memory, because each is kept for the life of the process (`host_rows`)."""
 
 
 @flax.struct.dataclass
@@ -64,6 +66,11 @@ class Copies:
     following: Any
 
 
+def step_of(counts: FrameCounts) -> int:
+    """Frames of host memory from one place to the next at which windows begin and end."""
+    return max(1, counts.host // PLACES)
+
+
 def sizes(in_host: int, counts: FrameCounts, written: int) -> tuple[int, int]:
     """How many pages are copied one by one, and rows for them and a window of `in_host` pages. written: as in `stage`."""
     others = -(-(counts.device + written) // ROUNDED) * ROUNDED  # they lie on the device, or are the chunk's
@@ -85,6 +92,9 @@ def stage(frames: Int[np.ndarray, " n"], own: int, counts: FrameCounts, written:
         places[: len(frames)] = np.where(frames >= 0, np.arange(len(frames)), -1)
         sources[: len(frames)] = np.maximum(frames, 0)
         return Staged(places[None], sources, np.int32(0)), Window(counts.border, 0, int((frames >= counts.border).sum()))
+    step = step_of(counts)
+    low -= (low - counts.border) % step
+    high = min(high + (counts.border - high) % step, counts.total)
     size, width = sizes(high - low, counts, written)
     if low + width <= counts.total:
         first, rows, tail = low, width, high - low

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from kvjax.cache.staging import sizes
+from kvjax.cache.staging import sizes, step_of
 from kvjax.cache.tables import table_width
 from kvjax.memory import memory_plan
 from kvjax.model import ModelConfig
@@ -101,11 +101,11 @@ def _compile(engine: HollowEngine, tokens: int, say: Callable[[str], None]) -> N
         count = min(engine.prefill_chunk, tokens - start)
         pages = engine.pages_for(start + count)
         policy = engine._declared.choose_prefill(engine.prefill_policy, start)
-        staged = [
-            sizes(pages - frames.counts.device, frames.counts, engine.prefill_chunk // PAGE_SIZE)
-            for frames in engine.frames.values()
-            if pages > frames.counts.device
-        ]
+        staged = []
+        for counts in (frames.counts for frames in engine.frames.values()):
+            if pages > counts.device:
+                in_host = -(-(pages - counts.device) // step_of(counts)) * step_of(counts)
+                staged.append(sizes(in_host, counts, engine.prefill_chunk // PAGE_SIZE))
         needs = policy, count < engine.prefill_chunk or start + count == tokens, table_width(pages), tuple(staged)
         if needs in known:
             continue

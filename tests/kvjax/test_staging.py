@@ -53,16 +53,23 @@ def test_pages_that_follow_each_other_come_with_the_window():
     counts = FrameCounts(40, 20, 3000)
     frames = np.array([*range(160, 1460), *range(40)])
     staged, window = staging.stage(frames, own=1336, counts=counts, written=4)
-    assert (window.first, window.rows) == (160, 2048)
-    assert staged.places[0, :1340].tolist() == [*range(1300), *range(1300, 1340)]
-    assert (int(staged.tail), staged.sources.size) == (1300, 64)
+    step = 3000 // 32
+    first, last = 60 + step, 60 + 16 * step  # around 160 to 1,460
+    assert (window.first, window.rows, int(staged.tail), staged.sources.size) == (first, 2048, last - first, 64)
+    assert staged.places[0, :1340].tolist() == [*range(160 - first, 1460 - first), *range(last - first, last - first + 40)]
 
 
 def test_pages_at_the_end_of_host_memory_come_behind_the_others():
-    counts = FrameCounts(2, 0, 3000)
-    staged, window = staging.stage(np.array([*range(1702, 3002), 0, 1]), own=1300, counts=counts, written=2)
-    assert (window.first, window.rows, int(staged.tail)) == (3002 - 2048, 2048, 0)
+    counts = FrameCounts(2, 0, 3200)
+    staged, window = staging.stage(np.array([*range(1902, 3202), 0, 1]), own=1300, counts=counts, written=2)
+    assert (window.first, window.rows, int(staged.tail)) == (3202 - 2048, 2048, 0)
     assert staged.places[0, [0, 1299, 1300, 1301]].tolist() == [2048 - 1300, 2047, 0, 1]
+
+
+def test_windows_begin_at_few_places():
+    counts = FrameCounts(2, 0, 3200)
+    windows = {staging.stage(np.arange(low, low + 30), own=30, counts=counts, written=2)[1] for low in range(2, 3170, 7)}
+    assert len(windows) <= 2 * staging.PLACES
 
 
 def test_pages_far_apart_are_copied_one_by_one():
