@@ -79,6 +79,11 @@ def plan_command(
         check_cache_format(cache_format, config.compute_dtype, tensor * context, pool_host_memory)
         declared = _declared(config, policy, prefill, page_size, prefill_chunk, cache_format)
     keeps = reuse or host_memory is not None or disk_size is not None
+    if tensor * context > 1 and (keeps or pool_host_memory is not None):
+        raise typer.BadParameter(
+            f"pages of a mesh of {tensor * context} devices are on its devices alone: leave out host memory, disk and reuse, or --tensor "
+            "and --context"
+        )
     if keeps and declared.states.policies:
         raise typer.BadParameter(
             f"{declared.policy} learns from prefill, and a prompt whose pages are reused is not prefilled: leave one of them out",
