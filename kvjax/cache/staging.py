@@ -24,7 +24,7 @@ SPREAD = 2
 ROUNDED = 64
 """The number of pages that are copied one by one is a multiple of this, so that few programs are compiled."""
 PLACES = 32
-"""Windows begin and end at so many places of host memory, because each is kept for the life of the process (`host_rows`)."""
+"""Windows begin, or end, at one of so many places of host memory, because each is kept for the life of the process (`host_rows`)."""
 
 
 @flax.struct.dataclass
@@ -66,15 +66,15 @@ class Copies:
     following: Any
 
 
-def step_of(counts: FrameCounts) -> int:
-    """Frames of host memory from one place to the next at which windows begin and end."""
-    return max(1, counts.host // PLACES)
+def sizes(in_host: int, counts: FrameCounts, written: int) -> tuple[int, int, int]:
+    """How many pages are copied one by one; rows for them and a window of `in_host` pages; and rows of the window. written: as in `stage`.
 
-
-def sizes(in_host: int, counts: FrameCounts, written: int) -> tuple[int, int]:
-    """How many pages are copied one by one, and rows for them and a window of `in_host` pages. written: as in `stage`."""
+    A window that is as long as all rows needs no padding on the device, but also brings what its end does not need. It is taken where that
+    at most doubles the copies.
+    """
     others = -(-(counts.device + written) // ROUNDED) * ROUNDED  # they lie on the device, or are the chunk's
-    return others, staged_width(in_host + others)
+    width, rows = staged_width(in_host + others), staged_width(in_host)
+    return others, width, width if 2 * rows > width else rows
 
 
 def stage(frames: Int[np.ndarray, " n"], own: int, counts: FrameCounts, written: int) -> tuple[Staged, Window]:
@@ -92,14 +92,14 @@ def stage(frames: Int[np.ndarray, " n"], own: int, counts: FrameCounts, written:
         places[: len(frames)] = np.where(frames >= 0, np.arange(len(frames)), -1)
         sources[: len(frames)] = np.maximum(frames, 0)
         return Staged(places[None], sources, np.int32(0)), Window(counts.border, 0, int((frames >= counts.border).sum()))
-    step = step_of(counts)
+    step = max(1, counts.host // PLACES)
     low -= (low - counts.border) % step
-    high = min(high + (counts.border - high) % step, counts.total)
-    size, width = sizes(high - low, counts, written)
-    if low + width <= counts.total:
-        first, rows, tail = low, width, high - low
-    elif high - width >= counts.border:
-        first, rows, tail = high - width, width, 0
+    end = min(high + (counts.border - high) % step, counts.total)
+    size, width, rows = sizes(high - low, counts, written)
+    if low + rows <= counts.total:
+        first, tail = low, high - low
+    elif low - (end - width) >= size and end - width >= counts.border:
+        first, rows, tail = end - width, width, 0
     else:
         first, rows, tail, width = counts.border, counts.host, counts.host, staged_width(counts.host + size)
     others = np.flatnonzero((frames >= 0) & ~in_host)

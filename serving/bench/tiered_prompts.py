@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from kvjax.cache.staging import sizes, step_of
+from kvjax.cache.staging import sizes
 from kvjax.cache.tables import table_width
 from kvjax.memory import memory_plan
 from kvjax.model import ModelConfig
@@ -101,11 +101,9 @@ def _compile(engine: HollowEngine, tokens: int, say: Callable[[str], None]) -> N
         count = min(engine.prefill_chunk, tokens - start)
         pages = engine.pages_for(start + count)
         policy = engine._declared.choose_prefill(engine.prefill_policy, start)
-        staged = []
-        for counts in (frames.counts for frames in engine.frames.values()):
-            if pages > counts.device:
-                in_host = -(-(pages - counts.device) // step_of(counts)) * step_of(counts)
-                staged.append(sizes(in_host, counts, engine.prefill_chunk // PAGE_SIZE))
+        written = engine.prefill_chunk // PAGE_SIZE
+        places = [frames.counts for frames in engine.frames.values() if pages > frames.counts.device]
+        staged = [sizes(pages - counts.device, counts, written) for counts in places]
         needs = policy, count < engine.prefill_chunk or start + count == tokens, table_width(pages), tuple(staged)
         if needs in known:
             continue
