@@ -6,6 +6,7 @@ Norms, biases, convolutions and the small matrices in `UNPACKED` stay arrays in 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.layers import LayerConfig
 from kvjax.model import ModelConfig, Params
 from pallas_kernels.matrices import MatrixFormat, is_packed, pack
 
@@ -74,25 +76,53 @@ def pack_params(params: Params, weights: str) -> Params:
     return jax.tree.unflatten(structure, packed)
 
 
+def packing_of(params: Params) -> str | FormatOf | None:
+    """How parameters are packed: the name of their scheme, None where nothing is packed, else a function that says it."""
+    named = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_packed)[0]
+    if not any(is_packed(leaf) for _, leaf in named):
+        return None
+    found = {place_of(path): leaf.format if is_packed(leaf) else None for path, leaf in named}
+    shapes = {place_of(path): leaf.shape for path, leaf in named}
+    for name, scheme in SCHEMES.items():
+        if all(scheme.format_of(*place, shape) == found[place] for place, shape in shapes.items()):
+            return name
+    return lambda layer, name, shape: found[layer, name]
+
+
 def place_of(path: tuple[Any, ...]) -> tuple[int | None, str]:
     """(layer or None, name) of a parameter, from its path in the pytree."""
     return (path[1].idx if path[0].key == "layers" else None), path[-1].key
 
 
+@functools.lru_cache(maxsize=64)
 def weights_bytes(config: ModelConfig, format_of: FormatOf | None = None, *, tensor: int = 1) -> int:
     """Bytes of a model's weights on each of `tensor` devices, counted from the shapes alone.
 
     format_of: which of them are packed; None: none is. Scales count as `pack` makes them. ValueError for heads or MLP columns that do not
     divide.
     """
-    own, rows = (config if tensor == 1 else config.on_shards(tensor)), -(-config.vocab_size // tensor)
     tables = ("embed",) if config.tie_embeddings else ("embed", "lm_head")
-    shapes: list[tuple[int | None, str, tuple[int, ...]]] = [(None, name, (rows, config.hidden_size)) for name in tables]
+    shapes: list[tuple[int | None, str, tuple[int, ...]]] = [(None, name, table_shape(config, tensor)) for name in tables]
     shapes.append((None, "final_norm", (config.hidden_size,)))
-    for number, layer in enumerate(own.layers):
-        shapes += [(number, name, shape) for name, shape in layer.shapes(config.hidden_size).items()]
+    known = {layer: _shapes_on_device(layer, config.hidden_size, tensor) for layer in dict.fromkeys(config.layers)}
+    for number, layer in enumerate(config.layers):
+        shapes += [(number, name, shape) for name, shape in known[layer].items()]
     item, total = jnp.dtype(config.compute_dtype).itemsize, 0
     for layer, name, shape in shapes:
         packed = None if format_of is None else format_of(layer, name, shape)
         total += item * math.prod(shape) if packed is None else packed.bytes_of(shape)
     return total
+
+
+def table_shape(config: ModelConfig, tensor: int = 1) -> tuple[int, int]:
+    """The shape of the embedding on each of `tensor` devices; the head has the same."""
+    return -(-config.vocab_size // tensor), config.hidden_size
+
+
+def _shapes_on_device(layer: LayerConfig, hidden_size: int, tensor: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of a layer's parameters on each of `tensor` devices."""
+    cuts, shapes = layer.cuts(tensor) if tensor > 1 else {}, {}
+    for name, shape in layer.shapes(hidden_size).items():
+        how = cuts.get(name)
+        shapes[name] = shape if how is None else tuple(len(how.rows[0]) if axis == how.axis else n for axis, n in enumerate(shape))
+    return shapes

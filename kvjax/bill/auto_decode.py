@@ -14,11 +14,12 @@ import jax
 
 from kvjax.bill.calibration import calibrate
 from kvjax.bill.evidence import Evidence, Fidelity, parse_level, qualified, recorded_evidence
-from kvjax.bill.step_bill import PROJECTED_GAIN, Bill, known_bill, sizes_of, with_known_bus, worthwhile
+from kvjax.bill.step_bill import OWN, PROJECTED_GAIN, Bill, known_bill, sizes_of, with_known_bus, worthwhile
 from kvjax.bill.volume import pages_on_host
 from kvjax.cache import OutOfPages
 from kvjax.cache.spanning import FrameCounts
 from kvjax.model import Model, ModelConfig, fingerprint
+from kvjax.packing import FormatOf, packing_of
 from kvjax.policies.choice import Choice, ChoosesDecode
 from kvjax.policies.decode.base import DecodePolicy, Stateless
 from kvjax.policies.decode.dense import Dense
@@ -33,7 +34,8 @@ _calibrated: dict[tuple[str, tuple[str, ...], int], Bill] = {}
 @dataclasses.dataclass(frozen=True)
 class Bound:
     """The evidence and the bill by which an `Auto` decides, for one model. If `bill` is None, every step is dense, and `lacking` says why.
-    `lacking` is empty where no policy but dense meets the level, so that no bill was needed."""
+    `lacking` is empty where no policy but dense meets the level, so that no bill was needed. weights: how they are packed, as for
+    `step_bytes`."""
 
     config: ModelConfig
     dtype: str
@@ -42,6 +44,7 @@ class Bound:
     bill: Bill | None
     evidence: tuple[Evidence, ...]
     lacking: str = ""
+    weights: str | FormatOf | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +77,15 @@ class Auto(ChoosesDecode, Stateless):
         if self.bound is not None:
             return self
         mark = fingerprint(model)
-        bound = Bound(model.config, dtype, page_size, mark, None, tuple(row for row in recorded_evidence() if row.fingerprint == mark))
+        evidence, weights = tuple(row for row in recorded_evidence() if row.fingerprint == mark), packing_of(model.params)
+        bound = Bound(model.config, dtype, page_size, mark, None, evidence, weights=weights)
         found = dataclasses.replace(self, bound=bound)
         if names := found.candidates:
-            bill, lacking = known_bill(jax.local_devices()[0].device_kind, model.config, dtype), ""
-            if bill is None or (bill.sizes, bill.dtype) != (sizes_of(model.config), dtype):  # another model's bill would be a guess
+            named = OWN if callable(weights) else weights
+            bill, lacking = known_bill(jax.local_devices()[0].device_kind, model.config, dtype, named), ""
+            same = sizes_of(model.config), dtype, named, None
+            # Another model's bill would be a guess.
+            if bill is None or (bill.sizes, bill.dtype, bill.weights, bill.cache_format) != same:
                 bill = None
                 try:
                     bill = _calibrated.get((mark, names, page_size)) or calibrate(model, names, page_size=page_size)
@@ -176,7 +183,8 @@ def _choose(auto: Auto, mean: int, longest: int, batch: int, frames: FrameCounts
         advice = f"measure it: kvjax bench decode --policies dense,{','.join(names)} --json FILE, then kvjax bill fit FILE"
         unpriced = f"on record as {level} are {', '.join(names)}, for which the bill of {bound.bill.device} has no c1"
         return Choice(Dense(), f"{unpriced}; {advice}")
-    sizes, error, unknown = {"dtype": bound.dtype, "page_size": bound.page_size}, bound.bill.error, ()
+    sizes = {"dtype": bound.dtype, "weights": bound.weights, "page_size": bound.page_size}
+    error, unknown = bound.bill.error, ()
     if frames is not None and not bound.bill.knows_bus:
         unknown = (f"the bill of {bound.bill.device} has no terms for pages in host memory, and counts them as on the device",)
     elif frames is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.bill.bus import Bus
-from kvjax.bill.fitting import Cell, Parameters, merged, read_cells, relative_fit, solve
+from kvjax.bill.fitting import Cell, Key, Parameters, merged, read_cells, relative_fit, solve
 from kvjax.bill.volume import StepBytes, step_bytes
 from kvjax.cache.spanning import FrameCounts
 from kvjax.model import ModelConfig
@@ -82,12 +82,9 @@ class TierForecast:
     from_sizes: float | None
 
 
-Key = tuple[str, str, int, str]
-
-
 def read_tier_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelConfig]) -> dict[Key, tuple[list[Cell], list[TierCell]]]:
-    """The measured cells of a `kvjax bench tiers` JSON, by (device, shape, layers, dtype): with everything on the device, and with pages in
-    host memory. Rows that were skipped are left out. config_of: as for `read_cells`.
+    """The measured cells of a `kvjax bench tiers` JSON, by what a bill is fitted to: with everything on the device, and with pages in host
+    memory. Rows that were skipped are left out. config_of: as for `read_cells`.
 
     ValueError for a file of another command, for rows of an earlier version, and for rows whose bytes are far from those of `step_bytes`.
     """
@@ -107,7 +104,7 @@ def read_tier_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelCo
         sized = step_bytes(config, parse(row["name"]), row["mean_length"], dtype=dtype, frames=frames)
         if abs(sized.kv / row["read_bytes"] - 1) > 0.02:
             raise ValueError(f"{where}: the step read {row['read_bytes']:,.0f} bytes, kvjax.bill counts {sized.kv:,}; measure it again")
-        resident, tiered = groups.setdefault((run["provenance"]["device"], row["shape"], row["layers"], dtype), ([], []))
+        resident, tiered = groups.setdefault(Key(run["provenance"]["device"], row["shape"], row["layers"], dtype), ([], []))
         if frames is None:
             if row["lists"] == OWN:  # the others attend by another op than the policy itself
                 resident.append(Cell(row["tokens"], 1, row["name"], row["median_s"], sized))
@@ -121,7 +118,7 @@ def read_tier_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelCo
 
 
 def read_runs(runs: Sequence[dict[str, Any]], config_of: Callable[[str, int], ModelConfig]) -> dict[Key, tuple[list[Cell], list[TierCell]]]:
-    """The cells of results of `kvjax bench decode` and `tiers`, by (device, shape, layers, dtype), as `read_tier_cells` gives them. Of a
+    """The cells of results of `kvjax bench decode` and `tiers`, by what a bill is fitted to, as `read_tier_cells` gives them. Of a
     cell that was measured twice the later one counts. Raises as `read_cells` and `read_tier_cells` do."""
     found: dict[Key, tuple[list[Cell], list[TierCell]]] = {}
     for run in sorted(runs, key=lambda run: run["provenance"]["date"]):

@@ -10,10 +10,11 @@ import jax
 import numpy as np
 
 from kvjax.bill.fitting import Cell, fit
-from kvjax.bill.step_bill import Bill
+from kvjax.bill.step_bill import OWN, Bill
 from kvjax.bill.volume import step_bytes
 from kvjax.engine import Engine
 from kvjax.model import Model
+from kvjax.packing import packing_of
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode.naming import name_of, parse
 from kvjax.sampling import SamplingRows
@@ -50,8 +51,9 @@ def calibrate(
     dtype = model.config.compute_dtype
     device = jax.local_devices()[0].device_kind
     took = time.perf_counter() - started
-    source = f"a calibration of {took:.0f} s"
-    return fit(cells, model.config, device=device, model=model.config.family, dtype=dtype, source=source)
+    source, weights = f"a calibration of {took:.0f} s", packing_of(model.params)
+    named = OWN if callable(weights) else weights
+    return fit(cells, model.config, device=device, model=model.config.family, dtype=dtype, source=source, weights=named)
 
 
 def _cells(model: Model, names: Sequence[str], page_size: int, batch: int, until: float) -> list[Cell]:
@@ -78,7 +80,7 @@ def _cells(model: Model, names: Sequence[str], page_size: int, batch: int, until
         jax.block_until_ready(sampled)
         if number:  # the first round compiles
             found.setdefault((length, name), []).append((time.perf_counter() - started) / STEPS)
-    sizes = {"dtype": engine.dtype.name, "page_size": page_size}
+    sizes = {"dtype": engine.dtype.name, "weights": packing_of(model.params), "page_size": page_size}
     return [
         Cell(length, batch, name, float(np.median(times)), step_bytes(model.config, parse(name), length, batch, **sizes))
         for (length, name), times in found.items()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import lsq_linear
@@ -98,26 +98,38 @@ class Errors:
     r2: float
 
 
-def read_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelConfig]) -> dict[tuple[str, str, int, str], list[Cell]]:
-    """The measured cells of a `kvjax bench decode` JSON, by (device, shape, layers, dtype). Rows that were skipped or failed are left out,
-    and so are rows of several devices (`kvjax.bill.mesh_fitting`).
+class Key(NamedTuple):
+    """What one bill is fitted to. weights, cache_format: how weights and pages are packed, by name; None: they are not."""
+
+    device: str
+    shape: str
+    layers: int
+    dtype: str
+    weights: str | None = None
+    cache_format: str | None = None
+
+
+def read_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelConfig]) -> dict[Key, list[Cell]]:
+    """The measured cells of a `kvjax bench decode` JSON, by what a bill is fitted to. Rows that were skipped or failed are left out, and so
+    are rows of several devices (`kvjax.bill.mesh_fitting`).
 
     config_of: gives the model's configuration for a shape's name and a number of layers. ValueError if the file is of another command, or
     if a row's bytes differ from those of `step_bytes`.
     """
     if run.get("bench") != "decode":
         raise ValueError(f"this is not a result of kvjax bench decode: its field 'bench' is {run.get('bench')!r}")
-    groups: dict[tuple[str, str, int, str], list[Cell]] = {}
+    groups: dict[Key, list[Cell]] = {}
     for row in run["rows"]:
         if "median_s" not in row or devices_of(row) > 1:
             continue
         config = config_of(row["shape"], row["layers"])
-        moved = step_bytes(config, parse(row["policy"]), row["tokens"], row["batch"], dtype=row["dtype"])
+        packed = {name: row.get(name) for name in ("weights", "cache_format")}
+        moved = step_bytes(config, parse(row["policy"]), row["tokens"], row["batch"], dtype=row["dtype"], **packed)
         where = f"{row['shape']}, {row['tokens']:,} tokens, batch {row['batch']}, {row['policy']}"
         counted = sum(row["bytes"].values())
         if moved.total != counted:
             raise ValueError(f"{where}: the row counts {counted:,} bytes, kvjax.bill {moved.total:,}; measure it again")
-        key = (run["provenance"]["device"], row["shape"], row["layers"], row["dtype"])
+        key = Key(run["provenance"]["device"], row["shape"], row["layers"], row["dtype"], **packed)
         groups.setdefault(key, []).append(Cell(row["tokens"], row["batch"], row["policy"], row["median_s"], moved))
     return groups
 
@@ -206,8 +218,20 @@ def errors(found: Sequence[Forecast]) -> Errors:
     return Errors(len(found), float(relative.mean()), float(relative.max()), r2)
 
 
-def fit(cells: Sequence[Cell], config: ModelConfig, *, device: str, model: str, dtype: str, source: str, form: str = "fixed") -> Bill:
-    """The bill of one device and model. Its `error` is the mean over cells held out one (length, batch) at a time."""
+def fit(
+    cells: Sequence[Cell],
+    config: ModelConfig,
+    *,
+    device: str,
+    model: str,
+    dtype: str,
+    source: str,
+    form: str = "fixed",
+    weights: str | None = None,
+    cache_format: str | None = None,
+) -> Bill:
+    """The bill of one device and model. weights, cache_format: how those are packed. Its `error` is the mean over cells held out one
+    (length, batch) at a time."""
     cells = merged(cells)
     found = solve(cells, form)
     lengths: dict[int, list[int]] = {}
@@ -224,4 +248,6 @@ def fit(cells: Sequence[Cell], config: ModelConfig, *, device: str, model: str, 
         measured=tuple((batch, min(some), max(some)) for batch, some in sorted(lengths.items())),
         error=errors(forecasts(cells, "cell", form)).mean,
         source=source,
+        weights=weights,
+        cache_format=cache_format,
     )

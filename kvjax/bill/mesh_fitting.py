@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.bill.exchanges import KINDS, Exchange, counts_of, layers_that_choose, step_exchanges
-from kvjax.bill.fitting import Cell, Parameters, merged, relative_fit, solve
+from kvjax.bill.fitting import Cell, Key, Parameters, merged, relative_fit, solve
 from kvjax.bill.mesh_terms import LAWS, Latency, MeshRange, MeshTerms, exchange_seconds
 from kvjax.bill.volume import StepBytes, step_bytes
 from kvjax.model import ModelConfig
@@ -41,8 +41,6 @@ MESH_GROUPS: dict[str, Callable[[MeshCell], Any]] = {
 }
 """Groups of cells that are held out together. For a length or a batch, its rows of one device are held out, too. The largest number of
 devices, held out, says how well fewer of them tell of more."""
-
-Key = tuple[str, str, int, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +67,7 @@ class MeshForecast:
 
 
 def read_mesh_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelConfig]) -> dict[Key, list[MeshCell]]:
-    """The measured cells of several devices in a `kvjax bench decode` JSON, by (device, shape, layers, dtype). Rows that were skipped or
+    """The measured cells of several devices in a `kvjax bench decode` JSON, by what a bill is fitted to. Rows that were skipped or
     failed are left out. config_of: as for `read_cells`.
 
     ValueError for rows whose bytes are far from those of `step_bytes`, and for rows whose program exchanged something else than
@@ -96,7 +94,7 @@ def read_mesh_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelCo
         cell = MeshCell(
             row["tokens"], row["batch"], row["policy"], row["tensor"], row["context"], row["median_s"], moved, exchanges, choosing
         )
-        groups.setdefault((run["provenance"]["device"], row["shape"], row["layers"], dtype), []).append(cell)
+        groups.setdefault(Key(run["provenance"]["device"], row["shape"], row["layers"], dtype), []).append(cell)
     return groups
 
 

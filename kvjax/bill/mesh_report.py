@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.bill.mesh_fitting import MESH_GROUPS, MESH_TERMS, mesh_errors, mesh_forecasts
 from kvjax.bill.mesh_terms import LAWS
+from pallas_kernels.bench.report import packed_text
 
 if TYPE_CHECKING:
     from kvjax.bill.fitting import Cell
@@ -38,6 +39,11 @@ def mesh_checks(base: Sequence[Cell], cells: Sequence[MeshCell], form: str, law:
     return found
 
 
+def named(bill: dict[str, Any]) -> str:
+    """The model of a bill, and what of it is packed."""
+    return bill["model"] + packed_text(bill)
+
+
 def mesh_table(file: dict[str, Any]) -> Rows:
     """Columns and rows: the fitted terms of a mesh."""
     rows = []
@@ -48,7 +54,7 @@ def mesh_table(file: dict[str, Any]) -> Rows:
         choice = "not measured" if terms["choose_s"] is None else f"{terms['choose_s'] * 1e6:.1f}"
         for kind, each in terms["latency"].items():
             times = f"{each['launch'] * 1e6:.1f}", f"{each['hop'] * 1e6:.1f}", terms["law"], ", ".join(map(str, each["sizes"]))
-            rows.append((bill["device"], bill["model"], kind, *times, link, choice))
+            rows.append((bill["device"], named(bill), kind, *times, link, choice))
     heads = ("exchange", "us", "and us a hop", "hops", "devices measured", "GB/s received", "us a layer that chooses")
     return ("device", "model", *heads), rows
 
@@ -63,8 +69,8 @@ def mesh_error_table(file: dict[str, Any]) -> Rows:
             for name, found in forms.items():
                 law, terms = name.split(", ")
                 shown = [f"{part['mean']:.1%}, {part['worst']:.1%}" if (part := found[each]) else "-" for each in ("seconds", "speedup")]
-                rows.append((bill["model"], f"a {by}", law, MESH_TERMS[terms], str(found["count"]), *shown))
-        rows += [(bill["model"], f"a {by}", "", f"cannot be: {why}", "", "", "") for by, why in checked["impossible"].items()]
+                rows.append((named(bill), f"a {by}", law, MESH_TERMS[terms], str(found["count"]), *shown))
+        rows += [(named(bill), f"a {by}", "", f"cannot be: {why}", "", "", "") for by, why in checked["impossible"].items()]
     heads = "time: mean, worst error", "speed-up: mean, worst error"
     return ("model", "held out together", "hops", "terms", "cells", *heads), rows
 

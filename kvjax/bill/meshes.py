@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from kvjax.bill.exchanges import PARTS, layers_that_choose, step_exchanges
 from kvjax.bill.step_bill import Bill, Prediction, sizes_of, unmeasured
-from kvjax.bill.volume import layer_elements
 from kvjax.memory import memory_plan
 from kvjax.model import ModelConfig
+from kvjax.packing import weights_bytes
 from kvjax.policies.decode.base import DecodePolicy, chooses_over_devices
 from kvjax.policies.decode.naming import name_of, parse
 
@@ -52,14 +52,16 @@ def step_parts(
     tensor: int = 1,
     context: int = 1,
     dtype: str | None = None,
-    cache_dtype: str | None = None,
+    weights: str | None = None,
+    cache_format: str | None = None,
     page_size: int = 128,
 ) -> tuple[Part, ...]:
     """The parts of a step whose sum `Bill.predict` gives. Arguments and errors as there."""
     policy, dtype = parse(policy), bill.dtype if dtype is None else dtype
     sizes, mesh = {"dtype": dtype, "page_size": page_size}, {"tensor": tensor, "context": context}
-    found = bill.predict(config, policy, length, batch, **sizes, cache_dtype=cache_dtype, **mesh)
-    alone = bill.predict(config, policy, length, batch, **sizes, cache_dtype=cache_dtype)
+    packed = {"weights": weights, "cache_format": cache_format}
+    found = bill.predict(config, policy, length, batch, **sizes, **packed, **mesh)
+    alone = bill.predict(config, policy, length, batch, **sizes, **packed)
     base = ASSUMED if bill.assumed else EXTRAPOLATED if alone.projection else FITTED
     price, layers, moved = bill.price(policy)[0], config.num_layers / bill.sizes[0], found.bytes
     read = {"weights": moved.weights, "K and V": moved.kv, "index": moved.index, "states": moved.states}
@@ -147,7 +149,7 @@ def _impossible(config: ModelConfig, policy: DecodePolicy, tensor: int, context:
     if context > 1 and not chooses_over_devices(policy):
         return f"policy {policy} does not choose over devices"
     try:
-        layer_elements(config, tensor)
+        weights_bytes(config, tensor=tensor)
     except ValueError as error:
         return str(error)
     return ""

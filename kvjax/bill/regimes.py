@@ -18,6 +18,7 @@ from kvjax.model import ModelConfig
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.naming import name_of, parse
 from pallas_kernels.bench.pictures import LEAST_POINTS, grid_of, log_ticks, picture, token_ticks
+from pallas_kernels.bench.report import packed_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,8 +29,8 @@ class RegimeMap:
     """The speed-up of a policy's step over dense, by batch and length (tokens).
 
     projected: whether a speed-up is not interpolated between measurements. fits: whether the cache fits in memory. model: the name of the
-    model whose steps these are; the bill may have been measured on another. frames: of an engine with pages in host memory; None: all lie
-    on the device.
+    model whose steps these are, and what of it is packed; the bill may have been measured on another. frames: of an engine with pages in
+    host memory; None: all lie on the device.
     """
 
     bill: Bill
@@ -63,6 +64,8 @@ def regime_map(
     batches: Sequence[int],
     *,
     dtype: str | None = None,
+    weights: str | None = None,
+    cache_format: str | None = None,
     page_size: int = 128,
     memory_bytes: int | None = None,
     model: str | None = None,
@@ -71,8 +74,8 @@ def regime_map(
 ) -> RegimeMap:
     """The speed-up of a policy at every length (tokens, ascending) and batch.
 
-    memory_bytes: of the device (None: everything fits). model: the name of the model of `config` (None: that of the bill's). frames, hits:
-    as for `Bill.predict`; what fits is then what these frames hold.
+    memory_bytes: of the device (None: everything fits). model: the name of the model of `config` (None: that of the bill's). weights,
+    cache_format, frames, hits: as for `Bill.predict`; what fits is then what these frames hold.
     """
     policy = parse(policy)
     dtype = bill.dtype if dtype is None else dtype
@@ -82,9 +85,10 @@ def regime_map(
         raise ValueError(f"a map needs lengths and batches, got {list(lengths)} and {list(batches)}")
     available = 2**63 if memory_bytes is None else memory_bytes
     computed = dataclasses.replace(config, compute_dtype=dtype)
-    plan = memory_plan(computed, page_size=page_size, indexes=policy.indexes(), available_bytes=available)
+    packed = {"weights": weights, "cache_format": cache_format}
+    plan = memory_plan(computed, page_size=page_size, indexes=policy.indexes(), available_bytes=available, **packed)
     room = plan.pages_that_fit if frames is None else frames.device + frames.host
-    options = {"dtype": dtype, "page_size": page_size, "frames": frames, "hits": hits}
+    options = packed | {"dtype": dtype, "page_size": page_size, "frames": frames, "hits": hits}
     shape = len(batches), len(lengths)
     speedup, projected, fits = np.zeros(shape), np.zeros(shape, bool), np.zeros(shape, bool)
     for row, batch in enumerate(batches):
@@ -93,7 +97,8 @@ def regime_map(
             speedup[row, column] = dense.seconds / sparse.seconds
             projected[row, column] = bool(sparse.projection)
             fits[row, column] = batch * -(-length // page_size) <= room
-    return RegimeMap(bill, model or bill.model, name_of(policy), tuple(lengths), tuple(batches), speedup, projected, fits, frames)
+    named = (model or bill.model) + packed_text(packed)
+    return RegimeMap(bill, named, name_of(policy), tuple(lengths), tuple(batches), speedup, projected, fits, frames)
 
 
 def crossover(

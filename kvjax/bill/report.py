@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.bill.bus_fitting import HELD_OUT, TERMS, tier_errors, tier_forecasts
 from kvjax.bill.fitting import FORMS, GROUPS, Cell, errors, forecasts
-from kvjax.bill.mesh_report import MESH_TABLES
+from kvjax.bill.mesh_report import MESH_TABLES, named
 from kvjax.bill.regimes import crossover
 from kvjax.bill.regret import regrets, summary
 from pallas_kernels.bench.report import markdown
@@ -59,7 +59,7 @@ def parameter_table(file: dict[str, Any]) -> Rows:
     """Columns and rows: the fitted values of a file's bills."""
     rows = []
     for bill in file["bills"]:
-        first = bill["device"], bill["model"], f"{bill['bytes_per_s'] / 1e12:.3f}", f"{bill['c0'] * 1e3:.3f}"
+        first = bill["device"], named(bill), f"{bill['bytes_per_s'] / 1e12:.3f}", f"{bill['c0'] * 1e3:.3f}"
         prices = bill["c1"] or {"": {"fixed": float("nan"), "per_byte": float("nan")}}
         rows += [(*first, name, f"{price['fixed'] * 1e3:.3f}", f"{price['per_byte'] * 1e12:.3f}") for name, price in prices.items()]
     return ("device", "model", "TB/s", "c0, ms", "policy", "c1, ms", "and ms per GB of index"), rows
@@ -73,8 +73,8 @@ def error_table(file: dict[str, Any]) -> Rows:
             held_out = "nothing (in-sample)" if by == IN_SAMPLE else f"a {by}"
             for form, found in forms.items():
                 figures = str(found["count"]), f"{found['mean']:.2%}", f"{found['worst']:.2%}", f"{found['r2']:.4f}"
-                rows.append((bill["model"], held_out, FORMS[form], *figures))
-        rows += [(bill["model"], f"a {by}", f"cannot be: {why}", "", "", "", "") for by, why in checked["impossible"].items()]
+                rows.append((named(bill), held_out, FORMS[form], *figures))
+        rows += [(named(bill), f"a {by}", f"cannot be: {why}", "", "", "", "") for by, why in checked["impossible"].items()]
     return ("model", "held out together", "form of c1", "cells", "mean error", "worst error", "R^2"), rows
 
 
@@ -85,7 +85,7 @@ def regret_table(file: dict[str, Any]) -> Rows:
         for allowed, groups in checked["regret"].items():
             for by, found in groups.items():
                 shares = (f"{found[name]:+.2%}" for name in ("mean", "worst", "worst_against_dense", "always_dense"))
-                rows.append((bill["model"], allowed, f"a {by}", str(found["cells"]), *shares))
+                rows.append((named(bill), allowed, f"a {by}", str(found["cells"]), *shares))
     return ("model", "allowed", "held out together", "cells", "mean regret", "worst regret", "worst against dense", "always dense"), rows
 
 
@@ -120,7 +120,7 @@ def bus_table(file: dict[str, Any]) -> Rows:
         if (bus := bill.get("bus")) is not None:
             hits = "not measured" if bus["hits"] is None else f"{bus['hits']:.0%}"
             rates = f"{bus['in_place_per_s'] / 1e9:.1f}", f"{bus['copied_per_s'] / 1e9:.1f}", f"{bus['layer_s'] * 1e6:.1f}"
-            rows.append((bill["device"], bill["model"], *rates, hits))
+            rows.append((bill["device"], named(bill), *rates, hits))
     return ("device", "model", "GB/s in place", "GB/s copied", "us a layer", "hits of recorded lists"), rows
 
 
@@ -133,8 +133,8 @@ def bus_error_table(file: dict[str, Any]) -> Rows:
         for by, forms in checked["errors"].items():
             for terms, found in forms.items():
                 shown = [f"{part['mean']:.1%}, {part['worst']:.1%}" if (part := found[name]) else "-" for name in TIER_ERRORS]
-                rows.append((bill["model"], f"a {by}", TERMS[terms], str(found["count"]), *shown))
-        rows += [(bill["model"], f"a {by}", f"cannot be: {why}", "", "", "", "") for by, why in checked["impossible"].items()]
+                rows.append((named(bill), f"a {by}", TERMS[terms], str(found["count"]), *shown))
+        rows += [(named(bill), f"a {by}", f"cannot be: {why}", "", "", "", "") for by, why in checked["impossible"].items()]
     heads = "time: mean, worst error", "speed-up: mean, worst error", "time from sizes: mean, worst error"
     return ("model", "held out together", "terms", "cells", *heads), rows
 
@@ -145,10 +145,10 @@ PROJECTED = (2**13, 2**15, 2**17, 2**19, 2**20)
 
 def projections(bill: Bill, config: ModelConfig, lengths: Sequence[int] = PROJECTED, batches: Sequence[int] = (1, 8)) -> list[dict]:
     """Predicted seconds of dense and of the bill's policies, as fitted and with c0 = 0 (a runtime that costs nothing; a projection)."""
-    rows, without = [], bill.without_overhead()
+    rows, without, packed = [], bill.without_overhead(), {"weights": bill.weights, "cache_format": bill.cache_format}
     for batch, length in itertools.product(batches, lengths):
         seconds = {
-            name: [each.predict(config, name, length, batch).seconds for each in (bill, without)]
+            name: [each.predict(config, name, length, batch, **packed).seconds for each in (bill, without)]
             for name in ("dense", *(name for name, _ in bill.c1))
         }
         rows.append({"tokens": length, "batch": batch, "seconds": seconds})
@@ -168,7 +168,7 @@ def projection_table(file: dict[str, Any]) -> Rows:
                 cells.append(
                     "" if pair is None else ", ".join(f"{ours * 1e3:.2f} ({d / ours:.2f}x)" for d, ours in zip(dense, pair, strict=True))
                 )
-            rows.append((bill["model"], str(row["batch"]), f"{row['tokens']:,}", *cells))
+            rows.append((named(bill), str(row["batch"]), f"{row['tokens']:,}", *cells))
     return ("model", "batch", "tokens", *(f"{name}: as fitted, c0 = 0" for name in names)), rows
 
 

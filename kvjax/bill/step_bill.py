@@ -14,7 +14,7 @@ import importlib.resources
 import itertools
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,14 +22,20 @@ from kvjax.bill.bus import Bus, bus_from_json, check_hits
 from kvjax.bill.exchanges import layers_that_choose, step_exchanges
 from kvjax.bill.mesh_terms import ADVICE, MeshTerms, exchange_seconds, mesh_from_json, mesh_to_json
 from kvjax.bill.volume import StepBytes, step_bytes
+from kvjax.cache.formats import CacheFormat, parse_cache_format
 from kvjax.cache.spanning import FrameCounts
 from kvjax.model import ModelConfig, uniform_fields
+from kvjax.packing import FormatOf
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.naming import name_of, parse
 from kvjax.policies.decode.top_blocks import TopBlocks
 
 SIZES = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "tie_embeddings")
 """The sizes on which a step's cost depends, for a model whose layers are all alike."""
+
+
+OWN = "the model's own"
+"""Name of weights that a function describes: those of a checkpoint that was packed by others."""
 
 
 class Price(NamedTuple):
@@ -56,7 +62,8 @@ class Prediction:
 class Bill:
     """A fitted bill. Static and hashable.
 
-    device: as JAX names it. model, sizes: the name and the sizes (`sizes_of`) of the measured model. dtype: of weights and cache.
+    device: as JAX names it. model, sizes: the name and the sizes (`sizes_of`) of the measured model. dtype: of weights and cache, but for
+    those that were packed: weights, cache_format: how, by name; None: they were not. Both kinds of bytes count alike in `bytes_per_s`.
     bytes_per_s: bandwidth. c0: seconds per step. c1: the `Price` of selecting, by policy name. measured: (batch, shortest, longest),
     lengths in tokens, ascending. error: mean relative error of the speed-up of cells that were held out. source: files of the measurements.
     links: bytes per second at which keys and values come from other tiers, by tier. assumed: fields that were set by hand; every prediction
@@ -77,6 +84,8 @@ class Bill:
     assumed: tuple[str, ...] = ()
     bus: Bus | None = None
     mesh: MeshTerms | None = None
+    weights: str | None = None
+    cache_format: str | None = None
 
     def __post_init__(self):
         if not (self.bytes_per_s > 0 and self.c0 >= 0 and self.error >= 0):
@@ -93,7 +102,8 @@ class Bill:
         batch: int = 1,
         *,
         dtype: Any = None,
-        cache_dtype: Any = None,
+        weights: str | FormatOf | None = None,
+        cache_format: str | CacheFormat | None = None,
         page_size: int = 128,
         tier: str = "device",
         frames: FrameCounts | None = None,
@@ -101,19 +111,20 @@ class Bill:
         tensor: int = 1,
         context: int = 1,
     ) -> Prediction:
-        """Time and bytes of one step of `batch` sequences of `length` tokens. dtype: None is the measured one.
+        """Time and bytes of one step of `batch` sequences of `length` tokens. dtype: None is the measured one. weights, cache_format: as
+        for `step_bytes`; None: not packed, whatever was measured.
 
         frames: those of an engine with pages in host memory, as for `step_bytes`. hits: the share of listed bytes of pages there that is
         found in the hot buffer; None: the measured default, or 0 without one. tensor, context: of a mesh of devices.
 
         For another model, the bytes are computed for it, and c0 and c1 are scaled by its number of layers. The result is a projection for
-        another model, for a length or batch outside the measured ones, for another dtype and for another tier, and for a mesh that was not
-        measured. Raises ValueError for a policy without a price here, for a tier without a link, for frames without bus terms and without a
-        link "host", and for a mesh without mesh terms; and what `step_bytes` and `step_exchanges` raise.
+        another model, for a length or batch outside the measured ones, for another dtype, other packed weights or pages, for another tier,
+        and for a mesh that was not measured. Raises ValueError for a policy without a price here, for a tier without a link, for frames
+        without bus terms and without a link "host", and for a mesh without mesh terms; and what `step_bytes` and `step_exchanges` raise.
         """
         policy = parse(policy)
         dtype = self.dtype if dtype is None else str(dtype)
-        sizes = {"dtype": dtype, "cache_dtype": cache_dtype, "page_size": page_size}
+        sizes = {"dtype": dtype, "weights": weights, "cache_format": cache_format, "page_size": page_size}
         moved = step_bytes(config, policy, length, batch, **sizes, tier=tier, frames=frames, tensor=tensor, context=context)
         price, guessed = self.price(policy)
         layers = config.num_layers / self.sizes[0]
@@ -133,8 +144,7 @@ class Bill:
             seconds, reasons = seconds + exchange_s, [*reasons, *why]
         if sizes_of(config) != self.sizes:
             reasons.append(f"measured on {self.model}, c0 and c1 scaled by layers ({layers:.3g})")
-        if dtype != self.dtype or str(cache_dtype or dtype) != dtype:
-            reasons.append(f"measured in {self.dtype}, not in {cache_dtype or dtype}")
+        reasons += self._packed_otherwise(dtype, weights, cache_format)
         if tier != "device":
             reasons.append(f"measured with keys and values on the device, not on {tier}")
         return Prediction(seconds, moved, (*reasons, *_outside(measured, length, batch)), bus_bytes, exchange_s)
@@ -163,6 +173,12 @@ class Bill:
         """Whether `price` has a price for a policy."""
         policy, prices = parse(policy), {"dense": Price(0.0), **dict(self.c1)}
         return name_of(policy) in prices or interpolated(policy, prices) is not None
+
+    @property
+    def formats(self) -> str:
+        """dtype, and what is packed, in words."""
+        packed = (f"{what} {name}" for what, name in (("weights", self.weights), ("pages", self.cache_format)) if name is not None)
+        return ", ".join((self.dtype, *packed))
 
     @property
     def knows_bus(self) -> bool:
@@ -195,11 +211,22 @@ class Bill:
         )
         places = ", ".join(f"batch {batch} from {shortest:,} to {longest:,} tokens" for batch, shortest, longest in self.measured)
         return (
-            f"{self.device}, {self.model}, {self.dtype}: {self.bytes_per_s / 1e12:.3f} TB/s, c0 {self.c0 * 1e3:.3f} ms, {prices}; "
+            f"{self.device}, {self.model}, {self.formats}: {self.bytes_per_s / 1e12:.3f} TB/s, c0 {self.c0 * 1e3:.3f} ms, {prices}; "
             f"measured at {places}"
             + "".join(f"; {each}" for each in (self.bus, self.mesh) if each is not None)
             + "".join(f"; PROJECTION: {why}" for why in self.assumed)
         )
+
+    def _packed_otherwise(self, dtype: str, weights: str | FormatOf | None, cache_format: str | CacheFormat | None) -> list[str]:
+        """Why a step in these formats is a projection; empty if they were measured."""
+        reasons = [] if dtype == self.dtype else [f"measured in {self.dtype}, not in {dtype}"]
+        asked = OWN if callable(weights) else weights, parse_cache_format(cache_format, dtype)
+        for what, here, there in zip(
+            ("weights", "pages"), asked, (self.weights, parse_cache_format(self.cache_format, dtype)), strict=True
+        ):
+            if here != there:
+                reasons.append(f"measured with {what} {_packed_as(there)}, not {_packed_as(here)}")
+        return reasons
 
     def _bus_terms(self, moved: StepBytes, hits: float | None) -> tuple[Bus, float, list[str]]:
         """The terms of pages in host memory, the share of hits, and why these are a projection."""
@@ -239,6 +266,10 @@ class Bill:
                 f"the bill of {self.device} has no bandwidth for the tier {tier!r}; fit one to rows of kvjax bench tiers (host), or "
                 f'put one in: bill.projected("a {tier} link of 52 GB/s", links=(({tier!r}, 52e9),))'
             ) from None
+
+
+def _packed_as(name: object) -> str:
+    return "not packed" if name is None else f"packed as {name}"
 
 
 def unmeasured(tensor: int, context: int) -> str:
@@ -309,9 +340,9 @@ def to_json(bill: Bill) -> dict[str, Any]:
 
 
 def from_json(fields: dict[str, Any]) -> Bill:
-    """A bill from its JSON object. ValueError for missing or unknown fields, which it names; a file without `bus` or `mesh` is an older
-    one."""
-    fields = {"bus": None, "mesh": None} | fields
+    """A bill from its JSON object. ValueError for missing or unknown fields, which it names; a file without `bus`, `mesh`, `weights` or
+    `cache_format` is an older one."""
+    fields = dict.fromkeys(("bus", "mesh", "weights", "cache_format")) | fields
     names = {field.name for field in dataclasses.fields(Bill)}
     if set(fields) != names:
         raise ValueError(f"a bill has the fields {', '.join(sorted(names))}; different here: {', '.join(sorted(names ^ set(fields)))}")
@@ -339,11 +370,23 @@ def known_bills() -> tuple[Bill, ...]:
     return tuple(bill for file in sorted(folder.iterdir(), key=str) if file.name.endswith(".json") for bill in load_bills(file))
 
 
-def known_bill(device: str, config: ModelConfig, dtype: str) -> Bill | None:
-    """The built-in bill of a device for a model and dtype. If there is none, a bill of the device for another model or dtype, else None."""
-    of_device = [bill for bill in known_bills() if bill.device == device]
-    same = [bill for bill in of_device if bill.sizes == sizes_of(config) and bill.dtype == dtype]
-    return next(iter(same + of_device), None)
+def known_bill(device: str, config: ModelConfig, dtype: str, weights: str | None = None, cache_format: str | None = None) -> Bill | None:
+    """The built-in bill of a device for a model, dtype and formats (`closest`)."""
+    return closest([bill for bill in known_bills() if bill.device == device], config, dtype, weights, cache_format)
+
+
+def closest(
+    bills: Sequence[Bill], config: ModelConfig, dtype: str, weights: str | None = None, cache_format: str | None = None
+) -> Bill | None:
+    """The bill of this model, dtype, weights and format of pages. If there is none, one that agrees in as many of these as possible, in
+    this order; of equal ones the first. None without bills."""
+    asked = sizes_of(config), dtype, weights, parse_cache_format(cache_format, dtype)
+
+    def agrees(bill: Bill) -> tuple[bool, ...]:
+        found = bill.sizes, bill.dtype, bill.weights, parse_cache_format(bill.cache_format, dtype)
+        return tuple(one == other for one, other in zip(asked, found, strict=True))
+
+    return max(bills, key=agrees, default=None)
 
 
 def with_known_bus(bill: Bill) -> Bill:

@@ -7,22 +7,23 @@ values, and page tables are left out, because they are less than a thousandth of
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import math
 from typing import Any
 
-import jax.dtypes
 import jax.numpy as jnp
 
 from kvjax.attend import lists_pages
+from kvjax.cache.formats import CacheFormat, parse_cache_format
 from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.spec import LatentSpec, PagedSpec
 from kvjax.model import ModelConfig
+from kvjax.packing import FormatOf, scheme_of, table_shape, weights_bytes
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.cascade import Cascade
 from kvjax.policies.decode.top_tokens import TopTokens
+from pallas_kernels.page_format import CODES, PageFormat
 
 TIERS = ("device", "host", "disk")
 """Where keys and values may be stored. Weights and indexes are always on the device (BRL-2026-07, section 10)."""
@@ -72,7 +73,8 @@ def step_bytes(
     batch: int = 1,
     *,
     dtype: Any = None,
-    cache_dtype: Any = None,
+    weights: str | FormatOf | None = None,
+    cache_format: str | CacheFormat | None = None,
     page_size: int = 128,
     tier: str = "device",
     frames: FrameCounts | None = None,
@@ -81,12 +83,13 @@ def step_bytes(
 ) -> StepBytes:
     """Bytes of one step of `batch` sequences of `length` tokens each, the current token included.
 
-    dtype: of weights and index (None: the model's compute_dtype). cache_dtype: of keys and values (None: dtype); packed types count their
-    bits, without scales. page_size: tokens. tier: where keys and values are stored ("device", "host", "disk"). Every weight is read once,
-    whatever the batch; but if the embedding is not also the head, only one row of it per sequence. Index rows are counted for whole pages,
-    in layers where the policy selects. Of `Cascade`, codes are counted for the shortlist, and as kv the cache's own keys that it reads to
-    choose, once more than attention reads them; a cache_dtype of 8 bits or less counts as packed. In layers of latents, the indexer's key
-    of every token is counted, if the policy ranks by it.
+    dtype: of what is not packed, and of the index (None: the model's compute_dtype). weights: how matrices are packed, as in `kvjax.load`,
+    or a function that says it; None: they are not. cache_format: how full pages are packed (`kvjax.cache.formats`); None: they are not.
+    Scales count, those of channels and pages in proportion to the tokens that are read; the open page of each sequence is not packed.
+    page_size: tokens. tier: where keys and values are stored ("device", "host", "disk"). Every weight is read once, whatever the batch;
+    but if the embedding is not also the head, only one row of it per sequence. Index rows are counted for whole pages, in layers where the
+    policy selects. Of `Cascade`, codes are counted for the shortlist, and as kv the cache's own keys that it reads to choose, once more
+    than attention reads them. In layers of latents, the indexer's key of every token is counted, if the policy ranks by it.
 
     frames: those of an engine with pages in host memory (`kvjax.memory.pool_frames`). The pages that the device has no frames for are the
     first ones of each sequence. Of a list, as many keys lie there as the policy's `keys_among` says; without that method they count as
@@ -95,41 +98,30 @@ def step_bytes(
     tensor, context: of a mesh; the bytes are then those of one device, the one with the most pages. Of a list, each device along `context`
     reads an equal share, as if listed keys were spread evenly. Where devices hold the same KV heads, each reads them.
 
-    Raises ValueError for sizes below 1, unknown dtypes, frames with another tier or a mesh, and heads or MLP columns that do not divide;
-    NotImplementedError for a policy that does not say what it reads, and for `Cascade` with keys in other tiers or on a mesh.
+    Raises ValueError for sizes below 1, dtypes, weights and formats that are not known, frames with another tier, a mesh or packed pages,
+    packed pages on a mesh, and heads or MLP columns that do not divide; NotImplementedError for a policy that does not say what it reads,
+    and for `Cascade` with keys in other tiers or on a mesh.
     """
-    for name, value in (("length", length), ("batch", batch), ("page_size", page_size), ("tensor", tensor), ("context", context)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if not hasattr(policy, "keys_read"):
-        raise NotImplementedError(f"policy {policy} does not say what it reads: give it keys_read(length, layer, page_size)")
-    if frames is not None and tier != "device":
-        raise ValueError(f"frames say which pages lie in host memory, and tier {tier!r} that all of them lie there: give one of both")
-    if (frames is not None or tier != "device") and tensor * context > 1:
-        raise ValueError("pages of a mesh are on its devices alone: leave out frames and tier, or the mesh")
-    if isinstance(policy, Cascade) and (frames is not None or tier != "device" or context > 1):
-        raise NotImplementedError(
-            f"what policy {policy} reads to choose is counted on one device alone: leave out frames, tier and context"
-        )
-    dtype = config.compute_dtype if dtype is None else dtype
-    stored = dtype if cache_dtype is None else cache_dtype
-    packed = _bytes(8, stored) <= 8
-    weights = layer_elements(config, tensor) + config.hidden_size + -(-config.vocab_size // tensor) * config.hidden_size
-    weights += 0 if config.tie_embeddings else batch * config.hidden_size
+    _check(policy, {"length": length, "batch": batch, "page_size": page_size, "tensor": tensor, "context": context}, tier, frames)
+    stored = dataclasses.replace(config, compute_dtype=config.compute_dtype if dtype is None else _name(dtype))
+    packed = parse_cache_format(cache_format, stored.compute_dtype)
+    if packed is not None and (frames is not None or tensor * context > 1):
+        raise ValueError(f"pages packed as {packed} lie on one device, and none in host memory: leave out the format, frames or the mesh")
     pages = -(-batch * -(-length // page_size) // context)  # of the device that has most
     tokens = batch * length if context == 1 else min(batch * length, pages * page_size)
-    kv_elements = index_elements = code_bytes = hot_layers = 0
-    in_place = listed = 0.0
+    opened = batch * ((length - 1) % page_size + 1)
+    kv = in_place = listed = 0.0
+    index_elements = code_bytes = hot_layers = 0
     away = 0.0 if frames is None else pages_on_host(frames, length, batch, page_size) / batch  # pages of each sequence
-    spec = config.cache_spec(page_size).on_mesh(tensor).on_device(tensor)
+    spec = stored.cache_spec(page_size, packed).on_mesh(tensor).on_device(tensor)
     for place, number in enumerate(spec.paged):
         layer, window = spec.layers[number], spec.group_of(number).window
         if window is not None:
-            kv_elements += -(-batch * min(length, window) // context) * layer.width
+            kv += token_bytes(layer, page_size, -(-batch * min(length, window) // context), opened)
             continue
         keys = policy.keys_read(length, place, page_size)
-        kv_elements += (tokens if keys is None else -(-batch * keys // context)) * layer.width
-        there = _keys_on_host(policy, away * page_size, length, place, page_size) * layer.width
+        kv += token_bytes(layer, page_size, tokens if keys is None else -(-batch * keys // context), opened)
+        there = token_bytes(layer, page_size, batch * _keys_on_host(policy, away * page_size, length, place, page_size))
         if frames is not None and frames.hot and keys is not None and isinstance(layer, PagedSpec) and lists_pages(policy, page_size):
             hot_layers, listed = hot_layers + 1, listed + there
         else:
@@ -137,35 +129,89 @@ def step_bytes(
         if isinstance(layer, LatentSpec):
             index_elements += tokens * layer.index_dim if isinstance(policy, TopTokens) else 0
         elif isinstance(policy, Cascade):
-            bounds, codes, own = (
-                batch * layer.kv_heads * each for each in policy.reads_to_choose(length, page_size, layer.head_dim, packed)
-            )
-            index_elements, code_bytes, kv_elements = index_elements + bounds, code_bytes + codes, kv_elements + own
+            sizes = length, page_size, layer.head_dim, layer.k_packed is not None
+            bounds, codes, own = (batch * layer.kv_heads * each for each in policy.reads_to_choose(*sizes))
+            index_elements, code_bytes = index_elements + bounds, code_bytes + codes
+            kv += own * key_bytes(layer, page_size) / layer.head_dim
         elif keys is not None:
             sizes = (pages, layer.kv_heads, page_size, layer.head_dim)
             index_elements += sum(math.prod(index.shape(*sizes)) for index in policy.indexes())
     return StepBytes(
-        weights=_bytes(weights, dtype),
-        kv=_bytes(kv_elements, stored),
-        index=_bytes(index_elements, dtype) + code_bytes,
+        weights=_weights_read(stored, weights, batch, tensor),
+        kv=round(kv),
+        index=index_elements * jnp.dtype(stored.compute_dtype).itemsize + code_bytes,
         tier=tier,
-        states=batch * sum(spec.bytes_per_page(group) for group in spec.row_groups),
-        in_place=_bytes(round(batch * in_place), stored),
-        listed=_bytes(round(batch * listed), stored),
+        states=batch * sum(spec.bytes_per_page(group) for group in spec.state_groups),
+        in_place=round(in_place),
+        listed=round(listed),
         hot_layers=hot_layers,
     )
 
 
+def key_bytes(layer: PagedSpec | LatentSpec, page_size: int) -> float:
+    """Bytes of the key of a token and KV head in a full page, its share of scales included."""
+    return _of_head(layer, layer.k_packed, page_size)
+
+
+def token_bytes(layer: PagedSpec | LatentSpec, page_size: int, keys: float, opened: float = 0) -> float:
+    """Bytes of keys and values of `keys` tokens, in all KV heads of a layer that a device has.
+
+    opened: how many of them, at most, lie in open pages, which are not packed. Scales of channels and pages count in proportion.
+    """
+    item = jnp.dtype(layer.dtype).itemsize
+    if isinstance(layer, LatentSpec) or layer.formats == (None, None):
+        return keys * layer.width * item
+    own = min(keys, opened)
+    each = sum(_of_head(layer, packed, page_size) for packed in layer.formats)
+    return own * layer.width * item + (keys - own) * layer.kv_heads * each
+
+
+def rows_bytes(table: int, rows: int, count: int) -> int:
+    """Bytes of some rows of an embedding that takes `table` bytes, their share of scales included."""
+    return round(count * table / rows)
+
+
+def _of_head(layer: PagedSpec, packed: PageFormat | None, page_size: int) -> float:
+    """Bytes of the key or value of a token and KV head in a full page."""
+    if packed is None:
+        return layer.head_dim * jnp.dtype(layer.dtype).itemsize
+    return packed.bytes_per_page(page_size, layer.head_dim) / page_size
+
+
+def _check(policy: DecodePolicy, sizes: dict[str, int], tier: str, frames: FrameCounts | None) -> None:
+    """Raise as `step_bytes` does."""
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if not hasattr(policy, "keys_read"):
+        raise NotImplementedError(f"policy {policy} does not say what it reads: give it keys_read(length, layer, page_size)")
+    if frames is not None and tier != "device":
+        raise ValueError(f"frames say which pages lie in host memory, and tier {tier!r} that all of them lie there: give one of both")
+    if (frames is not None or tier != "device") and sizes["tensor"] * sizes["context"] > 1:
+        raise ValueError("pages of a mesh are on its devices alone: leave out frames and tier, or the mesh")
+    if isinstance(policy, Cascade) and (frames is not None or tier != "device" or sizes["context"] > 1):
+        raise NotImplementedError(
+            f"what policy {policy} reads to choose is counted on one device alone: leave out frames, tier and context"
+        )
+
+
 @functools.lru_cache(maxsize=256)
-def layer_elements(config: ModelConfig, tensor: int = 1) -> int:
-    """Elements of the weights of all layers that each of `tensor` devices has. ValueError for heads or MLP columns that do not divide."""
-    total = 0
-    for layer, count in collections.Counter(config.layers).items():
-        cuts = layer.cuts(tensor) if tensor > 1 else {}
-        for name, shape in layer.shapes(config.hidden_size).items():
-            how, size = cuts.get(name), math.prod(shape)
-            total += count * (size if how is None else size // shape[how.axis] * len(how.rows[0]))
-    return total
+def _weights_read(config: ModelConfig, weights: str | FormatOf | None, batch: int, tensor: int) -> int:
+    """Bytes of weights that a step reads on one device: all, but only a row of the embedding for each sequence if it is not the head."""
+    total = weights_bytes(config, _format_of(weights), tensor=tensor)
+    if config.tie_embeddings:
+        return total
+    shape = table_shape(config, tensor)
+    packed = _format_of(weights)(None, "embed", shape)
+    table = math.prod(shape) * jnp.dtype(config.compute_dtype).itemsize if packed is None else packed.bytes_of(shape)
+    return total - table + rows_bytes(table, shape[0], batch)
+
+
+def _format_of(weights: str | FormatOf | None) -> FormatOf:
+    """The function that says how a matrix is packed."""
+    if weights is None:
+        return lambda layer, name, shape: None
+    return scheme_of(weights).format_of if isinstance(weights, str) else weights
 
 
 def pages_on_host(frames: FrameCounts, length: int, batch: int = 1, page_size: int = 128) -> int:
@@ -184,9 +230,12 @@ def _keys_on_host(policy: DecodePolicy, first: float, length: int, layer: int, p
     return policy.keys_among(first, length, layer, page_size) if hasattr(policy, "keys_among") else keys * first / length
 
 
-def _bytes(elements: int, dtype: Any) -> int:
+def _name(dtype: Any) -> str:
+    """The name of a dtype of weights and pages that are not packed."""
     try:
-        known = jnp.dtype(dtype)
+        known = jnp.dtype(dtype).name
     except TypeError:
-        raise ValueError(f"dtype {dtype!r} is not known; write it as bfloat16, float32, int8, int4 or float8_e4m3fn") from None
-    return -(-elements * jax.dtypes.itemsize_bits(known) // 8)
+        known = ""
+    if known not in CODES:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(CODES)}; what is packed is said by weights and cache_format")
+    return known

@@ -150,10 +150,15 @@ STEP_COLUMNS = (
 STEP_COLUMNS += ("temp MB",)
 
 
+def packed_text(row: Row) -> str:
+    """What a step's row says of packed weights and pages; "" if neither is packed."""
+    return "".join(f", {what} {row[key]}" for what, key in (("weights", "weights"), ("pages", "cache_format")) if row.get(key))
+
+
 def step_cells(row: Row) -> tuple[str, ...]:
     """The cells of `STEP_COLUMNS`."""
     on_mesh = "" if devices_of(row) == 1 else f", tensor {row['tensor']} context {row['context']}"
-    first = row["shape"], tokens_text(row["tokens"]), str(row["batch"]), row["policy"] + on_mesh
+    first = row["shape"], tokens_text(row["tokens"]), str(row["batch"]), row["policy"] + on_mesh + packed_text(row)
     if "median_s" not in row:
         return *first, row.get("skipped") or f"FAILED {row['failed']}", *[""] * (len(STEP_COLUMNS) - 5)
     profile = row["profile"]
@@ -185,7 +190,7 @@ DRAFT_COLUMNS = ("shape", "tokens", "batch", "policy", "tokens of a step", "path
 
 def draft_cells(row: Row) -> tuple[str, ...]:
     """The cells of `DRAFT_COLUMNS`."""
-    first = row["shape"], tokens_text(row["tokens"]), str(row["batch"]), f"`{row['policy']}`", str(row["drafted"])
+    first = row["shape"], tokens_text(row["tokens"]), str(row["batch"]), f"`{row['policy']}`{packed_text(row)}", str(row["drafted"])
     if "median_s" not in row:
         return *first, row.get("skipped") or f"FAILED {row['failed']}", *[""] * (len(DRAFT_COLUMNS) - 6)
     return (
@@ -208,10 +213,13 @@ def step_short(rows: Sequence[Row]) -> str:
     timed = [row for row in rows if "median_s" in row and devices_of(row) == 1]
     policies = [name for name in dict.fromkeys(row["policy"] for row in timed) if name != "dense"]
     lines = []
-    shapes = list(dict.fromkeys(row["shape"] for row in timed))
-    places = {(row["shape"], row["batch"], row["tokens"]) for row in timed}
+
+    def place_of(row: Row) -> tuple[str, int, int]:
+        return row["shape"] + packed_text(row), row["batch"], row["tokens"]
+
+    shapes, places = list(dict.fromkeys(place_of(row)[0] for row in timed)), set(map(place_of, timed))
     for place in sorted(places, key=lambda place: (shapes.index(place[0]), *place[1:])):
-        here = {row["policy"]: row["median_s"] * 1e3 for row in timed if (row["shape"], row["batch"], row["tokens"]) == place}
+        here = {row["policy"]: row["median_s"] * 1e3 for row in timed if place_of(row) == place}
         dense = here.get("dense")
         others = [f"{here[name]:.2f}" + (f" ({dense / here[name]:.2f}x)" if dense else "") if name in here else "-" for name in policies]
         lines.append((place[0], str(place[1]), tokens_text(place[2]), f"{dense:.2f}" if dense else "-", *others))

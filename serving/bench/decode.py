@@ -5,7 +5,8 @@ There is no prefill: keys, values and their indexes are made on the device, and 
 end of a round. Policies take turns on one cache, round by round, always over the same positions. Steps with drafts keep to these positions
 too, because no draft is ever accepted: a step adds one token, however many it writes.
 
-On a mesh, weights and pages are made on their devices, and a row also holds what the program exchanges (`kvjax.bill.exchanges`).
+Weights and pages may be packed. On a mesh, they are made on their devices, and a row also holds what the program exchanges
+(`kvjax.bill.exchanges`).
 """
 
 from __future__ import annotations
@@ -26,28 +27,27 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.bill.exchanges import counts_in
-from kvjax.bill.volume import layer_elements
-from kvjax.cache import Cache, IndexSpec, PagedKV
-from kvjax.cache.spec import PagedSpec
-from kvjax.cache.tables import table_width
+from kvjax.bill.volume import rows_bytes, token_bytes
+from kvjax.cache import OPEN, Cache, CacheSpec, IndexSpec
+from kvjax.cache.formats import CacheFormat
 from kvjax.decoding import DRAFTS
 from kvjax.learning import state_specs
 from kvjax.model import ModelConfig, Params, uniform_config
-from kvjax.models.decoder import TransformerDecoder, init_params
+from kvjax.models.decoder import TransformerDecoder
 from kvjax.models.loading import read_config
 from kvjax.outcomes import Reads
+from kvjax.packing import scheme_of, table_shape, weights_bytes
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import DecodePolicy, name_of, parse
 from kvjax.sampling import SamplingRows
-from kvjax.sharding import CONTEXT, TENSOR, Cut, Shards, mesh, param_specs, spec_of
+from kvjax.serving.bench.random_model import placed, random_cache, random_params
+from kvjax.sharding import Shards, mesh
 from kvjax.steps import decode_and_sample
 from pallas_kernels import dispatch
-from pallas_kernels.bench.inputs import memory_bytes, pool_pages, random_pages
+from pallas_kernels.bench.cases import PAGE_SIZE
+from pallas_kernels.bench.inputs import memory_bytes, pool_pages
 from pallas_kernels.bench.timing import Timing, kernel_timing, record, timeline
-from pallas_kernels.page_index import page_index
-from pallas_kernels.pages import Pages
 
-PAGE_SIZE = 128
 PROFILED_STEPS = 4
 MEMORY_SHARE = 0.95
 
@@ -124,7 +124,7 @@ class Plan:
     round that warms up.
 
     drafts: how many tokens of a sequence a step writes: one given token, and drafts. Every policy is timed with each of these numbers.
-    tensor, context: of the mesh.
+    tensor, context: of the mesh. weights: how they are packed, as in `kvjax.load`; cache_format: how full pages are; None: they are not.
     """
 
     shape: str
@@ -137,6 +137,8 @@ class Plan:
     drafts: tuple[int, ...] = (1,)
     tensor: int = 1
     context: int = 1
+    weights: str | None = None
+    cache_format: CacheFormat | None = None
 
     def __post_init__(self):
         if not self.drafts or len(set(self.drafts)) < len(self.drafts) or not set(self.drafts) <= set(DRAFTS):
@@ -153,7 +155,11 @@ class Plan:
             raise ValueError(f"drafts are timed on one device, got {self.drafts} for tensor {self.tensor} x context {self.context}")
         if self.context & (self.context - 1):
             raise ValueError(f"context is {self.context}, and pages are dealt out over a power of two devices: use 2, 4 or 8")
-        layer_elements(self.config, self.tensor)  # refuses heads that do not divide
+        if self.devices > 1 and (self.weights is not None or self.cache_format is not None):
+            raise ValueError(f"packed weights and pages are timed on one device, not on tensor {self.tensor} x context {self.context}")
+        format_of = None if self.weights is None else scheme_of(self.weights).format_of
+        weights_bytes(self.config, format_of, tensor=self.tensor)  # refuses heads that do not divide
+        self.spec  # noqa: B018  refuses pages that cannot be packed
 
     @property
     def devices(self) -> int:
@@ -167,6 +173,15 @@ class Plan:
         groups = self.config.cache_spec(PAGE_SIZE).groups if self.context > 1 else ()
         count = self.pool(length)
         return Shards(mesh(tensor=self.tensor, context=self.context), tuple((group.name, count) for group in groups))
+
+    @functools.cached_property
+    def spec(self) -> CacheSpec:
+        """What the cache holds."""
+        return self.config.cache_spec(PAGE_SIZE, self.cache_format)
+
+    def start(self, length: int) -> Int[Array, "B"]:
+        """Tokens of each sequence at the start of a round."""
+        return jnp.full(self.batch, length - self.steps, jnp.int32)
 
     def pool(self, length: int) -> int:
         """Pages of the pool of each device along the context axis."""
@@ -203,78 +218,6 @@ def policies_of(text: str) -> tuple[DecodePolicy, ...]:
     return tuple(dict.fromkeys(parse(name) for name in text.split(",")))
 
 
-def random_params(config: ModelConfig, shards: Shards | None = None) -> Params:
-    """Random weights, as at the start of training, made on the device, or each part on its device. Biases are zero."""
-    if shards is None:
-        return jax.block_until_ready(init_params(config, jax.random.key(0)))
-    own = dataclasses.replace(config.on_shards(shards.tensor), vocab_size=-(-config.vocab_size // shards.tensor))
-    decoder, whole = TransformerDecoder(config), jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
-    cuts, specs = decoder.cuts(whole, shards.tensor), param_specs(decoder, whole, shards.tensor)
-
-    def make() -> Params:
-        """The part of one device; all of them make the same numbers, which takes no longer to multiply with."""
-
-        def fitted(how: Cut | None, leaf: Array) -> Array:  # `o` has fewer heads than q where devices share KV heads
-            return leaf if how is None else jax.lax.slice_in_dim(leaf, 0, len(how.rows[0]), axis=how.axis)
-
-        made = init_params(own, jax.random.key(0))
-        return jax.tree.map(fitted, cuts, made, is_leaf=lambda node: node is None or isinstance(node, Cut))
-
-    return jax.block_until_ready(jax.jit(lambda: shards.run(make, (), (), specs))())
-
-
-def random_cache(plan: Plan, length: int) -> Cache:
-    """A cache of `batch` sequences with `length - steps` tokens written and room for the rest. The pool has no other pages.
-
-    On a mesh, pages are dealt out in turn, as an engine deals them out.
-    """
-    shards, pages, each = plan.shards(length), plan.pages(length), plan.pool(length)
-    spec = plan.config.cache_spec(PAGE_SIZE).on_mesh(plan.tensor)
-    table = np.full((plan.batch, table_width(pages)), -1, np.int32)
-    table[:, :pages] = _dealt_out(plan, pages, each, np.random.default_rng(length))
-
-    def make(kept: PagedSpec, *keys: Array) -> PagedKV:
-        if shards is not None:  # copies of a head are the same
-            own = shards.number(TENSOR) // kept.copies * plan.context + shards.number(CONTEXT)
-            keys = [jax.random.fold_in(key, own) for key in keys]
-        shape = (each, kept.kv_heads, PAGE_SIZE, kept.head_dim)
-        k, v = (random_pages(key, shape, jnp.dtype(plan.config.compute_dtype)) for key in keys)
-        return PagedKV(Pages(k, v), {spec.name: page_index(k, kind=spec.kind, block_size=spec.block_size) for spec in plan.indexes})
-
-    @functools.cache  # layers that are alike are one program
-    def maker(kept: PagedSpec) -> Callable[..., PagedKV]:
-        own = functools.partial(make, kept)
-        if shards is None:
-            return own
-        specs = (spec_of(()),) * 2, spec_of(("pages", "kv_heads"))
-        return jax.jit(lambda *keys: shards.run(own, keys, *specs))
-
-    def layer(number: int) -> PagedKV | None:
-        kept = spec.on_device(plan.tensor).layers[number]
-        if kept.share_with is not None:
-            return None
-        return jax.block_until_ready(maker(kept)(*(jax.random.key(2 * number + i) for i in (0, 1))))
-
-    layers = tuple(layer(number) for number in range(len(spec.layers)))
-    tables = {group.name: _placed(shards, jnp.asarray(table)) for group in spec.groups}
-    return Cache(layers, tables, _placed(shards, _start(plan, length)), spec)
-
-
-def _dealt_out(plan: Plan, pages: int, each: int, draw: np.random.Generator) -> Int[np.ndarray, "B pages"]:
-    """Page ids of every sequence, in an order that says nothing; the first page of every device is left out."""
-    count = plan.batch * pages
-    ids = np.empty(count, np.int32)
-    for device in range(plan.context):
-        mine = len(range(device, count, plan.context))
-        ids[device :: plan.context] = device * each + draw.permutation(np.arange(1, mine + 1, dtype=np.int32))
-    return ids.reshape(plan.batch, pages)
-
-
-def _placed(shards: Shards | None, tree: Any) -> Any:
-    """Arrays on every device of the mesh."""
-    return tree if shards is None else jax.device_put(tree, shards.placed())
-
-
 def run_plan(plan: Plan, copy_bytes_per_s: float, on_progress: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
     """Rows, one for each length, policy and number of drafts. `skipped` is set if the length does not fit in memory, `failed` if an error
     was raised."""
@@ -283,7 +226,7 @@ def run_plan(plan: Plan, copy_bytes_per_s: float, on_progress: Callable[[str], N
         yield from (_fields(plan, length, *each) | {"skipped": reason} for length in plan.lengths for each in _each(plan))
         return
     on_progress("weights")
-    params = random_params(plan.config, plan.shards(plan.lengths[0]))
+    params = random_params(plan.config, plan.shards(plan.lengths[0]), plan.weights)
     held = sum(map(_bytes_of, jax.tree.leaves(params)))
     for length in plan.lengths:
         gc.collect()
@@ -301,26 +244,29 @@ def run_plan(plan: Plan, copy_bytes_per_s: float, on_progress: Callable[[str], N
 
 def cache_bytes(plan: Plan, length: int) -> int:
     """Bytes of the pool and its indexes, on one device."""
-    spec = plan.config.cache_spec(PAGE_SIZE).on_mesh(plan.tensor).on_device(plan.tensor)
-    per_page = sum(spec.bytes_per_page(group.name, plan.indexes) for group in spec.groups)
-    return plan.pool(length) * per_page
+    spec = plan.spec.on_mesh(plan.tensor).on_device(plan.tensor)
+    counts = {group.name: plan.batch if group.name == OPEN else plan.pool(length) for group in spec.groups}
+    return sum(count * spec.bytes_per_page(name, plan.indexes) for name, count in counts.items())
 
 
 def bytes_read(plan: Plan, policy: DecodePolicy, length: int, keys: int, params: Params, drafted: int = 1) -> dict[str, int]:
     """Bytes that one step has to read: all weights, but of the embedding one row per token (all of it if it is also the head); K and V of
     `keys` tokens, a sum over layers, KV heads and rows; and the policy's indexes of whole sequences. On a mesh, those of one device: its
-    weights, an equal share of the keys, and the indexes of its pages."""
+    weights, an equal share of the keys, and the indexes of its pages. The open page of each row is not packed."""
     config, item = plan.config, jnp.dtype(plan.config.compute_dtype).itemsize
     weights = sum(map(_bytes_of, jax.tree.leaves(params)))
     if not config.tie_embeddings:
-        weights -= _bytes_of(params["embed"]) - plan.batch * drafted * config.hidden_size * item
-    cache = config.cache_spec(PAGE_SIZE).on_mesh(plan.tensor).on_device(plan.tensor)
-    ((head_dim, copies),) = {(layer.head_dim, layer.copies) for layer in cache.layers}
+        table = sum(map(_bytes_of, jax.tree.leaves(params["embed"])))
+        weights += rows_bytes(table, table_shape(config, plan.tensor)[0], plan.batch * drafted) - table
+    cache = plan.spec.on_mesh(plan.tensor).on_device(plan.tensor)
+    own = plan.batch * ((length + drafted - 2) % PAGE_SIZE + 1)
+    each = keys * cache.layers[0].copies / plan.devices / cache.kv_heads  # of a KV head of a layer: of all rows
     selecting = [layer for number, layer in enumerate(cache.layers) if cache.group_of(number).window is None]
     pages = -(-plan.batch * pages_of(length) // plan.context)
     sizes = [(pages, layer.kv_heads, PAGE_SIZE, layer.head_dim) for layer in selecting]
     rows = sum(math.prod(spec.shape(*each)) for spec in policy.indexes() for each in sizes)
-    return {"weights": int(weights), "kv": 2 * keys * copies * head_dim * item // plan.devices, "index": rows * item}
+    kv = sum(token_bytes(layer, PAGE_SIZE, each, own) for layer in cache.layers)
+    return {"weights": int(weights), "kv": round(kv), "index": rows * item}
 
 
 def _bytes_of(leaf: Any) -> int:
@@ -356,7 +302,7 @@ class _Runner:
 def _run_length(plan: Plan, length: int, params: Params, rate: float, on_progress: Callable[[str], None]) -> list[dict[str, Any]]:
     on_progress(f"{length:,} tokens: cache")
     cache = random_cache(plan, length)
-    rows = _placed(plan.shards(length), jax.tree.map(jnp.asarray, SamplingRows.of([None] * plan.batch)))
+    rows = placed(plan.shards(length), jax.tree.map(jnp.asarray, SamplingRows.of([None] * plan.batch)))
     runners = []
     for policy, drafted in _each(plan):
         on_progress(f"{length:,} tokens: compiling {policy} for {drafted}")
@@ -391,11 +337,11 @@ def _compiled(
     started = time.perf_counter()
     static = (TransformerDecoder(config), policy, plan.indexes)
     with dispatch.listening() as heard:
-        first = _placed(shards, _first(plan, drafted))
-        lowered = decode_and_sample.lower(*static, params, cache, *first, _placed(shards, states), rows, shards=shards)
+        first = placed(shards, _first(plan, drafted))
+        lowered = decode_and_sample.lower(*static, params, cache, *first, placed(shards, states), rows, shards=shards)
     step = lowered.compile()
     seconds, temp = time.perf_counter() - started, step.memory_analysis().temp_size_in_bytes
-    runner = _Runner(policy, drafted, step, heard, seconds, temp, _placed(shards, states))
+    runner = _Runner(policy, drafted, step, heard, seconds, temp, placed(shards, states))
     if shards is not None:
         runner.shards = shards
         runner.exchanges = _listed(lowered.as_text(dialect="hlo"), plan.tensor)
@@ -442,7 +388,7 @@ def _profile(plan: Plan, length: int, runner: _Runner, params: Params, cache: Ca
 
 def _ready(plan: Plan, length: int, cache: Cache, runner: _Runner) -> tuple[Cache, Array, Array]:
     """The cache at the start of a round, the first tokens and the active rows, all ready on the device. So a round times only steps."""
-    lengths, *first = _placed(runner.shards, (_start(plan, length), *_first(plan, runner.drafted)))
+    lengths, *first = placed(runner.shards, (plan.start(length), *_first(plan, runner.drafted)))
     return jax.block_until_ready((cache.replace(lengths=lengths), *first))
 
 
@@ -502,6 +448,8 @@ def _fields(plan: Plan, length: int, policy: DecodePolicy, drafted: int) -> dict
         "describe": policy.describe(),
         "tensor": plan.tensor,
         "context": plan.context,
+        "weights": plan.weights,
+        "cache_format": None if plan.cache_format is None else str(plan.cache_format),
     }
 
 
@@ -515,10 +463,6 @@ def _first(plan: Plan, drafted: int) -> tuple[Int[Array, "B *T"], Bool[Array, "B
 def _without_drafts(tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """The first token of each row, and -1 in place of its drafts. A step writes these drafts too, and never accepts them."""
     return tokens.at[:, 1:].set(-1)
-
-
-def _start(plan: Plan, length: int) -> Int[Array, "B"]:
-    return jnp.full(plan.batch, length - plan.steps, jnp.int32)
 
 
 def pages_of(length: int) -> int:

@@ -20,7 +20,7 @@ from kvjax.models import CausalLM
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.plans import Chunk, Decoded, Prefilled, StepPlan, StepResult
 from kvjax.sequences import CachedSequence
-from kvjax.serving.bench.decode import random_params
+from kvjax.serving.bench.random_model import random_params
 from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import Pages
 

@@ -26,7 +26,8 @@ from kvjax.model import ModelConfig, Params
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.choice import ChoosesPrefill
 from kvjax.policies.prefill import BoundsBlocks, PrefillPolicy, indexes_of, name_of, parse_prefill
-from kvjax.serving.bench.decode import MEMORY_SHARE, PAGE_SIZE, pages_of, random_params
+from kvjax.serving.bench.decode import MEMORY_SHARE, PAGE_SIZE, pages_of
+from kvjax.serving.bench.random_model import random_params
 from kvjax.steps import prefill_step
 from pallas_kernels import dispatch
 from pallas_kernels.bench.inputs import memory_bytes, pool_pages

@@ -63,20 +63,38 @@ def decode_command(
     implementation: ImplementationOption = None,
     tensor: Annotated[str, typer.Option(help="Devices over which heads, MLPs and the vocabulary are split; several by commas.")] = "1",
     context: Annotated[str, typer.Option(help="Devices over which pages are dealt out; with several, all pairs are timed.")] = "1",
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="How weights are packed, as kvjax plan --weights takes it, or none; several by commas, with every --cache-format."
+        ),
+    ] = "none",
+    cache_format: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="How full pages are packed, as kvjax plan --cache-format takes it, or none; may be given several times. [default: none]",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Time whole decode steps, from embedding to sampled token, with random weights and a random cache on the device.
 
     The steps are those of the engine. Dense and sparse steps take turns on one cache. On a GPU, a profile of a few steps shows where the
     time goes. With --drafts the table shows the cost of steps of several tokens, compared with steps of 1 if 1 is among them. With --tensor
-    and --context, rows of several meshes, to which kvjax bill fit fits terms for exchanges between devices.
+    and --context, rows of several meshes, to which kvjax bill fit fits terms for exchanges between devices. With --weights and
+    --cache-format, rows of packed weights and pages, for each of which kvjax bill fit makes a bill.
     """
+    from kvjax.cache.formats import parse_cache_format
     from kvjax.serving.bench.decode import Plan, config_of, policies_of
 
     scheduling.check_dtype(dtype)
     sizes = parse_lengths(lengths), policies_of(policies), batch, steps, rounds, parse_lengths(drafts, "drafts")
     config = config_of(shape, layers, dtype)
     meshes = itertools.product(parse_lengths(tensor, "tensor"), parse_lengths(context, "context"))
-    plans = [Plan(shape, config, *sizes, *mesh) for mesh in dict.fromkeys(meshes)]
+    schemes = [None if each == "none" else each for each in dict.fromkeys(weights.split(","))]
+    formats = [parse_cache_format(None if each == "none" else each, dtype) for each in dict.fromkeys(cache_format or ["none"])]
+    kinds = itertools.product(dict.fromkeys(meshes), schemes, formats)
+    plans = [Plan(shape, config, *sizes, *mesh, *packed) for mesh, *packed in kinds]
 
     from rich.console import Console
 

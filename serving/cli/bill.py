@@ -24,6 +24,7 @@ from kvjax.serving.cli.bill_mesh import (
 )
 from kvjax.serving.cli.help_pages import WholeSentences
 from kvjax.serving.cli.options import (
+    CacheFormatOption,
     ChunkOption,
     ContextOption,
     DtypeOption,
@@ -31,6 +32,7 @@ from kvjax.serving.cli.options import (
     MaxPositionsOption,
     PageSizeOption,
     TensorOption,
+    Weights,
     byte_count,
     load_model,
     named_as_options,
@@ -43,6 +45,7 @@ from pallas_kernels.extras import needs_extras
 
 if TYPE_CHECKING:
     from kvjax.bill import Bill
+    from kvjax.bill.fitting import Key
     from kvjax.cache.spanning import FrameCounts
     from kvjax.model import ModelConfig
     from kvjax.policies.decode import DecodePolicy
@@ -99,6 +102,10 @@ HitsOption = Annotated[
         **number(least=0, most=1),
     ),
 ]
+PackedWeightsOption = Annotated[
+    Weights | None, typer.Option("--weights", help="How weights are packed. [default: not packed]", show_default=False)
+]
+NOT_PACKED: dict[str, str | None] = {"weights": None, "cache_format": None}
 LinkOption = Annotated[
     float | None,
     typer.Option(help="GB/s from host or disk; every figure is then a projection.", show_default=False, **number(above=0)),
@@ -119,9 +126,9 @@ def fit_command(
 ) -> None:
     """Fit the bill to measured steps. Print its error on held-out cells, and the time lost by choosing with it.
 
-    Bandwidth and c0 are fitted to dense rows only. There is one bill for each device, model and dtype in the results. Rows of kvjax bench
-    tiers give the terms of pages in host memory; those with everything on the device count as rows of kvjax bench decode. Rows of kvjax
-    bench decode with several devices give the terms of exchanges.
+    Bandwidth and c0 are fitted to dense rows only. There is one bill for each device, model, dtype, and format of packed weights and pages
+    in the results. Rows of kvjax bench tiers give the terms of pages in host memory; those with everything on the device count as rows of
+    kvjax bench decode. Rows of kvjax bench decode with several devices give the terms of exchanges.
     """
     from kvjax.bill.bus_fitting import fit_bus
     from kvjax.bill.fitting import FORMS, fit
@@ -139,17 +146,18 @@ def fit_command(
     if law not in LAWS:
         raise typer.BadParameter(f"{law!r} is none of {', '.join(LAWS)}", param_hint="--law")
     measured, meshes = _cells(results), _cells(results, read_mesh_runs)
-    for key in [None] if not measured else sorted(set(meshes) - set(measured)):
+    for key in [None] if not measured else sorted(set(meshes) - set(measured), key=str):
         said = "has a time to fit" if key is None and not meshes else "of one device has a time to fit: measure --tensor 1 --context 1, too"
         raise typer.BadParameter(f"no row of {', '.join(map(str, results))} {said}", param_hint="RESULT.json...")
     figures: dict[str, Any] = {"form": form, "bills": [], "held_out": [], "held_out_tiers": [], "held_out_meshes": []}
     source = " ".join(map(_in_repository, results))
-    for (device, shape, layers, dtype), (cells, tiered) in measured.items():
-        config = config_of(shape, layers)
-        bill = fit(cells, config, device=device, model=shape, dtype=dtype, source=source, form=form)
+    for key, (cells, tiered) in measured.items():
+        shape, config = key.shape, config_of(key.shape, key.layers)
+        packed = {"weights": key.weights, "cache_format": key.cache_format}
+        bill = fit(cells, config, device=key.device, model=shape, dtype=key.dtype, source=source, form=form, **packed)
         if tiered:
             bill = dataclasses.replace(bill, bus=fit_bus(cells, tiered, model=shape, source=source, form=form))
-        on_mesh = meshes.get((device, shape, layers, dtype), [])
+        on_mesh = meshes.get(key, [])
         if on_mesh:
             bill = dataclasses.replace(bill, mesh=fit_mesh(cells, on_mesh, model=shape, source=source, form=form, law=law))
         typer.echo(str(bill))
@@ -174,10 +182,9 @@ def predict_command(
     policies: Annotated[str, typer.Option(help="Decode policies, separated by commas.")] = "dense,top:8,top:32",
     fit: FitOption = None,
     device: DeviceOption = "NVIDIA H200",
-    dtype: Annotated[str | None, typer.Option(help="Type of weights. [default: the bill's]", show_default=False)] = None,
-    cache_dtype: Annotated[
-        str | None, typer.Option(help="Type of keys and values. [default: that of the weights]", show_default=False)
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Type of weights and cache. [default: the bill's]", show_default=False)] = None,
+    weights: PackedWeightsOption = None,
+    cache_format: CacheFormatOption = None,
     page_size: PageSizeOption = 128,
     tier: Annotated[str, typer.Option(help="Where keys and values are: device, host or disk.")] = "device",
     link: LinkOption = None,
@@ -207,7 +214,8 @@ def predict_command(
     from kvjax.serving.bench.decode import config_of, policies_of
     from pallas_kernels.bench.formats import show, table
 
-    bill = _bill(fit, device, shape, bandwidth, no_overhead)
+    packed = _packed(weights, cache_format)
+    bill = _bill(fit, device, shape, bandwidth, no_overhead, packed)
     if tier != "device" and link is None:
         raise typer.BadParameter(f"keys and values on {tier!r} need --link, the GB/s from there", param_hint="--tier")
     config, named = config_of(shape), policies_of(policies)
@@ -224,12 +232,14 @@ def predict_command(
             "puts pages elsewhere, and those of a mesh are on its devices alone", param_hint="--device-memory or --tier"
         )
     if devices is not None:
-        if tensor * context > 1 or cache_dtype is not None:
-            raise typer.BadParameter("ranks all meshes: leave out --tensor, --context and --cache-dtype", param_hint="--devices")
+        if tensor * context > 1 or packed != NOT_PACKED:
+            raise typer.BadParameter(
+                "ranks all meshes: leave out --tensor, --context, --weights and --cache-format", param_hint="--devices"
+            )
         return show_meshes(bill, config, named, cells, device_counts(devices), memory, dtype=dtype, page_size=page_size)
     if memory is not None:
         raise typer.BadParameter("needs --devices", param_hint="--memory")
-    types = {"dtype": dtype, "cache_dtype": cache_dtype, "page_size": page_size}
+    types = packed | {"dtype": dtype, "page_size": page_size}
     mesh = {"tensor": tensor, "context": context}
     options = types | mesh | {"tier": tier, "frames": frames, "hits": hits}
     columns = ("tokens", "batch", "policy", "GB weights", "GB K and V", "GB index", "GB over the bus", "ms", "x dense", "from")
@@ -416,6 +426,8 @@ def regime_map_command(
     link: LinkOption = None,
     bandwidth: BandwidthOption = None,
     no_overhead: NoOverheadOption = False,
+    weights: PackedWeightsOption = None,
+    cache_format: CacheFormatOption = None,
     out: Annotated[Path, typer.Option("--out", "-o", dir_okay=False, help="File for the picture (PNG).")] = Path("regime-map.png"),
     json_out: JsonOption = None,
 ) -> None:
@@ -436,7 +448,8 @@ def regime_map_command(
     for option, pair in (("--lengths", ends), ("--batches", sizes)):
         if len(pair) != 2 or not 1 <= pair[0] < pair[1]:
             raise typer.BadParameter(f"needs the smallest and the largest, as 4,64; got {pair}", param_hint=option)
-    bill, config = _bill(fit, device, shape, bandwidth, no_overhead), config_of(shape)
+    packed = _packed(weights, cache_format)
+    bill, config = _bill(fit, device, shape, bandwidth, no_overhead, packed), config_of(shape)
     grid, sizes_drawn = ([int(n) for n in dict.fromkeys(np.geomspace(*pair, 65).round().astype(int))] for pair in (ends, sizes))
     held, named = None if memory is None else int(memory * 2**30), policies_of(policies)
     frames = _frames(dataclasses.replace(config, compute_dtype=bill.dtype), named, 128, device_memory, pool_host_memory, hits)
@@ -446,7 +459,7 @@ def regime_map_command(
         raise typer.BadParameter("needs --device-memory and --pool-host-memory", param_hint="--link")
     if link is not None:
         bill = bill.with_link("host", link)
-    tiers = {"frames": frames, "hits": hits}
+    tiers = packed | {"frames": frames, "hits": hits}
     maps = [regime_map(bill, config, policy, grid, sizes_drawn, memory_bytes=held, model=Path(shape).name, **tiers) for policy in named]
     if frames is not None and not any(found.fits.any() for found in maps):
         raise typer.BadParameter(
@@ -466,8 +479,8 @@ def regime_map_command(
     typer.echo("written: " + ", ".join(map(str, filter(None, (out, json_out)))))
 
 
-def _cells(files: list[Path], read: Callable | None = None) -> dict[tuple[str, str, int, str], Any]:
-    """The cells of several results, by (device, shape, layers, dtype), as `read` gives them; None: `read_runs`, cells with everything on
+def _cells(files: list[Path], read: Callable | None = None) -> dict[Key, Any]:
+    """The cells of several results, by what a bill is fitted to, as `read` gives them; None: `read_runs`, cells with everything on
     the device, and with pages in host memory."""
     from kvjax.bill.bus_fitting import read_runs
     from kvjax.serving.bench.decode import config_of
@@ -504,18 +517,26 @@ def _frames(
         return pool_frames(plan, device_memory, pool_host_memory, prefill_chunk=chunk, hot=bool(indexes))
 
 
-def _bill(fit: Path | None, device: str, shape: str, bandwidth: float | None, no_overhead: bool) -> Bill:
-    """The bill of a file or a device, with the options' changes."""
+def _packed(weights: Weights | None, cache_format: str | None) -> dict[str, str | None]:
+    """How weights and pages are packed, for `Bill.predict`."""
+    from kvjax.cache.formats import parse_cache_format
+
+    with named_as_options():
+        parse_cache_format(cache_format, "bfloat16")
+    return {"weights": None if weights is None else weights.value, "cache_format": cache_format}
+
+
+def _bill(fit: Path | None, device: str, shape: str, bandwidth: float | None, no_overhead: bool, packed: dict[str, str | None]) -> Bill:
+    """The bill of a file or a device, with the options' changes: that of these formats, if there is one."""
     from kvjax.bill import known_bill, known_bills, load_bills
-    from kvjax.bill.step_bill import sizes_of
+    from kvjax.bill.step_bill import closest
     from kvjax.serving.bench.decode import config_of
 
     config: ModelConfig = config_of(shape)
     if fit is not None:
-        bills = load_bills(fit)
-        bill = next((bill for bill in bills if bill.sizes == sizes_of(config)), bills[0])
+        bill = closest(load_bills(fit), config, "bfloat16", **packed)
     else:
-        bill = known_bill(device, config, "bfloat16")
+        bill = known_bill(device, config, "bfloat16", **packed)
     if bill is None:
         there = ", ".join(sorted({each.device for each in known_bills()}))
         raise typer.BadParameter(f"there is no built-in bill of {device!r}, only of {there}; give --fit", param_hint="--device")

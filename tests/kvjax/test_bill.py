@@ -14,8 +14,9 @@ from kvjax.bill import Bill, known_bill, step_bytes
 from kvjax.bill.fitting import Cell, errors, forecasts, merged, read_cells, solve
 from kvjax.bill.regimes import crossover, regime_map, save
 from kvjax.bill.regret import regrets, summary
-from kvjax.bill.step_bill import Price, from_json, load_bills, sizes_of, to_json, worthwhile
+from kvjax.bill.step_bill import Price, closest, from_json, load_bills, sizes_of, to_json, worthwhile
 from kvjax.cache import CacheSpec, GroupSpec, PagedKV, PagedSpec
+from kvjax.packing import scheme_of
 from kvjax.policies.decode import Dense, SelectContext, TopBlocks, Window, parse
 from kvjax.steps import _count_reads
 from pallas_kernels.page_index import page_index
@@ -76,10 +77,42 @@ def test_bytes_grow_with_the_batch_and_weights_hardly_do():
     assert step_bytes(tied, Dense(), 1024).weights == 2 * tied.num_params
 
 
-@pytest.mark.parametrize(("cache_dtype", "share"), [("bfloat16", 1), ("float8_e4m3fn", 2), ("int8", 2), ("int4", 4)])
-def test_a_smaller_cache_type_shrinks_keys_and_values_only(cache_dtype, share):
-    full, packed = (step_bytes(QWEN_7B, parse("top:8"), 65_536, 2, cache_dtype=each) for each in (None, cache_dtype))
-    assert (packed.kv * share, packed.weights, packed.index) == (full.kv, full.weights, full.index)
+@pytest.mark.parametrize(
+    ("cache_format", "pair"),
+    [
+        ("int8", 260),
+        ("int8:page", 256 + 4 / 128),
+        ("int4:channel", 132),
+        ("fp8:none", 256),
+        ("q4_0", 144),
+        ("k=int8,v=q4_0", 202),
+        ("v=int4", 322),
+    ],
+)
+def test_packed_pages_shrink_keys_and_values_only(cache_format, pair):
+    """pair: bytes of a key and a value of 128 numbers, with their scales. The open page, here of 17 tokens, holds numbers of 2 bytes."""
+    length = 65_536 - 128 + 17
+    full, packed = (step_bytes(QWEN_7B, parse("top:8"), length, 2, cache_format=each) for each in (None, cache_format))
+    assert full.kv == 2 * 112 * 512 * (12 * 128 + 17)
+    assert packed.kv == round(2 * 112 * (pair * 12 * 128 + 512 * 17))
+    assert (packed.weights, packed.index) == (full.weights, full.index)
+    first = step_bytes(QWEN_7B, Dense(), 100, cache_format=cache_format)
+    assert first == step_bytes(QWEN_7B, Dense(), 100), "all of it is open"
+    inside = step_bytes(QWEN_7B, Dense(), length, cache_format=f"{cache_format},boundary=2")
+    assert inside.kv == 512 * 16 * length + round(96 * (pair * (length - 17) + 512 * 17))
+
+
+def test_packed_weights_by_hand():
+    """Of 28 layers: q and o 3584 x 3584, k and v 512 x 3584, gate, up and down 18,944 x 3584; biases and norms have 2 bytes."""
+    matrices = 28 * (2 * 3584 * 3584 + 2 * 512 * 3584 + 3 * 18_944 * 3584)
+    rows, plain = 28 * (2 * 3584 + 2 * 512 + 2 * 18_944 + 3584), 2 * (28 * (3584 + 2 * 512 + 2 * 3584) + 3584)
+    head = 152_064 * 3584
+    found = {name: step_bytes(QWEN_7B, Dense(), 1024, 2, weights=name) for name in ("int8", "fp8", "int4", "int8:128x128")}
+    assert found["int8"].weights == found["fp8"].weights == matrices + head + 4 * (rows + 152_064) + plain + 2 * (3584 + 4)
+    assert found["int4"].weights == matrices // 2 + matrices // 128 * 2 + head + 4 * 152_064 + plain + 2 * (3584 + 4)
+    assert found["int8:128x128"].weights == matrices + head + 4 * (matrices + head) // 128**2 + plain + 2 * 3584 + round(2 * 28 * 4 / 128)
+    assert {moved.kv for moved in found.values()} == {step_bytes(QWEN_7B, Dense(), 1024, 2).kv}
+    assert step_bytes(QWEN_7B, Dense(), 1024, 2, weights=scheme_of("int8").format_of) == found["int8"]
 
 
 def test_dense_layers_read_everything_and_scan_nothing():
@@ -265,7 +298,8 @@ def test_prediction_by_hand():
         ({}, {"batch": 32}, "batch 32 lies outside the measured 1 to 16"),
         ({}, {"config": OTHER}, "measured on qwen2.5-7b"),
         ({}, {"dtype": "float32"}, "measured in bfloat16, not in float32"),
-        ({}, {"cache_dtype": "int8"}, "measured in bfloat16, not in int8"),
+        ({}, {"cache_format": "int8"}, "measured with pages not packed, not packed as int8"),
+        ({}, {"weights": "int4"}, "measured with weights not packed, not packed as int4"),
         ({"links": (("host", 52e9),)}, {"tier": "host"}, "not on host"),
         ({}, {"policy": "top:16"}, "interpolated between measured budgets"),
         ({"assumed": ("another chip",)}, {}, "another chip"),
@@ -301,6 +335,19 @@ def test_a_budget_between_two_measured_ones_is_interpolated_and_none_beyond():
             bill().price(policy)
 
 
+def test_a_bill_of_packed_steps_is_found_and_its_predictions_are_no_projection():
+    plain, packed = (bill(**each) for each in ({}, {"weights": "int8", "cache_format": "int4:channel"}))
+    options = {"weights": "int8", "cache_format": "int4:channel"}
+    assert not packed.predict(QWEN_7B, "dense", 32_768, **options).projection
+    for changed in ({}, {"weights": "int8"}, options | {"cache_format": "int4"}, options | {"weights": scheme_of("int8").format_of}):
+        assert packed.predict(QWEN_7B, "dense", 32_768, **changed).projection
+    assert closest([plain, packed], QWEN_7B, "bfloat16") is plain
+    assert closest([plain, packed], QWEN_7B, "bfloat16", **options) is packed
+    assert closest([plain, packed], QWEN_7B, "bfloat16", "int8") is packed, "weights count before pages"
+    assert closest([], QWEN_7B, "bfloat16") is None
+    assert "bfloat16, weights int8, pages int4:channel" in str(packed)
+
+
 def test_a_bill_that_makes_no_sense():
     for changed in ({"bytes_per_s": 0.0}, {"c0": -1.0}, {"error": float("nan")}):
         with pytest.raises(ValueError, match="a bill needs"):
@@ -313,7 +360,7 @@ def test_a_bill_that_makes_no_sense():
 
 
 def test_a_bill_survives_its_file(tmp_path):
-    made = bill(links=(("host", 52e9),), assumed=("why",))
+    made = bill(links=(("host", 52e9),), assumed=("why",), weights="int8", cache_format="k=int8,v=int4")
     (tmp_path / "bill.json").write_text(json.dumps({"bills": [to_json(made)]}))
     assert load_bills(tmp_path / "bill.json") == (made,)
     hash(made)

@@ -269,8 +269,10 @@ def test_the_bill_counts_what_the_choice_reads():
     assert (bits4.kv, bits4.index) == (top.kv + near, top.index + tiles * 32 * (128 + 8) * 64)
     assert (bits1.kv, bits1.index) == (top.kv + near, tiles * 1019 * (128 + 32) * 16)
     assert (oracle.kv, oracle.index) == (top.kv + tiles * 1024 * 128 * 128 * 2, 0)
-    packed = step_bytes(QWEN_7B, parse("cascade:4"), 131_072, cache_dtype="int8")
-    assert (packed.kv, packed.index) == ((top.kv + near + tiles * 32 * 128 * 128 * 2) // 2, top.index)
+    packed = step_bytes(QWEN_7B, parse("cascade:4"), 131_072, cache_format="int8")
+    unpacked, scaled = tiles * 128 * 512, 128 + 2  # the open page of a layer's KV heads; bytes of a key of 128 numbers
+    assert packed.kv == tiles * scaled * 128 * (2 * 8 + 5 + 32) + unpacked
+    assert packed.index == top.index
     with pytest.raises(NotImplementedError, match=r"cascade:4.*on one device alone"):
         step_bytes(QWEN_7B, parse("cascade:4"), 131_072, tier="host")
 

@@ -279,7 +279,7 @@ WRONG = [
     (PREDICT + " --policies auto", "auto"),
     (PREDICT + " --device abacus", "abacus"),
     (PREDICT + " --dtype int3", "int3"),
-    (PREDICT + " --cache-dtype int3", "int3"),
+    (PREDICT + " --cache-format int3", "int3"),
     (PREDICT + " --page-size 0", "got 0"),
     (PREDICT + " --tier tape", "tape"),
     (PREDICT + " --tier host", "--link"),

@@ -13,6 +13,7 @@ from tiny_models import sharing
 
 from kvjax.bill.fitting import read_cells
 from kvjax.bill.mesh_fitting import read_mesh_cells
+from kvjax.cache.formats import parse_cache_format
 from kvjax.models import TransformerDecoder
 from kvjax.models.decoder import param_shapes
 from kvjax.policies.decode import parse
@@ -24,6 +25,7 @@ from kvjax.serving.cli import bench as bench_cli
 from kvjax.serving.cli.options import parse_lengths
 from kvjax.steps import decode_and_sample
 from pallas_kernels.bench import measure, report
+from pallas_kernels.page_format import unpack
 
 
 def plan(**changed):
@@ -185,6 +187,30 @@ def test_bytes_of_a_step():
     assert found["index"] == 28 * 1024 * 4 * 2 * 128 * 2
     assert bytes_read(p, parse("dense"), 131_072, keys, params)["index"] == 0
     assert bytes_read(p, parse("quest:64"), 131_072, keys, params)["index"] == 8 * found["index"]
+
+
+def test_rows_of_packed_weights_and_pages_say_what_was_read():
+    """The reader refuses rows whose bytes are not those that the bill counts."""
+    formats = {"weights": "int8", "cache_format": parse_cache_format("k=int8:channel,v=int4", "float32")}
+    p = plan(policies=policies_of("dense,top:2"), lengths=(2000,), rounds=1, steps=2, **formats)
+    cache = decode_bench.random_cache(p, 2000)
+    assert sum(x.nbytes for x in jax.tree.leaves(cache.layers)) == decode_bench.cache_bytes(p, 2000)
+    layer = cache.layers[0]
+    keys = unpack(layer.pages.k_packed, layer.pages.k, layer.pages.k_scales)
+    assert np.isnan(keys[0]).all()
+    np.testing.assert_array_equal(layer.index["bounds128"][1:, :, 0, 0], keys[1:].max(2))
+    rows = list(decode_bench.run_plan(p, 1e9))
+    run = {"bench": "decode", "rows": rows, "provenance": {"device": "cpu"}}
+    ((key, (dense, top)),) = read_cells(run, lambda shape, layers: p.config).items()
+    assert (key.weights, key.cache_format) == ("int8", "k=int8:channel,v=int4")
+    sealed, open_page = 15 * 128, 2000 - 15 * 128
+    assert dense.bytes.kv == 2 * 2 * 2 * (sealed * (16 + 2 * 16 / 128 + 8 + 2) + open_page * 2 * 16 * 4)
+    assert rows[1]["policy"] == "top:2"
+    assert top.bytes.kv == 2 * 2 * 2 * (6 * 128 * (16 + 2 * 16 / 128 + 8 + 2) + open_page * 2 * 16 * 4)
+    assert "top:2, weights int8, pages k=int8:channel,v=int4" in report.step_cells(rows[1])
+    assert "tiny, weights int8, pages k=int8:channel,v=int4" in report.step_short(rows)
+    with pytest.raises(ValueError, match="packed weights and pages are timed on one device"):
+        plan(tensor=2, **formats)
 
 
 class Sized:

@@ -1,0 +1,129 @@
+"""Random weights and a random cache of a decode benchmark, made on their devices, packed where the plan says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.cache import OPEN, Cache, IndexSpec, PagedKV, pages_of_step
+from kvjax.cache.spec import PagedSpec
+from kvjax.cache.tables import page_table, table_width
+from kvjax.cache.types import OpenRows, over_packed
+from kvjax.model import ModelConfig, Params
+from kvjax.models.decoder import TransformerDecoder, init_params
+from kvjax.packing import pack_params
+from kvjax.sharding import CONTEXT, TENSOR, Cut, Shards, param_specs, spec_of
+from pallas_kernels.bench.cases import PAGE_SIZE
+from pallas_kernels.bench.inputs import random_pages
+from pallas_kernels.pack_pages import pack_pages
+from pallas_kernels.page_format import unpack
+from pallas_kernels.page_index import page_index
+from pallas_kernels.pages import Pages
+
+if TYPE_CHECKING:
+    from kvjax.serving.bench.decode import Plan
+
+
+def random_params(config: ModelConfig, shards: Shards | None = None, weights: str | None = None) -> Params:
+    """Random weights, as at the start of training, made on the device, or each part on its device. Biases are zero.
+
+    weights: how they are packed, as in `kvjax.load`, on one device; it then holds them unpacked for a while, too.
+    """
+    if shards is None:
+        made = init_params(config, jax.random.key(0))
+        return jax.block_until_ready(made if weights is None else pack_params(made, weights))
+    own = dataclasses.replace(config.on_shards(shards.tensor), vocab_size=-(-config.vocab_size // shards.tensor))
+    decoder, whole = TransformerDecoder(config), jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    cuts, specs = decoder.cuts(whole, shards.tensor), param_specs(decoder, whole, shards.tensor)
+
+    def make() -> Params:
+        """The part of one device; all of them make the same numbers, which takes no longer to multiply with."""
+
+        def fitted(how: Cut | None, leaf: Array) -> Array:  # `o` has fewer heads than q where devices share KV heads
+            return leaf if how is None else jax.lax.slice_in_dim(leaf, 0, len(how.rows[0]), axis=how.axis)
+
+        made = init_params(own, jax.random.key(0))
+        return jax.tree.map(fitted, cuts, made, is_leaf=lambda node: node is None or isinstance(node, Cut))
+
+    return jax.block_until_ready(jax.jit(lambda: shards.run(make, (), (), specs))())
+
+
+def random_cache(plan: Plan, length: int) -> Cache:
+    """A cache of `batch` sequences with `length - steps` tokens written and room for the rest. The pool has no other pages.
+
+    On a mesh, pages are dealt out in turn, as an engine deals them out. Packed pages hold what packing random numbers gives, and their
+    indexes are of the unpacked keys.
+    """
+    shards, pages, each = plan.shards(length), plan.pages(length), plan.pool(length)
+    spec = plan.spec.on_mesh(plan.tensor)
+    table = np.full((plan.batch, table_width(pages)), -1, np.int32)
+    table[:, :pages] = _dealt_out(plan, pages, each, np.random.default_rng(length))
+
+    def make(kept: PagedSpec, *keys: Array) -> PagedKV:
+        if shards is not None:  # copies of a head are the same
+            own = shards.number(TENSOR) // kept.copies * plan.context + shards.number(CONTEXT)
+            keys = [jax.random.fold_in(key, own) for key in keys]
+        shape = (each, kept.kv_heads, PAGE_SIZE, kept.head_dim)
+        dtype = jnp.dtype(plan.config.compute_dtype)
+        k, v = (random_pages(key, shape, dtype) for key in keys)
+        if kept.formats != (None, None):
+            opened = (plan.batch, pages_of_step(PAGE_SIZE), *shape[1:])
+            rows = OpenRows(*(jax.random.normal(jax.random.fold_in(key, each), opened).astype(dtype) for key in keys))
+            return packed_layer(kept, k, v, plan.indexes, rows)
+        return PagedKV(Pages(k, v), {spec.name: page_index(k, kind=spec.kind, block_size=spec.block_size) for spec in plan.indexes})
+
+    @functools.cache  # layers that are alike are one program
+    def maker(kept: PagedSpec) -> Callable[..., PagedKV]:
+        own = functools.partial(make, kept)
+        if shards is None:
+            return own
+        specs = (spec_of(()),) * 2, spec_of(("pages", "kv_heads"))
+        return jax.jit(lambda *keys: shards.run(own, keys, *specs))
+
+    def layer(number: int) -> PagedKV | None:
+        kept = spec.on_device(plan.tensor).layers[number]
+        if kept.share_with is not None:
+            return None
+        return jax.block_until_ready(maker(kept)(*(jax.random.key(2 * number + i) for i in (0, 1))))
+
+    layers = tuple(layer(number) for number in range(len(spec.layers)))
+    tables = {group.name: placed(shards, jnp.asarray(table)) for group in spec.groups}
+    if OPEN in tables:
+        tables[OPEN] = jnp.asarray(page_table([[row] for row in range(plan.batch)]))
+    return Cache(layers, tables, placed(shards, plan.start(length)), spec)
+
+
+def packed_layer(kept: PagedSpec, k: Array, v: Array, indexes: tuple[IndexSpec, ...], rows: OpenRows) -> PagedKV:
+    """A layer whose pages hold these numbers `[N, K, P, D]`, packed as `kept` says, with indexes of the keys as they are read."""
+    arrays: dict[str, Any] = {}
+    keys = k
+    for name, numbers, packed in (("k", k, kept.k_packed), ("v", v, kept.v_packed)):
+        codes, scales = (numbers, None) if packed is None else pack_pages(numbers, format=packed)
+        arrays |= {name: codes, f"{name}_scales": scales, f"{name}_packed": packed}
+        if name == "k" and packed is not None:
+            keys = jax.jit(unpack, static_argnums=0)(packed, codes, scales)
+    kinds = over_packed(indexes, kept.k_packed)
+    index = {spec.name: page_index(keys, kind=spec.kind, block_size=spec.block_size) for spec in kinds}
+    return PagedKV(Pages(**arrays), index, rows)
+
+
+def _dealt_out(plan: Plan, pages: int, each: int, draw: np.random.Generator) -> Int[np.ndarray, "B pages"]:
+    """Page ids of every sequence, in an order that says nothing; the first page of every device is left out."""
+    count = plan.batch * pages
+    ids = np.empty(count, np.int32)
+    for device in range(plan.context):
+        mine = len(range(device, count, plan.context))
+        ids[device :: plan.context] = device * each + draw.permutation(np.arange(1, mine + 1, dtype=np.int32))
+    return ids.reshape(plan.batch, pages)
+
+
+def placed(shards: Shards | None, tree: Any) -> Any:
+    """Arrays on every device of the mesh."""
+    return tree if shards is None else jax.device_put(tree, shards.placed())
