@@ -18,7 +18,7 @@ from kvjax.model import ModelConfig
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.naming import name_of, parse
 from pallas_kernels.bench.pictures import LEAST_POINTS, grid_of, log_ticks, picture, token_ticks
-from pallas_kernels.bench.report import packed_text
+from pallas_kernels.bench.results import packed_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

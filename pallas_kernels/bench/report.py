@@ -22,7 +22,7 @@ from pallas_kernels.bench.formats import table as terminal_table
 from pallas_kernels.bench.prefill import echo as echo_report
 from pallas_kernels.bench.prefill import report as prefill_report
 from pallas_kernels.bench.prefill import targets as prefill_targets
-from pallas_kernels.bench.results import devices_of
+from pallas_kernels.bench.results import devices_of, packed_text
 from pallas_kernels.bench.top_k import report as top_k_report
 
 Row = dict[str, Any]
@@ -148,11 +148,6 @@ STEP_COLUMNS = (
     "of copy",
 )
 STEP_COLUMNS += ("temp MB",)
-
-
-def packed_text(row: Row) -> str:
-    """What a step's row says of packed weights and pages; "" if neither is packed."""
-    return "".join(f", {what} {row[key]}" for what, key in (("weights", "weights"), ("pages", "cache_format")) if row.get(key))
 
 
 def step_cells(row: Row) -> tuple[str, ...]:

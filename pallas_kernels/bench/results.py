@@ -11,7 +11,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,11 @@ PACKAGES = ("kvjax", "jax", "jaxlib", "numpy", "transformers")
 def devices_of(row: dict[str, Any]) -> int:
     """Devices of the mesh that a row was measured on; 1 in older rows."""
     return row.get("tensor", 1) * row.get("context", 1)
+
+
+def packed_text(row: Mapping[str, Any]) -> str:
+    """What a step's row says of packed weights and pages; "" if neither is packed."""
+    return "".join(f", {what} {row[key]}" for what, key in (("weights", "weights"), ("pages", "cache_format")) if row.get(key))
 
 
 def versions() -> dict[str, str]:

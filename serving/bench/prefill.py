@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import gc
 import itertools
 import re
@@ -20,10 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import Cache
-from kvjax.cache.tables import table_width
+from kvjax.cache import OPEN, Cache, CacheSpec
+from kvjax.cache.formats import CacheFormat
+from kvjax.cache.tables import page_table, table_width
 from kvjax.model import ModelConfig, Params
 from kvjax.models.decoder import TransformerDecoder
+from kvjax.packing import scheme_of
 from kvjax.policies.choice import ChoosesPrefill
 from kvjax.policies.prefill import BoundsBlocks, PrefillPolicy, indexes_of, name_of, parse_prefill
 from kvjax.serving.bench.decode import MEMORY_SHARE, PAGE_SIZE, pages_of
@@ -51,7 +54,8 @@ PARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class PrefillPlan:
-    """What to run: prompts of `lengths` tokens, `chunk` tokens at a time, each policy `rounds` times."""
+    """What to run: prompts of `lengths` tokens, `chunk` tokens at a time, each policy `rounds` times. weights: how they are packed, as in
+    `kvjax.load`; cache_format: how full pages are; None: they are not."""
 
     shape: str
     config: ModelConfig
@@ -59,6 +63,8 @@ class PrefillPlan:
     policies: tuple[PrefillPolicy, ...]
     chunk: int
     rounds: int
+    weights: str | None = None
+    cache_format: CacheFormat | None = None
 
     def __post_init__(self):
         for name, values in (("chunk", (self.chunk,)), ("rounds", (self.rounds,)), ("lengths", self.lengths)):
@@ -66,6 +72,18 @@ class PrefillPlan:
                 raise ValueError(f"{name} must be at least 1, got {values}")
         if self.chunk % PAGE_SIZE:
             raise ValueError(f"chunk {self.chunk} must be a multiple of the page size {PAGE_SIZE}")
+        if self.weights is not None:
+            scheme_of(self.weights)
+        self.spec  # noqa: B018  refuses pages that cannot be packed
+
+    @functools.cached_property
+    def spec(self) -> CacheSpec:
+        """What the cache holds."""
+        return self.config.cache_spec(PAGE_SIZE, self.cache_format)
+
+    def pages(self, length: int) -> dict[str, int]:
+        """Pages of the pool of each layer group, for one sequence."""
+        return {group.name: 1 if group.name == OPEN else pool_pages(pages_of(length)) for group in self.spec.groups}
 
 
 def dense_at(policies: Iterable[str | PrefillPolicy], lengths: Iterable[int]) -> list[str]:
@@ -89,25 +107,24 @@ def policies_of(text: str) -> tuple[PrefillPolicy, ...]:
 
 def empty_cache(plan: PrefillPlan, length: int, policy: PrefillPolicy) -> Cache:
     """An empty cache for one sequence of `length` tokens, with pages in random order and the policy's indexes."""
-    spec, pages = plan.config.cache_spec(PAGE_SIZE), pages_of(length)
+    spec, pages = plan.spec, pages_of(length)
     table = np.full((1, table_width(pages_of(length))), -1, np.int32)
     table[0, :pages] = np.random.default_rng(length).permutation(np.arange(1, pages + 1, dtype=np.int32))
-    names = [group.name for group in spec.groups]
-    layers = spec.empty(dict.fromkeys(names, pool_pages(pages)), indexes_of(policy))
-    return jax.block_until_ready(Cache(layers, {name: jnp.asarray(table) for name in names}, jnp.zeros(1, jnp.int32), spec))
+    layers = spec.empty(plan.pages(length), indexes_of(policy))
+    tables = {group.name: jnp.asarray(page_table([[0]]) if group.name == OPEN else table) for group in spec.groups}
+    return jax.block_until_ready(Cache(layers, tables, jnp.zeros(1, jnp.int32), spec))
 
 
 def held_bytes(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Params) -> int:
     """Bytes of weights and cache, the policy's indexes included."""
-    spec = plan.config.cache_spec(PAGE_SIZE)
-    page = sum(spec.bytes_per_page(group.name, indexes_of(policy)) for group in spec.groups)
-    return page * pool_pages(pages_of(length)) + sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    pages = sum(count * plan.spec.bytes_per_page(name, indexes_of(policy)) for name, count in plan.pages(length).items())
+    return pages + sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
 def run_prefill_plan(plan: PrefillPlan, on_progress: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
     """Rows, one for each length and policy. `skipped` is set if the length does not fit in memory, `failed` if an error was raised."""
     on_progress("weights")
-    params = random_params(plan.config)
+    params = random_params(plan.config, weights=plan.weights)
     for length in plan.lengths:
         there = memory_bytes()
         for policy in plan.policies:
@@ -218,4 +235,6 @@ def _fields(plan: PrefillPlan, length: int, policy: PrefillPolicy) -> dict[str, 
         "dtype": plan.config.compute_dtype,
         "chunk": plan.chunk,
         "describe": policy.describe(),
+        "weights": plan.weights,
+        "cache_format": None if plan.cache_format is None else str(plan.cache_format),
     }

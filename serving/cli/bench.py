@@ -24,6 +24,22 @@ from kvjax.serving.cli.options import (
 )
 from pallas_kernels.extras import needs_extras
 
+PackedWeightsOption = Annotated[
+    str,
+    typer.Option(
+        "--weights",
+        help="How weights are packed, as kvjax plan --weights takes it, or none; several by commas, each with every --cache-format.",
+    ),
+]
+PackedPagesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cache-format",
+        help="How full pages are packed, as kvjax plan --cache-format takes it, or none; may be given several times. [default: none]",
+        show_default=False,
+    ),
+]
+
 bench_app = typer.Typer(
     cls=WholeSentences,
     help="Time whole models. Single ops: python -m pallas_kernels.bench --help.",
@@ -63,19 +79,8 @@ def decode_command(
     implementation: ImplementationOption = None,
     tensor: Annotated[str, typer.Option(help="Devices over which heads, MLPs and the vocabulary are split; several by commas.")] = "1",
     context: Annotated[str, typer.Option(help="Devices over which pages are dealt out; with several, all pairs are timed.")] = "1",
-    weights: Annotated[
-        str,
-        typer.Option(
-            help="How weights are packed, as kvjax plan --weights takes it, or none; several by commas, with every --cache-format."
-        ),
-    ] = "none",
-    cache_format: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="How full pages are packed, as kvjax plan --cache-format takes it, or none; may be given several times. [default: none]",
-            show_default=False,
-        ),
-    ] = None,
+    weights: PackedWeightsOption = "none",
+    cache_format: PackedPagesOption = None,
 ) -> None:
     """Time whole decode steps, from embedding to sampled token, with random weights and a random cache on the device.
 
@@ -91,10 +96,8 @@ def decode_command(
     sizes = parse_lengths(lengths), policies_of(policies), batch, steps, rounds, parse_lengths(drafts, "drafts")
     config = config_of(shape, layers, dtype)
     meshes = itertools.product(parse_lengths(tensor, "tensor"), parse_lengths(context, "context"))
-    schemes = [None if each == "none" else each for each in dict.fromkeys(weights.split(","))]
-    formats = [parse_cache_format(None if each == "none" else each, dtype) for each in dict.fromkeys(cache_format or ["none"])]
-    kinds = itertools.product(dict.fromkeys(meshes), schemes, formats)
-    plans = [Plan(shape, config, *sizes, *mesh, *packed) for mesh, *packed in kinds]
+    kinds = itertools.product(dict.fromkeys(meshes), _packed(weights, cache_format))
+    plans = [Plan(shape, config, *sizes, *mesh, scheme, parse_cache_format(pages, dtype)) for mesh, (scheme, pages) in kinds]
 
     from rich.console import Console
 
@@ -106,6 +109,12 @@ def decode_command(
     show(step_table(rows) if plans[0].drafts == (1,) else drafts_table(rows))
     if any("failed" in row for row in rows):
         raise typer.Exit(1)
+
+
+def _packed(weights: str, cache_format: list[str] | None) -> list[tuple[str | None, str | None]]:
+    """Pairs of how weights and pages are packed; None: not."""
+    names = [[None if each == "none" else each for each in dict.fromkeys(kind)] for kind in (weights.split(","), cache_format or ["none"])]
+    return list(itertools.product(*names))
 
 
 @bench_app.command("prefill")
@@ -158,6 +167,8 @@ def prefill_command(
     ] = None,
     json_out: JsonOption = None,
     implementation: ImplementationOption = None,
+    weights: PackedWeightsOption = "none",
+    cache_format: PackedPagesOption = None,
 ) -> None:
     """Time to first token of whole prompts, with random weights; or details of their attention (--ops, --measures)."""
     from kvjax.serving.cli import prefill as prefill_cli
@@ -176,7 +187,9 @@ def prefill_command(
         why = f"--measures needs a real model, but {shape} has no weights: give one, as --shape needle"
         raise typer.BadParameter(why, param_hint="--shape")
     form = "--measures" if measures else "--ops" if ops else None
-    unused = {"--rounds": rounds, "--layers": layers} | ({"--chunk": chunk} if ops else {})
+    packed = _packed(weights, cache_format)
+    unused = {"--rounds": rounds, "--layers": layers, "--weights": None if weights == "none" else weights, "--cache-format": cache_format}
+    unused |= {"--chunk": chunk} if ops else {}
     for option, value in unused.items():
         if form and value is not None:
             raise typer.BadParameter(f"does nothing with {form}: leave it out, or time whole prompts without {form}", param_hint=option)
@@ -190,7 +203,7 @@ def prefill_command(
             run = prefill_cli.ops_run(shape, lengths, policies, dtype or "bfloat16", baselines=baselines is not False)
         else:
             given |= {} if rounds is None else {"rounds": rounds}
-            run = prefill_cli.time_run(shape, lengths, policies, dtype or "bfloat16", layers=layers, **given)
+            run = prefill_cli.time_run(shape, lengths, policies, dtype or "bfloat16", layers=layers, packed=packed, **given)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     with forced_to(implementation):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from rich.console import Console
 
+from kvjax.cache.formats import parse_cache_format
 from kvjax.serving.bench.decode import PAGE_SIZE, config_of
 from kvjax.serving.bench.prefill import PrefillPlan, dense_at, policies_of, run_prefill_plan
 from kvjax.serving.cli.options import named_run, parse_lengths, read_text
@@ -38,17 +40,30 @@ class Run:
     table: Callable[[Sequence[dict[str, Any]]], str]
 
 
-def time_run(shape: str, lengths: str, policies: str, dtype: str, *, chunk: int = 8192, rounds: int = 1, layers: int | None = None) -> Run:
-    """Time to first token. ValueError for arguments that make no plan."""
+def time_run(
+    shape: str,
+    lengths: str,
+    policies: str,
+    dtype: str,
+    *,
+    chunk: int = 8192,
+    rounds: int = 1,
+    layers: int | None = None,
+    packed: Sequence[tuple[str | None, str | None]] = ((None, None),),
+) -> Run:
+    """Time to first token. packed: pairs of how weights and pages are packed. ValueError for arguments that make no plan."""
     if layers is not None and layers < 1:
         raise ValueError(f"layers must be at least 1, got {layers}")
     config = config_of(shape, layers, _dtype(dtype))
-    plan = PrefillPlan(shape, config, parse_lengths(lengths), policies_of(policies), chunk, rounds)
+    sizes = parse_lengths(lengths), policies_of(policies), chunk, rounds
+    plans = [PrefillPlan(shape, config, *sizes, weights, parse_cache_format(pages, dtype)) for weights, pages in packed]
 
     def table(rows: Sequence[dict[str, Any]]) -> str:
         return f"{prefill_report.time_table(rows)}\n\n{prefill_report.split_table(rows)}"
 
-    return Run("prefill", lambda say: {}, lambda say, _: run_prefill_plan(plan, say), table)
+    return Run(
+        "prefill", lambda say: {}, lambda say, _: itertools.chain.from_iterable(run_prefill_plan(each, say) for each in plans), table
+    )
 
 
 def layers_run(model: str, lengths: str, policies: str, dtype: str, files: Sequence[Path] = ()) -> Run:

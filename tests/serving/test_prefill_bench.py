@@ -16,6 +16,7 @@ from kvjax.serving.bench import prefill as prefill_bench
 from kvjax.serving.bench import prefill_layers, prefill_ops
 from kvjax.serving.bench.decode import SHAPES, config_of
 from kvjax.serving.bench.prefill import PrefillPlan, policies_of, run_prefill_plan, split
+from kvjax.serving.bench.random_model import random_params
 from kvjax.serving.cli import bench as bench_cli
 from kvjax.serving.cli import overlap as overlap_cli
 from kvjax.serving.cli import prefill as prefill_cli
@@ -313,6 +314,24 @@ def test_command_writes_json(tmp_path, capsys, monkeypatch, op_rows):
 def test_what_makes_no_sense_is_refused(run, message):
     with pytest.raises(ValueError, match=message):
         run()
+
+
+def test_prompts_over_packed_weights_and_pages():
+    run = prefill_cli.time_run(
+        "tiny", "200", "dense", "float32", chunk=128, layers=1, packed=((None, None), ("int4", "k=int8:channel,v=int4"))
+    )
+    plain, packed = run.rows(lambda what: None, {})
+    assert (packed["weights"], packed["cache_format"]) == ("int4", "k=int8:channel,v=int4")
+    assert "median_s" in packed
+    pages = 3 * 2 * 128 * 2 * 16 * 4, 3 * 2 * (128 * (16 + 8 + 2) + 2 * 16) + 2 * 2 * 128 * 2 * 16 * 4  # packed: and two open pages
+    weights = [
+        sum(leaf.nbytes for leaf in jax.tree.leaves(random_params(config_of("tiny", 1, "float32"), weights=each)))
+        for each in (None, "int4")
+    ]
+    assert [row["held_bytes"] for row in (plain, packed)] == [sum(each) for each in zip(pages, weights, strict=True)]
+    assert "dense, weights int4, pages k=int8:channel,v=int4" in run.table([plain, packed])
+    with pytest.raises(ValueError, match="weights is 'int3'"):
+        prefill_cli.time_run("tiny", "1k", "dense", "float32", packed=(("int3", None),))
 
 
 def test_ops_and_measures_exclude_each_other():

@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 from pallas_kernels.bench.formats import estimate, markdown, tokens_text
+from pallas_kernels.bench.results import packed_text
 
 Row = dict[str, Any]
 OP_COLUMNS = ("op", "shape", "tokens", "policy", "path", "ms", "TFLOP/s", "of peak", "TB/s")
@@ -102,11 +103,11 @@ def steps_table(rows: Sequence[Row]) -> str:
 
 def time_cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
     """The cells of `TIME_COLUMNS`. rows: all rows, to find the dense one of the same prompt."""
-    first = row["shape"], tokens_text(row["tokens"]), row["policy"], f"{row['chunk']:,}"
+    first = row["shape"], tokens_text(row["tokens"]), row["policy"] + packed_text(row), f"{row['chunk']:,}"
     if "median_s" not in row:
         return *first, row.get("skipped") or f"FAILED {row['failed']}", *[""] * (len(TIME_COLUMNS) - 5)
-    place = ("shape", "tokens", "layers", "chunk")
-    dense = next((r for r in rows if r["policy"] == "dense" and "median_s" in r and all(r[k] == row[k] for k in place)), None)
+    place = ("shape", "tokens", "layers", "chunk", "weights", "cache_format")  # older rows lack the last two
+    dense = next((r for r in rows if r["policy"] == "dense" and "median_s" in r and all(r.get(k) == row.get(k) for k in place)), None)
     return (
         *first,
         ", ".join(sorted(set(row["path"].values()))),
@@ -138,7 +139,7 @@ def split_table(rows: Sequence[Row]) -> str:
         together = {name: sum(of.get(name, 0.0) for of in parts) / len(parts) for name in names}
         total = sum(together.values())
         shares = (f"{seconds * 1e3:,.1f} ({seconds / total:.0%})" for seconds in together.values())
-        lines.append((row["shape"], tokens_text(row["tokens"]), row["policy"], f"{total * 1e3:,.1f}", *shares))
+        lines.append((row["shape"], tokens_text(row["tokens"]), row["policy"] + packed_text(row), f"{total * 1e3:,.1f}", *shares))
     return markdown(("shape", "tokens", "policy", "ms a chunk", *names), lines)
 
 
