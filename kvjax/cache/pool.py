@@ -53,7 +53,8 @@ class PoolStats:
         read = f", and read {self.host_read_bytes / 1e6:,.0f} MB from host memory" if self.asked else ""
         moved = f"{self.moved_bytes / 1e6:,.0f} MB moved to host memory"
         copied = f", {self.copied_bytes / 1e6:,.0f} MB copied back by prefill" if self.copied_bytes else ""
-        return f"pool: {self.device_pages:,} pages on the device, {self.host_pages:,} in host memory; {moved}{copied}{hits}{read}"
+        held = f"{self.device_pages:,} pages on the device, {self.host_pages:,} in host memory"
+        return f"pool: {held if self.device_pages or self.host_pages else 'no pages now'}; {moved}{copied}{hits}{read}"
 
 
 class Pool:

@@ -51,7 +51,8 @@ def parse_lengths(text: str, what: str = "lengths") -> tuple[int, ...]:
     words = [re.fullmatch(r"([0-9]{1,10})([km]?)", word.strip().lower()) for word in text.split(",")]
     counts = tuple(int(word[1]) * units[word[2]] for word in words if word)
     if len(counts) < len(words) or not 1 <= min(counts) <= max(counts) <= LARGEST:
-        raise ValueError(f"{what} {text!r} are not understood; write whole numbers from 1 to {LARGEST}, as 8k,128k,1m or 8192,131072")
+        such = "8k,128k,1m or 8192,131072" if what in ("lengths", "tokens") else "1,2,8"
+        raise ValueError(f"{what} {text!r} are not understood; write whole numbers from 1 to {LARGEST}, as {such}")
     return counts
 
 
