@@ -36,7 +36,8 @@ class Recipe:
     fortieth of all steps, and fall linearly to a twentieth of the peak over the last `decay` (a share of the steps). text_weight,
     answer_weight: loss weights of running text and of tokens that repeat earlier ones. key_letters: letters of the shortest word in a key.
     evaluate_every, checkpoint_every: steps; both also happen at the end of each stage. distractors: needles besides the target in an
-    evaluated haystack (fewer while short lengths are trained). final_lengths, final_trials: of the evaluation after the last step.
+    evaluated haystack (fewer while short lengths are trained). final_lengths, final_trials: of the evaluation after the last step. start: a
+    model with weights of these sizes and a tokenizer, which training goes on from; None: training begins with `structured_params`.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Recipe:
     distractors: int = 16
     final_lengths: tuple[int, ...] = (8192, 16384, 32768)
     final_trials: int = 200
+    start: str | None = None
 
     @property
     def steps(self) -> int:
@@ -136,6 +138,19 @@ NEEDLE = Recipe(
     ),
 )
 
+# Training goes on from the embedded model, whose rates have come down. The last stage keeps shorter prompts as good as they were.
+NEEDLE_128K = dataclasses.replace(
+    NEEDLE,
+    name="needle-128k",
+    start="needle",
+    max_positions=131_072,
+    stages=(Stage(65_536, 1, 500, LONG_MIXTURE), Stage(131_072, 1, 600, LONG_MIXTURE), Stage(32_768, 2, 100, LONG_MIXTURE)),
+    matrix_rate=0.004,
+    other_rate=1.2e-3,
+    checkpoint_every=100,
+    final_lengths=(8192, 16_384, 32_768, 65_536, 131_072),
+)
+
 TOY = Recipe(
     name="toy",
     vocab_size=1024,
@@ -157,4 +172,4 @@ TOY = Recipe(
     final_trials=32,
 )
 
-PRESETS = {"needle": NEEDLE, "toy": TOY}
+PRESETS = {"needle": NEEDLE, "needle-128k": NEEDLE_128K, "toy": TOY}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +19,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.fidelity.needle import NeedleTask, vocabulary_words
 from kvjax.model import Mix, Params
-from kvjax.models.decoder import TransformerDecoder, causal_mix
+from kvjax.models.checkpoint import find_folder
+from kvjax.models.decoder import TransformerDecoder, causal_mix, init_params
+from kvjax.models.loading import load
 from kvjax.models.needle import corpus
 from kvjax.models.needle.curve import Curve
 from kvjax.models.needle.evaluation import needle_report
@@ -92,7 +95,9 @@ def prepare(recipe: Recipe, text: Sequence[str | Path], held_out: Sequence[str |
         {"recipe": dataclasses.asdict(recipe), "text": corpus.fingerprint(files), "held_out": corpus.fingerprint(unseen)},
     )
     path = folder / "tokenizer.json"
-    if not path.exists():
+    if not path.exists() and recipe.start is not None:
+        shutil.copyfile(find_folder(recipe.start, (path.name,)) / path.name, path)
+    elif not path.exists():
         train_tokenizer(corpus.read_texts(files), recipe.vocab_size).save(str(path))
     from tokenizers import Tokenizer
 
@@ -176,7 +181,7 @@ def _fit(recipe: Recipe, data: Data, decoder, mix, folder: Path, last: int, work
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     optimiser = optimizer(recipe)
-    params = structured_params(decoder.config, jax.random.key(recipe.seed))
+    params = first_params(recipe, decoder)
     state = {"params": params, "opt_state": optimiser.init(params)}
     options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
     with ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options) as manager:
@@ -207,6 +212,17 @@ def _fit(recipe: Recipe, data: Data, decoder, mix, folder: Path, last: int, work
         manager.wait_until_finished()
     curve.plot()
     return state["params"]
+
+
+def first_params(recipe: Recipe, decoder: TransformerDecoder) -> Params:
+    """Float32 weights that training begins with. ValueError for a model to start from that has other sizes than the recipe."""
+    if recipe.start is None:
+        return structured_params(decoder.config, jax.random.key(recipe.seed))
+    params = load(recipe.start, dtype="float32").params
+    sizes = jax.eval_shape(lambda: init_params(decoder.config, jax.random.key(0)))
+    if jax.tree.map(jnp.shape, params) != jax.tree.map(jnp.shape, sizes):
+        raise ValueError(f"{recipe.start} has other sizes than recipe {recipe.name!r}: start from a model of these sizes, or from none")
+    return params
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "mix"))

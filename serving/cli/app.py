@@ -251,7 +251,12 @@ def train_needle_command(
     ],
     text: Annotated[list[Path], typer.Option(help="Training text: a .txt or .py file, or a folder of them; may be given several times.")],
     held_out: Annotated[list[Path], typer.Option(help="Text that training never sees, for evaluation; may be given several times.")],
-    recipe: Annotated[str, typer.Option(help="needle (the embedded model; needs an accelerator) or toy (minutes on a CPU).")] = "needle",
+    recipe: Annotated[
+        str,
+        typer.Option(
+            help="needle (the embedded model), needle-128k (trained on from it; both need an accelerator) or toy (minutes on a CPU)."
+        ),
+    ] = "needle",
     python_sources: Annotated[bool, typer.Option(help="Also train on the standard library's sources.")] = True,
     workers: Annotated[
         int | None,

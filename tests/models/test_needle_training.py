@@ -9,8 +9,9 @@ import pytest
 import safetensors.numpy
 
 from kvjax.fidelity.needle import documentation_text
+from kvjax.models import TransformerDecoder, needle
 from kvjax.models.needle import training
-from kvjax.models.needle.recipe import MIXTURE, TOY, WARM_UP, Stage
+from kvjax.models.needle.recipe import MIXTURE, NEEDLE_128K, TOY, WARM_UP, Stage
 
 TINY = dataclasses.replace(
     TOY,
@@ -106,6 +107,25 @@ def test_refuses_another_recipe_or_text(text, whole_run):
         run(text, whole_run[0], dataclasses.replace(TINY, seed=1))
     with pytest.raises(ValueError, match="another text"):
         training.train(TINY, [text / "held_out.txt"], [text / "train.txt"], whole_run[0], with_python_sources=False, workers=0)
+
+
+@pytest.mark.long
+def test_training_goes_on_from_a_model(text, whole_run, tmp_path):
+    """Its weights, rounded to bfloat16 as it is stored, and its tokenizer: the loss begins where it ended, not where training began."""
+    folder, model = whole_run
+    more = dataclasses.replace(TINY, start=str(model), stages=(Stage(96, 8, 20, MIXTURE),), matrix_rate=1e-6, other_rate=1e-6)
+    run(text, tmp_path, more)
+    assert (tmp_path / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    (first, *_), before = records(tmp_path), records(folder)
+    assert abs(first["loss"] - before[-1]["loss"]) < 0.3 < before[0]["loss"] - before[-1]["loss"]
+
+
+def test_weights_to_start_from_must_have_the_recipes_sizes():
+    params = training.first_params(NEEDLE_128K, TransformerDecoder(NEEDLE_128K.model_config()))
+    stored = safetensors.numpy.load_file(needle.path() / "model.safetensors")["model.norm.weight"]
+    np.testing.assert_array_equal(params["final_norm"], stored.astype(np.float32))
+    with pytest.raises(ValueError, match="needle has other sizes than recipe 'toy'"):
+        training.first_params(dataclasses.replace(TINY, start="needle"), TransformerDecoder(TINY.model_config()))
 
 
 def test_held_out_files_are_left_out_of_a_folder_of_text(text, tmp_path):
