@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pallas_kernels.bench import pictures
+from pallas_kernels.bench.results import devices_of, packed_text
 
 SHAPE = "qwen2.5-7b"
 LINES = {
@@ -53,4 +54,6 @@ def plot(op_rows: Sequence[dict[str, Any]], step_rows: Sequence[dict[str, Any]],
 
 
 def _timed(rows: Sequence[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
-    return [row for row in rows if "median_s" in row and (row["shape"], row["batch"]) == (SHAPE, batch) and row["policy"] in LINES]
+    """Rows of one device, nothing packed."""
+    plain = [row for row in rows if devices_of(row) == 1 and not packed_text(row)]
+    return [row for row in plain if "median_s" in row and (row["shape"], row["batch"]) == (SHAPE, batch) and row["policy"] in LINES]

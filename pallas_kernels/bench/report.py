@@ -150,10 +150,19 @@ STEP_COLUMNS = (
 STEP_COLUMNS += ("temp MB",)
 
 
+def mesh_text(row: Row) -> str:
+    """What a step's row says of its mesh; "" on one device."""
+    return "" if devices_of(row) == 1 else f", tensor {row['tensor']} context {row['context']}"
+
+
+def line_name(row: Row) -> str:
+    """A row's policy, and what of its step is split or packed."""
+    return row["policy"] + mesh_text(row) + packed_text(row)
+
+
 def step_cells(row: Row) -> tuple[str, ...]:
     """The cells of `STEP_COLUMNS`."""
-    on_mesh = "" if devices_of(row) == 1 else f", tensor {row['tensor']} context {row['context']}"
-    first = row["shape"], tokens_text(row["tokens"]), str(row["batch"]), row["policy"] + on_mesh + packed_text(row)
+    first = row["shape"], tokens_text(row["tokens"]), str(row["batch"]), line_name(row)
     if "median_s" not in row:
         return *first, row.get("skipped") or f"FAILED {row['failed']}", *[""] * (len(STEP_COLUMNS) - 5)
     profile = row["profile"]
@@ -313,9 +322,10 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
 
 def merged(runs: Sequence[dict[str, Any]]) -> list[Row]:
     """The rows of several runs. Of rows for the same case the last is kept."""
-    key = ("op", "shape", "tokens", "batch", "policy", "format", "layer")
+    key = ("op", "shape", "tokens", "batch", "policy", "format", "layer", "weights", "cache_format")
+    ones = ("drafted", "tensor", "context")  # 1 in older rows
     rows = (row for run in runs for row in run["rows"])
-    return list({(*(row.get(name) for name in key), row.get("drafted", 1)): row for row in rows}.values())
+    return list({(*(row.get(name) for name in key), *(row.get(name, 1) for name in ones)): row for row in rows}.values())
 
 
 def rendered(text: str, runs: Sequence[dict[str, Any]]) -> str:
@@ -346,8 +356,8 @@ def plot(rows: Sequence[Row], file: Path, *, scale: float, unit: str) -> None:
     with pictures.picture(file, *pictures.grid_of(len(panels)), height=2.5) as (figure, axes):
         for axis, (shape, batch) in zip(axes.flat, panels, strict=False):
             here = [row for row in timed if (row["shape"], row["batch"]) == (shape, batch)]
-            for name, style in dict.fromkeys((row["policy"], ":" if row["op"] == "baseline" else "-") for row in here):
-                line = sorted((row["tokens"], row["median_s"] * scale) for row in here if row["policy"] == name)
+            for name, style in dict.fromkeys((line_name(row), ":" if row["op"] == "baseline" else "-") for row in here):
+                line = sorted((row["tokens"], row["median_s"] * scale) for row in here if line_name(row) == name)
                 axis.plot(*zip(*line, strict=True), style, marker="o", label=name, color=pictures.color_of(name))
             axis.set(title=f"{shape}, batch {batch}", xlabel="tokens", ylabel=unit)
             pictures.token_ticks(axis.xaxis, [row["tokens"] for row in here])
@@ -395,7 +405,7 @@ def plot_timeline(rows: Sequence[Row], file: Path) -> None:
                     ink = "white" if name in ("span", "selected") else "black"
                     axis.text((first + last) / 2, line, name, color=ink, size=pictures.LEAST_POINTS, **place)
         axis.set(xlim=(0, TIMELINE_SECONDS * 1e6), xlabel="us from the start of the step")
-        axis.set_yticks(range(len(rows)), [f"{row['shape']}\n{row['policy']}" for row in rows])
+        axis.set_yticks(range(len(rows)), [f"{row['shape']}\n{line_name(row)}" for row in rows])
         axis.invert_yaxis()
         pictures.legend_below(figure, [axis], columns=6)
 

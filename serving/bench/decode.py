@@ -313,7 +313,7 @@ def _run_length(plan: Plan, length: int, params: Params, rate: float, on_progres
             seconds, cache = _round(plan, length, runner, params, cache, rows)
             if number:  # the first round warms up
                 runner.seconds.append(seconds / plan.steps)
-    if jax.default_backend() == "gpu" and plan.devices == 1:  # kernels of several devices run at once
+    if jax.default_backend() == "gpu":  # of a mesh, the kernels of its first device
         for runner in runners:
             on_progress(f"{length:,} tokens: profile of {runner.policy}")
             cache = _profile(plan, length, runner, params, cache, rows)

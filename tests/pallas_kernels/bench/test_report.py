@@ -159,6 +159,15 @@ def test_a_later_run_replaces_what_it_measured_again(tmp_path):
     assert next(row for row in rows if row["op"] == "dense" and row["tokens"] == 8192)["median_s"] == pytest.approx(5e-6)
 
 
+def test_rows_of_other_formats_and_meshes_are_other_cases():
+    (row, *_) = STEPS["rows"]
+    kinds = ({}, {"weights": "int8"}, {"cache_format": "int8"}, {"tensor": 2, "context": 1}, {"tensor": 1, "context": 1})
+    rows = report.merged([STEPS | {"rows": [row | kind for kind in kinds]}])
+    assert [report.line_name(each) for each in rows] == [
+        row["policy"] + more for more in ("", ", weights int8", ", pages int8", ", tensor 2 context 1")
+    ], "the last one is the first one, measured again"
+
+
 def test_the_command_writes_documents_and_plots(tmp_path):
     for name, run in (("ops.json", OPS), ("steps.json", STEPS)):
         (tmp_path / name).write_text(json.dumps(run))
