@@ -45,11 +45,12 @@ SCHEMES: Mapping[str, WeightScheme] = {
     "int8": WeightScheme(_CHANNEL["int8"], _CHANNEL["int8"]),
     "fp8": WeightScheme(_CHANNEL["fp8_e4m3"], _CHANNEL["fp8_e4m3"]),
     "int4": WeightScheme(MatrixFormat("int4", 1, 128), _CHANNEL["int8"]),
+    "fp8:tokens": WeightScheme(MatrixFormat("fp8_e4m3", fp8_tokens=True), _CHANNEL["fp8_e4m3"]),
     "int8:128x128": WeightScheme(_BLOCK["int8"], _BLOCK["int8"]),
     "fp8:128x128": WeightScheme(_BLOCK["fp8_e4m3"], _BLOCK["fp8_e4m3"]),
 }
 """Schemes by name. int8, fp8: one scale for each output channel. int4: one for each 128 inputs of a channel; the embedding and the head are
-int8, because what a model says depends most on them."""
+int8, because what a model says depends most on them. fp8:tokens: as fp8, but products of many tokens in layers are of fp8 and fp8."""
 
 FormatOf = Callable[[int | None, str, tuple[int, ...]], MatrixFormat | None]
 """`WeightScheme.format_of`."""

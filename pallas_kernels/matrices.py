@@ -42,12 +42,14 @@ class MatrixFormat:
     """How the numbers of a matrix are stored. Static and hashable.
 
     codes: one of `LARGEST`. rows, columns: of the block that shares a scale; columns=None: whole rows, so that rows=1 is one scale for each
-    output channel. Raises ValueError for anything else.
+    output channel. fp8_tokens: products of many tokens round these to fp8, too (`pallas_kernels.project_tokens`); the matrix is stored as
+    without, and must be fp8 with scales for whole rows. Raises ValueError for anything else.
     """
 
     codes: str
     rows: int = 1
     columns: int | None = None
+    fp8_tokens: bool = False
 
     def __post_init__(self):
         if self.codes not in LARGEST:
@@ -58,6 +60,8 @@ class MatrixFormat:
                 raise ValueError(f"{name} of a block must be a whole number of at least 1, got {value!r}")
         if self.codes == "int4" and (self.columns or 2) % 2:
             raise ValueError(f"a byte holds two codes of int4, so the columns of a block must be even, got {self.columns}")
+        if self.fp8_tokens and (self.codes, self.columns) != ("fp8_e4m3", None):
+            raise ValueError(f"tokens are rounded to fp8 for matrices of fp8_e4m3 with scales for whole rows, not for {self.codes}")
 
     @property
     def scale_dtype(self) -> jnp.dtype:
@@ -83,7 +87,7 @@ class MatrixFormat:
         return rows * columns + scales[0] * scales[1] * self.scale_dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{self.codes}:{self.rows}x{'all' if self.columns is None else self.columns}"
+        return f"{self.codes}:{self.rows}x{'all' if self.columns is None else self.columns}" + "+tokens" * self.fp8_tokens
 
 
 @flax.struct.dataclass

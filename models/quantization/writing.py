@@ -20,6 +20,8 @@ def tensors_of(name: str, matrix: PackedMatrix) -> dict[str, np.ndarray]:
     """The tensors that hold a matrix, by name. name: of the parameter. NotImplementedError for a format that has no words there."""
     own, module = matrix.format, name.removesuffix(".weight")
     codes, scales = np.asarray(matrix.codes), np.asarray(matrix.scales)
+    if own.fp8_tokens:
+        raise NotImplementedError(f"{module} rounds tokens to fp8, and that is not stored: save the model loaded as fp8 instead")
     if own.rows > 1 and own.columns is None:
         raise NotImplementedError(f"{module} has one scale for {own.rows} whole rows, which compressed-tensors cannot describe")
     if own.codes != "int4":

@@ -13,6 +13,9 @@ from pallas_kernels.matrices import PackedMatrix, check_packed, is_packed
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
+FEW = 16
+"""The most tokens that are never rounded to fp8."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -66,8 +69,11 @@ def project_tokens(
 
     Packed matrices: "mosaic_gpu" takes matrices of one format, whose blocks are whole rows or have a multiple of 64 columns (int4: 128). It
     reads codes and scales once, multiplies codes in x's dtype, which holds them exactly, and float32 sums by the scales; NaN in fp8 counts
-    as 480. Its packed form has not been run on a GPU yet. "xla" does the same where blocks are whole rows; else it unpacks numbers in
+    as 480. "xla" does the same where blocks are whole rows; else it unpacks numbers in
     float32 and rounds them to x's dtype. A CPU holds one tile of a widened matrix at a time; other devices at most one widened matrix.
+
+    Matrices with `fp8_tokens`: in calls of more than `FEW` tokens "xla" rounds each token to fp8, with a scale of its own, and multiplies
+    fp8 by fp8. Calls of fewer tokens read these matrices as any of fp8.
 
     Returns a tuple with one array per result. Sums are float32. The implementation decides what is rounded in between (normalised tokens, a
     product before its bias). A token's result does not depend on the other tokens of the call. But a call with more tokens than an

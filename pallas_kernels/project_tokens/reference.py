@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from pallas_kernels.matrices import PackedMatrix, is_packed
-from pallas_kernels.project_tokens.api import Call
+from pallas_kernels.project_tokens.api import FEW, Call
 
 
 def project_tokens(call: Call, x, weights, biases, norm, rotation, residual):
     """See `pallas_kernels.project_tokens.project_tokens`; takes no config. Rounds once, at the end; cannot be traced."""
+    many, rounded = x.shape[0] > FEW, [is_packed(w) and w.format.fp8_tokens for w in weights]
     x, *weights = (_unpacked(y) if is_packed(y) else np.asarray(y, np.float64) for y in (x, *weights))
     if norm is not None:
         x = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + call.norm_eps) * (call.norm_offset + np.asarray(norm, np.float64))
-    results = [x @ w.T for w in weights]
+    results = [(_in_fp8(x) if many and fp8 else x) @ w.T for w, fp8 in zip(weights, rounded, strict=True)]
     if biases is not None:
         results = [y + np.asarray(b, np.float64) for y, b in zip(results, biases, strict=True)]
     if rotation is not None:
@@ -26,6 +28,13 @@ def project_tokens(call: Call, x, weights, biases, norm, rotation, residual):
     if residual is not None:
         results = [results[0] + np.asarray(residual, np.float64)]
     return tuple(jnp.asarray(y, call.out_dtype) for y in results)
+
+
+def _in_fp8(x):
+    """Each token as numbers of fp8 times its own scale."""
+    scales = np.abs(x).max(axis=1, keepdims=True) / 448
+    scales = np.where(scales == 0, 1, scales)
+    return (x / scales).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scales
 
 
 _ACTIVATIONS = {

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import elementwise
-from pallas_kernels.matrices import PackedMatrix, code_numbers, is_packed, row_scales, rows_from, unpack
-from pallas_kernels.project_tokens.api import Call
+from pallas_kernels.matrices import LARGEST, PackedMatrix, code_numbers, is_packed, row_scales, rows_from, unpack
+from pallas_kernels.project_tokens.api import FEW, Call
 
 TILE_BYTES = 4 << 20
 """Bytes of a widened tile of a packed matrix on a CPU."""
@@ -62,10 +62,21 @@ def _product(x, weight, out_dtype):
 
 def _packed_product(x, weight: PackedMatrix, out_dtype):
     """XLA for GPUs fuses the widening into the product of a few tokens. For many it writes the widened matrix first."""
+    if weight.format.fp8_tokens and x.shape[0] > FEW:
+        return _fp8_product(x, weight, out_dtype)
     if weight.format.columns is not None:
         return _product(x, unpack(weight, x.dtype), out_dtype)
     # Sums of codes may be more than float16 holds.
     return (_product(x, code_numbers(weight, x.dtype), jnp.float32) * row_scales(weight)).astype(out_dtype)
+
+
+def _fp8_product(x, weight: PackedMatrix, out_dtype):
+    """Tokens in fp8, the largest number of each being the largest code, times codes of fp8."""
+    x = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    scales = jnp.where(largest == 0, 1.0, largest / LARGEST["fp8_e4m3"])
+    sums = jnp.einsum("re,fe->rf", (x / scales).astype(weight.codes.dtype), weight.codes, preferred_element_type=jnp.float32)
+    return (sums * scales * row_scales(weight)).astype(out_dtype)
 
 
 def _tiled_product(x, weight: PackedMatrix, out_dtype):

@@ -139,6 +139,7 @@ class Weights(enum.StrEnum):
     int8 = "int8"
     fp8 = "fp8"
     int4 = "int4"
+    fp8_tokens = "fp8:tokens"
     int8_blocks = "int8:128x128"
     fp8_blocks = "fp8:128x128"
 
@@ -146,7 +147,8 @@ class Weights(enum.StrEnum):
 WeightsOption = Annotated[
     Weights | None,
     typer.Option(
-        help="Pack the matrices: int8 or fp8 with one scale for each output channel or block, int4 with one for 128 inputs. "
+        help="Pack the matrices: int8 or fp8 with one scale for each output channel or block, int4 with one for 128 inputs; fp8:tokens: "
+        "prefill rounds tokens to fp8, too. "
         "[default: as they are stored]",
         show_default=False,
     ),

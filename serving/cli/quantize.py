@@ -29,6 +29,8 @@ def quantize_command(
     """
     from kvjax.models.saving import check_target
 
+    if weights == Weights.fp8_tokens:
+        raise typer.BadParameter("is how products are computed; write fp8, and load the original with it", param_hint="--weights")
     check_target(out.expanduser().absolute(), overwrite)
     loaded = load_model(model, dtype, None, weights=weights)
     loaded.save(out, overwrite=overwrite)

@@ -18,6 +18,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.hopper import lane_codes, lane_copies, lane_pairs, lanes
 from pallas_kernels.matrices import DTYPES, MatrixFormat, PackedMatrix
 from pallas_kernels.project_tokens import mosaic_gpu, operands, project_tokens
+from pallas_kernels.project_tokens.api import FEW
 
 EPS = 1e-2
 
@@ -143,6 +144,28 @@ def check(op, name: str) -> None:
         ours, ref = np.asarray(ours, np.float64), np.asarray(ref, np.float64)
         error = np.linalg.norm(ours - ref, axis=-1) / np.linalg.norm(ref, axis=-1)
         assert (error <= tolerance).all(), f"rows are off by {error}"
+
+
+def test_many_tokens_are_rounded_to_fp8_where_the_matrix_says_so():
+    rng = np.random.default_rng(0)
+    plain = packed(rng, KINDS["fp8"], 46, 384)
+    weights = (plain.replace(format=dataclasses.replace(plain.format, fp8_tokens=True)),)
+    x = jnp.asarray(rng.standard_normal((FEW + 4, 384)) * np.exp(rng.uniform(-9, 9, (FEW + 4, 1))), jnp.float32)
+    x = x.at[3].set(0).at[5, 7].set(jnp.nan)
+    (ours,), (exact,), (wide,) = (
+        project_tokens(x, w, implementation=how) for how, w in (("xla", weights), ("reference", weights), ("xla", (plain,)))
+    )
+    assert np.isnan(ours[5]).all()
+    assert not np.isnan(np.delete(ours, 5, axis=0)).any()
+    assert not ours[3].any()
+    others = np.delete(np.arange(FEW + 4), [3, 5])
+    error, moved = (np.linalg.norm(ours[others] - each[others], axis=1) / np.linalg.norm(each[others], axis=1) for each in (exact, wide))
+    assert (error < 2e-6).all()
+    assert ((moved > 5e-3) & (moved < 0.1)).all()
+    few = [project_tokens(x[:FEW], w, implementation="xla")[0] for w in (weights, (plain,))]
+    np.testing.assert_array_equal(*few)
+    with pytest.raises(ValueError, match="not for int8"):
+        MatrixFormat("int8", fp8_tokens=True)
 
 
 # On emulated threads.
