@@ -89,8 +89,8 @@ def load(
     different `lm_head.weight` is stored, the model is loaded untied, with a warning, as in transformers.
 
     weights: pack the matrices of layers, the embedding and the head while loading (`kvjax.packing.SCHEMES`): "int8" or "fp8", with one
-    scale for each output channel ("int8:128x128", "fp8:128x128": for each block), or "int4", with one for each 128 inputs, and the
-    embedding and the head as int8. None: as they are stored.
+    scale for each output channel ("int8:128x128", "fp8:128x128": for each block; "fp8:tokens": prefill rounds tokens to fp8, too), or
+    "int4", with one for each 128 inputs, and the embedding and the head as int8. None: as they are stored.
 
     Raises ValueError for an unsupported configuration, for tensors that are missing, extra or
     misshapen, for numbers that are not finite in a matrix to be packed, and for a tokenizer that is missing or has more ids than the model;

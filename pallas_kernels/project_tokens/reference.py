@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from pallas_kernels.matrices import PackedMatrix, is_packed
@@ -31,10 +30,11 @@ def project_tokens(call: Call, x, weights, biases, norm, rotation, residual):
 
 
 def _in_fp8(x):
-    """Each token as numbers of fp8 times its own scale."""
+    """Each token as numbers of fp8, with 3 bits behind the leading one and exponents from -6 on, times its own scale."""
     scales = np.abs(x).max(axis=1, keepdims=True) / 448
-    scales = np.where(scales == 0, 1, scales)
-    return (x / scales).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scales
+    codes = x / np.where(scales == 0, 1, scales)
+    steps = 2.0 ** (np.maximum(np.frexp(codes)[1] - 1, -6) - 3)
+    return np.round(codes / steps) * steps * scales
 
 
 _ACTIVATIONS = {
