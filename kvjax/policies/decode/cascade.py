@@ -15,13 +15,14 @@ from jaxtyping import Array, Float32, Int
 
 from kvjax.cache.types import IndexSpec, LayerCache, PagedKV
 from kvjax.checks import whole_number
-from kvjax.policies.decode.base import Blocks, SelectContext, Stateless
+from kvjax.policies.decode.base import Blocks, SelectContext, Stateless, select_and_attend
 from kvjax.policies.decode.candidates import always_read, ascending, best_candidates
 from kvjax.policies.decode.top_blocks import TopBlocks
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.page_index import CODED, index_shape
 from pallas_kernels.pages import OpenPages, Pages
 from pallas_kernels.select_blocks import block_lse, select_blocks
+from pallas_kernels.selected_attention import selected_attention
 
 BITS = {bits: kind for kind, bits in CODED.items()}
 """Kind of index by bits of a number."""
@@ -96,6 +97,27 @@ class Cascade(Stateless):
         best = best_candidates(self._shares(query, layer, ctx, candidates, always), candidates, self.k)
         ids = ascending(jnp.concatenate([always, best], axis=3))
         return Blocks(ids[:, 0] if ids.shape[1] == 1 else ids, self.block_size), state
+
+    def attend(self, query, layer, ctx, state):
+        """Select and attend. A shortlist whose keys are in an index: in one op, which a kernel can do in one launch."""
+        self._check(layer)
+        if self.shortlist == "all" or self._reads_cache(layer.pages.k_packed is not None) or ctx.dealt_out:
+            return select_and_attend(self, query, layer, ctx, state)
+        bounds, codes = self.indexes()
+        out, _, ids = selected_attention(
+            *(query, layer.pages, layer.index[bounds.name], ctx.page_table, ctx.lengths),
+            kind=bounds.kind,
+            block_size=self.block_size,
+            budget=self.k,
+            sink=self.sink,
+            local=self.local,
+            sm_scale=ctx.sm_scale,
+            frames=ctx.moved,
+            shortlist=self.shortlist,
+            codes=layer.index[codes.name],
+            codes_kind=codes.kind,
+        )
+        return out, Blocks(ids[:, 0] if ids.shape[1] == 1 else ids, self.block_size), state
 
     def _candidates(self, query, layer: PagedKV, ctx: SelectContext, first_local, lists: tuple[int, int, int]) -> Int[Array, "B T K C"]:
         """The distant blocks to choose from, -1 where there is none."""

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import paging
 import pytest
 from emulator.kernels import kernels
 from quick_cases import rest_long
 from refined_suite import SMALL, arguments_of, checker
 
+from pallas_kernels.hopper import decode_turns, lanes
+from pallas_kernels.hopper.coded_turns import CodedKeys
 from pallas_kernels.page_index import INDEX_ROWS, index_shape
-from pallas_kernels.selected_attention import selected_attention
+from pallas_kernels.selected_attention import refined, selected_attention
 
 CASES = {
     "4 bits": {"lengths": (0, 65, 384)},
     "1 bit": {"codes_kind": "keys1", "head_dim": 128},
-    "2 bits, float16": {"codes_kind": "keys2", "dtype": "float16"},
-    "equal keys": {"keys": "equal"},
+    "2 bits, float16, by means": {"codes_kind": "keys2", "dtype": "float16", "kind": "mean"},
+    "equal keys": {"keys": "equal", "lengths": (384,)},
     "a page is missing": {"hole": True},
     "drafts": {"num_queries": 3, "lengths": (66, 330), "local": 1},
-    "blocks of 64": {"block_size": 64, "shortlist": 3, "budget": 2, "local": 1, "lengths": (384,)},
+    "blocks of 64": {"block_size": 64, "page_size": 128, "shortlist": 7, "budget": 2, "local": 1, "lengths": (768,)},
     "groups of 9, two KV heads": {"group": 9, "kv_heads": 2, "lengths": (384,)},
-    "frames": {"framed": True},
+    "frames": {"framed": True, "lengths": (384,)},
+    "more than a block for each CTA": {"shortlist": 19, "budget": 9, "lengths": (384,)},
+    "all that are short-listed": {"shortlist": 3, "lengths": (384,)},
+    "budget of none": {"budget": 0, "lengths": (384,)},
+    "a shortlist longer than the table": {"shortlist": 40, "lengths": (384,)},
 }
+QUICK = ("4 bits", "frames", "equal keys", "more than a block for each CTA")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +47,7 @@ def check(tools, arguments):
     return checker(tools, arguments)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", rest_long(CASES, "4 bits", "frames"))
 def test_composed_matches_the_reference(check, case):
     check(functools.partial(selected_attention, implementation="composed"), case)
 
@@ -52,9 +63,76 @@ def on_emulated_threads():
     return op
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", rest_long(CASES, *QUICK))
 def test_on_emulated_threads_it_matches_the_reference(check, on_emulated_threads, case):
     check(on_emulated_threads, case)
+
+
+@pytest.mark.long
+def test_on_emulated_threads_of_a_small_cta_it_matches_the_reference(check, on_emulated_threads, monkeypatch):
+    """A GPU with little shared memory: CTAs of 128 threads."""
+    monkeypatch.setattr(lanes, "shared_words", lambda: 13_000)
+    check(on_emulated_threads, "more than a block for each CTA")
+
+
+def test_a_row_has_the_same_bits_in_any_company(tools, arguments, on_emulated_threads):
+    (q, pages, index, table, lengths), keywords = arguments("a page is missing")
+    once = on_emulated_threads(q, pages, index, table, lengths, **keywords)
+    others = jnp.arange(2) != 0
+    changed = jnp.where(others[:, None, None, None], -q, q), pages, index, table[jnp.array([0, 0])], jnp.where(others, 70, lengths)
+    for a, b in zip(once, on_emulated_threads(*changed, **keywords), strict=True):
+        tools.assert_same_bits(a[:1], b[:1])
+    for a, b in zip(once, on_emulated_threads(q, pages, index, table, lengths, **keywords), strict=True):
+        tools.assert_same_bits(a, b)
+
+
+# Planted bugs.
+
+TOTAL, SHARE, COPY = refined._total, refined._share, CodedKeys.copy
+
+
+def _without_near(r, found, row, scratch):
+    """The total as if no CTA had any."""
+    load = lanes.load_shared
+    with mock.patch.object(lanes, "load_shared", lambda ref, at, *kind: [x * (len(kind) < 2) for x in load(ref, at, *kind)]):
+        return TOTAL(r, found, row, scratch)
+
+
+def _last_of_equals(r, number, scratch):
+    share = SHARE(r, number, scratch)
+    return share + lanes.number(number) * 1e-3
+
+
+def _of_the_first_head(r, number, scratch):
+    return SHARE(dataclasses.replace(r, attend=dataclasses.replace(r.attend, num_heads=r.attend.num_kv_heads)), number, scratch)
+
+
+def _emptied(folded):
+    nothing = lambda numbers: [nothing(x) for x in numbers] if isinstance(numbers, list) else lanes.f32(0.0)  # noqa: E731
+    return decode_turns.Folded(folded.m, nothing(folded.total), nothing(folded.acc))
+
+
+BUGS = {
+    "sink and local keys are not in the softmax": (refined, "_total", _without_near),
+    "of equal blocks the higher": (refined, "_share", _last_of_equals),
+    "the first head chooses": (refined, "_share", _of_the_first_head),
+    "codes of the block before": (CodedKeys, "copy", lambda *args: COPY(*args[:-2], args[-2] - 1, args[-1])),
+    "every turn has the keys of the first": (CodedKeys, "copy", lambda *args: COPY(*args[:-1], args[-1] * 0)),
+    "sums of lanes are added up twice": (decode_turns.Folded, "to_go_on", lambda self: self),
+    "sink and local keys are not attended to": (decode_turns.Folded, "to_go_on", _emptied),
+    "what CTAs have found is not sent": (refined, "_exchange", lambda *args: None),
+    "CTAs do not wait for each other": (lanes, "cluster_barrier", lambda: None),
+    "the places of the shortlist are the blocks": (refined, "_chosen", lambda r, sinks, kept, n, scratch: sinks + n),
+}
+FOR_BUGS = ("equal keys", "blocks of 64", "groups of 9, two KV heads")
+
+
+@pytest.mark.quick("of equal blocks the higher", "CTAs do not wait for each other")
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(tools, check, on_emulated_threads, monkeypatch, bug):
+    jax.clear_caches()
+    monkeypatch.setattr(*BUGS[bug])
+    tools.must_fail(check, on_emulated_threads, FOR_BUGS)
 
 
 # Lowered and compiled, in the shapes that decoding has.
@@ -105,7 +183,7 @@ SPILL_FREE = {
     "blocks of 16": production(block_size=16, budget=32, shortlist=256, local=32),
     "blocks of 64, means": production(block_size=64, kind="mean"),
     "pages of 256": production(page_size=256, batch=8),
-    "a shortlist of 256": production(budget=64, shortlist=256, batch=8),
+    "a shortlist of 128": production(budget=16, shortlist=128, batch=8),
 }
 WIDE = {
     "groups of 16": production(heads=(16, 1)),
