@@ -10,7 +10,7 @@ import dataclasses
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.select_blocks import select_blocks
 from pallas_kernels.selected_attention.api import Call
-from pallas_kernels.selected_attention.refined_list import refined_list
+from pallas_kernels.selected_attention.shortlist import refined_list
 
 
 def selected_attention(call: Call, q, pages, index, table, lengths, frames, codes):

@@ -8,6 +8,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import packed_suite
 import paging
 import pytest
 from emulator.kernels import kernels
@@ -205,3 +206,56 @@ def test_compiles_without_spilling(spill_free):
 
 def test_compiles_for_blackwell_without_spilling(spill_free_on_blackwell):
     spill_free_on_blackwell(SPILL_FREE, WIDE, launches=1)
+
+
+# Valid input that is none for this kernel: refused when named, passed by when picked.
+
+NOT_HERE = {
+    "17 query rows": (production(heads=(17, 1)), r"T \* G must be at most 16 in one launch, got 17"),
+    "codes of 8 bytes": (production(head_dim=64, codes_kind="keys1"), "codes of whole 16 bytes; keys1 of head dim 64 has 8 a key"),
+    "a long shortlist": (production(budget=64, shortlist=512), "from a shortlist of at most as many blocks, got 512"),
+    "float32": (production(dtype="float32"), "bfloat16 or float16, q and index alike"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_HERE)
+def test_what_it_cannot_do_is_refused_by_name_and_passed_by(on_hopper, picked, case):
+    call, reason = NOT_HERE[case]
+    with pytest.raises(NotImplementedError, match=reason):
+        picked(call, implementation="mosaic_gpu")
+    assert picked(call)["selected_attention"] == "composed"
+
+
+def test_packed_pages_are_passed_by(on_hopper, picked):
+    op, arrays, keywords = production()
+    _, packed, _ = packed_suite.production("int8", batch=1, heads=(28, 4))
+    call = op, packed | {name: arrays[name] for name in ("index", "codes")}, keywords
+    assert picked(call)["selected_attention"] == "composed"
+    with pytest.raises(NotImplementedError, match="over pages of numbers, not over packed ones, got k int8"):
+        picked(call, implementation="mosaic_gpu")
+
+
+def test_the_kernel_for_tpus_is_passed_by(on_tpu, picked):
+    assert picked(production())["selected_attention"] == "composed"
+    with pytest.raises(NotImplementedError, match="in one stage, not from a shortlist of 32 by keys4"):
+        picked(production(), implementation="mosaic_tpu")
+
+
+WRONG = {
+    "codes are missing": ({"codes": None}, {}, "go together; missing: codes"),
+    "no shortlist": ({}, {"shortlist": None}, "go together; missing: shortlist"),
+    "shortlist below the budget": ({}, {"shortlist": 2}, "shortlist must be at least budget 4 and 1, got 2"),
+    "unknown codes": ({}, {"codes_kind": "keys3"}, "'keys3' is unknown; there are keys1, keys2, keys4"),
+    "codes of another kind": ({}, {"codes_kind": "keys1"}, r"must be uint8 \[1024, 4, 1, 160, 16\]"),
+    "codes of other pages": ({"codes": ((1023, 4, 1, 136, 64), "uint8")}, {}, r"must be uint8 \[1024, 4, 1, 136, 64\]"),
+    "codes that are none": ({"codes": ((1024, 4, 1, 136, 64), "int8")}, {}, "must be uint8"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_is_refused(picked, case):
+    arrays, static, reason = WRONG[case]
+    op, right, keywords = production()
+    right = {name: x for name, x in (right | arrays).items() if x is not None}
+    with pytest.raises(ValueError, match=reason):
+        picked((op, right, keywords | static))
