@@ -75,11 +75,11 @@ def attend(r: Shape, unit, cta, parts, inputs, outputs, scratch) -> None:
     (length,) = lanes.load_shared(scratch["pages_s"], s.width)
     fold = functools.partial(_fold, s, cta, decode_turns.Pools.of(s, pools), head, length, scratch)
 
-    def estimate():
+    def queries():
         decode_turns.store_queries(s, row, head, q_ref, scratch["coded_q_s"], 0, True)
         decode_turns.load_queries(s, row, head, q_ref, scratch["q_s"])
-        _estimate(r, cta, head, sinks, found, codes_ref, scratch)
 
+    estimate = functools.partial(_estimate, r, cta, head, sinks, found, codes_ref, queries, scratch)
     near = fold(sinks + locals_, lambda n: lanes.where(n < sinks, n, n + found), meanwhile=estimate)
     _exchange(r, cta, found, near, scratch)
     kept = _choose(r, found, scratch)
@@ -121,10 +121,11 @@ def _fold(s: decode_turns.Shape, cta, pools, head, length, scratch, number, entr
 # 1. Estimate.
 
 
-def _estimate(r: Shape, cta, head, sinks, found, codes_ref, scratch) -> None:
+def _estimate(r: Shape, cta, head, sinks, found, codes_ref, queries, scratch) -> None:
     """By each warp: maximum and sum (log2 units) of the logits of its turns, for every query row, to `scratch["turns_s"]`.
 
-    A CTA takes every `splits`-th block of the shortlist. Its warps take their turns one after the other.
+    A CTA takes every `splits`-th block of the shortlist. Its warps take their turns one after the other. queries: makes them available to
+    the CTA, once the first copies have started.
     """
     s, keys = r.attend, r.keys
     ring_s, per_page = scratch["codes_s"], s.page_size // s.block_size
@@ -159,7 +160,7 @@ def _estimate(r: Shape, cta, head, sinks, found, codes_ref, scratch) -> None:
 
     blocks = lanes.maximum(found - cta + (s.splits - 1), 0) // s.splits
     count = lanes.maximum(blocks * keys.turns - lanes.warp() + (s.warps - 1), 0) // s.warps
-    lane_copies.pipeline(count, DEPTH, locate, fetch, consume, [])
+    lane_copies.pipeline(count, DEPTH, locate, fetch, consume, [], meanwhile=queries)
 
 
 def _query_words(s: decode_turns.Shape, q_s, tile: int, block: int) -> list:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from unittest import mock
 
 import jax
@@ -113,6 +114,17 @@ def _emptied(folded):
     return decode_turns.Folded(folded.m, nothing(folded.total), nothing(folded.acc))
 
 
+def _without_barrier(function, number: int):
+    """The stage without one of its barriers of a CTA."""
+
+    def stage(*args):
+        wait, numbers = lanes.cta_barrier, itertools.count()
+        with mock.patch.object(lanes, "cta_barrier", lambda threads: None if next(numbers) == number else wait(threads)):
+            return function(*args)
+
+    return stage
+
+
 BUGS = {
     "sink and local keys are not in the softmax": (refined, "_total", _without_near),
     "of equal blocks the higher": (refined, "_share", _last_of_equals),
@@ -125,6 +137,8 @@ BUGS = {
     "CTAs do not wait for each other": (lanes, "cluster_barrier", lambda: None),
     "the places of the shortlist are the blocks": (refined, "_chosen", lambda r, sinks, kept, n, scratch: sinks + n),
 }
+BUGS |= {f"barrier {n} of the choice": (refined, "_choose", _without_barrier(refined._choose, n)) for n in range(4)}
+BUGS["the CTA's barrier of the exchange"] = refined, "_exchange", _without_barrier(refined._exchange, 0)
 FOR_BUGS = ("equal keys", "blocks of 64", "groups of 9, two KV heads")
 
 
