@@ -146,8 +146,8 @@ def attend_tokens(
 
 
 def attends_by_list(policy: DecodePolicy) -> bool:
-    """Whether `policy.attend` is attention over what `policy.select` lists. `TopBlocks` and `Cascade` attend by one op that also selects, so
-    they are not for a subclass that selects otherwise; nor is `TopTokens`."""
+    """Whether `policy.attend` is attention over what `policy.select` lists. `TopBlocks` and `Cascade` attend by one op that also selects,
+    so they are not for a subclass that selects otherwise; nor is `TopTokens`."""
     kind = type(policy)
     own = any(kind.attend is each.attend and kind.select is each.select for each in (TopBlocks, Cascade, TopTokens))
     return kind.attend is Stateless.attend or own

@@ -266,10 +266,8 @@ def _select(x: Inputs) -> Run:
 
 def _selected(x: Inputs) -> Run:
     q, options = x.queries(1), {"kind": "bounds", "block_size": PAGE_SIZE, "budget": 4, "sink": 1, "local": 2, "sm_scale": SCALE}
-    arrays, codes = (
-        (q, x.pages, x.bounds, x.table, x.lengths),
-        page_index(x.pages.k, kind="keys4", block_size=PAGE_SIZE, implementation="xla"),
-    )
+    arrays = q, x.pages, x.bounds, x.table, x.lengths
+    codes = page_index(x.pages.k, kind="keys4", block_size=PAGE_SIZE, implementation="xla")
     refined = options | {"shortlist": 8, "codes": codes, "codes_kind": "keys4"}
 
     def run(name: str):

@@ -304,12 +304,17 @@ def test_it_attends_to_what_it_lists(name):
     """One op where there is one, else the list and attention over it."""
     policy, (keys, query, table) = POLICIES[name], case(2, num_queries=2)
     layer, lengths = layer_of(keys, policy), jnp.asarray((300, 41), jnp.int32)
-    ctx = SelectContext(table, lengths, layer=0, num_layers=1, page_size=P, sm_scale=D**-0.5)
-    with dispatch.listening() as heard:
+
+    @jax.jit
+    def attended(query, layer, table, lengths):
+        ctx = SelectContext(table, lengths, layer=0, num_layers=1, page_size=P, sm_scale=D**-0.5)
         out, blocks, _ = policy.attend(query, layer, ctx, ())
+        return out, attend_listed(query, layer, ctx, blocks, return_block_lse=False)[0], blocks.ids
+
+    with dispatch.listening() as heard:
+        out, wanted, ids = attended(query, layer, table, lengths)
     assert ("selected_attention" in heard) == (policy.bits != "cache" and policy.shortlist != "all")
-    assert np.array_equal(blocks.ids, select(policy, layer, query, table, lengths))
-    wanted, _ = attend_listed(query, layer, ctx, blocks, return_block_lse=False)
+    assert np.array_equal(ids, select(policy, layer, query, table, lengths))
     np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-5)
 
 

@@ -101,7 +101,7 @@ class Cascade(Stateless):
     def attend(self, query, layer, ctx, state):
         """Select and attend. A shortlist whose keys are in an index: in one op, which a kernel can do in one launch."""
         self._check(layer)
-        if self.shortlist == "all" or self._reads_cache(layer.pages.k_packed is not None) or ctx.dealt_out:
+        if ctx.dealt_out or not self._is_one_op(layer.pages.k_packed is not None):
             return select_and_attend(self, query, layer, ctx, state)
         bounds, codes = self.indexes()
         out, _, ids = selected_attention(
@@ -160,6 +160,10 @@ class Cascade(Stateless):
     def _reads_cache(self, packed: bool) -> bool:
         """Whether the shortlist's keys are the cache's own. packed: whether those are packed."""
         return self.bits == "cache" or (self.bits is None and packed)
+
+    def _is_one_op(self, packed: bool) -> bool:
+        """Whether `selected_attention` makes the list that `select` makes. packed: whether the cache's keys are."""
+        return self.shortlist != "all" and not self._reads_cache(packed)
 
     def _check(self, layer: LayerCache) -> None:
         if not isinstance(layer, PagedKV):
