@@ -18,7 +18,7 @@ from kvjax.cache.hot import Fetched, HotTiles, fetch
 from kvjax.cache.packed import append_chunk, append_packed
 from kvjax.learning import Learning, attend_and_learn
 from kvjax.model import Heads, Latents, Recurrence
-from kvjax.policies.decode import Blocks, DecodePolicy, IndexerQuery, SelectContext, Stateless, TopBlocks, TopTokens, Window
+from kvjax.policies.decode import Blocks, Cascade, DecodePolicy, IndexerQuery, SelectContext, Stateless, TopBlocks, TopTokens, Window
 from kvjax.policies.decode.base import attend_listed
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy, query_tile_of
 from pallas_kernels.flash_attention import flash_attention
@@ -146,10 +146,10 @@ def attend_tokens(
 
 
 def attends_by_list(policy: DecodePolicy) -> bool:
-    """Whether `policy.attend` is attention over what `policy.select` lists. `TopBlocks` attends by one op that also selects, so it is not
-    for a subclass that selects otherwise; nor is `TopTokens`."""
+    """Whether `policy.attend` is attention over what `policy.select` lists. `TopBlocks` and `Cascade` attend by one op that also selects,
+    so they are not for a subclass that selects otherwise; nor is `TopTokens`."""
     kind = type(policy)
-    own = any(kind.attend is each.attend and kind.select is each.select for each in (TopBlocks, TopTokens))
+    own = any(kind.attend is each.attend and kind.select is each.select for each in (TopBlocks, Cascade, TopTokens))
     return kind.attend is Stateless.attend or own
 
 

@@ -45,12 +45,15 @@ SHAPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What select_blocks keeps, in blocks of `block_size` tokens, by bounds."""
+    """What select_blocks keeps, in blocks of `block_size` tokens, by bounds. shortlist: of which selected_attention keeps k, by `codes`, a
+    kind of page_index; None: it chooses in one stage."""
 
     block_size: int
     k: int
     sink: int
     local: int
+    shortlist: int | None = None
+    codes: str | None = None
 
     @property
     def keys(self) -> int:
@@ -65,6 +68,9 @@ BUDGETS = {
     "quest:256": Budget(16, 256, 1, 32),
 }
 """Names as in `kvjax.policies`. The last two have about the same key budgets as the first two, at block size 16."""
+
+REFINED = {"cascade:4": Budget(128, 4, 1, 4, shortlist=32, codes="keys4")}
+"""Budgets with a shortlist, which only `sparse` has."""
 
 FORMATS = ("int8", "int8-channel", "fp8", "int4", "q8_0", "q4_0")
 """Formats of packed pages: a scale per token; "int8-channel": keys with a scale per channel; as ggml defines them."""
@@ -85,9 +91,9 @@ BASELINES = {"gpu": ("cudnn", "torch-flash", "torch-cudnn", "torch-efficient"), 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One thing to measure. policy: a key of `BUDGETS`, "dense", a baseline, for `index` and `append` "bounds" and the block size
-    (`append` also "open"), for `project` one of `PROJECTIONS`, with ":" and one of `PACKED` if the weights are packed. format: of packed
-    pages, one of `FORMATS`; only for `ATTENDING`."""
+    """One thing to measure. policy: a key of `BUDGETS` or `REFINED`, "dense", a baseline, for `index` and `append` "bounds" and the block
+    size (`append` also "open"), for `project` one of `PROJECTIONS`, with ":" and one of `PACKED` if the weights are packed. format: of
+    packed pages, one of `FORMATS`; only for `ATTENDING`."""
 
     op: str
     shape: str
@@ -109,7 +115,7 @@ class Case:
     @property
     def budget(self) -> Budget | None:
         """The budget of the selection; None where everything is read."""
-        return BUDGETS.get(self.policy)
+        return (BUDGETS | REFINED).get(self.policy)
 
     @property
     def block_size(self) -> int:
@@ -147,8 +153,8 @@ class Case:
         return self.shape, self.tokens, self.batch
 
 
-PACKED_PLACES = ((131072, 1), (131072, 8), (1048576, 1))
-"""Tokens and batch of the cases over packed pages."""
+FEW_PLACES = ((131072, 1), (131072, 8), (1048576, 1))
+"""Tokens and batch of the cases over packed pages, and of those with a shortlist."""
 
 LENGTHS = tuple(n * 1024 for n in (8, 32, 128, 512, 1024))
 
@@ -178,6 +184,7 @@ def matching(patterns: Sequence[str]) -> list[Case]:
 def _cases() -> Iterator[Case]:
     for tokens in (1024, 2048):
         yield from _place("tiny", tokens, 2, ("top:8", "quest:64"), parts=True)
+    yield Case("sparse", "tiny", 2048, 2, "cascade:4")
     yield from (Case("dense", "tiny", 1024, 2, "dense", format) for format in ("int8-channel", "q4_0"))
     yield Case("index", "tiny", 1024, 1, "bounds16")
     yield Case("append", "tiny", 1024, 2, "bounds16")
@@ -186,7 +193,9 @@ def _cases() -> Iterator[Case]:
     for tokens in LENGTHS:
         for batch in (1, 4, 8):
             yield from _place("qwen2.5-7b", tokens, batch, tuple(BUDGETS), parts=batch != 4)
-            for format in FORMATS if (tokens, batch) in PACKED_PLACES else ():
+            for policy in REFINED if (tokens, batch) in FEW_PLACES else ():
+                yield Case("sparse", "qwen2.5-7b", tokens, batch, policy)
+            for format in FORMATS if (tokens, batch) in FEW_PLACES else ():
                 yield Case("dense", "qwen2.5-7b", tokens, batch, "dense", format)
                 yield Case("sparse", "qwen2.5-7b", tokens, batch, "top:32", format)
     for tokens in (8192, 131072):

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int, UInt8
 
 from pallas_kernels.bench.cases import PAGE_SIZE, Case
 from pallas_kernels.pack_pages import pack_pages
-from pallas_kernels.page_index import INDEX_ROWS, page_index
+from pallas_kernels.page_index import INDEX_ROWS, index_shape, page_index
 from pallas_kernels.pages import OpenPages, PageFormat, Pages
 
 L2_BYTES = {"NVIDIA H200": 60 * 2**20, "NVIDIA H100 80GB HBM3": 50 * 2**20}
@@ -48,10 +48,12 @@ FORMATS = {
 
 
 class Pool(NamedTuple):
-    """Pages on the device. index: bounds `[N, K, P/bs, 2, D]` for cases that select or append, else None."""
+    """Pages on the device. index: bounds `[N, K, P/bs, 2, D]` for cases that select or append, else None. codes: the keys in few bits, for
+    cases that choose from a shortlist."""
 
     pages: Pages
     index: Float[Array, "N K nb R D"] | None
+    codes: UInt8[Array, "N K nb R W"] | None = None
 
 
 def cache_bytes() -> int:
@@ -68,8 +70,8 @@ def memory_bytes() -> int:
 
 
 def bytes_read(case: Case, keys: int) -> dict[str, int]:
-    """Bytes that one op has to move: K and V of `keys` tokens (summed over rows and KV heads), and the index that it scans or builds.
-    `append` reads and writes new tokens, and reads the keys of pages that fill.
+    """Bytes that one op has to move: K and V of `keys` tokens (summed over rows and KV heads), the index that it scans or builds, and the
+    codes of a shortlist. `append` reads and writes new tokens, and reads the keys of pages that fill.
 
     Queries, outputs, lists and page tables are left out, because they are less than a thousandth.
     """
@@ -83,14 +85,24 @@ def bytes_read(case: Case, keys: int) -> dict[str, int]:
     of_key = 2 * head_dim * ITEM
     if case.format is not None:
         of_key = sum(format.bytes_per_page(PAGE_SIZE, head_dim) for format in FORMATS[case.format]) / PAGE_SIZE
-    return {"kv": 0 if case.op == "select" else round(keys * of_key), "index": index if case.scans else 0}
+    moved = {"kv": 0 if case.op == "select" else round(keys * of_key), "index": index if case.scans else 0}
+    if case.budget is None or case.budget.codes is None:
+        return moved
+    blocks = case.batch * kv_heads * min(case.budget.shortlist, case.tokens // case.block_size)
+    return moved | {"codes": blocks * _coded_bytes(case)}
+
+
+def _coded_bytes(case: Case) -> int:
+    """Bytes of a block's keys in few bits."""
+    return int(np.prod(index_shape(case.budget.codes, case.block_size, case.sizes.head_dim)))
 
 
 def bytes_held(case: Case, copies: int) -> int:
-    """Bytes of the arrays of a case: keys and values of `copies` batches and, if an index is read, the index."""
+    """Bytes of the arrays of a case: keys and values of `copies` batches and the indexes that are read."""
     tokens = copies * case.batch * case.tokens * case.sizes.num_kv_heads
     scanned = tokens // case.block_size * INDEX_ROWS["bounds"] * (case.op != "baseline" and case.indexed)
-    return (2 * tokens + scanned) * case.sizes.head_dim * ITEM
+    coded = tokens // case.block_size * _coded_bytes(case) if case.budget and case.budget.codes else 0
+    return (2 * tokens + scanned) * case.sizes.head_dim * ITEM + coded
 
 
 def copies_needed(moved: int) -> int:
@@ -109,9 +121,16 @@ def make_pool(case: Case, copies: int, seed: int) -> tuple[Pool, Int[np.ndarray,
     key_k, key_v = jax.random.split(jax.random.key(seed))
     k, v = random_pages(key_k, shape), random_pages(key_v, shape)
     index = jax.block_until_ready(page_index(k, kind="bounds", block_size=case.block_size)) if case.indexed else None
+    codes = _coded(k, case) if case.budget and case.budget.codes else None
     order = np.random.default_rng(seed).permutation(np.arange(1, used + 1, dtype=np.int32)).reshape(copies, case.batch, case.pages)
     pages = Pages(k, v) if case.format is None else _packed(k, v, FORMATS[case.format], order[..., -1].reshape(-1))
-    return Pool(pages, index), order
+    return Pool(pages, index, codes), order
+
+
+def _coded(k: Array, case: Case) -> Array:
+    """The keys in few bits, made from a chunk of pages at a time."""
+    build = functools.partial(page_index, kind=case.budget.codes, block_size=case.block_size)
+    return jax.block_until_ready(jax.jit(lambda k: jax.lax.map(build, k, batch_size=min(len(k), CHUNK_PAGES)))(k))
 
 
 def _packed(k: Array, v: Array, formats: tuple[PageFormat, PageFormat], opened: Int[np.ndarray, "R"]) -> Pages:

@@ -171,6 +171,14 @@ def _list(case: Case, pool: Pool, own: tuple, implementation: str | None) -> jax
     return select_blocks(own[0], pool.index, own[1], own[2], kind="bounds", **sizes, implementation=implementation)[:, 0]
 
 
+def _list_by_xla(case: Case, pool: Pool, own: tuple) -> jax.Array:
+    """The same by plain XLA, from a shortlist, too."""
+    if case.budget.shortlist is None:
+        return _list(case, pool, own, "xla")
+    with dispatch.forced("xla"):
+        return jax.jit(op_of(case, None))(pool, *own)[2][:, 0]
+
+
 def _check(case: Case, pool: Pool, op: Callable, own: tuple) -> dict[str, Any]:
     """Errors of one op against the float32 reference at the same selection, and what it read."""
     q, table, lengths, *listed = own
@@ -184,7 +192,7 @@ def _check(case: Case, pool: Pool, op: Callable, own: tuple) -> dict[str, Any]:
     else:
         blocks = checks.every_block(case.batch, case.sizes.num_kv_heads, case.pages)
     if case.scans:
-        found["same_blocks_as_xla"] = checks.shared_entries(blocks, _list(case, pool, own, "xla"))
+        found["same_blocks_as_xla"] = checks.shared_entries(blocks, _list_by_xla(case, pool, own))
     if case.op != "select":
         ref = checks.streamed_attention(
             q, pool.pages, table, lengths, blocks, block_size=case.block_size, sm_scale=case.sizes.head_dim**-0.5

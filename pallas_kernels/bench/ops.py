@@ -44,6 +44,8 @@ def op_of(case: Case, implementation: str | None) -> Callable[[Pool, Own], Any]:
         budget = case.budget
         sizes = {"block_size": budget.block_size, "budget": budget.k, "sink": budget.sink, "local": budget.local, "sm_scale": sm_scale}
         arrays = q, pool.pages, pool.index, table, lengths
+        if budget.shortlist is not None:
+            sizes |= {"shortlist": budget.shortlist, "codes": pool.codes, "codes_kind": budget.codes}
         return selected_attention(*arrays, kind="bounds", **sizes, implementation=implementation)
 
     def index(pool: Pool, keys):

@@ -125,15 +125,25 @@ def attend(s: Shape, unit, cta, number, inputs, outputs, scratch) -> None:
 
     def place(n):
         turn = first + n * workers
-        entry = lanes.minimum(turn * KEYS // s.block_size, s.width - 1)
-        (block,), (page,) = (lanes.load_shared(scratch[name], entry) for name in ("ids_s", "pages_s"))
-        start = lanes.maximum(block, 0) * s.block_size + turn * KEYS % s.block_size
-        written = lanes.where(page >= 0, lanes.minimum(length - start, KEYS), 0)
-        return [lanes.maximum(page, 0), start % s.page_size, start, written]
+        return place_listed(s, turn, lanes.minimum(turn * KEYS // s.block_size, s.width - 1), length, scratch)
 
     turns = lanes.maximum(total - first + (workers - 1), 0) // workers
     queries = functools.partial(decode_turns.load_queries, s, row, head, q_ref, scratch["q_s"])
     folded = decode_turns.fold(s, decode_turns.Pools.of(s, pools), scratch, head, length, turns, place, queries)
+    merge_and_store(s, folded, (row, head, cta), outputs, scratch)
+
+
+def place_listed(s: Shape, turn, entry, length, scratch) -> list:
+    """Where the keys of a turn lie, see `decode_turns.fold`, of an entry of the list that `listed.locate` found."""
+    (block,), (page,) = (lanes.load_shared(scratch[name], entry) for name in ("ids_s", "pages_s"))
+    start = lanes.maximum(block, 0) * s.block_size + turn * KEYS % s.block_size
+    written = lanes.where(page >= 0, lanes.minimum(length - start, KEYS), 0)
+    return [lanes.maximum(page, 0), start % s.page_size, start, written]
+
+
+def merge_and_store(s: Shape, folded: decode_turns.Folded, place, outputs, scratch) -> None:
+    """By all threads of all CTAs of a cluster: merge what their warps have folded, and write out and lse. place: row, KV head, CTA."""
+    row, head, cta = place
     decode_turns.share(s, folded, scratch)
     _send(s, cta, scratch)
     cluster_merge.merge_sent(s, row, head, cta, scratch["parts_s"], scratch["stats_s"], *outputs)

@@ -119,11 +119,12 @@ def load_queries(s: Shape, row: Scalar, head: Scalar, q_ref, q_s) -> None:
     elements e, e + 2 and e + 1, e + 3, where e is 32j + 16h + 4t.
     """
     for n, for_codes in enumerate(s.query_orders):
-        _load_queries(s, row, head, q_ref, q_s, n * s.rows * s.head_dim // 2, for_codes)
+        store_queries(s, row, head, q_ref, q_s, n * s.rows * s.head_dim // 2, for_codes)
     lanes.cta_barrier(s.threads)
 
 
-def _load_queries(s: Shape, row: Scalar, head: Scalar, q_ref, q_s, first: int, for_codes: bool) -> None:
+def store_queries(s: Shape, row: Scalar, head: Scalar, q_ref, q_s, first: int, for_codes: bool) -> None:
+    """`load_queries` in one of its orders, from word `first` on. A barrier must follow."""
     chunks = s.head_dim // 32
     for start in range(0, s.column_tiles * chunks * 32, s.threads):
         i = lanes.thread() + start
@@ -153,6 +154,11 @@ class Folded:
         zeros = [[[lanes.f32(0.0)] * 4 for _ in range(s.head_dim // 16)] for _ in tiles]
         return cls([[lanes.f32(LOWEST)] * 2 for _ in tiles], [[lanes.f32(0.0)] * 2 for _ in tiles], zeros)
 
+    def to_go_on(self) -> Folded:
+        """What `fold` has returned, as it was before it added up the sums of the lanes."""
+        first = (lanes.lane() >> 2) == 0
+        return Folded(self.m, [[lanes.where(first, x, 0.0) for x in pair] for pair in self.total], self.acc)
+
     def flat(self) -> list[Scalar]:
         """All numbers, for a loop to carry."""
         return [x for pairs in (self.m, self.total) for pair in pairs for x in pair] + [x for t in self.acc for four in t for x in four]
@@ -181,6 +187,7 @@ def fold(
     queries: Callable,
     report: Callable | None = None,
     first_from: Callable | None = None,
+    before: Folded | None = None,
 ) -> Folded:
     """By each warp: fold turns 0 to `turns` - 1 of its own, in order; then those of its queries' own pages that are open.
 
@@ -188,7 +195,8 @@ def fold(
     keys are written (0 or less: none). It may be called with turns past the last. queries: makes the queries available to the CTA; all its
     warps call it once, after their first copies have started. report: called with a turn and, per column tile, the LSE (log2 units) of its
     keys for the two query rows of the lane, the same in all g; of a turn of an open page a second time, which counts. first_from: a
-    position -> the first turn with keys from there on; None: they are in any order.
+    position -> the first turn with keys from there on; None: they are in any order. before: what this warp has folded before, of pages
+    that are not packed.
     """
     ring_s = scratch["ring_s"]
     own = _own_start(s, length - 1)
@@ -224,7 +232,8 @@ def fold(
         queries()
 
     closed_turns = turns if opened is None or first_from is None else lanes.minimum(turns, first_from(own))
-    carry = lane_copies.pipeline(closed_turns, s.stages, packed_place, fetch, consume, Folded.empty(s).flat(), meanwhile=meanwhile)
+    carry = (Folded.empty(s) if before is None else before.to_go_on()).flat()
+    carry = lane_copies.pipeline(closed_turns, s.stages, packed_place, fetch, consume, carry, meanwhile=meanwhile)
     folded = Folded.of_flat(s, carry)
     if s.v_codes is not None:
         folded.acc = [packed_turns.natural_order(tile) for tile in folded.acc]
@@ -461,9 +470,18 @@ def share(s: Shape, folded: Folded, scratch) -> None:
             for i, four in enumerate(folded.acc[tile]):
                 for half in range(2):
                     lanes.store_shared(scratch["ring_s"], at * _stride(s) + g + (16 * i + 8 * half), four[2 * half + j])
-            with lanes.when(g == 0):
-                lanes.store_shared(scratch["warps_s"], at * 2, folded.m[tile][j], folded.total[tile][j])
+    share_totals(s, folded, scratch)
     lanes.cta_barrier(s.threads)
+
+
+def share_totals(s: Shape, folded: Folded, scratch) -> None:
+    """By all threads of a CTA: the maxima and sums that each warp found, for `merged_total`. A barrier must follow."""
+    lane = lanes.lane()
+    for tile in range(s.column_tiles):
+        for j in range(2):
+            at = lanes.warp() * s.rows + (lane & 3) * 2 + (8 * tile + j)
+            with lanes.when(lane < 4):
+                lanes.store_shared(scratch["warps_s"], at * 2, folded.m[tile][j], folded.total[tile][j])
 
 
 def merged(s: Shape, r: Scalar, column: Scalar, scratch) -> tuple[Scalar, Scalar, list[Scalar]]:

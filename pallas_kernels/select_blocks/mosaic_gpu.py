@@ -193,8 +193,9 @@ def outputs(s: Shape) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((s.batch, s.num_queries, s.num_kv_heads, s.width), jnp.int32)]
 
 
-def select(s: Shape, unit, cta, inputs, scratch) -> None:
+def select(s: Shape, unit, cta, inputs, scratch) -> tuple:
     """All stages, by all threads of all CTAs of a cluster. The list is written to `scratch["ids_s"]` of each of them, its length after it.
+    Returns how many sink, distant and local blocks it has.
 
     unit: row * num_kv_heads + KV head, where a row is a query, sequence * num_queries + its number. cta: number in the cluster. inputs: q,
     index, page table, lengths.
@@ -218,8 +219,9 @@ def select(s: Shape, unit, cta, inputs, scratch) -> None:
         choose_best = _choose_at_once if s.at_once else _choose_twice
         found = choose_best(s, cta, lanes.maximum(first_local - s.sink, 0), score, scratch)
         lanes.cta_barrier(s.threads)
-    _assemble(s, length, current, local_start, found, scratch["distant_s"], scratch["ids_s"])
+    parts = _assemble(s, length, current, local_start, found, scratch["distant_s"], scratch["ids_s"])
     lanes.cta_barrier(s.threads)
+    return parts
 
 
 def tokens_seen(num_queries: int, lengths_ref, row):
@@ -431,8 +433,8 @@ def _send_survivors(s: Shape, mine, first, count, keys_s, survivors_s, counts_s)
 # 3. List.
 
 
-def _assemble(s: Shape, length, current, local_start, found, distant_s, ids_s) -> None:
-    """Write the list: sink, distant, local, then -1."""
+def _assemble(s: Shape, length, current, local_start, found, distant_s, ids_s) -> tuple:
+    """Write the list: sink, distant, local, then -1. Returns how many there are of each."""
     there = length > 0
     sinks = lanes.where(there, lanes.minimum(current + 1, s.sink), 0)
     locals_ = lanes.where(there, lanes.maximum(current + 1 - local_start, 0), 0)
@@ -445,3 +447,4 @@ def _assemble(s: Shape, length, current, local_start, found, distant_s, ids_s) -
             after = i - sinks - found
             local = lanes.where(after < locals_, local_start + after, -1)
             lanes.store_shared(ids_s, i, lanes.where(i < sinks, i, lanes.where(after < 0, distant, local)))
+    return sinks, found, locals_

@@ -4,12 +4,13 @@ The stages of `select_blocks` write the same list to the shared memory of every 
 the list (`hopper.decode_tiles`), and the cluster merges the parts (`gather_attention.cluster_merge`). Two barriers of the cluster
 replace the boundaries between launches, and the list never passes through global memory.
 
-Packed pages are folded by `hopper.decode_turns`, in the same launch.
+Packed pages are folded by `hopper.decode_turns`, in the same launch. So are, on every GPU, lists that are chosen from a shortlist
+(`refined`).
 
 The T queries of a sequence are T rows that share its page table. Each has its own list and cluster, so a drafted step gives by construction
 what steps of one token would. Blocks that several queries list are read by each of them, after the first time mostly from the L2 cache.
 
-Memory traffic, per query: the candidates' index rows, the listed keys and values, the output and the list.
+Memory traffic, per query: the candidates' index rows, the codes of a shortlist, the listed keys and values, the output and the list.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from jax import lax
 
 from pallas_kernels.gather_attention import listed, turns
 from pallas_kernels.gather_attention import mosaic_gpu as gather
+from pallas_kernels.hopper import coded_turns, decode_turns, lanes
 from pallas_kernels.hopper import decode_tiles as tiles
-from pallas_kernels.hopper import decode_turns, lanes
+from pallas_kernels.hopper.coded_turns import CodedKeys
 from pallas_kernels.select_blocks import mosaic_gpu as select
+from pallas_kernels.selected_attention import refined
 from pallas_kernels.selected_attention.api import Call
 
 
-def unsupported(call: Call, q, pages, index, table, lengths, frames) -> str | None:
+def unsupported(call: Call, q, pages, index, table, lengths, frames, codes) -> str | None:
     """Why this kernel cannot take this valid input, or None if it can."""
     chosen_by = call.selection(pages.page_size)
     attended = gather.Call(call.block_size, None, call.sm_scale, False, None)
@@ -37,6 +40,8 @@ def unsupported(call: Call, q, pages, index, table, lengths, frames) -> str | No
     if reason:
         return reason
     chosen = select.shape_of(chosen_by, q, index, table)
+    if call.refines:
+        return _not_refined(call, q, pages, chosen, frames)
     sizes = {"width": chosen.width, "block_size": call.block_size, "words": chosen.scratch_words()}
     if gather.multiplies_by_wgmma(pages):
         return listed.unsupported(rows, pages, **sizes)
@@ -46,21 +51,49 @@ def unsupported(call: Call, q, pages, index, table, lengths, frames) -> str | No
     return select.too_many_blocks(dataclasses.replace(chosen, threads=s.threads))
 
 
+def _not_refined(call: Call, q, pages, chosen: select.Shape, frames) -> str | None:
+    """Why a list cannot be chosen from a shortlist by one launch, or None if it can."""
+    rows = _rows(q)
+    if pages.packed:
+        return f"it chooses from a shortlist over pages of numbers, not over packed ones, got k {pages.k.dtype}"
+    if reason := coded_turns.unsupported(call.codes_kind, q.shape[3]) or listed.unsupported_rows(rows, pages, call.block_size):
+        return reason
+    r = _refined_shape(call, q, pages, chosen, frames)
+    if r.attend.stages == 0:
+        return f"a shortlist of {call.shortlist} blocks and the selection leave no shared memory for keys of head dim {q.shape[3]}"
+    if call.shortlist > r.attend.threads:
+        return f"a CTA of {r.attend.threads} threads chooses from a shortlist of at most as many blocks, got {call.shortlist}"
+    return select.too_many_blocks(dataclasses.replace(chosen, threads=r.attend.threads))
+
+
+def _refined_shape(call: Call, q, pages, chosen: select.Shape, frames) -> refined.Shape:
+    """The sizes of a call with a shortlist. The `stages` of its `attend` are 0 if shared memory cannot hold one."""
+    sizes = {"width": chosen.width, "block_size": call.block_size, "window": None, "sm_scale": call.sm_scale}
+    keys = CodedKeys(call.codes_kind, call.block_size, q.shape[3])
+    of_list = call.shortlist, call.budget, call.width(pages.page_size), frames is not None
+    r = refined.Shape(turns.list_shape(_rows(q), pages, **sizes, words={}), keys, *of_list)
+    return dataclasses.replace(r, attend=turns.list_shape(_rows(q), pages, **sizes, words=chosen.scratch_words() | r.scratch_words()))
+
+
 def _rows(q) -> jax.ShapeDtypeStruct:
     """Every query as a row of its own: `[B*T, 1, H, D]`, shape and dtype."""
     return jax.ShapeDtypeStruct((q.shape[0] * q.shape[1], 1, *q.shape[2:]), q.dtype)
 
 
-def selected_attention(call: Call, q, pages, index, table, lengths, frames):
+def selected_attention(call: Call, q, pages, index, table, lengths, frames, codes):
     """See `pallas_kernels.selected_attention.selected_attention`; takes no config."""
-    reason = unsupported(call, q, pages, index, table, lengths, frames)
+    reason = unsupported(call, q, pages, index, table, lengths, frames, codes)
     if reason:
         raise NotImplementedError(f"selected_attention 'mosaic_gpu': {reason}")
     chosen = select.shape_of(call.selection(pages.page_size), q, index, table)
     words = chosen.scratch_words()
     sizes = {"width": chosen.width, "block_size": call.block_size, "window": None, "sm_scale": call.sm_scale}
     tables = (table,) if frames is None else (table, frames)
-    if gather.multiplies_by_wgmma(pages):
+    if call.refines:
+        s = _refined_shape(call, q, pages, chosen, frames)
+        ring, attend = s.attend.scratch_words()["ring_s"], functools.partial(_attend_refined, codes=codes)
+        chosen = dataclasses.replace(chosen, threads=s.attend.threads)
+    elif gather.multiplies_by_wgmma(pages):
         s = listed.shape_of(_rows(q), pages, **sizes, words=words)
         ring, attend = listed.ring_words(s), _attend
     else:
@@ -125,4 +158,33 @@ def _attend_turns(chosen: select.Shape, s: decode_turns.Shape, q, pages, index, 
     out_type = [*listed.outputs(s), *select.outputs(chosen)]
     kernel = listed.launch(s, selected_kernel, out_type, turns.scratch_types(words))
     out, lse, ids = kernel(q.reshape(_rows(q).shape), *pool, index, lengths, *tables)
+    return out.reshape(q.shape), lse.reshape(q.shape[:3]), ids
+
+
+@functools.partial(jax.jit, static_argnames=("chosen", "r"))
+def _attend_refined(chosen: select.Shape, r: refined.Shape, q, pages, index, tables, lengths, codes):
+    """`_attend` of the best of a shortlist: one stage of single threads, too."""
+    s, pool = r.attend, turns.arrays_of(pages)
+    words = turns.list_scratch(s, chosen.scratch_words() | r.scratch_words())
+
+    def refined_kernel(*refs):
+        refs, scratch = refs[: -len(words)], refs[-len(words) :]
+
+        @lanes.stage(unit=lax.axis_index("unit"), cta=lax.axis_index("cta"))
+        def run(arrays, scratch, unit, cta):
+            inputs, (index_ref, lengths_ref, *table_refs) = arrays[: 2 + len(pool)], arrays[2 + len(pool) : -3]
+            parts = select.select(chosen, unit, cta, (inputs[1], index_ref, table_refs[0], lengths_ref), scratch)
+            row = unit // s.num_kv_heads
+            length = select.tokens_seen(chosen.num_queries, lengths_ref, row)
+            names = ("page_ids_s", "pages_s") if r.framed else ("pages_s",)
+            for table_ref, name in zip(table_refs, names, strict=True):
+                places = {"ids_s": scratch["ids_s"], "pages_s": scratch[name]}
+                listed.locate(s, length, table_ref, row // chosen.num_queries, chosen.table_width, places)
+            refined.attend(r, unit, cta, parts, inputs, arrays[-3:], scratch)
+
+        run(refs, dict(zip(words, scratch, strict=True)))
+
+    lists = jax.ShapeDtypeStruct((*q.shape[:2], s.num_kv_heads, r.width), "int32")
+    kernel = listed.launch(s, refined_kernel, [*listed.outputs(s), lists], turns.scratch_types(words))
+    out, lse, ids = kernel(codes, q.reshape(_rows(q).shape), *pool, index, lengths, *tables)
     return out.reshape(q.shape), lse.reshape(q.shape[:3]), ids

@@ -57,8 +57,10 @@ def _sizes(call: Call, q, pages, index, table) -> tuple:
     return select.sizes_of(chosen_by, q, index, table, config), gather.sizes_of(attended, row, pages, table, blocks)
 
 
-def unsupported(call: Call, q, pages, index, table, lengths, frames) -> str | None:
+def unsupported(call: Call, q, pages, index, table, lengths, frames, codes) -> str | None:
     """Why this kernel cannot take this valid input, with the values, or None if it can. Uses only shapes and dtypes."""
+    if call.refines:
+        return f"it chooses in one stage, not from a shortlist of {call.shortlist} by {call.codes_kind}"
     chosen_by, attended, config = _calls(call, pages.page_size)
     row = jax.ShapeDtypeStruct((1, 1, *q.shape[2:]), q.dtype)
     listed = jax.ShapeDtypeStruct((1, pages.kv_heads, chosen_by.width), jnp.int32)
@@ -78,14 +80,14 @@ def unsupported(call: Call, q, pages, index, table, lengths, frames) -> str | No
     return None
 
 
-def selected_attention(call: Call, q, pages, index, table, lengths, frames, *, interpret=False):
+def selected_attention(call: Call, q, pages, index, table, lengths, frames, codes, *, interpret=False):
     """See `pallas_kernels.selected_attention.selected_attention`. config: a `Config`, or None for `Config()`.
 
     interpret: False, or `pltpu.InterpretParams(...)` to run on a CPU; for tests.
 
     Raises NotImplementedError, with the sentence of `unsupported`, for input that this kernel cannot take.
     """
-    reason = unsupported(call, q, pages, index, table, lengths, frames)
+    reason = unsupported(call, q, pages, index, table, lengths, frames, codes)
     if reason is not None:
         raise NotImplementedError(f"implementation 'mosaic_tpu' of selected_attention: {reason}")
     chosen, walked = _sizes(call, q, pages, index, table)

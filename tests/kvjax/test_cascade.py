@@ -11,9 +11,12 @@ from histories import History, Sizes, run_histories
 from tiny_models import QWEN_7B, make_family
 
 from kvjax import Engine
+from kvjax.attend import attends_by_list
 from kvjax.bill.volume import step_bytes
 from kvjax.cache import PagedKV
 from kvjax.policies.decode import Cascade, SelectContext, cascade, parse, register
+from kvjax.policies.decode.base import attend_listed
+from pallas_kernels import dispatch
 from pallas_kernels.pack_pages import pack_pages
 from pallas_kernels.page_format import PageFormat, unpack
 from pallas_kernels.page_index import page_index
@@ -296,3 +299,27 @@ def test_it_says_what_it_reads():
 def test_numbers_that_do_not_fit_are_refused(name, said):
     with pytest.raises(ValueError, match=said):
         parse(name)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_it_attends_to_what_it_lists(name):
+    """One op where there is one, else the list and attention over it."""
+    policy, (keys, query, table) = POLICIES[name], case(2, num_queries=2)
+    layer, lengths = layer_of(keys, policy), jnp.asarray((300, 41), jnp.int32)
+
+    @jax.jit
+    def attended(query, layer, table, lengths):
+        ctx = SelectContext(table, lengths, layer=0, num_layers=1, page_size=P, sm_scale=D**-0.5)
+        out, blocks, _ = policy.attend(query, layer, ctx, ())
+        return out, attend_listed(query, layer, ctx, blocks, return_block_lse=False)[0], blocks.ids
+
+    with dispatch.listening() as heard:
+        out, wanted, ids = attended(query, layer, table, lengths)
+    assert ("selected_attention" in heard) == (policy.bits != "cache" and policy.shortlist != "all")
+    assert np.array_equal(ids, select(policy, layer, query, table, lengths))
+    np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_what_it_attends_to_is_its_list():
+    """So its pages may come from host memory."""
+    assert attends_by_list(parse("cascade:4"))

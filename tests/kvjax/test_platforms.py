@@ -103,6 +103,24 @@ def test_steps_over_packed_pages_take_the_kernels_that_unpack_them(as_on, text):
     assert heard["selected_attention"] == ("composed" if "d4" in text else "mosaic_gpu")
 
 
+@pytest.mark.parametrize(("name", "picked"), [("cascade:1/2", "mosaic_gpu"), ("cascade:1/2+1bit", "composed")])
+def test_a_step_of_cascade_takes_the_kernel_that_chooses_from_a_shortlist(as_on, name, picked, caplog):
+    """Without being told to; with 1 bit and head dim 64 a key has too few bytes, and the log says so."""
+    config = make_family("llama", head_dim=64, dtype="bfloat16").config
+    spec, decoder, policy = config.cache_spec(128), TransformerDecoder(config), parse(name)
+    tables = {group.name: np.zeros((1, 8), np.int32) for group in spec.groups}
+    shapes = jax.eval_shape(lambda: (init_params(config, jax.random.key(0)), spec.empty(dict.fromkeys(tables, 8), policy.indexes())))
+    cache = Cache(shapes[1], tables, np.array([900], np.int32), spec)
+    as_on("cuda", "9.0")
+    states = tuple(policy.init(None, 1) for _ in spec.paged)
+    step = decoder, policy, policy.indexes(), shapes[0], cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states
+    with dispatch.listening() as heard, caplog.at_level("INFO", logger="pallas_kernels.dispatch"):
+        text = decode_step.trace(*step).lower(lowering_platforms=("cuda",)).as_text()
+    assert heard["selected_attention"] == picked
+    assert ("refined_kernel" in text) == (picked == "mosaic_gpu")
+    assert ("not mosaic_gpu: it reads codes of whole 16 bytes" in caplog.text) == (picked == "composed")
+
+
 @pytest.mark.parametrize("weights", rest_long(["int8", "fp8:128x128", "int4"], "int4"))
 def test_a_decode_step_over_packed_weights_runs_on_the_kernel_of_a_hopper_gpu(as_on, monkeypatch, weights):
     """All its projections, of 16 rows, without being told to."""

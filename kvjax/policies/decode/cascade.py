@@ -15,13 +15,14 @@ from jaxtyping import Array, Float32, Int
 
 from kvjax.cache.types import IndexSpec, LayerCache, PagedKV
 from kvjax.checks import whole_number
-from kvjax.policies.decode.base import Blocks, SelectContext, Stateless
+from kvjax.policies.decode.base import Blocks, SelectContext, Stateless, select_and_attend
 from kvjax.policies.decode.candidates import always_read, ascending, best_candidates
 from kvjax.policies.decode.top_blocks import TopBlocks
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.page_index import CODED, index_shape
 from pallas_kernels.pages import OpenPages, Pages
 from pallas_kernels.select_blocks import block_lse, select_blocks
+from pallas_kernels.selected_attention import selected_attention
 
 BITS = {bits: kind for kind, bits in CODED.items()}
 """Kind of index by bits of a number."""
@@ -97,6 +98,27 @@ class Cascade(Stateless):
         ids = ascending(jnp.concatenate([always, best], axis=3))
         return Blocks(ids[:, 0] if ids.shape[1] == 1 else ids, self.block_size), state
 
+    def attend(self, query, layer, ctx, state):
+        """Select and attend. A shortlist whose keys are in an index: in one op, which a kernel can do in one launch."""
+        self._check(layer)
+        if ctx.dealt_out or not self._is_one_op(layer.pages.k_packed is not None):
+            return select_and_attend(self, query, layer, ctx, state)
+        bounds, codes = self.indexes()
+        out, _, ids = selected_attention(
+            *(query, layer.pages, layer.index[bounds.name], ctx.page_table, ctx.lengths),
+            kind=bounds.kind,
+            block_size=self.block_size,
+            budget=self.k,
+            sink=self.sink,
+            local=self.local,
+            sm_scale=ctx.sm_scale,
+            frames=ctx.moved,
+            shortlist=self.shortlist,
+            codes=layer.index[codes.name],
+            codes_kind=codes.kind,
+        )
+        return out, Blocks(ids[:, 0] if ids.shape[1] == 1 else ids, self.block_size), state
+
     def _candidates(self, query, layer: PagedKV, ctx: SelectContext, first_local, lists: tuple[int, int, int]) -> Int[Array, "B T K C"]:
         """The distant blocks to choose from, -1 where there is none."""
         if self.shortlist == "all":
@@ -138,6 +160,10 @@ class Cascade(Stateless):
     def _reads_cache(self, packed: bool) -> bool:
         """Whether the shortlist's keys are the cache's own. packed: whether those are packed."""
         return self.bits == "cache" or (self.bits is None and packed)
+
+    def _is_one_op(self, packed: bool) -> bool:
+        """Whether `selected_attention` makes the list that `select` makes. packed: whether the cache's keys are."""
+        return self.shortlist != "all" and not self._reads_cache(packed)
 
     def _check(self, layer: LayerCache) -> None:
         if not isinstance(layer, PagedKV):

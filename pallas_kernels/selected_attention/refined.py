@@ -1,0 +1,278 @@
+"""From a shortlist to attention over the best of it: stages of `mosaic_gpu`, by the threads of `hopper.lanes`.
+
+`select_blocks` has written sink, shortlist and local blocks to every CTA of the cluster. Then:
+
+1. Estimate. Each CTA takes some blocks of the shortlist, its warps up to 32 of their keys at a time (`hopper.coded_turns`). Meanwhile the
+   keys and values of sink and local blocks arrive, and each warp folds its part of them (`hopper.decode_turns`).
+2. Exchange. Every CTA gets the log-sum-exp of every block of the shortlist, and of sink and local keys, for each query head.
+3. Choose. Every CTA makes the same choice: the softmax of each query head, the sum over the heads, the k largest; of equal ones the lower.
+4. Attend. Warps fold the chosen blocks after what they had, and the cluster merges the parts (`gather_attention.turns`).
+
+Sink and local keys are read once: they are a part of the softmax and of the output. Nothing is added in order of arrival.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from pallas_kernels.gather_attention import turns
+from pallas_kernels.hopper import decode_turns, lane_copies, lane_math, lane_sums, lanes
+from pallas_kernels.hopper.coded_turns import CodedKeys
+from pallas_kernels.hopper.decode_tiles import LOG2E, LOWEST
+from pallas_kernels.hopper.packed_turns import KEYS
+from pallas_kernels.select_blocks import choose
+
+DEPTH = 2
+"""Turns of codes that a warp has in flight."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """keys: of the index of codes. shortlist, k: blocks to choose from, and to keep. width: of the list that is returned. listed: of the
+    list with the whole shortlist. framed: whether frames are not page ids."""
+
+    attend: decode_turns.Shape
+    keys: CodedKeys
+    shortlist: int
+    k: int
+    width: int
+    framed: bool
+
+    @property
+    def each(self) -> int:
+        """Most blocks of the shortlist that a CTA estimates."""
+        return -(-self.shortlist // self.attend.splits)
+
+    def scratch_words(self) -> dict[str, int]:
+        """Words of shared memory: the ring of codes; queries in their order; maximum and sum of each turn; log-sum-exp of each block;
+        maximum and sum of each CTA's sink and local keys; total of each head; keys of the choice, and the places that it keeps; a word of
+        each warp; page ids of the list, where frames are others."""
+        s = self.attend
+        sizes = {
+            "codes_s": s.warps * DEPTH * self.keys.words,
+            "coded_q_s": s.rows * s.head_dim // 2,
+            "turns_s": 2 * self.each * self.keys.turns * s.rows,
+            "blocks_s": self.shortlist * s.rows,
+            "near_s": 2 * s.splits * s.rows,
+            "totals_s": s.rows,
+            "shares_s": -(-self.shortlist // 4) * 4,
+            "chosen_s": max(self.k, 1),
+            "exchange_s": -(-s.warps // 4) * 4,
+        }
+        return sizes | ({"page_ids_s": s.width + 1} if self.framed else {})
+
+
+def attend(r: Shape, unit, cta, parts, inputs, outputs, scratch) -> None:
+    """By all threads of all CTAs of a cluster: the best of the shortlist, attention over them and over sink and local blocks, the list.
+
+    parts: how many sink, distant and local blocks the list in `scratch["ids_s"]` has, for which `listed.locate` has found the frames (and
+    the page ids, if `r.framed`). inputs: codes, q, and `turns.arrays_of` the pages. outputs: out, lse, lists.
+    """
+    s, (codes_ref, q_ref, *pools), (*attended, ids_ref) = r.attend, inputs, outputs
+    row, head = unit // s.num_kv_heads, unit % s.num_kv_heads
+    sinks, found, locals_ = parts
+    (length,) = lanes.load_shared(scratch["pages_s"], s.width)
+    fold = functools.partial(_fold, s, cta, decode_turns.Pools.of(s, pools), head, length, scratch)
+
+    def queries():
+        decode_turns.store_queries(s, row, head, q_ref, scratch["coded_q_s"], 0, True)
+        decode_turns.load_queries(s, row, head, q_ref, scratch["q_s"])
+
+    estimate = functools.partial(_estimate, r, cta, head, sinks, found, codes_ref, queries, scratch)
+    near = fold(sinks + locals_, lambda n: lanes.where(n < sinks, n, n + found), meanwhile=estimate)
+    _exchange(r, cta, found, near, scratch)
+    kept = _choose(r, found, scratch)
+
+    def chosen(n):
+        return _chosen(r, sinks, kept, n, scratch)
+
+    folded = fold(kept, chosen, before=near)
+    turns.merge_and_store(s, folded, (row, head, cta), attended, scratch)
+    for start in range(0, r.width, s.threads):
+        i = lanes.thread() + start
+        with lanes.when((i < r.width) & (cta == 0)):
+            distant = (i >= sinks) & (i < sinks + kept)
+            entry = lanes.where(distant, chosen(i - sinks), lanes.where(i < sinks, i, i - kept + found))
+            (block,) = lanes.load_shared(scratch["ids_s"], lanes.minimum(entry, s.width - 1))
+            lanes.store_global(ids_ref, unit * r.width + i, lanes.where(i < sinks + kept + locals_, block, -1))
+
+
+def _chosen(r: Shape, sinks, kept, n, scratch):
+    """The entry of the n-th chosen block; past them that of another block."""
+    (place,) = lanes.load_shared(scratch["chosen_s"], lanes.maximum(lanes.minimum(n, max(r.k, 1) - 1), 0))
+    return lanes.where(n < kept, sinks + place, 0)
+
+
+def _fold(s: decode_turns.Shape, cta, pools, head, length, scratch, number, entry_of, meanwhile=lambda: None, before=None):
+    """By each warp: fold its part of `number` blocks. entry_of: a number below that -> the block's entry in the list. Turns are dealt out:
+    first one to a warp of each CTA, then to the next."""
+    total, workers = number * (s.block_size // KEYS), s.splits * s.warps
+    first = lanes.warp() * s.splits + cta
+
+    def place(n):
+        turn = first + n * workers
+        return turns.place_listed(s, turn, lanes.minimum(entry_of(turn * KEYS // s.block_size), s.width - 1), length, scratch)
+
+    count = lanes.maximum(total - first + (workers - 1), 0) // workers
+    return decode_turns.fold(s, pools, scratch, head, length, count, place, meanwhile, before=before)
+
+
+# 1. Estimate.
+
+
+def _estimate(r: Shape, cta, head, sinks, found, codes_ref, queries, scratch) -> None:
+    """By each warp: maximum and sum (log2 units) of the logits of its turns, for every query row, to `scratch["turns_s"]`.
+
+    A CTA takes every `splits`-th block of the shortlist. Its warps take their turns one after the other. queries: makes them available to
+    the CTA, once the first copies have started.
+    """
+    s, keys = r.attend, r.keys
+    ring_s, per_page = scratch["codes_s"], s.page_size // s.block_size
+    ids_s, pages_s = scratch["ids_s"], scratch["page_ids_s" if r.framed else "pages_s"]
+
+    def turn_of(n):
+        return lanes.warp() + n * s.warps
+
+    def locate(n):
+        number = turn_of(n) // keys.turns * s.splits + cta
+        entry = lanes.minimum(sinks + number, s.width - 1)
+        (block,), (page,) = (lanes.load_shared(ref, entry) for ref in (ids_s, pages_s))
+        place = (page * s.num_kv_heads + head) * per_page + lanes.maximum(block, 0) % per_page
+        return [lanes.where((number < found) & (page >= 0), place, -1)]
+
+    def slot(n):
+        return (lanes.warp() * DEPTH + n % DEPTH) * keys.words
+
+    def fetch(n, place):
+        keys.copy(ring_s, slot(n), codes_ref, place[0], turn_of(n) % keys.turns)
+
+    def consume(n, place):
+        for tile in range(s.column_tiles):
+            words = functools.partial(_query_words, s, scratch["coded_q_s"], tile)
+            logits = keys.logits(ring_s, slot(n), words, s.dtype.name)
+            for j in range(2):
+                m, total = _folded([x[i] * (s.sm_scale * LOG2E) for x in logits for i in (j, j + 2)])
+                at = turn_of(n) * s.rows + (lanes.lane() & 3) * 2 + (8 * tile + j)
+                with lanes.when(lanes.lane() < 4):
+                    lanes.store_shared(scratch["turns_s"], at * 2, m, total)
+        return []
+
+    blocks = lanes.maximum(found - cta + (s.splits - 1), 0) // s.splits
+    count = lanes.maximum(blocks * keys.turns - lanes.warp() + (s.warps - 1), 0) // s.warps
+    lane_copies.pipeline(count, DEPTH, locate, fetch, consume, [], meanwhile=queries)
+
+
+def _query_words(s: decode_turns.Shape, q_s, tile: int, block: int) -> list:
+    """Of the lane's query, 16 channels as `CodedKeys.logits` wants them."""
+    at = lanes.lane() * 4 + ((tile * (s.head_dim // 32) + block // 2) * 128 + 2 * (block % 2))
+    return lanes.load_shared(q_s, at, count=2)
+
+
+def _folded(logits) -> tuple:
+    """Maximum and sum of a lane's logits and those of the lanes with the same query rows."""
+    m = functools.reduce(lanes.maximum, logits, lanes.f32(LOWEST))
+    m = _over(m, lanes.maximum, (4, 8, 16))
+    return m, _over(sum((lane_math.exp2(x - m) for x in logits), lanes.f32(0.0)), _add, (4, 8, 16))
+
+
+# 2. Exchange.
+
+
+def _exchange(r: Shape, cta, found, near: decode_turns.Folded, scratch) -> None:
+    """Send what this CTA has found to every CTA of the cluster, and wait for what they found."""
+    s = r.attend
+    decode_turns.share_totals(s, near, scratch)
+    lanes.cta_barrier(s.threads)
+    for start in range(0, r.each * s.rows * s.splits, s.threads):
+        i = lanes.thread() + start
+        local, row = i // s.splits // s.rows, i // s.splits % s.rows
+        number = local * s.splits + cta
+        with lanes.when((i < r.each * s.rows * s.splits) & (number < found)):
+            turns_of = [(local * r.keys.turns + n) * s.rows + row for n in range(r.keys.turns)]
+            stats = [lanes.load_shared(scratch["turns_s"], at * 2, "f32", 2) for at in turns_of]
+            m = functools.reduce(lanes.maximum, [x for x, _ in stats])
+            total = functools.reduce(_add, [lane_math.exp2(x - m) * y for x, y in stats])
+            lanes.store_cluster(i % s.splits, scratch["blocks_s"], number * s.rows + row, _log_sum(m, total))
+    for start in range(0, s.rows * s.splits, s.threads):
+        i = lanes.thread() + start
+        with lanes.when(i < s.rows * s.splits):
+            m, _, total = decode_turns.merged_total(s, i // s.splits, scratch)
+            lanes.store_cluster(i % s.splits, scratch["near_s"], (cta * s.rows + i // s.splits) * 2, m, total)
+    lanes.cluster_barrier() if s.splits > 1 else lanes.cta_barrier(s.threads)
+
+
+# 3. Choose.
+
+
+def _choose(r: Shape, found, scratch):
+    """Write the places of the chosen blocks in the shortlist, ascending, to `scratch["chosen_s"]`; return their number."""
+    s = r.attend
+    for first in range(0, s.rows, s.warps):
+        row = lanes.warp() + first
+        with lanes.when(row < s.rows):  # whole warps
+            total = _total(r, found, row, scratch)
+            with lanes.when(lanes.lane() == 0):
+                lanes.store_shared(scratch["totals_s"], row, total)
+    lanes.cta_barrier(s.threads)
+    i = lanes.thread()
+    number = lanes.minimum(i, r.shortlist - 1)
+    key = lanes.where(i < found, choose.key_of(_share(r, number, scratch)), choose.NO_KEY)
+    size = r.scratch_words()["shares_s"]
+    with lanes.when(i < size):
+        lanes.store_shared(scratch["shares_s"], i, key)
+    lanes.cta_barrier(s.threads)
+    better = lanes.i32(0)
+    for start in range(0, size, 4):
+        for j, other in enumerate(lanes.load_shared(scratch["shares_s"], start, count=4)):
+            ahead = (other > key) | ((other == key) & (i > start + j))
+            better = better + lanes.where(ahead, lanes.i32(1), 0)
+    chosen = (i < found) & (better < r.k)
+    slot, kept = lane_sums.before(lanes.where(chosen, lanes.i32(1), 0), scratch["exchange_s"], s.threads)
+    with lanes.when(chosen):
+        lanes.store_shared(scratch["chosen_s"], slot, i)
+    lanes.cta_barrier(s.threads)
+    return kept
+
+
+def _total(r: Shape, found, row, scratch):
+    """By a warp: the log-sum-exp of all logits of a query head."""
+    s, lane = r.attend, lanes.lane()
+    logs = []
+    for start in range(0, r.shortlist, 32):
+        number = lane + start
+        (x,) = lanes.load_shared(scratch["blocks_s"], lanes.minimum(number, r.shortlist - 1) * s.rows + row, "f32")
+        logs.append(lanes.where(number < found, x, float("-inf")))
+    m_near, near = lanes.load_shared(scratch["near_s"], (lanes.minimum(lane, s.splits - 1) * s.rows + row) * 2, "f32", 2)
+    near = lanes.where(lane < s.splits, near, 0.0)
+    m = _over(functools.reduce(lanes.maximum, logs, m_near), lanes.maximum, (1, 2, 4, 8, 16))
+    parts = [lane_math.exp2(x - m) for x in logs]
+    return _log_sum(m, _over(functools.reduce(_add, parts, lane_math.exp2(m_near - m) * near), _add, (1, 2, 4, 8, 16)))
+
+
+def _share(r: Shape, number, scratch):
+    """The logarithm of the attention that a block of the shortlist gets, summed over the query heads."""
+    s = r.attend
+    logs = []
+    for row in range(s.group):
+        (x,), (total,) = (
+            lanes.load_shared(scratch[name], at, "f32") for name, at in (("blocks_s", number * s.rows + row), ("totals_s", row))
+        )
+        logs.append(x - total)
+    m = functools.reduce(lanes.maximum, logs, lanes.f32(LOWEST))
+    return _log_sum(m, functools.reduce(_add, [lane_math.exp2(x - m) for x in logs]))
+
+
+def _log_sum(m, total):
+    return lanes.where(total == 0.0, float("-inf"), m + lanes.log2(lanes.where(total == 0.0, 1.0, total)))
+
+
+def _over(x, merge, distances):
+    """Over lanes; each of them gets the result, and the same bits."""
+    for distance in distances:
+        x = merge(x, lanes.shuffle_xor(x, distance))
+    return x
+
+
+def _add(a, b):
+    return a + b

@@ -1,0 +1,51 @@
+"""The blocks of a shortlist that get the most attention by their keys in few bits, for any backend.
+
+Memory traffic: the codes of the shortlist, and what `gather_attention` reads of sink and local blocks.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from pallas_kernels.gather_attention import gather_attention
+from pallas_kernels.select_blocks import block_lse
+from pallas_kernels.selected_attention.api import Call
+
+_NONE = jnp.iinfo(jnp.int32).max  # sorts behind every block
+
+
+def refined_list(call: Call, q, pages, codes, table, lengths, frames, ids: Int[Array, "B T K S"]) -> Int[Array, "B T K W"]:
+    """Of the list `ids` (sink, shortlist, local, ascending) what `selected_attention` lists; ascending, -1 at the end."""
+    candidate = _candidates(call, pages.page_size, lengths, ids)
+    always = jnp.sort(jnp.where(candidate | (ids < 0), _NONE, ids), axis=-1)[..., : ids.shape[-1] - call.shortlist]
+    always = jnp.where(always == _NONE, -1, always)
+    sizes = {"block_size": call.block_size, "sm_scale": call.sm_scale}
+    _, near = gather_attention(q, pages, table if frames is None else frames, lengths, blocks=always, **sizes)
+
+    per_page = pages.page_size // call.block_size
+    page = jnp.take_along_axis(table[:, None, None], jnp.maximum(ids, 0) // per_page, axis=3)
+    places = jnp.where(candidate, page * per_page + ids % per_page, -1)
+    found = block_lse(q, codes, places, kind=call.codes_kind, sm_scale=call.sm_scale)
+    group = q.shape[2] // ids.shape[2]
+    found = jnp.where(jnp.repeat(candidate, group, axis=2), found, -jnp.inf)
+    total = jnp.logaddexp(near, jax.nn.logsumexp(found, axis=3))
+    shares = (found - total[..., None]).reshape(*ids.shape[:3], group, -1)
+    scores = jax.nn.logsumexp(shares, axis=3)
+
+    lowest = jnp.finfo(jnp.float32).min
+    scores = jnp.where(candidate, jnp.where(scores >= lowest, scores, lowest), -jnp.inf)  # NaN and -inf count as the lowest number
+    best, places = jax.lax.top_k(jnp.where(scores == 0, 0.0, scores), min(call.budget, ids.shape[-1]))  # of equal ones the lower block
+    chosen = jnp.where(best > -jnp.inf, jnp.take_along_axis(ids, places, axis=3), -1)
+    listed = jnp.concatenate([always, chosen], axis=3)
+    listed = jnp.sort(jnp.where(listed < 0, _NONE, listed), axis=3)[..., : call.width(pages.page_size)]
+    return jnp.where(listed == _NONE, -1, listed)
+
+
+def _candidates(call: Call, page_size: int, lengths, ids):
+    """Which entries of the list are distant, see `pallas_kernels.select_blocks.select_blocks`."""
+    num_queries, per_page = ids.shape[1], page_size // call.block_size
+    position = (lengths[:, None] - num_queries + jnp.arange(num_queries, dtype=jnp.int32))[..., None, None]
+    first_local = jnp.clip(jnp.minimum(position // call.block_size - call.local + 1, position // page_size * per_page), 0)
+    return (ids >= call.sink) & (ids < first_local)

@@ -1,0 +1,277 @@
+"""selected_attention that chooses from a shortlist by keys in few bits: on any backend, and the kernel on emulated threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import packed_suite
+import paging
+import pytest
+from emulator.kernels import kernels
+from quick_cases import rest_long
+from refined_suite import SMALL, arguments_of, checker
+
+from pallas_kernels.hopper import decode_turns, lanes
+from pallas_kernels.hopper.coded_turns import CodedKeys
+from pallas_kernels.page_index import INDEX_ROWS, index_shape
+from pallas_kernels.selected_attention import refined, selected_attention
+
+CASES = {
+    "4 bits": {"lengths": (0, 65, 384)},
+    "1 bit": {"codes_kind": "keys1", "head_dim": 128},
+    "2 bits, float16, by means": {"codes_kind": "keys2", "dtype": "float16", "kind": "mean"},
+    "equal keys": {"keys": "equal", "lengths": (384,)},
+    "a page is missing": {"hole": True},
+    "drafts": {"num_queries": 3, "lengths": (66, 330), "local": 1},
+    "blocks of 64": {"block_size": 64, "page_size": 128, "shortlist": 7, "budget": 2, "local": 1, "lengths": (768,)},
+    "groups of 9, two KV heads": {"group": 9, "kv_heads": 2, "lengths": (384,)},
+    "frames": {"framed": True, "lengths": (384,)},
+    "more than a block for each CTA": {"shortlist": 19, "budget": 9, "lengths": (384,)},
+    "all that are short-listed": {"shortlist": 3, "lengths": (384,)},
+    "budget of none": {"budget": 0, "lengths": (384,)},
+    "a shortlist longer than the table": {"shortlist": 40, "lengths": (384,)},
+}
+QUICK = ("4 bits", "frames", "more than a block for each CTA")
+
+
+@pytest.fixture(scope="module")
+def arguments(tools):
+    return arguments_of(tools, {name: SMALL | spec for name, spec in CASES.items()})
+
+
+@pytest.fixture(scope="module")
+def check(tools, arguments):
+    return checker(tools, arguments)
+
+
+@pytest.mark.parametrize("case", rest_long(CASES, "frames"))
+def test_composed_matches_the_reference(check, case):
+    check(functools.partial(selected_attention, implementation="composed"), case)
+
+
+@pytest.fixture(scope="module")
+def on_emulated_threads():
+    kernel = paging.implementation("selected_attention", "mosaic_gpu")
+
+    def op(*arrays, **keywords):
+        with kernels():
+            return kernel(*arrays, **keywords)
+
+    return op
+
+
+@pytest.mark.parametrize("case", rest_long(CASES, *QUICK))
+def test_on_emulated_threads_it_matches_the_reference(check, on_emulated_threads, case):
+    check(on_emulated_threads, case)
+
+
+@pytest.mark.long
+def test_on_emulated_threads_of_a_small_cta_it_matches_the_reference(check, on_emulated_threads, monkeypatch):
+    """A GPU with little shared memory: CTAs of 128 threads."""
+    monkeypatch.setattr(lanes, "shared_words", lambda: 13_000)
+    check(on_emulated_threads, "more than a block for each CTA")
+
+
+def test_a_row_has_the_same_bits_in_any_company(tools, arguments, on_emulated_threads):
+    (q, pages, index, table, lengths), keywords = arguments("a page is missing")
+    once = on_emulated_threads(q, pages, index, table, lengths, **keywords)
+    others = jnp.arange(2) != 0
+    changed = jnp.where(others[:, None, None, None], -q, q), pages, index, table[jnp.array([0, 0])], jnp.where(others, 70, lengths)
+    for a, b in zip(once, on_emulated_threads(*changed, **keywords), strict=True):
+        tools.assert_same_bits(a[:1], b[:1])
+    for a, b in zip(once, on_emulated_threads(q, pages, index, table, lengths, **keywords), strict=True):
+        tools.assert_same_bits(a, b)
+
+
+# Planted bugs.
+
+TOTAL, SHARE, COPY = refined._total, refined._share, CodedKeys.copy
+
+
+def _without_near(r, found, row, scratch):
+    """The total as if no CTA had any."""
+    load = lanes.load_shared
+    with mock.patch.object(lanes, "load_shared", lambda ref, at, *kind: [x * (len(kind) < 2) for x in load(ref, at, *kind)]):
+        return TOTAL(r, found, row, scratch)
+
+
+def _last_of_equals(r, number, scratch):
+    share = SHARE(r, number, scratch)
+    return share + lanes.number(number) * 1e-3
+
+
+def _of_the_first_head(r, number, scratch):
+    return SHARE(dataclasses.replace(r, attend=dataclasses.replace(r.attend, num_heads=r.attend.num_kv_heads)), number, scratch)
+
+
+def _emptied(folded):
+    nothing = lambda numbers: [nothing(x) for x in numbers] if isinstance(numbers, list) else lanes.f32(0.0)  # noqa: E731
+    return decode_turns.Folded(folded.m, nothing(folded.total), nothing(folded.acc))
+
+
+def _without_barrier(function, number: int):
+    """The stage without one of its barriers of a CTA."""
+
+    def stage(*args):
+        wait, numbers = lanes.cta_barrier, itertools.count()
+        with mock.patch.object(lanes, "cta_barrier", lambda threads: None if next(numbers) == number else wait(threads)):
+            return function(*args)
+
+    return stage
+
+
+BUGS = {
+    "sink and local keys are not in the softmax": (refined, "_total", _without_near),
+    "of equal blocks the higher": (refined, "_share", _last_of_equals),
+    "the first head chooses": (refined, "_share", _of_the_first_head),
+    "codes of the block before": (CodedKeys, "copy", lambda *args: COPY(*args[:-2], args[-2] - 1, args[-1])),
+    "every turn has the keys of the first": (CodedKeys, "copy", lambda *args: COPY(*args[:-1], args[-1] * 0)),
+    "sums of lanes are added up twice": (decode_turns.Folded, "to_go_on", lambda self: self),
+    "sink and local keys are not attended to": (decode_turns.Folded, "to_go_on", _emptied),
+    "what CTAs have found is not sent": (refined, "_exchange", lambda *args: None),
+    "CTAs do not wait for each other": (lanes, "cluster_barrier", lambda: None),
+    "the places of the shortlist are the blocks": (refined, "_chosen", lambda r, sinks, kept, n, scratch: sinks + n),
+}
+BUGS |= {f"barrier {n} of the choice": (refined, "_choose", _without_barrier(refined._choose, n)) for n in range(4)}
+BUGS["the CTA's barrier of the exchange"] = refined, "_exchange", _without_barrier(refined._exchange, 0)
+FOR_BUGS = ("equal keys", "blocks of 64", "groups of 9, two KV heads")
+
+
+@pytest.mark.quick("of equal blocks the higher", "CTAs do not wait for each other")
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(tools, check, on_emulated_threads, monkeypatch, bug):
+    jax.clear_caches()
+    monkeypatch.setattr(*BUGS[bug])
+    tools.must_fail(check, on_emulated_threads, FOR_BUGS)
+
+
+# Lowered and compiled, in the shapes that decoding has.
+
+
+def production(
+    batch: int = 1,
+    heads: tuple[int, int] = (28, 4),
+    head_dim: int = 128,
+    page_size: int = 128,
+    tokens: int = 128 << 10,
+    num_queries: int = 1,
+    dtype: str = "bfloat16",
+    frames: bool = False,
+    **static,
+) -> tuple:
+    """(op, arrays, keywords) of a call over `tokens` tokens a row: cascade:4, if `static` does not say otherwise. frames: with a table of
+    them."""
+    sizes = {"kind": "bounds", "block_size": 128, "budget": 4, "shortlist": 32, "codes_kind": "keys4", "sink": 1, "local": 4}
+    keywords = sizes | {"sm_scale": head_dim**-0.5, "config": None} | static
+    num_heads, kv_heads = heads
+    pool, block_size = (1024, kv_heads, page_size, head_dim), keywords["block_size"]
+    index = (*pool[:2], page_size // block_size)
+    arrays = {"q": ((batch, num_queries, num_heads, head_dim), dtype), "k": (pool, dtype), "v": (pool, dtype)}
+    arrays |= {"index": ((*index, INDEX_ROWS[keywords["kind"]], head_dim), dtype), "table": ((batch, tokens // page_size), "int32")}
+    arrays |= {"lengths": ((batch,), "int32"), "codes": ((*index, *index_shape(keywords["codes_kind"], block_size, head_dim)), "uint8")}
+    return "selected_attention", arrays | ({"frames": arrays["table"]} if frames else {}), keywords
+
+
+FORMS = {
+    "batch 8": {"batch": 8},
+    "batch 40": {"batch": 40},
+    "1 bit": {"codes_kind": "keys1"},
+    "2 bits": {"codes_kind": "keys2"},
+    "a million tokens": {"tokens": 1 << 20},
+}
+SPILL_FREE = {
+    f"{name}, {form}": production(heads=heads, **FORMS[form])
+    for name, heads in {"28/4": (28, 4), "32/8": (32, 8)}.items()
+    for form in FORMS
+} | {
+    "cascade:4": production(),
+    "head dim 64": production(heads=(32, 8), head_dim=64),
+    "float16": production(dtype="float16", batch=8),
+    "batch 8, a million tokens": production(batch=8, tokens=1 << 20),
+    "4 drafts, batch 8, frames": production(num_queries=4, batch=8, frames=True),
+    "16 drafts of groups of 8": production(heads=(32, 4), num_queries=16),
+    "blocks of 16": production(block_size=16, budget=32, shortlist=256, local=32),
+    "blocks of 64, means": production(block_size=64, kind="mean"),
+    "pages of 256": production(page_size=256, batch=8),
+    "a shortlist of 128": production(budget=16, shortlist=128, batch=8),
+}
+WIDE = {
+    "groups of 16": production(heads=(16, 1)),
+    "head dim 256": production(heads=(16, 2), head_dim=256),
+}
+"""Twice the accumulators, so that spilling some is no news."""
+
+
+@pytest.mark.parametrize("case", rest_long(SPILL_FREE | WIDE, "cascade:4", "4 drafts, batch 8, frames"))
+def test_lowers_and_is_picked_on_hopper(cuda, on_hopper, picked, case):
+    call = (SPILL_FREE | WIDE)[case]
+    assert "refined_kernel" in cuda.lower(*call)
+    assert picked(call) == {"selected_attention": "mosaic_gpu"}
+
+
+@pytest.mark.long
+def test_compiles_without_spilling(spill_free):
+    spill_free(SPILL_FREE, WIDE, launches=1)
+
+
+@pytest.mark.long
+def test_compiles_for_blackwell_without_spilling(spill_free_on_blackwell):
+    spill_free_on_blackwell(SPILL_FREE, WIDE, launches=1)
+
+
+# Valid input that is none for this kernel: refused when named, passed by when picked.
+
+NOT_HERE = {
+    "17 query rows": (production(heads=(17, 1)), r"T \* G must be at most 16 in one launch, got 17"),
+    "codes of 8 bytes": (production(head_dim=64, codes_kind="keys1"), "codes of whole 16 bytes; keys1 of head dim 64 has 8 a key"),
+    "a long shortlist": (production(budget=64, shortlist=512), "from a shortlist of at most as many blocks, got 512"),
+    "float32": (production(dtype="float32"), "bfloat16 or float16, q and index alike"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_HERE)
+def test_what_it_cannot_do_is_refused_by_name_and_passed_by(on_hopper, picked, case):
+    call, reason = NOT_HERE[case]
+    with pytest.raises(NotImplementedError, match=reason):
+        picked(call, implementation="mosaic_gpu")
+    assert picked(call)["selected_attention"] == "composed"
+
+
+def test_packed_pages_are_passed_by(on_hopper, picked):
+    op, arrays, keywords = production()
+    _, packed, _ = packed_suite.production("int8", batch=1, heads=(28, 4))
+    call = op, packed | {name: arrays[name] for name in ("index", "codes")}, keywords
+    assert picked(call)["selected_attention"] == "composed"
+    with pytest.raises(NotImplementedError, match="over pages of numbers, not over packed ones, got k int8"):
+        picked(call, implementation="mosaic_gpu")
+
+
+def test_the_kernel_for_tpus_is_passed_by(on_tpu, picked):
+    assert picked(production())["selected_attention"] == "composed"
+    with pytest.raises(NotImplementedError, match="in one stage, not from a shortlist of 32 by keys4"):
+        picked(production(), implementation="mosaic_tpu")
+
+
+WRONG = {
+    "codes are missing": ({"codes": None}, {}, "go together; missing: codes"),
+    "no shortlist": ({}, {"shortlist": None}, "go together; missing: shortlist"),
+    "shortlist below the budget": ({}, {"shortlist": 2}, "shortlist must be at least budget 4 and 1, got 2"),
+    "unknown codes": ({}, {"codes_kind": "keys3"}, "'keys3' is unknown; there are keys1, keys2, keys4"),
+    "codes of another kind": ({}, {"codes_kind": "keys1"}, r"must be uint8 \[1024, 4, 1, 160, 16\]"),
+    "codes of other pages": ({"codes": ((1023, 4, 1, 136, 64), "uint8")}, {}, r"must be uint8 \[1024, 4, 1, 136, 64\]"),
+    "codes that are none": ({"codes": ((1024, 4, 1, 136, 64), "int8")}, {}, "must be uint8"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_is_refused(picked, case):
+    arrays, static, reason = WRONG[case]
+    op, right, keywords = production()
+    right = {name: x for name, x in (right | arrays).items() if x is not None}
+    with pytest.raises(ValueError, match=reason):
+        picked((op, right, keywords | static))

@@ -1,0 +1,60 @@
+"""What selected_attention is tested with where it chooses from a shortlist: inputs, and the checker of implementations and mutants."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.page_index import page_index
+from pallas_kernels.pages import Pages
+from pallas_kernels.selected_attention import selected_attention
+
+SIZES = {"kind": "bounds", "block_size": 16, "shortlist": 8, "budget": 3, "sink": 1, "local": 2, "codes_kind": "keys4"}
+"""Of a selection."""
+
+SMALL = {"kv_heads": 1, "group": 4, "head_dim": 64, "page_size": 64, "width": 6, "dtype": "bfloat16", "lengths": (150, 384)} | SIZES
+
+
+def arguments_of(tools, cases: dict[str, dict]) -> Callable:
+    """case -> (q, pages, index, table, lengths) and keywords of the op. cases: inputs of `make_paged`, and `SIZES`; framed: pages lie in
+    frames that are not their ids."""
+
+    @functools.cache
+    def build(case: str):
+        spec = dict(cases[case])
+        sizes, framed = {name: spec.pop(name) for name in SIZES}, spec.pop("framed", False)
+        paged = tools.make_paged(seed=sum(map(ord, case)), **spec)
+        k, v, table, block_size = paged.k, paged.v, paged.page_table, sizes["block_size"]
+        index, codes = (page_index(k, kind=sizes[name], block_size=block_size) for name in ("kind", "codes_kind"))
+        keywords = sizes | {"sm_scale": paged.sm_scale, "codes": codes}
+        if framed:
+            order = np.random.default_rng(1).permutation(len(k))
+            keywords["frames"] = jnp.where(table >= 0, jnp.asarray(order, jnp.int32)[table], -1)
+            k, v = (jnp.zeros_like(x).at[order].set(x) for x in (k, v))
+        return (paged.q, Pages(k, v), index, table, paged.lengths), keywords
+
+    return build
+
+
+def checker(tools, arguments: Callable) -> Callable:
+    """(op, case) -> asserts the very lists of the reference, then its attention over them."""
+
+    @functools.cache
+    def expected(case: str):
+        arrays, keywords = arguments(case)
+        return jax.tree.map(np.asarray, selected_attention(*arrays, **keywords, implementation="reference"))
+
+    def run(op, case: str) -> None:
+        arrays, keywords = arguments(case)
+        out, lse, ids = op(*arrays, **keywords)
+        ref_out, ref_lse, ref_ids = expected(case)
+        assert ids.dtype == jnp.int32
+        np.testing.assert_array_equal(np.asarray(ids), ref_ids)
+        tools.assert_rows_close(out, ref_out, 2 * tools.row_error[arrays[0].dtype.name])
+        tools.assert_lse_close(lse, ref_lse)
+
+    return run
