@@ -93,10 +93,11 @@ def step_bytes(
     spread evenly.
 
     tensor, context: of a mesh; the bytes are then those of one device, the one with the most pages. Of a list, each device along `context`
-    reads an equal share, as if listed keys were spread evenly. Where devices hold the same KV heads, each reads them.
+    reads an equal share, as if listed keys were spread evenly; so it does of codes and keys by which `Cascade` chooses. Where devices hold
+    the same KV heads, each reads them.
 
     Raises ValueError for sizes below 1, unknown dtypes, frames with another tier or a mesh, and heads or MLP columns that do not divide;
-    NotImplementedError for a policy that does not say what it reads, and for `Cascade` with keys in other tiers or on a mesh.
+    NotImplementedError for a policy that does not say what it reads, and for `Cascade` with keys in other tiers.
     """
     for name, value in (("length", length), ("batch", batch), ("page_size", page_size), ("tensor", tensor), ("context", context)):
         if value < 1:
@@ -107,10 +108,8 @@ def step_bytes(
         raise ValueError(f"frames say which pages lie in host memory, and tier {tier!r} that all of them lie there: give one of both")
     if (frames is not None or tier != "device") and tensor * context > 1:
         raise ValueError("pages of a mesh are on its devices alone: leave out frames and tier, or the mesh")
-    if isinstance(policy, Cascade) and (frames is not None or tier != "device" or context > 1):
-        raise NotImplementedError(
-            f"what policy {policy} reads to choose is counted on one device alone: leave out frames, tier and context"
-        )
+    if isinstance(policy, Cascade) and (frames is not None or tier != "device"):
+        raise NotImplementedError(f"what policy {policy} reads to choose is counted in device memory alone: leave out frames and tier")
     dtype = config.compute_dtype if dtype is None else dtype
     stored = dtype if cache_dtype is None else cache_dtype
     packed = _bytes(8, stored) <= 8
@@ -137,10 +136,10 @@ def step_bytes(
         if isinstance(layer, LatentSpec):
             index_elements += tokens * layer.index_dim if isinstance(policy, TopTokens) else 0
         elif isinstance(policy, Cascade):
-            bounds, codes, own = (
-                batch * layer.kv_heads * each for each in policy.reads_to_choose(length, page_size, layer.head_dim, packed)
-            )
-            index_elements, code_bytes, kv_elements = index_elements + bounds, code_bytes + codes, kv_elements + own
+            bounds, *others = policy.reads_to_choose(length, page_size, layer.head_dim, packed)
+            codes, own = (-(-batch * layer.kv_heads * each // context) for each in others)
+            index_elements += pages * layer.kv_heads * bounds // -(-length // page_size)  # bounds are those of whole pages
+            code_bytes, kv_elements = code_bytes + codes, kv_elements + own
         elif keys is not None:
             sizes = (pages, layer.kv_heads, page_size, layer.head_dim)
             index_elements += sum(math.prod(index.shape(*sizes)) for index in policy.indexes())

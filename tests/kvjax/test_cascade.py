@@ -8,12 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from histories import History, Sizes, run_histories
+from jax.sharding import PartitionSpec
+from quick_cases import rest_long
 from tiny_models import QWEN_7B, make_family
 
+import kvjax
 from kvjax import Engine
 from kvjax.bill.volume import step_bytes
 from kvjax.cache import PagedKV
 from kvjax.policies.decode import Cascade, SelectContext, cascade, parse, register
+from kvjax.sharding import WHOLE_COPY, Shards
 from pallas_kernels.pack_pages import pack_pages
 from pallas_kernels.page_format import PageFormat, unpack
 from pallas_kernels.page_index import page_index
@@ -56,6 +60,19 @@ def listed(policy, layer, query, table, lengths):
 def select(policy, layer, query, table, lengths):
     ids = np.asarray(listed(policy, layer, query, table, jnp.asarray(lengths, jnp.int32)))
     return ids if ids.ndim == 4 else ids[:, None]
+
+
+def select_on_mesh(policy, layer, query, table, lengths, context=4):
+    """The list of every device, `[context, B, K, W]`, where pages are dealt out. Each has the whole pool and a part of the table."""
+    shards = Shards(kvjax.mesh(context=context))
+
+    def on_device(layer, query, table, lengths):
+        mine = jnp.where(table % context == shards.number("context"), table, -1)
+        ctx = SelectContext(mine, lengths, layer=0, num_layers=1, page_size=P, sm_scale=D**-0.5, shards=shards)
+        return policy.select(query, layer, ctx, ())[0].ids[None]
+
+    arrays = layer, query, table, jnp.asarray(lengths, jnp.int32)
+    return np.asarray(jax.jit(lambda *given: shards.run(on_device, given, WHOLE_COPY, PartitionSpec("context")))(*arrays))
 
 
 def in_few_bits(keys, bits):
@@ -185,6 +202,34 @@ def test_packed_keys_are_read_themselves():
     assert [row[row >= 0].tolist() for row in found] == defined(policy, numbers, query[0], np.asarray(table[0]), 300)[0]
 
 
+@pytest.mark.parametrize("name", rest_long(POLICIES, "bounds, then 4 bits", "the oracle"))
+def test_devices_that_have_some_of_the_pages_list_what_one_device_lists(name):
+    check_devices(POLICIES[name])
+
+
+def check_devices(policy):
+    keys, query, table = case(7)
+    layer = layer_of(keys, policy)
+    one = select(policy, layer, query, table, (300, 41))[:, 0]
+    for found in select_on_mesh(policy, layer, query, table, (300, 41)):
+        assert np.array_equal(found, one)
+
+
+@pytest.mark.parametrize("left_out", [0, 1, 2])
+def test_each_exchange_of_devices_is_needed(left_out, monkeypatch):
+    """Bounds of the shortlist, the sum of all attention, and the best of the shortlist."""
+    sound, calls = Shards.candidates, []
+
+    def candidates(self, *arrays):
+        calls.append(arrays)
+        return arrays if len(calls) - 1 == left_out else sound(self, *arrays)
+
+    monkeypatch.setattr(Shards, "candidates", candidates)
+    with pytest.raises(AssertionError):
+        check_devices(POLICIES["bounds, then 4 bits"])
+    assert len(calls) == 3
+
+
 class SinksToo(Cascade):
     """Mutant: sink blocks are candidates, too."""
 
@@ -249,7 +294,7 @@ class Packed(History):
 @pytest.mark.parametrize("kind", [History, Packed])
 @pytest.mark.parametrize("bits", [None, "cache"])
 def test_many_random_histories(kind, bits, tmp_path):
-    register(f"cascade-of-blocks-{bits}", lambda: Cascade(1, 2, bits, sink=1, local=1, block_size=8))
+    register(f"cascade-of-blocks-{bits}", lambda: Cascade(1, 2, bits, sink=1, local=1, block_size=8), replace=True)
     sizes = Sizes(policies=("dense", f"cascade-of-blocks-{bits}"), drafts=(4, 8))
     assert run_histories(make_family("gemma3_text"), range(20), tmp_path, sizes, kind)["sequences compared"] > 3
 
@@ -271,7 +316,9 @@ def test_the_bill_counts_what_the_choice_reads():
     assert (oracle.kv, oracle.index) == (top.kv + tiles * 1024 * 128 * 128 * 2, 0)
     packed = step_bytes(QWEN_7B, parse("cascade:4"), 131_072, cache_dtype="int8")
     assert (packed.kv, packed.index) == ((top.kv + near + tiles * 32 * 128 * 128 * 2) // 2, top.index)
-    with pytest.raises(NotImplementedError, match=r"cascade:4.*on one device alone"):
+    on_mesh = step_bytes(QWEN_7B, parse("cascade:4"), 131_072, context=4)
+    assert (on_mesh.kv, on_mesh.index) == (bits4.kv // 4, bits4.index // 4)
+    with pytest.raises(NotImplementedError, match=r"cascade:4.*in device memory alone"):
         step_bytes(QWEN_7B, parse("cascade:4"), 131_072, tier="host")
 
 

@@ -16,12 +16,12 @@ from jaxtyping import Array, Float32, Int
 from kvjax.cache.types import IndexSpec, LayerCache, PagedKV
 from kvjax.checks import whole_number
 from kvjax.policies.decode.base import Blocks, SelectContext, Stateless
-from kvjax.policies.decode.candidates import always_read, ascending, best_candidates
+from kvjax.policies.decode.candidates import always_read, ascending, best_candidates, ranked, rows_of_blocks
 from kvjax.policies.decode.top_blocks import TopBlocks
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.page_index import CODED, index_shape
 from pallas_kernels.pages import OpenPages, Pages
-from pallas_kernels.select_blocks import block_lse, select_blocks
+from pallas_kernels.select_blocks import block_lse, score_listed, select_blocks
 
 BITS = {bits: kind for kind, bits in CODED.items()}
 """Kind of index by bits of a number."""
@@ -52,6 +52,8 @@ class Cascade(Stateless):
     sink: int = 1
     local: int = 4
     block_size: int = 128
+
+    chooses_over_devices = True
 
     def __post_init__(self):
         for name, least in (("k", 1), ("sink", 0), ("local", 1), ("block_size", 1)):
@@ -93,12 +95,12 @@ class Cascade(Stateless):
         always, first_local = always_read(ctx, query.shape[1], **sizes)
         always = jnp.broadcast_to(always, (*query.shape[:2], layer.pages.kv_heads, always.shape[3]))
         candidates = self._candidates(query, layer, ctx, first_local, always.shape[:3])
-        best = best_candidates(self._shares(query, layer, ctx, candidates, always), candidates, self.k)
+        best = best_candidates(*self._best(self._shares(query, layer, ctx, candidates, always), candidates, ctx), self.k)
         ids = ascending(jnp.concatenate([always, best], axis=3))
         return Blocks(ids[:, 0] if ids.shape[1] == 1 else ids, self.block_size), state
 
     def _candidates(self, query, layer: PagedKV, ctx: SelectContext, first_local, lists: tuple[int, int, int]) -> Int[Array, "B T K C"]:
-        """The distant blocks to choose from, -1 where there is none."""
+        """The distant blocks to choose from, -1 where there is none. Where pages are dealt out, those of them that this device has."""
         if self.shortlist == "all":
             per_page = ctx.page_size // self.block_size
             ids = jnp.arange(ctx.page_table.shape[1] * per_page, dtype=jnp.int32)
@@ -108,7 +110,17 @@ class Cascade(Stateless):
             (bounds, *_), static = self.indexes(), {"page_size": ctx.page_size, "block_size": self.block_size}
             given = query, layer.index[bounds.name], ctx.page_table, ctx.lengths
             ids = select_blocks(*given, kind="bounds", k=self.shortlist, sink=self.sink, local=self.local, **static)
-        return jnp.where((ids >= self.sink) & (ids < first_local), ids, -1)
+        ids = jnp.where((ids >= self.sink) & (ids < first_local), ids, -1)
+        if self.shortlist == "all" or not ctx.dealt_out:
+            return ids
+        per_page = ctx.page_size // self.block_size
+        scores = score_listed(query, layer.index[bounds.name], rows_of_blocks(ctx.page_table, ids, per_page), kind="bounds")
+        best = best_candidates(*ctx.shards.candidates(scores, ids), self.shortlist)
+        return jnp.where(rows_of_blocks(ctx.page_table, best, per_page) >= 0, best, -1)
+
+    def _best(self, shares: Float32[Array, "B T K C"], candidates: Int[Array, "B T K C"], ctx: SelectContext) -> tuple[Array, Array]:
+        """Shares and candidates among which the best k are; where pages are dealt out, the k best that each device found."""
+        return ctx.shards.candidates(*ranked(shares, candidates, self.k)) if ctx.dealt_out else (shares, candidates)
 
     def _shares(
         self, query, layer: PagedKV, ctx: SelectContext, candidates: Int[Array, "B T K C"], always: Int[Array, "B T K A"]
@@ -126,12 +138,13 @@ class Cascade(Stateless):
         if self._reads_cache(layer.pages.k_packed is not None):
             _, found = by_cache(candidates)
         else:
-            page = jnp.take_along_axis(ctx.page_table[:, None, None], jnp.maximum(candidates, 0) // per_page, axis=3)
-            places = jnp.where((candidates >= 0) & (page >= 0), page * per_page + candidates % per_page, -1)
+            places = rows_of_blocks(ctx.page_table, candidates, per_page)
             found = block_lse(query, layer.index[self._codes.name], places, kind=self._codes.kind, sm_scale=ctx.sm_scale)
         group = query.shape[2] // candidates.shape[2]
         found = jnp.where(jnp.repeat(candidates >= 0, group, axis=2), found, -jnp.inf)
         total = jnp.logaddexp(by_cache(always)[0], jax.nn.logsumexp(found, axis=3))
+        if ctx.dealt_out:
+            total = jax.nn.logsumexp(*ctx.shards.candidates(total[..., None]), axis=3)
         shares = (found - total[..., None]).reshape(*candidates.shape[:3], group, -1)
         return jax.nn.logsumexp(shares, axis=3)
 
