@@ -78,6 +78,7 @@ def step_bytes(
     frames: FrameCounts | None = None,
     tensor: int = 1,
     context: int = 1,
+    measured_keys: float | None = None,
 ) -> StepBytes:
     """Bytes of one step of `batch` sequences of `length` tokens each, the current token included.
 
@@ -87,6 +88,9 @@ def step_bytes(
     in layers where the policy selects. Of `Cascade`, codes are counted for the shortlist, and as kv the cache's own keys that it reads to
     choose, once more than attention reads them; a cache_dtype of 8 bits or less counts as packed. In layers of latents, the indexer's key
     of every token is counted, if the policy ranks by it.
+
+    measured_keys: what a KV head of a layer with lists attended to per step (`keys_per_step` of a panel), in place of what the policy says.
+    `Cascade` with a share says only the most that it may read.
 
     frames: those of an engine with pages in host memory (`kvjax.memory.pool_frames`). The pages that the device has no frames for are the
     first ones of each sequence. Of a list, as many keys lie there as the policy's `keys_among` says; without that method they count as
@@ -127,8 +131,10 @@ def step_bytes(
             kv_elements += -(-batch * min(length, window) // context) * layer.width
             continue
         keys = policy.keys_read(length, place, page_size)
-        kv_elements += (tokens if keys is None else -(-batch * keys // context)) * layer.width
         there = _keys_on_host(policy, away * page_size, length, place, page_size) * layer.width
+        if keys is not None and measured_keys is not None:
+            keys, there = math.ceil(measured_keys), there * measured_keys / keys
+        kv_elements += (tokens if keys is None else -(-batch * keys // context)) * layer.width
         if frames is not None and frames.hot and keys is not None and isinstance(layer, PagedSpec) and lists_pages(policy, page_size):
             hot_layers, listed = hot_layers + 1, listed + there
         else:

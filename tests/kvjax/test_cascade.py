@@ -32,6 +32,8 @@ POLICIES = {
     "bounds, then the cache": Cascade(3, 6, "cache", **SMALL),
     "the oracle": Cascade(3, "all", "cache", **SMALL),
     "blocks of a page": Cascade(4, 8, 4, sink=2, local=1, block_size=16),
+    "a share": Cascade(6, 8, 4, **SMALL, share=0.7),
+    "a share of all": Cascade(12, "all", "cache", **SMALL, share=0.9),
 }
 
 
@@ -108,13 +110,18 @@ def defined(policy, keys, query, table, length):
                 listed = sorted(listed, key=lambda b: (-bound[b], b))[: policy.shortlist]
             read = {b: block_of(b) if policy.bits in (None, "cache") else in_few_bits(block_of(b), policy.bits) for b in listed}
             near = np.concatenate([block_of(b) for b in always])[: seen - first_local * bs + len(sinks) * bs]
-            share = dict.fromkeys(listed, 0.0)
+            share, mass = dict.fromkeys(listed, 0.0), 0.0
             for q in heads:
                 logits = {b: read[b].astype(np.float64) @ q * D**-0.5 for b in listed}
                 total = log_sum(np.concatenate([near.astype(np.float64) @ q * D**-0.5, *logits.values()]))
+                mass += np.exp(log_sum(near.astype(np.float64) @ q * D**-0.5) - total)
                 for b in listed:
                     share[b] += np.exp(log_sum(logits[b]) - total)
-            row.append(sorted(always + sorted(listed, key=lambda b: (-share[b], b))[: policy.k]))
+            best = sorted(listed, key=lambda b: (-share[b], b))[: policy.k]
+            if policy.share is not None:
+                before = mass + np.cumsum([0.0, *(share[b] for b in best)])
+                best = [b for b, had in zip(best, before, strict=False) if had < policy.share * G]
+            row.append(sorted(always + best))
         lists.append(row)
     return lists
 
@@ -155,8 +162,11 @@ def test_of_equal_blocks_the_lower_is_read(name):
 
 def check_ties(policy):
     keys, query, table = equal_blocks()
-    kept = select(policy, layer_of(keys, policy), query, table, (300, 300))[0, 0, 0].tolist()
-    assert kept[: policy.sink + policy.k] == list(range(policy.sink + policy.k))
+    kept = select(policy, layer_of(keys, policy), query, table, (300, 300))[0, 0, 0]
+    kept = kept[(kept >= 0) & (kept < 300 // policy.block_size - policy.local - 1)]
+    assert kept.tolist() == list(range(len(kept)))
+    assert policy.sink < len(kept) <= policy.sink + policy.k
+    assert policy.share is not None or len(kept) == policy.sink + policy.k
 
 
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 40, 129, 384])
@@ -170,7 +180,8 @@ def test_every_listed_block_exists_once(length):
             assert np.all(kept <= newest)
             if length:
                 assert kept[-1] == newest
-                assert policy.keys_read(length, 0, P) == length - (newest + 1 - len(kept)) * policy.block_size
+                most, read = policy.keys_read(length, 0, P), length - (newest + 1 - len(kept)) * policy.block_size
+                assert read == most if policy.share is None else read <= most
 
 
 def test_pages_that_hold_nothing_yet_or_were_given_back_are_not_chosen():
@@ -202,7 +213,7 @@ def test_packed_keys_are_read_themselves():
     assert [row[row >= 0].tolist() for row in found] == defined(policy, numbers, query[0], np.asarray(table[0]), 300)[0]
 
 
-@pytest.mark.parametrize("name", rest_long(POLICIES, "bounds, then 4 bits", "the oracle"))
+@pytest.mark.parametrize("name", rest_long(POLICIES, "bounds, then 4 bits", "the oracle", "a share"))
 def test_devices_that_have_some_of_the_pages_list_what_one_device_lists(name):
     check_devices(POLICIES[name])
 
@@ -245,6 +256,21 @@ class OneHead(Cascade):
         return super()._shares(jnp.broadcast_to(heads[..., :1, :], heads.shape).reshape(query.shape), layer, ctx, candidates, always)
 
 
+class OneBlockLess(Cascade):
+    """Mutant: a list ends before the block with which it reaches its share."""
+
+    def _lacks(self, scores, near, group):
+        kept = super()._lacks(scores, near, group)
+        return kept & jnp.pad(kept[..., 1:], ((0, 0), (0, 0), (0, 0), (0, 1)))
+
+
+class WithoutSinks(Cascade):
+    """Mutant: the attention of sinks and local blocks does not count."""
+
+    def _lacks(self, scores, near, group):
+        return super()._lacks(scores, jnp.full_like(near, -jnp.inf), group)
+
+
 class Reversed(Cascade):
     """A type of its own, so that its program is compiled anew."""
 
@@ -255,12 +281,30 @@ def test_mutants_fail(mutant):
         check(mutant(3, 6, 4, **SMALL))
 
 
+@pytest.mark.parametrize("mutant", [OneBlockLess, WithoutSinks])
+def test_mutants_of_a_share_fail(mutant):
+    with pytest.raises(AssertionError):
+        check(mutant(6, 8, 4, **SMALL, share=0.7))
+
+
+def test_budgets_follow_what_a_head_attends_to():
+    """A head whose attention lies in one block lists one; one that attends to all alike lists as many as it may."""
+    keys, query, table = case(1)
+    keys, query = jnp.zeros_like(keys), jnp.zeros_like(query).at[..., 0].set(8.0)
+    keys = keys.at[table[0, 6], 0, :, 0].set(8.0)  # blocks 12 and 13 of the first KV head
+    policy = Cascade(5, "all", "cache", **SMALL, share=0.9)
+    first, second = select(policy, layer_of(keys, policy), query, table, (300, 300))[0, 0]
+    assert first[first >= 0].tolist() == [0, 12, 13, 36, 37]
+    assert (second >= 0).sum() == 3 + 5
+
+
 def test_the_definition_sees_ties_that_go_to_the_higher_block(monkeypatch):
     def reversed_ties(scores, ids, k):
-        return jnp.where((best := honest(scores, jnp.where(ids >= 0, 1000 - ids, -1), k)) >= 0, 1000 - best, -1)
+        scores, best = honest(scores, jnp.where(ids >= 0, 1000 - ids, -1), k)
+        return scores, jnp.where(best >= 0, 1000 - best, -1)
 
-    honest = cascade.best_candidates
-    monkeypatch.setattr(cascade, "best_candidates", reversed_ties)
+    honest = cascade.ranked
+    monkeypatch.setattr(cascade, "ranked", reversed_ties)
     with pytest.raises(AssertionError):
         check_ties(Reversed(3, "all", "cache", **SMALL))
 
@@ -322,9 +366,10 @@ def test_the_bill_counts_what_the_choice_reads():
         step_bytes(QWEN_7B, parse("cascade:4"), 131_072, tier="host")
 
 
-@pytest.mark.parametrize(
-    "name", ["cascade:4", "cascade:4/64", "cascade:4/all+1bit", "cascade:4/all+4bit", "cascade:2/all+cache", "cascade:8+2bit"]
-)
+NAMES = "4, 4/64, 4/all+1bit, 4/all+4bit, 2/all+cache, 8+2bit, p0.95, p0.95/64, 16p0.9/all+4bit, 16p0.9, 4p0.5/8+cache, p0.00001"
+
+
+@pytest.mark.parametrize("name", [f"cascade:{each}" for each in NAMES.split(", ")])
 def test_names_and_policies_go_both_ways(name):
     assert str(parse(name)) == name
     assert parse(str(parse(name))) == parse(name)
@@ -335,9 +380,29 @@ def test_it_says_what_it_reads():
     assert parse("cascade:4").describe() == said
 
 
-@pytest.mark.parametrize(
-    ("name", "said"), [("cascade:4/3", "shortlist"), ("cascade:0", "k must"), ("cascade:4+3bit", "bits must be 1, 2, 4")]
-)
+def test_it_says_what_varies():
+    share = parse("cascade:p0.95/64")
+    said = "1 sink + 4 local + up to 64, for 0.95 of attention, of 64 distant blocks of 128, by 4 bits, or the packed cache"
+    assert share.describe() == f"cascade:p0.95/64 (up to 8,832 keys: {said})"
+    assert (share.keys, share.k, parse("cascade:p0.9").k) == (None, 64, 32)
+    most, measured = step_bytes(QWEN_7B, share, 131_072), step_bytes(QWEN_7B, share, 131_072, measured_keys=1000.5)
+    assert most.kv - measured.kv == 28 * 4 * (69 * 128 - 1001) * 2 * 128 * 2
+    assert most.index == measured.index
+
+
+REFUSED = {
+    "4/3": "shortlist",
+    "0": "k must",
+    "4+3bit": "bits must be 1, 2, 4",
+    "p1": "share must",
+    "p0": "share must",
+    "p0.9/all": "needs k",
+    "": "not understood",
+    "/8": "not understood",
+}
+
+
+@pytest.mark.parametrize(("name", "said"), REFUSED.items())
 def test_numbers_that_do_not_fit_are_refused(name, said):
     with pytest.raises(ValueError, match=said):
-        parse(name)
+        parse(f"cascade:{name}")
