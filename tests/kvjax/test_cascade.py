@@ -393,7 +393,7 @@ def test_it_says_what_varies():
 REFUSED = {
     "4/3": "shortlist",
     "0": "k must",
-    "4+3bit": "bits must be 1, 2, 4",
+    "4+3bit": "bits must be 1, 2, 4, 8",
     "p1": "share must",
     "p0": "share must",
     "p0.9/all": "needs k",

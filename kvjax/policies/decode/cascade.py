@@ -46,8 +46,8 @@ class Cascade(Stateless):
     Args:
         k: distant blocks to keep.
         shortlist: blocks, at least k; None: 8 * k. "all": every distant block, without bounds.
-        bits: 1, 2 or 4: of an index of keys. "cache": the cache's own keys, packed or not; with shortlist "all" the choice is then exact.
-            None: the cache's own keys in layers that pack them, else 4.
+        bits: 1, 2, 4 or 8: of an index of keys. "cache": the cache's own keys, packed or not; with shortlist "all" the choice is then
+            exact. None: the cache's own keys in layers that pack them, else 4.
         sink, local, block_size: as `TopBlocks` has them.
         share: of the estimated attention, above 0 and below 1; None: every list has k blocks, where there are as many.
     """
