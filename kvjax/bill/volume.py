@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -125,6 +126,7 @@ def step_bytes(
     in_place = listed = 0.0
     away = 0.0 if frames is None else pages_on_host(frames, length, batch, page_size) / batch  # pages of each sequence
     spec = config.cache_spec(page_size).on_mesh(tensor).on_device(tensor)
+    full = list(itertools.accumulate((spec.group_of(number).window is None for number in spec.paged), initial=0))  # before each layer
     for place, number in enumerate(spec.paged):
         layer, window = spec.layers[number], spec.group_of(number).window
         if window is not None:
@@ -141,6 +143,8 @@ def step_bytes(
             in_place += there
         if isinstance(layer, LatentSpec):
             index_elements += tokens * layer.index_dim if isinstance(policy, TopTokens) else 0
+        elif isinstance(policy, Cascade) and full[place] % policy.every:
+            pass  # it reads the list of an earlier layer
         elif isinstance(policy, Cascade):
             bounds, *others = policy.reads_to_choose(length, page_size, layer.head_dim, packed)
             codes, own = (-(-batch * layer.kv_heads * each // context) for each in others)

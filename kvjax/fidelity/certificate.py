@@ -57,7 +57,7 @@ def can_certify(policy: DecodePolicy) -> bool:
 
 def oracle_of(policy: Cascade) -> Cascade:
     """The policy that chooses as many blocks by the cache's own keys, among all distant blocks."""
-    return dataclasses.replace(policy, shortlist="all", bits="cache")
+    return dataclasses.replace(policy, shortlist="all", bits="cache", every=1)
 
 
 def certify(policy: Cascade, query: Float[Array, "B 1 H D"], layer: PagedKV, ctx: SelectContext) -> Certified:
@@ -75,7 +75,7 @@ def certify(policy: Cascade, query: Float[Array, "B 1 H D"], layer: PagedKV, ctx
     distant = (blocks >= policy.sink) & (blocks < first_local[:, 0]) & jnp.repeat(ctx.page_table >= 0, per_page, axis=1)[:, None]
     distant = jnp.broadcast_to(distant, (lists[0], lists[2], blocks.size))
     shortlist = _marked(policy._candidates(query, layer, ctx, first_local, lists)[:, 0], blocks.size)
-    exact = dataclasses.replace(policy, bits="cache")
+    exact = dataclasses.replace(policy, bits="cache", every=1)
     of = {each: _marked(_listed(each, query, layer, ctx), blocks.size) for each in {policy, exact, oracle_of(policy)}}
     mine, chosen, best = of[policy], of[exact], of[oracle_of(policy)]
     always = _marked(always[:, 0], blocks.size)

@@ -38,10 +38,10 @@ CERTIFIED_STEPS = 32
 
 BASELINES = (
     *("dense", "window:640", "top:4", "mean:4", "cascade:4/all+1bit", "cascade:4/all+4bit", "cascade:4/all+8bit"),
-    *("cascade:4", "cascade:p0.95", "cascade:4/all+cache"),
+    *("cascade:4", "cascade:4+every2", "cascade:p0.95", "cascade:4/all+cache"),
 )
-"""Ways to choose 4 distant blocks, that of published work first: a control; bounds (Quest), means, all keys in 1 bit (FIER), in 4 and in 8
-bits; a shortlist by bounds, then 4 bits; the same for a share of attention (Twilight); and the oracle."""
+"""Ways to choose 4 distant blocks: a control; bounds (Quest), means, all keys in 1 bit (FIER), in 4 and in 8
+bits; a shortlist by bounds, then 4 bits, in every layer or every second one; the same for a share of attention (Twilight); the oracle."""
 
 OVER = " @ "
 """Between the name of a policy and that of the cache format over which it runs."""

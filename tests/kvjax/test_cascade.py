@@ -1,5 +1,6 @@
 """Cascade selection: the list against a definition in NumPy, its rules, what it reads, and mutants that the comparison must catch."""
 
+import dataclasses
 import functools
 from typing import Any, ClassVar
 
@@ -10,12 +11,13 @@ import pytest
 from histories import History, Sizes, run_histories
 from jax.sharding import PartitionSpec
 from quick_cases import rest_long
-from tiny_models import QWEN_7B, make_family
+from tiny_models import QWEN_7B, TinyModel, make_family
 
 import kvjax
 from kvjax import Engine
 from kvjax.bill.volume import step_bytes
 from kvjax.cache import PagedKV
+from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode import Cascade, SelectContext, cascade, parse, register
 from kvjax.sharding import WHOLE_COPY, Shards
 from pallas_kernels.pack_pages import pack_pages
@@ -329,6 +331,18 @@ def test_an_engine_builds_codes_as_pages_seal_unless_it_packs_keys(model, text, 
             assert np.array_equal(layer.index["keys48"][sealed], wanted)
 
 
+@pytest.mark.parametrize("every", rest_long([1, 2], 2))
+def test_layers_after_an_anchor_read_its_list(every, text):
+    model = make_family("gemma3_text")  # a layer with a window, which does not count, and one without
+    config = dataclasses.replace(model.config, layers=model.config.layers * 2)
+    model = TinyModel(TransformerDecoder(config), model.params | {"layers": model.params["layers"] * 2}, model.tokenizer)
+    policy = Cascade(1, 4, 4, sink=1, local=1, block_size=8, every=every)
+    engine = Engine(model, policy, pages=12, page_size=16, prefill_chunk=32, batch_buckets=(1,))
+    layers = engine.inspect(engine.prefill([text[:120]]), [1]).layers
+    anchor, after = (layers[number].ids for number, mixer in enumerate(config.attention) if mixer.window is None)
+    assert np.array_equal(anchor, after) == (every == 2)
+
+
 class Packed(History):
     shared: ClassVar[dict[str, Any]] = {"cache_format": "k=int8:channel,v=int4"}
     against_forward = False
@@ -360,6 +374,8 @@ def test_the_bill_counts_what_the_choice_reads():
     assert (oracle.kv, oracle.index) == (top.kv + tiles * 1024 * 128 * 128 * 2, 0)
     packed = step_bytes(QWEN_7B, parse("cascade:4"), 131_072, cache_dtype="int8")
     assert (packed.kv, packed.index) == ((top.kv + near + tiles * 32 * 128 * 128 * 2) // 2, top.index)
+    anchors = step_bytes(QWEN_7B, parse("cascade:4+every4"), 131_072)
+    assert (anchors.kv, anchors.index) == (top.kv + near // 4, bits4.index // 4)
     on_mesh = step_bytes(QWEN_7B, parse("cascade:4"), 131_072, context=4)
     assert (on_mesh.kv, on_mesh.index) == (bits4.kv // 4, bits4.index // 4)
     with pytest.raises(NotImplementedError, match=r"cascade:4.*in device memory alone"):
@@ -367,6 +383,7 @@ def test_the_bill_counts_what_the_choice_reads():
 
 
 NAMES = "4, 4/64, 4/all+1bit, 4/all+4bit, 2/all+cache, 8+2bit, p0.95, p0.95/64, 16p0.9/all+4bit, 16p0.9, 4p0.5/8+cache, p0.00001"
+NAMES += ", 4+every2, 16p0.9/64+4bit+every3"
 
 
 @pytest.mark.parametrize("name", [f"cascade:{each}" for each in NAMES.split(", ")])
@@ -399,6 +416,7 @@ REFUSED = {
     "p0.9/all": "needs k",
     "": "not understood",
     "/8": "not understood",
+    "4+every0": "every must",
 }
 
 

@@ -49,6 +49,8 @@ class Cascade(Stateless):
         bits: 1, 2, 4 or 8: of an index of keys. "cache": the cache's own keys, packed or not; with shortlist "all" the choice is then
             exact. None: the cache's own keys in layers that pack them, else 4.
         sink, local, block_size: as `TopBlocks` has them.
+        every: 1: each layer chooses. n: every n-th layer chooses, and the n - 1 layers after it read its list. Layers with a window of
+            their own do not count.
         share: of the estimated attention, above 0 and below 1; None: every list has k blocks, where there are as many.
     """
 
@@ -59,6 +61,7 @@ class Cascade(Stateless):
     local: int = 4
     block_size: int = 128
     share: float | None = None
+    every: int = 1
 
     chooses_over_devices = True
 
@@ -73,7 +76,7 @@ class Cascade(Stateless):
             whole = LIKE_TOP * SHORT if self.shortlist is None else self.shortlist
             object.__setattr__(self, "shortlist", whole)
             object.__setattr__(self, "k", SHORT if self.share is None else whole)
-        for name, least in (("k", 1), ("sink", 0), ("local", 1), ("block_size", 1)):
+        for name, least in (("k", 1), ("sink", 0), ("local", 1), ("block_size", 1), ("every", 1)):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
         if self.shortlist is None:
             object.__setattr__(self, "shortlist", LIKE_TOP * self.k)
@@ -106,8 +109,10 @@ class Cascade(Stateless):
         return IndexSpec(BITS[self.bits or 4], self.block_size, unless_packed=self.bits is None)
 
     def select(self, query, layer, ctx, state):
-        """Sink + best distant + local blocks, ascending."""
+        """Sink + best distant + local blocks, ascending; or what an earlier layer listed."""
         self._check(layer)
+        if after := len(ctx.earlier) % self.every:
+            return self._of_anchor(ctx.earlier[-after], layer), state
         sizes = {"block_size": self.block_size, "sink": self.sink, "local": self.local}
         always, first_local = always_read(ctx, query.shape[1], **sizes)
         always = jnp.broadcast_to(always, (*query.shape[:2], layer.pages.kv_heads, always.shape[3]))
@@ -118,6 +123,14 @@ class Cascade(Stateless):
             best = jnp.where(self._lacks(scores, near, query.shape[2] // near.shape[2]), best, -1)
         ids = ascending(jnp.concatenate([always, best], axis=3))
         return Blocks(ids[:, 0] if ids.shape[1] == 1 else ids, self.block_size), state
+
+    def _of_anchor(self, listed: Blocks, layer: PagedKV) -> Blocks:
+        """The list of an earlier layer, which has to have as many KV heads."""
+        if (heads := listed.ids.shape[-2]) != layer.pages.kv_heads:
+            raise ValueError(
+                f"policy {self}: a layer of {layer.pages.kv_heads} KV heads cannot read the lists of one of {heads}: leave out every"
+            )
+        return listed
 
     def _candidates(self, query, layer: PagedKV, ctx: SelectContext, first_local, lists: tuple[int, int, int]) -> Int[Array, "B T K C"]:
         """The distant blocks to choose from, -1 where there is none. Where pages are dealt out, those of them that this device has."""
@@ -218,13 +231,14 @@ class Cascade(Stateless):
         kept += "" if self.share is None else f"p{np.format_float_positional(self.share)}"
         some = "" if self.shortlist == LIKE_TOP * (self.k if kept[0] != "p" else SHORT) else f"/{self.shortlist}"
         how = {None: "", "cache": "+cache"}.get(self.bits, f"+{self.bits}bit")
-        return f"cascade:{kept}{some}{how}"
+        return f"cascade:{kept}{some}{how}" + ("" if self.every == 1 else f"+every{self.every}")
 
     def describe(self) -> str:
         """For reports."""
         how = {None: "4 bits, or the packed cache", "cache": "the cache's keys"}.get(self.bits, f"{self.bits} bit" + "s" * (self.bits != 1))
         kept = f"{self.k}" if self.share is None else f"up to {self.k}, for {self.share:g} of attention,"
         listed = f"{self.sink} sink + {self.local} local + {kept} of {self.shortlist} distant blocks of {self.block_size}, by {how}"
+        listed += "" if self.every == 1 else f", chosen in every {self.every} layers"
         most = "" if self.share is None else "up to "
         return f"{self} ({most}{self._listed.keys:,} keys: {listed})"
 
