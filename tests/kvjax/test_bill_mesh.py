@@ -85,7 +85,6 @@ CASES = {
 
 
 QUICK = (
-    "cascade",
     "dense, copied heads",
     "top, context 4",
     "top, both, in 16 bits",
