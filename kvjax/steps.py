@@ -258,7 +258,8 @@ def decode(
         border = None if frames is None else cache.residency[spec.layers[layer].group].border
         given = {"indexer": asked_of(heads), "moved": frames, "border": border, "rope": heads.rope}
         split = {"shards": cache.shards, "copies": spec.layers[layer].copies}
-        ctx = SelectContext(table, lengths, **sizes, **given, **split)
+        earlier = tuple(blocks for each, blocks in zip(spec.paged, listed, strict=False) if spec.group_of(each).window is None)
+        ctx = SelectContext(table, lengths, **sizes, **given, **split, earlier=earlier)
         reader, before = reader_of(policy, heads), states[place]
         owner = layer if spec.layers[layer].share_with is None else spec.layers[layer].share_with
         buffer, found = tiles[owner] if tiles else None, None

@@ -19,6 +19,7 @@ from kvjax.cache.spec import LatentSpec
 from kvjax.layers import DeltaLayer
 from kvjax.model import ModelConfig
 from kvjax.policies.decode.base import DecodePolicy
+from kvjax.policies.decode.cascade import Cascade
 from kvjax.policies.decode.dense import Dense
 from kvjax.policies.decode.top_blocks import TopBlocks
 from kvjax.policies.decode.top_tokens import TopTokens
@@ -34,7 +35,7 @@ PARTS = {
     "products": "sums of the embedding and of every o and down projection",
     "logits": "logits, side by side",
     "merge": "outputs of attention and their log-sum-exp",
-    "candidates": "the best blocks or tokens that each device found, with their scores",
+    "candidates": "the best blocks or tokens that each device found, with their scores, and sums of attention that scores need",
     "counts": "how many blocks and keys were read",
 }
 """What a step exchanges."""
@@ -80,18 +81,18 @@ def step_exchanges(
     """What a step of one token of `batch` sequences exchanges on a mesh; () on one device. How long the sequences are does not matter.
 
     dtype: of activations; None: the model's compute_dtype. Raises ValueError for heads or MLP columns that do not divide, and
-    NotImplementedError for policies other than dense, windows, the best blocks and the best tokens.
+    NotImplementedError for policies other than dense, windows, the best blocks, cascades and the best tokens.
     """
-    if type(policy) not in (Dense, Window, TopBlocks, TopTokens):
+    if type(policy) not in (Dense, Window, TopBlocks, Cascade, TopTokens):
         raise NotImplementedError(
-            f"what policy {policy} exchanges on a mesh is not counted: name dense, window, top, mean, quest or tokens"
+            f"what policy {policy} exchanges on a mesh is not counted: name dense, window, top, mean, quest, cascade or tokens"
         )
     item = jax.dtypes.itemsize_bits(jnp.dtype(config.compute_dtype if dtype is None else dtype)) // 8
     own, spec = config.on_shards(tensor), config.cache_spec(page_size).on_mesh(tensor).on_device(tensor)
     found: collections.Counter[tuple[str, str, str, int]] = collections.Counter()
     found["products", ALL_REDUCE, TENSOR, batch * config.hidden_size * item] = 1 + 2 * config.num_layers
     found["logits", ALL_GATHER, TENSOR, batch * -(-config.vocab_size // tensor) * 4] = 1
-    lists = set()
+    lists, full = set(), 0
     for number, layer in enumerate(own.layers):
         if isinstance(layer.mixer, DeltaLayer):
             continue
@@ -101,8 +102,12 @@ def step_exchanges(
         found["merge", ALL_GATHER, CONTEXT, batch * layer.mixer.num_heads * width * item] += 1
         found["merge", ALL_GATHER, CONTEXT, batch * layer.mixer.num_heads * 4] += 1
         listed = selects(reader, place)
-        if listed and not isinstance(reader, Window):
-            found["candidates", ALL_GATHER, CONTEXT, batch * kept.kv_heads * _width(reader, page_size) * 4] += 2
+        if listed and not isinstance(reader, Window) and not (isinstance(reader, Cascade) and full % reader.every):
+            for width in _widths(reader, page_size):
+                found["candidates", ALL_GATHER, CONTEXT, batch * kept.kv_heads * width * 4] += 2
+            if isinstance(reader, Cascade):  # sums of attention: of sink and local keys, and of candidates
+                found["candidates", ALL_GATHER, CONTEXT, batch * layer.mixer.num_heads * 2 * 4] += 1
+        full += layer.mixer.window is None
         if listed:
             lists.add((reader, kept.kv_heads, kept.copies))
     found["counts", ALL_REDUCE, TENSOR, batch * 4] = 2 * len(lists)
@@ -123,14 +128,19 @@ def layers_that_choose(config: ModelConfig, policy: DecodePolicy) -> int:
     """Layers in which the best of several devices are chosen, where pages are dealt out."""
     spec = config.cache_spec(page_size=1)
     full = [place for place, number in enumerate(spec.paged) if spec.group_of(number).window is None]
-    return 0 if isinstance(policy, Window) else sum(selects(policy, place) for place in full)
+    chosen = full[:: policy.every] if isinstance(policy, Cascade) else full
+    return 0 if isinstance(policy, Window) else sum(selects(policy, place) for place in chosen)
 
 
-def _width(policy: TopBlocks | TopTokens, page_size: int) -> int:
-    """Entries of a list for one KV head."""
+def _widths(policy: TopBlocks | Cascade | TopTokens, page_size: int) -> tuple[int, ...]:
+    """Entries of the lists for one KV head whose best are found over devices."""
     if isinstance(policy, TopTokens):
-        return policy.k
-    return selection_width(page_size=page_size, block_size=policy.block_size, k=policy.k, sink=policy.sink, local=policy.local)
+        return (policy.k,)
+    sizes = {"page_size": page_size, "block_size": policy.block_size, "sink": policy.sink, "local": policy.local}
+    if not isinstance(policy, Cascade):
+        return (selection_width(k=policy.k, **sizes),)
+    shortlist = () if policy.shortlist == "all" else (selection_width(k=policy.shortlist, **sizes),)
+    return (*shortlist, policy.k)
 
 
 Counts = dict[tuple[str, str, int, int], int]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -80,6 +81,7 @@ def step_bytes(
     frames: FrameCounts | None = None,
     tensor: int = 1,
     context: int = 1,
+    measured_keys: float | None = None,
 ) -> StepBytes:
     """Bytes of one step of `batch` sequences of `length` tokens each, the current token included.
 
@@ -91,16 +93,20 @@ def step_bytes(
     policy selects. Of `Cascade`, codes are counted for the shortlist, and as kv the cache's own keys that it reads to choose, once more
     than attention reads them. In layers of latents, the indexer's key of every token is counted, if the policy ranks by it.
 
+    measured_keys: what a KV head of a layer with lists attended to per step (`keys_per_step` of a panel), in place of what the policy says.
+    `Cascade` with a share says only the most that it may read.
+
     frames: those of an engine with pages in host memory (`kvjax.memory.pool_frames`). The pages that the device has no frames for are the
     first ones of each sequence. Of a list, as many keys lie there as the policy's `keys_among` says; without that method they count as
     spread evenly.
 
     tensor, context: of a mesh; the bytes are then those of one device, the one with the most pages. Of a list, each device along `context`
-    reads an equal share, as if listed keys were spread evenly. Where devices hold the same KV heads, each reads them.
+    reads an equal share, as if listed keys were spread evenly; so it does of codes and keys by which `Cascade` chooses. Where devices hold
+    the same KV heads, each reads them.
 
     Raises ValueError for sizes below 1, dtypes, weights and formats that are not known, frames with another tier, a mesh or packed pages,
     packed pages on a mesh, and heads or MLP columns that do not divide; NotImplementedError for a policy that does not say what it reads,
-    and for `Cascade` with keys in other tiers or on a mesh.
+    and for `Cascade` with keys in other tiers.
     """
     _check(policy, {"length": length, "batch": batch, "page_size": page_size, "tensor": tensor, "context": context}, tier, frames)
     stored = dataclasses.replace(config, compute_dtype=config.compute_dtype if dtype is None else _name(dtype))
@@ -114,25 +120,32 @@ def step_bytes(
     index_elements = code_bytes = hot_layers = 0
     away = 0.0 if frames is None else pages_on_host(frames, length, batch, page_size) / batch  # pages of each sequence
     spec = stored.cache_spec(page_size, packed).on_mesh(tensor).on_device(tensor)
+    full = list(itertools.accumulate((spec.group_of(number).window is None for number in spec.paged), initial=0))  # before each layer
     for place, number in enumerate(spec.paged):
         layer, window = spec.layers[number], spec.group_of(number).window
         if window is not None:
             kv += token_bytes(layer, page_size, -(-batch * min(length, window) // context), opened)
             continue
         keys = policy.keys_read(length, place, page_size)
+        there = batch * _keys_on_host(policy, away * page_size, length, place, page_size)
+        if keys is not None and measured_keys is not None:
+            keys, there = math.ceil(measured_keys), there * measured_keys / keys
         kv += token_bytes(layer, page_size, tokens if keys is None else -(-batch * keys // context), opened)
-        there = token_bytes(layer, page_size, batch * _keys_on_host(policy, away * page_size, length, place, page_size))
+        there = token_bytes(layer, page_size, there)
         if frames is not None and frames.hot and keys is not None and isinstance(layer, PagedSpec) and lists_pages(policy, page_size):
             hot_layers, listed = hot_layers + 1, listed + there
         else:
             in_place += there
         if isinstance(layer, LatentSpec):
             index_elements += tokens * layer.index_dim if isinstance(policy, TopTokens) else 0
+        elif isinstance(policy, Cascade) and full[place] % policy.every:
+            pass  # it reads the list of an earlier layer
         elif isinstance(policy, Cascade):
             sizes = length, page_size, layer.head_dim, layer.k_packed is not None
-            bounds, codes, own = (batch * layer.kv_heads * each for each in policy.reads_to_choose(*sizes))
-            index_elements, code_bytes = index_elements + bounds, code_bytes + codes
-            kv += own * key_bytes(layer, page_size) / layer.head_dim
+            bounds, *others = policy.reads_to_choose(*sizes)
+            codes, own = (-(-batch * layer.kv_heads * each // context) for each in others)
+            index_elements += pages * layer.kv_heads * bounds // -(-length // page_size)  # bounds are those of whole pages
+            code_bytes, kv = code_bytes + codes, kv + own * key_bytes(layer, page_size) / layer.head_dim
         elif keys is not None:
             sizes = (pages, layer.kv_heads, page_size, layer.head_dim)
             index_elements += sum(math.prod(index.shape(*sizes)) for index in policy.indexes())
@@ -189,10 +202,8 @@ def _check(policy: DecodePolicy, sizes: dict[str, int], tier: str, frames: Frame
         raise ValueError(f"frames say which pages lie in host memory, and tier {tier!r} that all of them lie there: give one of both")
     if (frames is not None or tier != "device") and sizes["tensor"] * sizes["context"] > 1:
         raise ValueError("pages of a mesh are on its devices alone: leave out frames and tier, or the mesh")
-    if isinstance(policy, Cascade) and (frames is not None or tier != "device" or sizes["context"] > 1):
-        raise NotImplementedError(
-            f"what policy {policy} reads to choose is counted on one device alone: leave out frames, tier and context"
-        )
+    if isinstance(policy, Cascade) and (frames is not None or tier != "device"):
+        raise NotImplementedError(f"what policy {policy} reads to choose is counted in device memory alone: leave out frames and tier")
 
 
 @functools.lru_cache(maxsize=256)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class IndexSpec:
     """An index that a policy needs for every sealed page.
 
-    kind: "bounds" (elementwise max and min of a block's keys), "mean", or the keys in few bits: "keys1", "keys2", "keys4". block_size:
+    kind: "bounds" (elementwise max and min of a block's keys), "mean", or the keys in few bits: "keys1" to "keys8". block_size:
     tokens, divides the page size. unless_packed: not built in layers whose keys are packed, which the policy then reads themselves.
     """
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.fidelity.report import kinds_rows, panel_rows, remarks
+from kvjax.fidelity.report import kinds_rows, lists_rows, panel_rows, remarks
 from pallas_kernels.bench.report import markdown, source
 
 
@@ -30,9 +30,7 @@ def _panel(figures: dict[str, Any]) -> str:
     columns, rows = panel_rows(figures)
     title = f"**{settings['tasks'][0]} in {settings['haystacks'][0]}, {settings['trials']} trials; {settings['steps']:,} forced steps**"
     parts = [title, markdown(("tokens", *columns), [(f"{length:,}", *cells) for length, cells in rows])]
-    columns, rows = kinds_rows(figures)
-    if rows:
-        parts.append(markdown(columns, rows))
+    parts += [markdown(columns, rows) for columns, rows in (kinds_rows(figures), lists_rows(figures)) if rows]
     return "\n\n".join((*parts, "\n".join(f"* {line}" for line in remarks(figures)), source(figures)))
 
 

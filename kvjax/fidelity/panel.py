@@ -20,7 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.bill.volume import step_bytes
 from kvjax.engine import Engine
+from kvjax.fidelity.certificate import can_certify, count_certified
 from kvjax.fidelity.forcing import ALONE, exact_prefixes, force, text_windows
 from kvjax.fidelity.needle import encode_text, vocabulary_words
 from kvjax.fidelity.retrieval import ANSWER_ROOM, Answer, Arm, ask, forked, prefilled, prompt_start, step_seconds
@@ -31,6 +33,16 @@ from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import DecodePolicy, Dense, name_of, parse
 
 TIMED_STEPS, TIMED_ROUNDS = 16, 3
+CERTIFIED_STEPS = 32
+"""Forced steps in which the lists of cascades are compared with the oracle's."""
+
+BASELINES = (
+    *("dense", "window:640", "top:4", "mean:4", "cascade:4/all+1bit", "cascade:4/all+4bit", "cascade:4/all+8bit"),
+    *("cascade:4", "cascade:4+every2", "cascade:p0.95", "cascade:4/all+cache"),
+)
+"""Ways to choose 4 distant blocks: a control; bounds (Quest), means, all keys in 1 bit (FIER), in 4 and in 8
+bits; a shortlist by bounds, then 4 bits, in every layer or every second one; the same for a share of attention (Twilight); the oracle."""
+
 OVER = " @ "
 """Between the name of a policy and that of the cache format over which it runs."""
 
@@ -185,6 +197,9 @@ class Panel:
             engine, sequences = dense.engine, dense.sequences
             forced = force(engine, sequences, [window[cut:] for window in windows], arms, on_step=lambda: advance(per_step))
             prefixes = exact_prefixes(engine, sequences, [window[cut] for window in windows], arms, plan.free_steps)
+            fed = [window[cut : cut + min(CERTIFIED_STEPS, plan.steps)] for window in windows]
+            cascades = {name: parse(arm.policy) for name, arm in arms.items() if arm.engine is engine and can_certify(parse(arm.policy))}
+            lists = {name: count_certified(engine, sequences, fed, policy) for name, policy in cascades.items()}
         return {
             "kind": "forced",
             "length": unit.length,
@@ -192,11 +207,22 @@ class Panel:
             "margin": _listed(forced.margin),
             "nll": _listed(forced.nll),
             "keys": forced.keys,
+            "lists": lists,
+            "bytes": {name: self._bytes_read(policy, unit.length, forced.keys[name]) for name, policy in plan.of_format(None).items()}
+            | {"dense": self._bytes_read("dense", unit.length, forced.keys["dense"])},
             "beside": {
                 name: {field: _listed(steps) for field, steps in vars(beside).items()} | {"prefix": prefixes[name]}
                 for name, beside in forced.beside.items()
             },
         }
+
+    def _bytes_read(self, policy: str, length: int, keys: float) -> int | None:
+        """Bytes of keys, values and indexes of a step of one sequence, by the keys that were read; None if the policy cannot say."""
+        try:
+            read = step_bytes(self.model.config, parse(policy), length, page_size=self.plan.page_size, measured_keys=keys)
+        except NotImplementedError:
+            return None
+        return read.kv + read.index
 
     @contextlib.contextmanager
     def _arms(self, engines: dict[str | None, Engine], prompts: list[Any], advance: Advance) -> Iterator[dict[str, Arm]]:

@@ -31,8 +31,8 @@ def page_index(
     Args:
         keys: keys of whole pages as stored (after norm and RoPE), any leading axes.
         kind: "bounds" gives two rows per block, the elementwise max and min of its keys (Quest, ICML 2024), exact in the keys' dtype.
-            "mean" gives one row, their mean, summed in float32 and rounded once. "keys1", "keys2" and "keys4" give the keys in 1, 2 or
-            4 bits a number, as uint8 (`pallas_kernels.page_index.codes`); `coded_keys` reads them.
+            "mean" gives one row, their mean, summed in float32 and rounded once. "keys1", "keys2", "keys4" and "keys8" give the keys
+            in 1, 2, 4 or 8 bits a number, as uint8 (`pallas_kernels.page_index.codes`); `coded_keys` reads them.
         block_size: tokens per block, divides P.
         implementation: see `pallas_kernels.dispatch`.
 

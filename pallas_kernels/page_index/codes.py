@@ -1,4 +1,4 @@
-"""Indexes that hold every key in few bits: "keys1", "keys2" and "keys4", by kind the bits of a number.
+"""Indexes that hold every key in few bits: "keys1", "keys2", "keys4" and "keys8", by kind the bits of a number.
 
 Each channel of a block has 2^bits evenly spaced levels, from the smallest to the largest number that the block's keys have there. With 1
 bit these two are the levels. Levels are per channel because keys have channels far from 0 (KIVI, arXiv 2402.02750).
@@ -12,8 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, UInt8
 
-CODED = {"keys1": 1, "keys2": 2, "keys4": 4}
+CODED = {"keys1": 1, "keys2": 2, "keys4": 4, "keys8": 8}
 """Bits of a number in each kind of index that holds codes of keys."""
+
+ROUNDED = 2**-8 * (1 + 2**-6)
+"""The most by which rounding to bfloat16 changes a number, as a share of the rounded one."""
 
 INDEX_ROWS = {"bounds": 2, "mean": 1}
 """Rows of the other kinds per block, each as wide as a key and in its dtype: bounds are (max, min), mean is one row."""
@@ -54,14 +57,32 @@ def code_keys(kind: str, blocks: Float[Array, "... bs D"]) -> UInt8[Array, "... 
 
 def coded_keys(kind: str, rows: UInt8[Array, "... R W"]) -> Float32[Array, "... bs D"]:
     """The numbers that codes stand for. Products and sums are exact before one rounding, so any program gives the same bits."""
-    bits, count = CODED[kind], _level_rows(kind)
-    tokens = rows.shape[-2] - 2 * count
+    bits, tokens = CODED[kind], rows.shape[-2] - 2 * _level_rows(kind)
     codes = jnp.concatenate([(rows[..., :tokens, :] >> (bits * i)) & (2**bits - 1) for i in range(8 // bits)], axis=-1)
-    levels = (rows[..., start : start + count, :] for start in (tokens, tokens + count))
-    low, step = (
-        jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-2], 1, codes.shape[-1], 2), jnp.bfloat16).astype(jnp.float32) for x in levels
-    )
+    low, step = _levels(kind, rows)
     return low + step * codes.astype(jnp.float32)
+
+
+def code_errors(kind: str, rows: UInt8[Array, "... R W"], *, sixteen_bits: bool) -> Float32[Array, "... D"]:
+    """The most by which a finite key of a block can differ from `coded_keys` in each channel.
+
+    Half a step; and where the levels were rounded so far that the largest or smallest key lies outside of them, what that rounding can be.
+    sixteen_bits: whether keys are bfloat16; then the lowest level is a key, which was not rounded.
+    """
+    low, step = (jnp.abs(x[..., 0, :]) for x in _levels(kind, rows))
+    most = 2 ** CODED[kind] - 1
+    steps = max(0.5, most * ROUNDED) * (1 + 2**-10)  # a quotient is rounded before the code is
+    rounding = 2**-23 * (low + most * step)  # of the number that is read
+    return steps * step + (0 if sixteen_bits else ROUNDED * low) + rounding + jnp.finfo(jnp.float32).tiny * 2 ** CODED[kind]
+
+
+def _levels(kind: str, rows: UInt8[Array, "... R W"]) -> tuple[Float32[Array, "... 1 D"], Float32[Array, "... 1 D"]]:
+    """The lowest level of each channel, and the distance of two levels."""
+    count, channels = _level_rows(kind), rows.shape[-1] * 8 // CODED[kind]
+    tokens = rows.shape[-2] - 2 * count
+    levels = (rows[..., start : start + count, :] for start in (tokens, tokens + count))
+    low, step = (jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-2], 1, channels, 2), jnp.bfloat16).astype(jnp.float32) for x in levels)
+    return low, step
 
 
 def _level_rows(kind: str) -> int:

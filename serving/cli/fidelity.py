@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -60,7 +61,11 @@ class Records(Journal):
 def fidelity_command(
     model: ModelOption = "needle",
     policies: Annotated[
-        str, typer.Option(help="Decode policies, separated by commas; dense is always the reference.")
+        str,
+        typer.Option(
+            help="Decode policies, separated by commas; dense is always the reference. 'baselines': ways to choose 4 blocks, by bounds, "
+            "means, keys in few bits, a share of attention, and the oracle."
+        ),
     ] = "dense,window:640,window:4736,top:8,top:32,mean:8,quest:64",
     lengths: Annotated[str, typer.Option(help="Tokens of whole contexts, separated by commas.")] = "8k",
     tasks: Annotated[str, typer.Option(help="Tasks to run, separated by commas: needle, multi-needle, multi-query, tracking.")] = "needle",
@@ -107,10 +112,11 @@ def fidelity_command(
     needs_extras("kvjax fidelity", "eval", "plots")
     from rich.console import Console
 
-    from kvjax.fidelity.panel import Panel, Plan
+    from kvjax.fidelity.panel import BASELINES, Panel, Plan
 
+    named = [BASELINES if name == "baselines" else (name,) for name in _listed(policies)]
     plan = Plan(
-        policies=_listed(policies),
+        policies=tuple(itertools.chain.from_iterable(named)),
         lengths=parse_lengths(lengths),
         tasks=_listed(tasks),
         haystacks=_listed(haystacks),

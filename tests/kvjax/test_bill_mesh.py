@@ -35,7 +35,7 @@ from kvjax.cache.spec import WHOLE
 from kvjax.cache.types import Cache
 from kvjax.layers import DeltaLayer
 from kvjax.models.decoder import TransformerDecoder, init_params
-from kvjax.policies.decode import TopBlocks, TopTokens, parse
+from kvjax.policies.decode import Cascade, TopBlocks, TopTokens, parse
 from kvjax.sampling import SamplingRows
 from kvjax.serving.bench.decode import SHAPES
 from kvjax.sharding import CONTEXT, TENSOR, Shards, place_params
@@ -72,6 +72,8 @@ CASES = {
     "top, context 2": (TINY, TINY_TOP, 1, 2),
     "top, context 4": (TINY, TINY_TOP, 1, 4),
     "top, both, in 16 bits": (altered(TINY, compute_dtype="bfloat16", tie_embeddings=False), TINY_TOP, 4, 2),
+    "cascade": (TINY, Cascade(2, 4, 4, sink=1, local=2, block_size=8), 2, 2),
+    "cascade of all, of the first layer": (TINY, Cascade(3, "all", "cache", sink=1, local=2, block_size=8, every=2), 2, 2),
     "a layer is dense": (TINY, dataclasses.replace(TINY_TOP, dense_layers=1), 2, 2),
     "window": (TINY, parse("window:16+40"), 2, 2),
     "a layer with a window": (make_family("gemma3_text").config, TINY_TOP, 2, 2),
@@ -81,7 +83,14 @@ CASES = {
 }
 
 
-QUICK = ("dense, copied heads", "top, context 4", "top, both, in 16 bits", "a layer is dense", "a layer with a window", "latents")
+QUICK = (
+    "dense, copied heads",
+    "top, context 4",
+    "top, both, in 16 bits",
+    "a layer is dense",
+    "a layer with a window",
+    "latents",
+)
 
 
 @pytest.mark.quick_but("dense, copied heads", "a layer is dense", "top, context 4", "top, both, in 16 bits")
@@ -162,6 +171,7 @@ def test_exchanges_by_hand():
     assert Exchange("x", ALL_GATHER, TENSOR, 4, 10, 100).received == 10 * 100 * 3
     assert step_exchanges(QWEN_7B, parse("top:32"), 8) == ()
     assert layers_that_choose(QWEN_7B, TopBlocks(8, dense_layers=3)) == 25
+    assert layers_that_choose(QWEN_7B, parse("cascade:4+every3")) == 10
     with pytest.raises(NotImplementedError, match="heavy:4 exchanges on a mesh is not counted"):
         step_exchanges(QWEN_7B, parse("heavy:4"), tensor=2)
 

@@ -1,5 +1,6 @@
 """Cascade selection: the list against a definition in NumPy, its rules, what it reads, and mutants that the comparison must catch."""
 
+import dataclasses
 import functools
 from typing import Any, ClassVar
 
@@ -8,14 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from histories import History, Sizes, run_histories
-from tiny_models import QWEN_7B, make_family
+from jax.sharding import PartitionSpec
+from quick_cases import rest_long
+from tiny_models import QWEN_7B, TinyModel, make_family
 
+import kvjax
 from kvjax import Engine
 from kvjax.attend import attends_by_list
 from kvjax.bill.volume import step_bytes
 from kvjax.cache import PagedKV
+from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode import Cascade, SelectContext, cascade, parse, register
 from kvjax.policies.decode.base import attend_listed
+from kvjax.sharding import WHOLE_COPY, Shards
 from pallas_kernels import dispatch
 from pallas_kernels.pack_pages import pack_pages
 from pallas_kernels.page_format import PageFormat, unpack
@@ -31,6 +37,8 @@ POLICIES = {
     "bounds, then the cache": Cascade(3, 6, "cache", **SMALL),
     "the oracle": Cascade(3, "all", "cache", **SMALL),
     "blocks of a page": Cascade(4, 8, 4, sink=2, local=1, block_size=16),
+    "a share": Cascade(6, 8, 4, **SMALL, share=0.7),
+    "a share of all": Cascade(12, "all", "cache", **SMALL, share=0.9),
 }
 
 
@@ -59,6 +67,19 @@ def listed(policy, layer, query, table, lengths):
 def select(policy, layer, query, table, lengths):
     ids = np.asarray(listed(policy, layer, query, table, jnp.asarray(lengths, jnp.int32)))
     return ids if ids.ndim == 4 else ids[:, None]
+
+
+def select_on_mesh(policy, layer, query, table, lengths, context=4):
+    """The list of every device, `[context, B, K, W]`, where pages are dealt out. Each has the whole pool and a part of the table."""
+    shards = Shards(kvjax.mesh(context=context))
+
+    def on_device(layer, query, table, lengths):
+        mine = jnp.where(table % context == shards.number("context"), table, -1)
+        ctx = SelectContext(mine, lengths, layer=0, num_layers=1, page_size=P, sm_scale=D**-0.5, shards=shards)
+        return policy.select(query, layer, ctx, ())[0].ids[None]
+
+    arrays = layer, query, table, jnp.asarray(lengths, jnp.int32)
+    return np.asarray(jax.jit(lambda *given: shards.run(on_device, given, WHOLE_COPY, PartitionSpec("context")))(*arrays))
 
 
 def in_few_bits(keys, bits):
@@ -94,13 +115,18 @@ def defined(policy, keys, query, table, length):
                 listed = sorted(listed, key=lambda b: (-bound[b], b))[: policy.shortlist]
             read = {b: block_of(b) if policy.bits in (None, "cache") else in_few_bits(block_of(b), policy.bits) for b in listed}
             near = np.concatenate([block_of(b) for b in always])[: seen - first_local * bs + len(sinks) * bs]
-            share = dict.fromkeys(listed, 0.0)
+            share, mass = dict.fromkeys(listed, 0.0), 0.0
             for q in heads:
                 logits = {b: read[b].astype(np.float64) @ q * D**-0.5 for b in listed}
                 total = log_sum(np.concatenate([near.astype(np.float64) @ q * D**-0.5, *logits.values()]))
+                mass += np.exp(log_sum(near.astype(np.float64) @ q * D**-0.5) - total)
                 for b in listed:
                     share[b] += np.exp(log_sum(logits[b]) - total)
-            row.append(sorted(always + sorted(listed, key=lambda b: (-share[b], b))[: policy.k]))
+            best = sorted(listed, key=lambda b: (-share[b], b))[: policy.k]
+            if policy.share is not None:
+                before = mass + np.cumsum([0.0, *(share[b] for b in best)])
+                best = [b for b, had in zip(best, before, strict=False) if had < policy.share * G]
+            row.append(sorted(always + best))
         lists.append(row)
     return lists
 
@@ -141,8 +167,11 @@ def test_of_equal_blocks_the_lower_is_read(name):
 
 def check_ties(policy):
     keys, query, table = equal_blocks()
-    kept = select(policy, layer_of(keys, policy), query, table, (300, 300))[0, 0, 0].tolist()
-    assert kept[: policy.sink + policy.k] == list(range(policy.sink + policy.k))
+    kept = select(policy, layer_of(keys, policy), query, table, (300, 300))[0, 0, 0]
+    kept = kept[(kept >= 0) & (kept < 300 // policy.block_size - policy.local - 1)]
+    assert kept.tolist() == list(range(len(kept)))
+    assert policy.sink < len(kept) <= policy.sink + policy.k
+    assert policy.share is not None or len(kept) == policy.sink + policy.k
 
 
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 40, 129, 384])
@@ -156,7 +185,8 @@ def test_every_listed_block_exists_once(length):
             assert np.all(kept <= newest)
             if length:
                 assert kept[-1] == newest
-                assert policy.keys_read(length, 0, P) == length - (newest + 1 - len(kept)) * policy.block_size
+                most, read = policy.keys_read(length, 0, P), length - (newest + 1 - len(kept)) * policy.block_size
+                assert read == most if policy.share is None else read <= most
 
 
 def test_pages_that_hold_nothing_yet_or_were_given_back_are_not_chosen():
@@ -188,6 +218,34 @@ def test_packed_keys_are_read_themselves():
     assert [row[row >= 0].tolist() for row in found] == defined(policy, numbers, query[0], np.asarray(table[0]), 300)[0]
 
 
+@pytest.mark.parametrize("name", rest_long(POLICIES, "bounds, then 4 bits", "the oracle", "a share"))
+def test_devices_that_have_some_of_the_pages_list_what_one_device_lists(name):
+    check_devices(POLICIES[name])
+
+
+def check_devices(policy):
+    keys, query, table = case(7)
+    layer = layer_of(keys, policy)
+    one = select(policy, layer, query, table, (300, 41))[:, 0]
+    for found in select_on_mesh(policy, layer, query, table, (300, 41)):
+        assert np.array_equal(found, one)
+
+
+@pytest.mark.parametrize("left_out", [0, 1, 2])
+def test_each_exchange_of_devices_is_needed(left_out, monkeypatch):
+    """Bounds of the shortlist, the sum of all attention, and the best of the shortlist."""
+    sound, calls = Shards.candidates, []
+
+    def candidates(self, *arrays):
+        calls.append(arrays)
+        return arrays if len(calls) - 1 == left_out else sound(self, *arrays)
+
+    monkeypatch.setattr(Shards, "candidates", candidates)
+    with pytest.raises(AssertionError):
+        check_devices(POLICIES["bounds, then 4 bits"])
+    assert len(calls) == 3
+
+
 class SinksToo(Cascade):
     """Mutant: sink blocks are candidates, too."""
 
@@ -203,6 +261,21 @@ class OneHead(Cascade):
         return super()._shares(jnp.broadcast_to(heads[..., :1, :], heads.shape).reshape(query.shape), layer, ctx, candidates, always)
 
 
+class OneBlockLess(Cascade):
+    """Mutant: a list ends before the block with which it reaches its share."""
+
+    def _lacks(self, scores, near, group):
+        kept = super()._lacks(scores, near, group)
+        return kept & jnp.pad(kept[..., 1:], ((0, 0), (0, 0), (0, 0), (0, 1)))
+
+
+class WithoutSinks(Cascade):
+    """Mutant: the attention of sinks and local blocks does not count."""
+
+    def _lacks(self, scores, near, group):
+        return super()._lacks(scores, jnp.full_like(near, -jnp.inf), group)
+
+
 class Reversed(Cascade):
     """A type of its own, so that its program is compiled anew."""
 
@@ -213,12 +286,30 @@ def test_mutants_fail(mutant):
         check(mutant(3, 6, 4, **SMALL))
 
 
+@pytest.mark.parametrize("mutant", [OneBlockLess, WithoutSinks])
+def test_mutants_of_a_share_fail(mutant):
+    with pytest.raises(AssertionError):
+        check(mutant(6, 8, 4, **SMALL, share=0.7))
+
+
+def test_budgets_follow_what_a_head_attends_to():
+    """A head whose attention lies in one block lists one; one that attends to all alike lists as many as it may."""
+    keys, query, table = case(1)
+    keys, query = jnp.zeros_like(keys), jnp.zeros_like(query).at[..., 0].set(8.0)
+    keys = keys.at[table[0, 6], 0, :, 0].set(8.0)  # blocks 12 and 13 of the first KV head
+    policy = Cascade(5, "all", "cache", **SMALL, share=0.9)
+    first, second = select(policy, layer_of(keys, policy), query, table, (300, 300))[0, 0]
+    assert first[first >= 0].tolist() == [0, 12, 13, 36, 37]
+    assert (second >= 0).sum() == 3 + 5
+
+
 def test_the_definition_sees_ties_that_go_to_the_higher_block(monkeypatch):
     def reversed_ties(scores, ids, k):
-        return jnp.where((best := honest(scores, jnp.where(ids >= 0, 1000 - ids, -1), k)) >= 0, 1000 - best, -1)
+        scores, best = honest(scores, jnp.where(ids >= 0, 1000 - ids, -1), k)
+        return scores, jnp.where(best >= 0, 1000 - best, -1)
 
-    honest = cascade.best_candidates
-    monkeypatch.setattr(cascade, "best_candidates", reversed_ties)
+    honest = cascade.ranked
+    monkeypatch.setattr(cascade, "ranked", reversed_ties)
     with pytest.raises(AssertionError):
         check_ties(Reversed(3, "all", "cache", **SMALL))
 
@@ -243,6 +334,18 @@ def test_an_engine_builds_codes_as_pages_seal_unless_it_packs_keys(model, text, 
             assert np.array_equal(layer.index["keys48"][sealed], wanted)
 
 
+@pytest.mark.parametrize("every", rest_long([1, 2], 2))
+def test_layers_after_an_anchor_read_its_list(every, text):
+    model = make_family("gemma3_text")  # a layer with a window, which does not count, and one without
+    config = dataclasses.replace(model.config, layers=model.config.layers * 2)
+    model = TinyModel(TransformerDecoder(config), model.params | {"layers": model.params["layers"] * 2}, model.tokenizer)
+    policy = Cascade(1, 4, 4, sink=1, local=1, block_size=8, every=every)
+    engine = Engine(model, policy, pages=12, page_size=16, prefill_chunk=32, batch_buckets=(1,))
+    layers = engine.inspect(engine.prefill([text[:120]]), [1]).layers
+    anchor, after = (layers[number].ids for number, mixer in enumerate(config.attention) if mixer.window is None)
+    assert np.array_equal(anchor, after) == (every == 2)
+
+
 class Packed(History):
     shared: ClassVar[dict[str, Any]] = {"cache_format": "k=int8:channel,v=int4"}
     against_forward = False
@@ -252,7 +355,7 @@ class Packed(History):
 @pytest.mark.parametrize("kind", [History, Packed])
 @pytest.mark.parametrize("bits", [None, "cache"])
 def test_many_random_histories(kind, bits, tmp_path):
-    register(f"cascade-of-blocks-{bits}", lambda: Cascade(1, 2, bits, sink=1, local=1, block_size=8))
+    register(f"cascade-of-blocks-{bits}", lambda: Cascade(1, 2, bits, sink=1, local=1, block_size=8), replace=True)
     sizes = Sizes(policies=("dense", f"cascade-of-blocks-{bits}"), drafts=(4, 8))
     assert run_histories(make_family("gemma3_text"), range(20), tmp_path, sizes, kind)["sequences compared"] > 3
 
@@ -276,13 +379,19 @@ def test_the_bill_counts_what_the_choice_reads():
     unpacked, scaled = tiles * 128 * 512, 128 + 2  # the open page of a layer's KV heads; bytes of a key of 128 numbers
     assert packed.kv == tiles * scaled * 128 * (2 * 8 + 5 + 32) + unpacked
     assert packed.index == top.index
-    with pytest.raises(NotImplementedError, match=r"cascade:4.*on one device alone"):
+    anchors = step_bytes(QWEN_7B, parse("cascade:4+every4"), 131_072)
+    assert (anchors.kv, anchors.index) == (top.kv + near // 4, bits4.index // 4)
+    on_mesh = step_bytes(QWEN_7B, parse("cascade:4"), 131_072, context=4)
+    assert (on_mesh.kv, on_mesh.index) == (bits4.kv // 4, bits4.index // 4)
+    with pytest.raises(NotImplementedError, match=r"cascade:4.*in device memory alone"):
         step_bytes(QWEN_7B, parse("cascade:4"), 131_072, tier="host")
 
 
-@pytest.mark.parametrize(
-    "name", ["cascade:4", "cascade:4/64", "cascade:4/all+1bit", "cascade:4/all+4bit", "cascade:2/all+cache", "cascade:8+2bit"]
-)
+NAMES = "4, 4/64, 4/all+1bit, 4/all+4bit, 2/all+cache, 8+2bit, p0.95, p0.95/64, 16p0.9/all+4bit, 16p0.9, 4p0.5/8+cache, p0.00001"
+NAMES += ", 4+every2, 16p0.9/64+4bit+every3"
+
+
+@pytest.mark.parametrize("name", [f"cascade:{each}" for each in NAMES.split(", ")])
 def test_names_and_policies_go_both_ways(name):
     assert str(parse(name)) == name
     assert parse(str(parse(name))) == parse(name)
@@ -293,12 +402,33 @@ def test_it_says_what_it_reads():
     assert parse("cascade:4").describe() == said
 
 
-@pytest.mark.parametrize(
-    ("name", "said"), [("cascade:4/3", "shortlist"), ("cascade:0", "k must"), ("cascade:4+3bit", "bits must be 1, 2, 4")]
-)
+def test_it_says_what_varies():
+    share = parse("cascade:p0.95/64")
+    said = "1 sink + 4 local + up to 64, for 0.95 of attention, of 64 distant blocks of 128, by 4 bits, or the packed cache"
+    assert share.describe() == f"cascade:p0.95/64 (up to 8,832 keys: {said})"
+    assert (share.keys, share.k, parse("cascade:p0.9").k) == (None, 64, 32)
+    most, measured = step_bytes(QWEN_7B, share, 131_072), step_bytes(QWEN_7B, share, 131_072, measured_keys=1000.5)
+    assert most.kv - measured.kv == 28 * 4 * (69 * 128 - 1001) * 2 * 128 * 2
+    assert most.index == measured.index
+
+
+REFUSED = {
+    "4/3": "shortlist",
+    "0": "k must",
+    "4+3bit": "bits must be 1, 2, 4, 8",
+    "p1": "share must",
+    "p0": "share must",
+    "p0.9/all": "needs k",
+    "": "not understood",
+    "/8": "not understood",
+    "4+every0": "every must",
+}
+
+
+@pytest.mark.parametrize(("name", "said"), REFUSED.items())
 def test_numbers_that_do_not_fit_are_refused(name, said):
     with pytest.raises(ValueError, match=said):
-        parse(name)
+        parse(f"cascade:{name}")
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -315,7 +445,7 @@ def test_it_attends_to_what_it_lists(name):
 
     with dispatch.listening() as heard:
         out, wanted, ids = attended(query, layer, table, lengths)
-    assert ("selected_attention" in heard) == (policy.bits != "cache" and policy.shortlist != "all")
+    assert ("selected_attention" in heard) == (policy.bits != "cache" and policy.shortlist != "all" and policy.share is None)
     assert np.array_equal(ids, select(policy, layer, query, table, lengths))
     np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-5)
 

@@ -16,7 +16,7 @@ import kvjax
 from kvjax import Engine
 from kvjax.layers import DeltaLayer
 from kvjax.model import fingerprint
-from kvjax.policies.decode import TopBlocks
+from kvjax.policies.decode import Cascade, TopBlocks
 from kvjax.policies.decode.candidates import best_candidates
 from kvjax.policies.prefill import BoundsBlocks, BoundsShare, DensePrefill, query_tile_of
 from kvjax.sharding import Shards, place_params
@@ -27,6 +27,8 @@ POLICIES = {
     "top": TopBlocks(k=3, sink=1, local=2, block_size=16),
     "quest": TopBlocks(k=5, sink=1, local=4, block_size=4, index="bounds"),
     "mean": TopBlocks(k=3, sink=1, local=2, block_size=8, index="mean"),
+    "cascade": Cascade(2, 4, 4, sink=1, local=2, block_size=8),
+    "cascade of all": Cascade(3, "all", "cache", sink=1, local=2, block_size=16),
     "window": "window:16+40",
     "remap": "window:16+40+remap",
     "heavy": "heavy:3",
@@ -93,7 +95,7 @@ def test_results_are_those_of_one_device(case, text):
     "case",
     rest_long(
         [(policy, mesh) for policy in POLICIES for mesh in MESHES | LARGE],
-        *[(policy, "tensor 2 context 2") for policy in ("quest", "heavy")],
+        *[(policy, "tensor 2 context 2") for policy in ("quest", "heavy", "cascade")],
     ),
     ids=" ".join,
 )

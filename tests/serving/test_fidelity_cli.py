@@ -183,6 +183,7 @@ def test_another_panel_does_not_go_on_with_the_records_of_this_one(whole, argume
         (["--policies", "best"], "'best' is not understood; there are dense"),
         (["--policies", "window:100"], "leaves no window"),
         (["--policies", " , "], "policies must be at least one"),
+        (["--policies", "baselines,top:4"], "each once, got dense, window:640, top:4, mean:4, cascade:4/all+1bit"),
         (["--lengths", "1k"], "1,024 tokens is more than the model's 512 positions"),
         (["--lengths", "many"], "many"),
         (["--tasks", "haiku"], "'haiku' is not known"),

@@ -73,6 +73,9 @@ class SelectContext:
     copies: int = flax.struct.field(pytree_node=False, default=1)
     """Devices of the mesh that have the same KV heads."""
 
+    earlier: tuple[Blocks | None, ...] = ()
+    """What the policy listed in this step in each layer before this one, except those with a window of their own."""
+
     @property
     def dealt_out(self) -> bool:
         """Whether other devices have some of the pages. The page table then names those of this device alone."""

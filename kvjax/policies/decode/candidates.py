@@ -31,8 +31,8 @@ def always_read(
     return jnp.concatenate(parts, axis=3), first_local
 
 
-def best_candidates(scores: Float[Array, "... n"], ids: Int[Array, "... n"], k: int) -> Int32[Array, "... k"]:
-    """The ids of the k best scores, in no order that matters, -1 where there are fewer; of equal scores the lower id.
+def ranked(scores: Float[Array, "... n"], ids: Int[Array, "... n"], k: int) -> tuple[Float[Array, "... k"], Int32[Array, "... k"]]:
+    """The k best scores, best first, and their ids; -inf and -1 where there are fewer. Of equal scores the lower id comes first.
 
     ids: each at most once, -1 for none. NaN and -inf count as the lowest finite score, 0.0 and -0.0 are equal, as in
     `pallas_kernels.select_blocks`.
@@ -43,4 +43,17 @@ def best_candidates(scores: Float[Array, "... n"], ids: Int[Array, "... n"], k: 
     scores = jnp.where(scores >= lowest, scores, lowest)
     scores = jnp.where(ids >= 0, jnp.where(scores == 0, 0.0, scores), -jnp.inf)
     best, places = jax.lax.top_k(scores, min(k, scores.shape[-1]))  # of equal scores the first, which has the lower id
-    return jnp.where(best > -jnp.inf, jnp.take_along_axis(ids, places, axis=-1), -1)
+    return best, jnp.where(best > -jnp.inf, jnp.take_along_axis(ids, places, axis=-1), -1)
+
+
+def best_candidates(scores: Float[Array, "... n"], ids: Int[Array, "... n"], k: int) -> Int32[Array, "... k"]:
+    """The ids of the k best scores, as `ranked` finds them, in no order that matters."""
+    return ranked(scores, ids, k)[1]
+
+
+def rows_of_blocks(page_table: Int[Array, "B M"], ids: Int[Array, "B T K n"], per_page: int) -> Int32[Array, "B T K n"]:
+    """Places of blocks in an index whose pages have `per_page` blocks: page * per_page + block within the page; -1 where there is none, or
+    where its page is on another device."""
+    at = jnp.maximum(ids, 0)
+    pages = jnp.take_along_axis(page_table[:, None, None], at // per_page, axis=3)
+    return jnp.where((ids >= 0) & (pages >= 0), pages * per_page + at % per_page, -1)

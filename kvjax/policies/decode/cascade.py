@@ -1,27 +1,29 @@
 """Selection in two stages: bounds make a shortlist, and the keys of its blocks, read in few bits, choose from it.
 
-Sources: shortlist, then 4-bit keys: Twilight (arXiv 2502.02770), HISA (arXiv 2603.28458); every key in 1 bit: FIER (arXiv 2508.08256). Here
-the budget is fixed, and levels are per channel and block.
+Sources: shortlist, then 4-bit keys: Twilight (arXiv 2502.02770), HISA (arXiv 2603.28458); a share of attention in place of a fixed budget:
+Twilight; every key in 1 bit: FIER (arXiv 2508.08256). Here levels are per channel and block, and blocks are chosen, not tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int
 
 from kvjax.cache.types import IndexSpec, LayerCache, PagedKV
 from kvjax.checks import whole_number
 from kvjax.policies.decode.base import Blocks, SelectContext, Stateless, select_and_attend
-from kvjax.policies.decode.candidates import always_read, ascending, best_candidates
+from kvjax.policies.decode.candidates import always_read, ascending, best_candidates, ranked, rows_of_blocks
 from kvjax.policies.decode.top_blocks import TopBlocks
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.page_index import CODED, index_shape
 from pallas_kernels.pages import OpenPages, Pages
-from pallas_kernels.select_blocks import block_lse, select_blocks
+from pallas_kernels.select_blocks import block_lse, score_listed, select_blocks
 from pallas_kernels.selected_attention import selected_attention
 
 BITS = {bits: kind for kind, bits in CODED.items()}
@@ -29,6 +31,9 @@ BITS = {bits: kind for kind, bits in CODED.items()}
 
 LIKE_TOP = 8
 """Blocks of the default shortlist for each that is kept: those of cascade:4 are the distant blocks of top:32."""
+
+SHORT = 4
+"""Blocks that are kept by default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,20 +47,37 @@ class Cascade(Stateless):
     Args:
         k: distant blocks to keep.
         shortlist: blocks, at least k; None: 8 * k. "all": every distant block, without bounds.
-        bits: 1, 2 or 4: of an index of keys. "cache": the cache's own keys, packed or not; with shortlist "all" the choice is then exact.
-            None: the cache's own keys in layers that pack them, else 4.
+        bits: 1, 2, 4 or 8: of an index of keys. "cache": the cache's own keys, packed or not; with shortlist "all" the choice is then
+            exact. None: the cache's own keys in layers that pack them, else 4.
         sink, local, block_size: as `TopBlocks` has them.
+        every: 1: each layer chooses. n: every n-th layer chooses, and the n - 1 layers after it read its list. Layers with a window of
+            their own do not count.
+        share: of the estimated attention, above 0 and below 1; None: every list has k blocks, where there are as many.
     """
 
-    k: int = 4
+    k: int | None = None
     shortlist: int | Literal["all"] | None = None
     bits: int | Literal["cache"] | None = None
     sink: int = 1
     local: int = 4
     block_size: int = 128
+    share: float | None = None
+    every: int = 1
+
+    chooses_over_devices = True
 
     def __post_init__(self):
-        for name, least in (("k", 1), ("sink", 0), ("local", 1), ("block_size", 1)):
+        if self.share is not None:
+            if not (isinstance(self.share, numbers.Real) and 0 < self.share < 1):
+                raise ValueError(f"share must be above 0 and below 1, got {self.share!r}: leave it out to keep k blocks")
+            object.__setattr__(self, "share", float(self.share))
+        if self.k is None and self.share is not None and self.shortlist == "all":
+            raise ValueError("with share, shortlist 'all' needs k, the most blocks of a list: name it, as in cascade:16p0.95/all")
+        if self.k is None:
+            whole = LIKE_TOP * SHORT if self.shortlist is None else self.shortlist
+            object.__setattr__(self, "shortlist", whole)
+            object.__setattr__(self, "k", SHORT if self.share is None else whole)
+        for name, least in (("k", 1), ("sink", 0), ("local", 1), ("block_size", 1), ("every", 1)):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
         if self.shortlist is None:
             object.__setattr__(self, "shortlist", LIKE_TOP * self.k)
@@ -70,9 +92,9 @@ class Cascade(Stateless):
         return TopBlocks(self.k, self.sink, self.local, self.block_size)
 
     @property
-    def keys(self) -> int:
-        """The most keys that a KV head attends to per step, if the open page lies within the local blocks."""
-        return self._listed.keys
+    def keys(self) -> int | None:
+        """The most keys that a KV head attends to per step, if the open page lies within the local blocks; None where it varies."""
+        return self._listed.keys if self.share is None else None
 
     def budgets(self) -> dict[str, tuple[int, int]]:
         """Blocks of each part of the list, and of the shortlist."""
@@ -88,20 +110,26 @@ class Cascade(Stateless):
         return IndexSpec(BITS[self.bits or 4], self.block_size, unless_packed=self.bits is None)
 
     def select(self, query, layer, ctx, state):
-        """Sink + best distant + local blocks, ascending."""
+        """Sink + best distant + local blocks, ascending; or what an earlier layer listed."""
         self._check(layer)
+        if after := len(ctx.earlier) % self.every:
+            return self._of_anchor(ctx.earlier[-after], layer), state
         sizes = {"block_size": self.block_size, "sink": self.sink, "local": self.local}
         always, first_local = always_read(ctx, query.shape[1], **sizes)
         always = jnp.broadcast_to(always, (*query.shape[:2], layer.pages.kv_heads, always.shape[3]))
         candidates = self._candidates(query, layer, ctx, first_local, always.shape[:3])
-        best = best_candidates(self._shares(query, layer, ctx, candidates, always), candidates, self.k)
+        shares, near = self._shares(query, layer, ctx, candidates, always)
+        scores, best = ranked(*self._best(shares, candidates, ctx), self.k)
+        if self.share is not None:
+            best = jnp.where(self._lacks(scores, near, query.shape[2] // near.shape[2]), best, -1)
         ids = ascending(jnp.concatenate([always, best], axis=3))
         return Blocks(ids[:, 0] if ids.shape[1] == 1 else ids, self.block_size), state
 
     def attend(self, query, layer, ctx, state):
         """Select and attend. A shortlist whose keys are in an index: in one op, which a kernel can do in one launch."""
         self._check(layer)
-        if ctx.dealt_out or not self._is_one_op(layer.pages.k_packed is not None):
+        listed_before = bool(len(ctx.earlier) % self.every)
+        if ctx.dealt_out or listed_before or not self._is_one_op(layer.pages.k_packed is not None):
             return select_and_attend(self, query, layer, ctx, state)
         bounds, codes = self.indexes()
         out, _, ids = selected_attention(
@@ -119,8 +147,16 @@ class Cascade(Stateless):
         )
         return out, Blocks(ids[:, 0] if ids.shape[1] == 1 else ids, self.block_size), state
 
+    def _of_anchor(self, listed: Blocks, layer: PagedKV) -> Blocks:
+        """The list of an earlier layer, which has to have as many KV heads."""
+        if (heads := listed.ids.shape[-2]) != layer.pages.kv_heads:
+            raise ValueError(
+                f"policy {self}: a layer of {layer.pages.kv_heads} KV heads cannot read the lists of one of {heads}: leave out every"
+            )
+        return listed
+
     def _candidates(self, query, layer: PagedKV, ctx: SelectContext, first_local, lists: tuple[int, int, int]) -> Int[Array, "B T K C"]:
-        """The distant blocks to choose from, -1 where there is none."""
+        """The distant blocks to choose from, -1 where there is none. Where pages are dealt out, those of them that this device has."""
         if self.shortlist == "all":
             per_page = ctx.page_size // self.block_size
             ids = jnp.arange(ctx.page_table.shape[1] * per_page, dtype=jnp.int32)
@@ -130,12 +166,29 @@ class Cascade(Stateless):
             (bounds, *_), static = self.indexes(), {"page_size": ctx.page_size, "block_size": self.block_size}
             given = query, layer.index[bounds.name], ctx.page_table, ctx.lengths
             ids = select_blocks(*given, kind="bounds", k=self.shortlist, sink=self.sink, local=self.local, **static)
-        return jnp.where((ids >= self.sink) & (ids < first_local), ids, -1)
+        ids = jnp.where((ids >= self.sink) & (ids < first_local), ids, -1)
+        if self.shortlist == "all" or not ctx.dealt_out:
+            return ids
+        per_page = ctx.page_size // self.block_size
+        scores = score_listed(query, layer.index[bounds.name], rows_of_blocks(ctx.page_table, ids, per_page), kind="bounds")
+        best = best_candidates(*ctx.shards.candidates(scores, ids), self.shortlist)
+        return jnp.where(rows_of_blocks(ctx.page_table, best, per_page) >= 0, best, -1)
+
+    def _best(self, shares: Float32[Array, "B T K C"], candidates: Int[Array, "B T K C"], ctx: SelectContext) -> tuple[Array, Array]:
+        """Shares and candidates among which the best k are; where pages are dealt out, the k best that each device found."""
+        return ctx.shards.candidates(*ranked(shares, candidates, self.k)) if ctx.dealt_out else (shares, candidates)
+
+    def _lacks(self, scores: Float32[Array, "B T K k"], near: Float32[Array, "B T K"], group: int) -> Bool[Array, "B T K k"]:
+        """Which of the best blocks, best first, are kept: those without which the ones before them lack `share` of the attention."""
+        found = jnp.exp(scores)
+        before = jnp.exp(near)[..., None] + jnp.cumsum(found, axis=3) - found
+        return ~(before >= self.share * group)  # so that NaN keeps them
 
     def _shares(
         self, query, layer: PagedKV, ctx: SelectContext, candidates: Int[Array, "B T K C"], always: Int[Array, "B T K A"]
-    ) -> Float32[Array, "B T K C"]:
-        """Log of the attention that each candidate gets, summed over the query heads of a KV head; it means nothing where that is -1."""
+    ) -> tuple[Float32[Array, "B T K C"], Float32[Array, "B T K"]]:
+        """Log of the attention that each candidate gets, summed over the query heads of a KV head, and that of sink and local blocks. It
+        means nothing where a candidate is -1."""
 
         def by_cache(ids: Int[Array, "B T K n"]) -> tuple[Array, Array]:
             given = query, _keys_only(layer.pages), ctx.frames, ctx.lengths
@@ -148,14 +201,18 @@ class Cascade(Stateless):
         if self._reads_cache(layer.pages.k_packed is not None):
             _, found = by_cache(candidates)
         else:
-            page = jnp.take_along_axis(ctx.page_table[:, None, None], jnp.maximum(candidates, 0) // per_page, axis=3)
-            places = jnp.where((candidates >= 0) & (page >= 0), page * per_page + candidates % per_page, -1)
+            places = rows_of_blocks(ctx.page_table, candidates, per_page)
             found = block_lse(query, layer.index[self._codes.name], places, kind=self._codes.kind, sm_scale=ctx.sm_scale)
         group = query.shape[2] // candidates.shape[2]
         found = jnp.where(jnp.repeat(candidates >= 0, group, axis=2), found, -jnp.inf)
-        total = jnp.logaddexp(by_cache(always)[0], jax.nn.logsumexp(found, axis=3))
-        shares = (found - total[..., None]).reshape(*candidates.shape[:3], group, -1)
-        return jax.nn.logsumexp(shares, axis=3)
+        parts = jnp.stack([by_cache(always)[0], jax.nn.logsumexp(found, axis=3)], axis=3)
+        if ctx.dealt_out:
+            parts = ctx.shards.candidates(parts)[0].reshape(*parts.shape[:3], -1, 2)
+            parts = jax.nn.logsumexp(parts, axis=3)
+        near, total = parts[..., :1], jax.nn.logsumexp(parts, axis=3, keepdims=True)
+        shares = (jnp.concatenate([near, found], axis=3) - total).reshape(*candidates.shape[:3], group, -1)
+        summed = jax.nn.logsumexp(shares, axis=3)
+        return summed[..., 1:], summed[..., 0]
 
     def _reads_cache(self, packed: bool) -> bool:
         """Whether the shortlist's keys are the cache's own. packed: whether those are packed."""
@@ -163,7 +220,7 @@ class Cascade(Stateless):
 
     def _is_one_op(self, packed: bool) -> bool:
         """Whether `selected_attention` makes the list that `select` makes. packed: whether the cache's keys are."""
-        return self.shortlist != "all" and not self._reads_cache(packed)
+        return self.share is None and self.shortlist != "all" and not self._reads_cache(packed)
 
     def _check(self, layer: LayerCache) -> None:
         if not isinstance(layer, PagedKV):
@@ -174,7 +231,7 @@ class Cascade(Stateless):
             raise ValueError(f"policy {self} scans the index {missing[0]}; this layer has {sorted(layer.index)}: name it in empty_layer")
 
     def keys_read(self, length: int, layer: int, page_size: int) -> int | None:
-        """Keys a KV head attends to in one step of a sequence of `length` tokens, the current one included."""
+        """Keys a KV head attends to in one step of a sequence of `length` tokens, the current one included; with `share`, the most."""
         return self._listed.keys_read(length, layer, page_size)
 
     def keys_among(self, first: int, length: int, layer: int, page_size: int) -> float | None:
@@ -197,15 +254,20 @@ class Cascade(Stateless):
         """The name that `parse` knows, if there is one; else every field."""
         if (self.sink, self.local, self.block_size) != (1, 4, 128):
             return "Cascade(" + ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self)) + ")"
-        some = "" if self.shortlist == LIKE_TOP * self.k else f"/{self.shortlist}"
+        kept = "" if self.share is not None and self.k == self.shortlist else f"{self.k}"
+        kept += "" if self.share is None else f"p{np.format_float_positional(self.share)}"
+        some = "" if self.shortlist == LIKE_TOP * (self.k if kept[0] != "p" else SHORT) else f"/{self.shortlist}"
         how = {None: "", "cache": "+cache"}.get(self.bits, f"+{self.bits}bit")
-        return f"cascade:{self.k}{some}{how}"
+        return f"cascade:{kept}{some}{how}" + ("" if self.every == 1 else f"+every{self.every}")
 
     def describe(self) -> str:
         """For reports."""
         how = {None: "4 bits, or the packed cache", "cache": "the cache's keys"}.get(self.bits, f"{self.bits} bit" + "s" * (self.bits != 1))
-        listed = f"{self.sink} sink + {self.local} local + {self.k} of {self.shortlist} distant blocks of {self.block_size}, by {how}"
-        return f"{self} ({self.keys:,} keys: {listed})"
+        kept = f"{self.k}" if self.share is None else f"up to {self.k}, for {self.share:g} of attention,"
+        listed = f"{self.sink} sink + {self.local} local + {kept} of {self.shortlist} distant blocks of {self.block_size}, by {how}"
+        listed += "" if self.every == 1 else f", chosen in every {self.every} layers"
+        most = "" if self.share is None else "up to "
+        return f"{self} ({most}{self._listed.keys:,} keys: {listed})"
 
 
 def _keys_only(pages: Pages) -> Pages:

@@ -37,9 +37,10 @@ def _read(text: str) -> DecodePolicy | None:
         return TopTokens(int(match[1]))
     if match := re.fullmatch(r"(heavy|heavy-tokens):(\d+)", text):
         return {"heavy": HeavyPages, "heavy-tokens": HeavyTokens}[match[1]](int(match[2]))
-    if match := re.fullmatch(r"cascade:(\d+)(?:/(\d+|all))?(?:\+(?:(\d+)bit|(cache)))?", text):
-        shortlist = match[2] if match[2] in (None, "all") else int(match[2])
-        return Cascade(int(match[1]), shortlist, int(match[3]) if match[3] else match[4])
+    if match := re.fullmatch(r"cascade:(?=\d|p)(\d+)?(?:p(\d*\.?\d+))?(?:/(\d+|all))?(?:\+(?:(\d+)bit|(cache)))?(?:\+every(\d+))?", text):
+        kept, share = (None if each is None else of(each) for each, of in zip(match.groups()[:2], (int, float), strict=True))
+        shortlist = match[3] if match[3] in (None, "all") else int(match[3])
+        return Cascade(kept, shortlist, int(match[4]) if match[4] else match[5], share=share, every=int(match[6] or 1))
     if match := re.fullmatch(r"(top|mean|quest):(\d+)", text):
         k = int(match[2])
         if match[1] == "quest":

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.types import IndexSpec, LatentPages, LayerCache
 from kvjax.checks import whole_number
 from kvjax.policies.decode.base import Blocks, SelectContext, Stateless, select_and_attend
-from kvjax.policies.decode.candidates import always_read, ascending, best_candidates
+from kvjax.policies.decode.candidates import always_read, ascending, best_candidates, rows_of_blocks
 from pallas_kernels.select_blocks import score_blocks, score_listed, select_blocks
 from pallas_kernels.selected_attention import selected_attention
 
@@ -96,8 +96,7 @@ class TopBlocks(Stateless):
         sizes = {"block_size": self.block_size, "sink": self.sink, "local": self.local}
         always, first_local = always_read(ctx, query.shape[1], **sizes)
         distant = jnp.where((ids >= self.sink) & (ids < first_local), ids, -1)
-        rows = jnp.take_along_axis(ctx.page_table[:, None, None], jnp.maximum(distant, 0) // per_page, axis=3)
-        places = jnp.where((distant >= 0) & (rows >= 0), rows * per_page + jnp.maximum(distant, 0) % per_page, -1)
+        places = rows_of_blocks(ctx.page_table, distant, per_page)
         found = ctx.shards.candidates(score_listed(query, self._index(layer), places, kind=self.index), distant)
         best = best_candidates(*found, self.k)
         always = jnp.broadcast_to(always, (*ids.shape[:3], always.shape[3]))

@@ -291,7 +291,7 @@ def _arguments(**changes) -> list:
         ({"table": jnp.zeros((6, 6), jnp.int32)}, (), r"with the B and T of k"),
         ({"positions": jnp.zeros((7, 1))}, (), "must be int32"),
         ({"valid": jnp.ones((7, 1), jnp.int32)}, (), "valid bool"),
-        ({}, (("bounds16", "median", 16),), "'median' is unknown; there are bounds, keys1, keys2, keys4, mean"),
+        ({}, (("bounds16", "median", 16),), "'median' is unknown; there are bounds, keys1, keys2, keys4, keys8, mean"),
         ({}, (("bounds16", "bounds", 5),), "block_size 5 of index 'bounds16' does not divide the page size 16"),
         ({}, (("bounds16", "bounds", 0),), "block_size 0"),
         ({}, (("mean4", "mean", 4),), "no index 'mean4'; there are bounds16, mean8, other"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.page_index import CODED, INDEX_KINDS, INDEX_ROWS, coded_keys, index_shape, page_index
+from pallas_kernels.page_index import CODED, INDEX_KINDS, INDEX_ROWS, code_errors, coded_keys, index_shape, page_index
 
 IMPLEMENTATIONS = {
     name: functools.partial(page_index, implementation=name) for name in dispatch.available("page_index") if name != "reference"
@@ -90,6 +90,29 @@ def check_codes(op, kind: str, case: str) -> None:
 @pytest.mark.parametrize("kind", CODED)
 def test_codes_are_those_of_the_definition(kind, case):
     check_codes(XLA, kind, case)
+
+
+def check_errors(kind: str, case: str, errors=code_errors) -> None:
+    """No key differs from what is read by more than its channel's error says."""
+    keys = _keys(case)
+    rows = page_index(keys, kind=kind, block_size=CASES[case][2])
+    blocks = np.asarray(keys, np.float64).reshape(*rows.shape[:-2], -1, keys.shape[-1])
+    found = np.abs(np.asarray(coded_keys(kind, rows), np.float64) - blocks).max(-2)
+    bound = np.asarray(errors(kind, rows, sixteen_bits=keys.dtype == jnp.bfloat16), np.float64)
+    finite = np.isfinite(blocks).all(-2)
+    assert np.all(found[finite] <= bound[finite])
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", CODED)
+def test_keys_are_as_near_to_their_codes_as_errors_say(kind, case):
+    check_errors(kind, case)
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_smaller_errors_would_be_wrong(kind):
+    with pytest.raises(AssertionError):
+        check_errors(kind, "blocks of 4", lambda *given, **keywords: 0.45 * code_errors(*given, **keywords))
 
 
 CODE_MUTANTS = {
@@ -185,7 +208,7 @@ def test_mutant_fails(tools, mutant):
 @pytest.mark.parametrize(
     ("keys", "kind", "block_size", "message"),
     [
-        (jnp.zeros((16, 8)), "median", 4, "'median' is unknown; there are bounds, keys1, keys2, keys4, mean"),
+        (jnp.zeros((16, 8)), "median", 4, "'median' is unknown; there are bounds, keys1, keys2, keys4, keys8, mean"),
         (jnp.zeros((16, 12)), "keys1", 4, "head dim that is a multiple of 8, got 12: use more bits"),
         (jnp.zeros((16, 8)), "mean", 5, "block_size 5 does not divide the page size 16"),
         (jnp.zeros((16, 8)), "mean", 0, "block_size 0"),
