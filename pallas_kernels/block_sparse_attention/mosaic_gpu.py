@@ -46,7 +46,7 @@ def _attend(call: Call, q, pages, table, starts, lengths, blocks):
     counts = jnp.max(jnp.where(blocks >= 0, jnp.arange(1, blocks.shape[3] + 1, dtype=jnp.int32), 0), axis=3)
     walk = functools.partial(_walk, s, call.block_size, call.query_tile, call.window)
     out, lse = query_tiles.launch(s, "block_sparse_attention_kernel", walk)(
-        query_tiles.padded(q), pages.k, pages.v, table, starts, lengths, plain_end, blocks, counts
+        query_tiles.padded(q), (pages.k, pages.v), table, starts, lengths, plain_end, blocks, counts
     )
     return query_tiles.cut(s, out, lse)
 

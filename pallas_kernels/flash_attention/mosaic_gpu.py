@@ -16,13 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.flash_attention.api import Call
-from pallas_kernels.hopper import query_tiles
-from pallas_kernels.pages import unlike
+from pallas_kernels.hopper import packed_tiles, query_tiles
 
 
 def unsupported(call: Call, q, pages, table, starts, lengths) -> str | None:
     """Why this kernel cannot take this valid input, or None if it can."""
-    return unlike(pages) or query_tiles.unsupported(q, pages.k, call.sm_scale)
+    return packed_tiles.unsupported(q, pages, call.sm_scale)
 
 
 def flash_attention(call: Call, q, pages, table, starts, lengths):
@@ -35,33 +34,47 @@ def flash_attention(call: Call, q, pages, table, starts, lengths):
 
 @functools.partial(jax.jit, static_argnames="call")
 def _attend(call: Call, q, pages, table, starts, lengths):
-    s = query_tiles.shape_of(q, pages.k, sm_scale=call.sm_scale)
+    s = packed_tiles.shape_of(q, pages, sm_scale=call.sm_scale)
     plain_end = query_tiles.plain_ends(table, lengths, s.page_size)
-    out, lse = query_tiles.launch(s, "flash_attention_kernel", functools.partial(_walk, s, call.window))(
-        query_tiles.padded(q), pages.k, pages.v, table, starts, lengths, plain_end
-    )
+    walk = functools.partial(_walk, s, call.window, pages.open is not None)
+    launch = query_tiles.launch(s, "flash_attention_kernel", walk, fetcher=packed_tiles.fetcher_of(s, pages))
+    out, lse = launch(query_tiles.padded(q), packed_tiles.pools_of(pages), table, starts, lengths, plain_end)
     return query_tiles.cut(s, out, lse)
 
 
-def _walk(s: query_tiles.Shape, window, refs, row, head, tile):
-    """Every tile of keys up to the last query, or those that sinks and window touch."""
+def _walk(s: query_tiles.Shape, window, opened: bool, refs, row, head, tile):
+    """Every tile of keys up to the last query, or those that sinks and window touch. opened: then tiles of the queries' own pages again."""
     table_ref, starts_ref, lengths_ref, plain_ref = refs
     first, length = starts_ref[row] + tile * query_tiles.TILE_ROWS, lengths_ref[row]
-    end = lax.div(jnp.minimum(first + query_tiles.TILE_ROWS, length) + (s.tile - 1), jnp.int32(s.tile))
-    end = jnp.where(first < length, end, 0)  # padding
-    steps, sinks, resume, of_window = end, 0, 0, {}
+    stop = jnp.minimum(first + query_tiles.TILE_ROWS, length)  # of the queries, and so of the keys
+    packed_end = packed_tiles.own_start(s, stop - 1) if opened else length
+    end = jnp.where(first < length, _tiles(s, packed_end if opened else stop), 0)  # there is padding
+    steps, sinks, resume, masks = end, 0, 0, {}
     if window is not None:
         sinks = jnp.minimum(-(-window[0] // s.tile), end)
         resume = jnp.clip(lax.div(jnp.maximum(first - window[1] + 1, 0), jnp.int32(s.tile)), sinks, end)
         steps = sinks + end - resume
-        of_window = query_tiles.window_masks(s, window)
+        masks = query_tiles.window_masks(s, window)
+    packed, own = (steps, packed_end), 0
+    if opened:
+        own = lax.div(packed_tiles.own_start(s, first), jnp.int32(s.tile))
+        steps = jnp.where(first < length, packed[0] + _tiles(s, stop) - own, 0)
+        masks = packed_tiles.own_masks(s, packed[0], masks.get("unmasked"), masks.get("seen"))
 
     def starts(step):
+        at = step
         if window is not None:
-            step = jnp.where(step < sinks, step, step - sinks + resume)
-        return tuple(step * s.tile + p * s.piece for p in range(s.pieces))
+            at = jnp.where(step < sinks, step, step - sinks + resume)
+        if opened:
+            at = jnp.where(step < packed[0], at, step - packed[0] + own)
+        return tuple(at * s.tile + p * s.piece for p in range(s.pieces))
 
     def page_of(position):
         return table_ref[row, lax.div(position, jnp.int32(s.page_size))]
 
-    return query_tiles.Walk(steps, starts, page_of, plain_ref[row], length, **of_window), first
+    return query_tiles.Walk(steps, starts, page_of, plain_ref[row], length, packed=packed, **masks), first
+
+
+def _tiles(s: query_tiles.Shape, end):
+    """Tiles of keys before a position."""
+    return lax.div(end + (s.tile - 1), jnp.int32(s.tile))

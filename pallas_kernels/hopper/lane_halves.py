@@ -1,4 +1,4 @@
-"""Codes of half a tile of keys or values, by a warpgroup of `hopper.lanes`: from global memory to registers, then to shared memory as bfloat16.
+"""Codes of half a tile of keys or values, by a warpgroup of `hopper.lanes`: to registers, then to shared memory as bfloat16 numbers.
 
 A thread loads pieces of 16 bytes of codes, each with its scale, long before it needs them. Later it makes bfloat16 numbers of them, times
 their scales, rounded once as `page_format.unpack` does it, and stores them where `wgmma` reads them. The order of the threads lets 8 of
@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
 from pallas_kernels.hopper import lane_pairs, lanes, packed_turns
+from pallas_kernels.hopper.decode_tiles import SWIZZLED
 from pallas_kernels.hopper.lanes import Scalar
 from pallas_kernels.page_format import GGML, PageFormat
 
@@ -72,6 +76,27 @@ class HalfTile:
     def registers(self) -> int:
         """Words that a thread holds of half a tile."""
         return self.turns * (4 + self.token_scales) + self.channel_words
+
+    def bring(self, refs, page, head, token):
+        """`load` in a Pallas kernel, by the threads of a warpgroup: what its threads hold, one array."""
+        splat = plgpu.Layout.WG_SPLAT(())
+        types = (*(plgpu.RefType(),) * len(refs), splat, splat, splat)
+
+        @plgpu.inline_mgpu(arg_types=types, return_type=lanes.per_thread(self.registers, jnp.int32))
+        def inline(_, *args):
+            return lanes.holding(self.load(args[:-3], *map(lanes.of_splat, args[-3:])))
+
+        return inline(*refs, page, head, token)
+
+    def put(self, ring_s, slot, half: int, held) -> None:
+        """`store` of what `bring` gave; to be published (`commit_smem`) before `wgmma` reads it."""
+        types = plgpu.RefType(SWIZZLED), plgpu.Layout.WG_SPLAT(()), lanes.per_thread(self.registers, jnp.int32).layout
+
+        @plgpu.inline_mgpu(arg_types=types)
+        def inline(_, ring_s, slot, held):
+            self.store(ring_s, lanes.of_splat(slot), half, lanes.held(held))
+
+        inline(ring_s, slot, held)
 
     @property
     def order(self) -> tuple[tuple[str, int], ...]:

@@ -62,7 +62,7 @@ def _measure(call: Call, q, pages, table, starts, lengths):
         functools.partial(_aside, s, selector),
         [jax.ShapeDtypeStruct(lists, jnp.int32), jax.ShapeDtypeStruct(lists, jnp.float32)],
     )
-    out, lse, ids, scores = kernel(query_tiles.padded(q), pages.k, pages.v, table, starts, lengths, plain_end)
+    out, lse, ids, scores = kernel(query_tiles.padded(q), (pages.k, pages.v), table, starts, lengths, plain_end)
     return *query_tiles.cut(s, out, lse), ids, scores
 
 

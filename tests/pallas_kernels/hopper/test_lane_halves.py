@@ -8,7 +8,7 @@ import packed_suite
 import pytest
 from quick_cases import rest_long
 
-from pallas_kernels.hopper import lane_halves, lane_pairs, lanes, packed_turns
+from pallas_kernels.hopper import lanes
 from pallas_kernels.hopper.lane_halves import HalfTile
 from pallas_kernels.pack_pages import pack_pages
 from pallas_kernels.page_format import PageFormat, unpack
