@@ -46,7 +46,7 @@ def _walk(s: query_tiles.Shape, window, opened: bool, refs, row, head, tile):
     """Every tile of keys up to the last query, or those that sinks and window touch. opened: then tiles of the queries' own pages again."""
     table_ref, starts_ref, lengths_ref, plain_ref = refs
     first, length = starts_ref[row] + tile * query_tiles.TILE_ROWS, lengths_ref[row]
-    stop = jnp.minimum(first + query_tiles.TILE_ROWS, length)  # of the queries, and so of the keys
+    stop = jnp.minimum(jnp.minimum(first + query_tiles.TILE_ROWS, starts_ref[row] + s.num_rows), length)  # of queries, and so of keys
     packed_end = packed_tiles.own_start(s, stop - 1) if opened else length
     end = jnp.where(first < length, _tiles(s, packed_end if opened else stop), 0)  # there is padding
     steps, sinks, resume, masks = end, 0, 0, {}

@@ -174,7 +174,8 @@ def _fetch(halves, s: Shape, walk: Walk, pools: Pools, head, scratch) -> None:
             of_keys.append(keys.ahead(s, head, half, after))
         if values.halves is not None:
             plgpu.commit_smem()
-            pl.when(query_tiles.partly_written(s, here))(lambda: query_tiles.forget_unwritten(s, values.ring.at[slot], here))
+            known = [(page, token, jnp.where(page < 0, 0, count)) for page, token, count in here]  # without a page, page 0 was read
+            pl.when(query_tiles.partly_written(s, known))(lambda: query_tiles.forget_unwritten(s, values.ring.at[slot], known))
             query_tiles.announce(s, values.bar.at[slot])
         return after, tuple(of_keys)
 
