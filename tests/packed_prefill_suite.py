@@ -79,7 +79,9 @@ def _opened(pools, frames) -> OpenPages:
     row_of = np.full(len(pools[0]), -1, np.int32)
     row_of[frames] = rows
     opened = [jnp.full((len(frames) + 2, *x.shape[1:]), jnp.nan, x.dtype) for x in pools]
-    return OpenPages(*(y.at[row_of[frames]].set(x[np.array(frames, np.int32)]) for x, y in zip(pools, opened, strict=True)), jnp.asarray(row_of))
+    return OpenPages(
+        *(y.at[row_of[frames]].set(x[np.array(frames, np.int32)]) for x, y in zip(pools, opened, strict=True)), jnp.asarray(row_of)
+    )
 
 
 def compare(tools, case: Prefill, found: tuple) -> None:

@@ -46,35 +46,32 @@ def _walk(s: query_tiles.Shape, window, opened: bool, refs, row, head, tile):
     """Every tile of keys up to the last query, or those that sinks and window touch. opened: then tiles of the queries' own pages again."""
     table_ref, starts_ref, lengths_ref, plain_ref = refs
     first, length = starts_ref[row] + tile * query_tiles.TILE_ROWS, lengths_ref[row]
-    stop = jnp.minimum(jnp.minimum(first + query_tiles.TILE_ROWS, starts_ref[row] + s.num_rows), length)  # of queries, and so of keys
-    packed_end = packed_tiles.own_start(s, stop - 1) if opened else length
-    end = jnp.where(first < length, _tiles(s, packed_end if opened else stop), 0)  # there is padding
-    steps, sinks, resume, masks = end, 0, 0, {}
+    stop = jnp.minimum(first + query_tiles.TILE_ROWS, length)
+    packed_end, own, open_steps = length, 0, 0
+    if opened:
+        stop, own, open_steps = packed_tiles.own_tiles(s, first, starts_ref[row], length)
+        packed_end = stop
+    end = jnp.where(first < length, lax.div(stop + (s.tile - 1), jnp.int32(s.tile)), 0)  # there is padding
+    packed_steps, sinks, resume, masks = end, 0, 0, {}
     if window is not None:
         sinks = jnp.minimum(-(-window[0] // s.tile), end)
         resume = jnp.clip(lax.div(jnp.maximum(first - window[1] + 1, 0), jnp.int32(s.tile)), sinks, end)
-        steps = sinks + end - resume
+        packed_steps = sinks + end - resume
         masks = query_tiles.window_masks(s, window)
-    packed, own = (steps, packed_end), 0
     if opened:
-        own = lax.div(packed_tiles.own_start(s, first), jnp.int32(s.tile))
-        steps = jnp.where(first < length, packed[0] + _tiles(s, stop) - own, 0)
-        masks = packed_tiles.own_masks(s, packed[0], masks.get("unmasked"), masks.get("seen"))
+        masks = packed_tiles.own_masks(s, packed_steps, **masks)
 
     def starts(step):
         at = step
         if window is not None:
             at = jnp.where(step < sinks, step, step - sinks + resume)
+        at *= s.tile
         if opened:
-            at = jnp.where(step < packed[0], at, step - packed[0] + own)
-        return tuple(at * s.tile + p * s.piece for p in range(s.pieces))
+            at = jnp.where(step < packed_steps, at, own + (step - packed_steps) * s.tile)
+        return tuple(at + p * s.piece for p in range(s.pieces))
 
     def page_of(position):
         return table_ref[row, lax.div(position, jnp.int32(s.page_size))]
 
+    steps, packed = packed_steps + open_steps, (packed_steps, packed_end)
     return query_tiles.Walk(steps, starts, page_of, plain_ref[row], length, packed=packed, **masks), first
-
-
-def _tiles(s: query_tiles.Shape, end):
-    """Tiles of keys before a position."""
-    return lax.div(end + (s.tile - 1), jnp.int32(s.tile))

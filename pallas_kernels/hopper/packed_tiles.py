@@ -67,6 +67,13 @@ def unsupported(q, pages: Pages, sm_scale: float) -> str | None:
     return query_tiles.unsupported(q, numbers(pages), sm_scale)
 
 
+def unsupported_window(pages: Pages, window: tuple[int, int] | None) -> str | None:
+    """Why an op that reads only a part of the keys cannot read these pages. Beside open ones, a query has to read its whole own page."""
+    if pages.open is not None and (window is None or window[1] < pages.page_size):
+        return f"beside open pages its window must reach over a page of {pages.page_size} tokens, got window {window}"
+    return None
+
+
 def numbers(pages: Pages) -> jax.ShapeDtypeStruct:
     """The keys of packed pages as they would be unpacked: shape and dtype."""
     return jax.ShapeDtypeStruct((*pages.k.shape[:3], pages.head_dim), pages.k_format.dtype)
@@ -101,7 +108,17 @@ def own_start(s: Shape, position):
     return position - lax.rem(position, jnp.broadcast_to(size, position.shape) if position.ndim else size)
 
 
-def own_masks(s: Shape, packed_steps, unmasked: Callable | None, seen: Callable | None) -> dict[str, Callable]:
+def own_tiles(s: Shape, first, start, length):
+    """Of a tile of queries from position `first` on, of a chunk that starts at `start`: the position before which it reads pages as packed,
+    the position from which it reads open pages, and how many tiles of these it needs; 0 where no query is one of the sequence."""
+    span = query_tiles.TILE_ROWS * s.row_stride
+    stop = jnp.minimum(jnp.minimum(first + span, start + s.num_rows * s.row_stride), length)
+    packed_end, own = own_start(s, jnp.maximum(stop - 1, 0)), own_start(s, first)
+    tiles = lax.div(stop - own + (s.tile - 1), jnp.int32(s.tile))
+    return packed_end, own, jnp.where(first < length, tiles, 0)
+
+
+def own_masks(s: Shape, packed_steps, unmasked: Callable | None = None, seen: Callable | None = None) -> dict[str, Callable]:
     """`unmasked` and `seen` of a walk, where each query reads its own page from `packed_steps` on, and earlier pages before that."""
 
     def unmasked_too(step, starts, first, last):

@@ -6,19 +6,14 @@ The interpreter does not run lanes. So what they do with half a tile is done by 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import packed_prefill_suite
 import pytest
-from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.flash_attention import mosaic_gpu as flash
-from pallas_kernels.hopper import packed_tiles, query_tiles
+from pallas_kernels.hopper import query_tiles
 from pallas_kernels.hopper.lane_halves import HalfTile
 from pallas_kernels.page_format import unpack
 
@@ -29,6 +24,9 @@ CASES = {
     "q8_0 keys, q4_0 values": {"lengths": (0, 384), "starts": (0, 300), "hole": True},
     "fp8 without scales": {"lengths": (300,), "starts": (128,), "opened": False},
     "int8 keys, values as they are": {"lengths": (200,), "starts": (64,), "page_size": 128, "width": 3},
+    "int4": {"lengths": (300,), "starts": (228,), "window": (5, 70), "lists": (5, 64)},
+    "q4_0": {"lengths": (600, 70), "starts": (528, 0), "window": (5, 128), "lists": (5, 128), "page_size": 128},
+    "fp8": {"lengths": (300,), "starts": (228,), "lists": (5, 64), "opened": False},
     "keys as they are, int4 values": {"lengths": (170,), "starts": (10,), "num_queries": 160, "group": 2},
 }
 
