@@ -111,11 +111,12 @@ def own_start(s: Shape, position):
 def own_tiles(s: Shape, first, start, length):
     """Of a tile of queries from position `first` on, of a chunk that starts at `start`: the position before which it reads pages as packed,
     the position from which it reads open pages, and how many tiles of these it needs; 0 where no query is one of the sequence."""
-    span = query_tiles.TILE_ROWS * s.row_stride
-    stop = jnp.minimum(jnp.minimum(first + span, start + s.num_rows * s.row_stride), length)
-    packed_end, own = own_start(s, jnp.maximum(stop - 1, 0)), own_start(s, first)
-    tiles = lax.div(stop - own + (s.tile - 1), jnp.int32(s.tile))
-    return packed_end, own, jnp.where(first < length, tiles, 0)
+    of_tile, of_chunk = first + (query_tiles.TILE_ROWS - 1) * s.row_stride, start + (s.num_rows - 1) * s.row_stride
+    written = first + lax.div(jnp.maximum(length - 1 - first, 0), jnp.int32(s.row_stride)) * s.row_stride
+    last = jnp.minimum(jnp.minimum(of_tile, of_chunk), written)
+    own = own_start(s, first)
+    tiles = lax.div(last + 1 - own + (s.tile - 1), jnp.int32(s.tile))
+    return own_start(s, last), own, jnp.where(first < length, tiles, 0)
 
 
 def own_masks(s: Shape, packed_steps, unmasked: Callable | None = None, seen: Callable | None = None) -> dict[str, Callable]:
