@@ -110,11 +110,13 @@ def own_start(s: Shape, position):
 
 def own_tiles(s: Shape, first, start, length):
     """Of a tile of queries from position `first` on, of a chunk that starts at `start`: the position before which it reads pages as packed,
-    the position from which it reads open pages, and how many tiles of these it needs; 0 where no query is one of the sequence."""
+    the position from which it reads open pages, and how many tiles of these it needs; 0 where no query is one of the sequence. Tiles begin
+    at multiples of their size, so that a page is cut into tiles in one way whichever queries read it."""
     of_tile, of_chunk = first + (query_tiles.TILE_ROWS - 1) * s.row_stride, start + (s.num_rows - 1) * s.row_stride
     written = first + lax.div(jnp.maximum(length - 1 - first, 0), jnp.int32(s.row_stride)) * s.row_stride
     last = jnp.minimum(jnp.minimum(of_tile, of_chunk), written)
     own = own_start(s, first)
+    own -= lax.rem(own, jnp.int32(s.tile))
     tiles = lax.div(last + 1 - own + (s.tile - 1), jnp.int32(s.tile))
     return own_start(s, last), own, jnp.where(first < length, tiles, 0)
 
