@@ -12,8 +12,8 @@ from pallas_kernels.bench.options import JsonOption
 HELP = """Time the ops: device time, bytes that had to move against a copy's bandwidth, error, and speed-up over the best dense kernel.
 
 CASES are globs over names `op/shape/tokens/batch/policy`, as in 'sparse/qwen2.5-7b/128k/b1/top:8' or '*/b8/*'; without any, all but the
-tiny ones run. op: dense (paged), sparse (selection, attention and combine as one op), pair (the same as two ops), gather, select, index,
-append, project.
+tiny ones run. op: dense (paged), sparse (selection, attention and combine as one op), pair (the same as two ops), gather, chunk (prefill),
+select, index, append, project.
 Dense kernels of others (cuDNN, PyTorch SDPA) run at the same shapes and are rows too, named baseline/...
 
 On a GPU the clock is the profiler's trace, from the start of an op's first kernel to the end of its last, ops of one program captured

@@ -1,12 +1,14 @@
 """The named cases: which op, at which shape, under which policy.
 
 A name is `op/shape/tokens/batch/policy`, as in `sparse/qwen2.5-7b/128k/b1/top:8`. Over packed pages `@` and their format follow, as in
-`dense/qwen2.5-7b/128k/b8/dense@int8`; the last page of each row is open.
+`dense/qwen2.5-7b/128k/b8/dense@int8`; the last page of each row is open, and of `chunk` every page of its queries.
 
 dense      gather_attention over every page (dense, paged)
 sparse     selected_attention: selection and attention over the list as one op
 pair       the same as two ops, select_blocks and gather_attention
 gather     gather_attention over a list that is already made
+chunk      prefill: the last queries of each row, at most 8,192, by flash_attention (policy "dense"), or by block_sparse_attention over
+           random lists ("lists:32": 32 blocks of 128 keys, and a window of 1,024)
 select     select_blocks alone
 index      page_index of `tokens` tokens
 append     append_tokens of one token per row, in place; policy: the index of a page that every op fills, or "open" (no page fills)
@@ -85,6 +87,9 @@ PACKED = ("int8", "fp8", "int8:128x128", "fp8:128x128", "int4")
 ATTENDING = ("dense", "sparse", "pair", "gather")
 """Ops that return attention over all keys, or an approximation of it."""
 
+CHUNK, CHUNK_LISTED, CHUNK_WINDOW = 8192, 32, 1024
+"""Queries of a case of `chunk`; blocks that a tile of 128 of them lists; tokens of its window."""
+
 BASELINES = {"gpu": ("cudnn", "torch-flash", "torch-cudnn", "torch-efficient"), "cpu": ("xla",)}
 """By JAX backend: `jax.nn.dot_product_attention`'s implementations, and PyTorch's SDPA backends."""
 
@@ -93,7 +98,7 @@ BASELINES = {"gpu": ("cudnn", "torch-flash", "torch-cudnn", "torch-efficient"), 
 class Case:
     """One thing to measure. policy: a key of `BUDGETS` or `REFINED`, "dense", a baseline, for `index` and `append` "bounds" and the block
     size (`append` also "open"), for `project` one of `PROJECTIONS`, with ":" and one of `PACKED` if the weights are packed. format: of
-    packed pages, one of `FORMATS`; only for `ATTENDING`."""
+    packed pages, one of `FORMATS`; only for `ATTENDING` and `chunk`."""
 
     op: str
     shape: str
@@ -126,6 +131,11 @@ class Case:
     def pages(self) -> int:
         """Pages of one sequence."""
         return self.tokens // PAGE_SIZE
+
+    @property
+    def queries(self) -> int:
+        """Queries of a row."""
+        return min(CHUNK, self.tokens // 4) if self.op == "chunk" else 1
 
     @property
     def packed(self) -> str | None:
@@ -186,6 +196,7 @@ def _cases() -> Iterator[Case]:
         yield from _place("tiny", tokens, 2, ("top:8", "quest:64"), parts=True)
     yield Case("sparse", "tiny", 2048, 2, "cascade:4")
     yield from (Case("dense", "tiny", 1024, 2, "dense", format) for format in ("int8-channel", "q4_0"))
+    yield from (Case("chunk", "tiny", 1024, 2, "dense", format) for format in (None, "q4_0"))
     yield Case("index", "tiny", 1024, 1, "bounds16")
     yield Case("append", "tiny", 1024, 2, "bounds16")
     yield from (Case("project", "tiny", 0, 2, policy) for policy in PROJECTIONS)
@@ -198,6 +209,8 @@ def _cases() -> Iterator[Case]:
             for format in FORMATS if (tokens, batch) in FEW_PLACES else ():
                 yield Case("dense", "qwen2.5-7b", tokens, batch, "dense", format)
                 yield Case("sparse", "qwen2.5-7b", tokens, batch, "top:32", format)
+    for policy in ("dense", "lists:32"):
+        yield from (Case("chunk", "qwen2.5-7b", 131072, 1, policy, format) for format in (None, *FORMATS))
     for tokens in (8192, 131072):
         for block_size in (128, 16):
             yield Case("index", "qwen2.5-7b", tokens, 1, f"bounds{block_size}")

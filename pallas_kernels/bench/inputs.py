@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int, UInt8
 
-from pallas_kernels.bench.cases import PAGE_SIZE, Case
+from pallas_kernels.bench.cases import CHUNK_LISTED, CHUNK_WINDOW, PAGE_SIZE, Case
 from pallas_kernels.pack_pages import pack_pages
 from pallas_kernels.page_index import INDEX_ROWS, index_shape, page_index
 from pallas_kernels.pages import OpenPages, PageFormat, Pages
@@ -123,7 +123,8 @@ def make_pool(case: Case, copies: int, seed: int) -> tuple[Pool, Int[np.ndarray,
     index = jax.block_until_ready(page_index(k, kind="bounds", block_size=case.block_size)) if case.indexed else None
     codes = _coded(k, case) if case.budget and case.budget.codes else None
     order = np.random.default_rng(seed).permutation(np.arange(1, used + 1, dtype=np.int32)).reshape(copies, case.batch, case.pages)
-    pages = Pages(k, v) if case.format is None else _packed(k, v, FORMATS[case.format], order[..., -1].reshape(-1))
+    opened = order[..., (case.tokens - case.queries) // PAGE_SIZE :].reshape(-1)
+    pages = Pages(k, v) if case.format is None else _packed(k, v, FORMATS[case.format], opened)
     return Pool(pages, index, codes), order
 
 
@@ -165,11 +166,22 @@ def random_pages(key: Array, shape: tuple[int, ...], dtype: DTypeLike = DTYPE) -
     return pages.at[0].set(jnp.nan)
 
 
-def queries(case: Case, count: int, seed: int) -> list[Float[Array, "B 1 H D"]]:
+def queries(case: Case, count: int, seed: int) -> list[Float[Array, "B T H D"]]:
     """`count` different query tensors."""
-    shape = (case.batch, 1, case.sizes.num_heads, case.sizes.head_dim)
+    shape = (case.batch, case.queries, case.sizes.num_heads, case.sizes.head_dim)
     keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), count)
     return [(QUERY_SCALE * jax.random.normal(key, shape, jnp.float32)).astype(DTYPE) for key in keys]
+
+
+def chunk_lists(case: Case, seed: int) -> Int[np.ndarray, "B C H W"]:
+    """Random lists of a chunk's tiles of 128 queries, alike for the heads of a KV head: blocks between the first one and the window."""
+    rng, kv_heads = np.random.default_rng(seed), case.sizes.num_kv_heads
+    tiles = range((case.tokens - case.queries) // PAGE_SIZE, case.tokens // PAGE_SIZE)
+    lists = [
+        [[rng.choice(tile - CHUNK_WINDOW // PAGE_SIZE, CHUNK_LISTED, replace=False) + 1 for _ in range(kv_heads)] for tile in tiles]
+        for _ in range(case.batch)
+    ]
+    return np.repeat(np.array(lists, np.int32), case.sizes.num_heads // kv_heads, axis=2)
 
 
 def new_tokens(case: Case, count: int, seed: int) -> list[tuple[Array, ...]]:

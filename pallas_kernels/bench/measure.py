@@ -15,7 +15,7 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from pallas_kernels.bench import checks, inputs, projections, torch_sdpa
-from pallas_kernels.bench.cases import ATTENDING, PAGE_SIZE, Case
+from pallas_kernels.bench.cases import ATTENDING, CHUNK_WINDOW, PAGE_SIZE, Case
 from pallas_kernels.bench.inputs import Pool
 from pallas_kernels.bench.ops import chained, contiguous_attention, in_place, op_of, poison
 from pallas_kernels.bench.timing import Kernel, Timing, device_time, kernel_timing
@@ -61,7 +61,9 @@ def row_of(case: Case, implementation: str | None, copy_bytes_per_s: float, read
     """The row of a case (see `report` for the fields). Raises Skipped, NotImplementedError, or what the op raises. read_bytes_per_s: adds
     the fraction of this."""
     row = _shape_fields(case)
-    figures = {"index": _index, "append": _append, "project": _project, "baseline": _baseline}.get(case.op, _paged)(case, implementation)
+    figures = {"index": _index, "append": _append, "chunk": _chunk, "project": _project, "baseline": _baseline}.get(case.op, _paged)(
+        case, implementation
+    )
     timing: Timing = figures.pop("timing")
     moved = sum(figures["bytes"].values())
     row |= figures | timing.figures()
@@ -152,6 +154,36 @@ def _paged(case: Case, implementation: str | None) -> dict[str, Any]:
     checked = _check(case, pool, op, own[0])
     timing = _timed(chained(op), pool, tuple(own), chain)
     return {"copies": copies, "chain": chain, **checked, "timing": timing}
+
+
+def _chunk(case: Case, implementation: str | None) -> dict[str, Any]:
+    """The last queries of each row; some of them are checked, each against the float32 reference over what it reads."""
+    _check_memory(case, 1)
+    pool, tables = inputs.make_pool(case, 1, seed=0)
+    lengths, chain = jnp.full((case.batch,), case.tokens, jnp.int32), inputs.MIN_OPS
+    lists = [inputs.chunk_lists(case, i) for i in range(chain)] if case.policy != "dense" else [None] * chain
+    asked = zip(inputs.queries(case, chain, seed=case.batch), lists, strict=True)
+    own = [(q, jnp.array(tables[0]), lengths, *(() if x is None else (jnp.array(x),))) for q, x in asked]
+    op = op_of(case, implementation)
+    found, (out, lse) = _run_twice(op, pool, own[0])
+    errors = []
+    for query in (PAGE_SIZE - 1, case.queries // 2 - 1, case.queries - 1):  # the last of a tile, whose window begins with a block
+        end = case.tokens - case.queries + query + 1
+        blocks = checks.every_block(case.batch, case.sizes.num_kv_heads, -(-end // PAGE_SIZE))
+        if lists[0] is not None:
+            group = case.sizes.num_heads // case.sizes.num_kv_heads
+            near = np.array([0, *range((end - CHUNK_WINDOW) // PAGE_SIZE, end // PAGE_SIZE)], np.int32)
+            listed = lists[0][:, query // PAGE_SIZE, ::group]
+            blocks = jnp.array(np.concatenate([np.broadcast_to(near, (*listed.shape[:2], len(near))), listed], axis=2))
+        sizes = {"block_size": PAGE_SIZE, "sm_scale": case.sizes.head_dim**-0.5}
+        one = own[0][0][:, query : query + 1]
+        ref = checks.streamed_attention(one, pool.pages, own[0][1], jnp.full_like(lengths, end), blocks, **sizes)
+        here = out[:, query : query + 1], lse[:, query : query + 1]
+        errors.append((checks.row_error(here[0], ref[0]), checks.largest_difference(here[1], ref[1])))
+    found |= {"error": max(error for error, _ in errors), "lse_error": max(error for _, error in errors)}
+    timing = _timed(chained(op), pool, tuple(own), chain)
+    keys = _all_keys(case) if lists[0] is None else blocks.size * PAGE_SIZE
+    return found | {"copies": 1, "chain": chain, "bytes": inputs.bytes_read(case, keys), "timing": timing} | _reads(case, keys)
 
 
 def _run_twice(op: Callable, pool: Any, own: tuple) -> tuple[dict[str, Any], Any]:

@@ -10,15 +10,17 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.append_tokens import append_tokens
-from pallas_kernels.bench.cases import PAGE_SIZE, Case
+from pallas_kernels.bench.cases import CHUNK_WINDOW, PAGE_SIZE, Case
 from pallas_kernels.bench.inputs import Pool
+from pallas_kernels.block_sparse_attention import block_sparse_attention
+from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.page_index import page_index
 from pallas_kernels.select_blocks import select_blocks
 from pallas_kernels.selected_attention import selected_attention
 
 Own = tuple[Any, ...]
-"""The arguments that differ between two ops of one program: q, page table, lengths and, for `gather`, the list; for `append` the tokens,
+"""The arguments that differ between two ops of one program: q, page table, lengths and, for lists, the list; for `append` the tokens,
 their positions and the page table."""
 
 
@@ -35,6 +37,13 @@ def op_of(case: Case, implementation: str | None) -> Callable[[Pool, Own], Any]:
     def gather(pool: Pool, q, table, lengths, blocks=None):
         listed = {"blocks": blocks, "block_size": case.block_size, "sm_scale": sm_scale}
         return gather_attention(q, pool.pages, table, lengths, **listed, implementation=implementation)
+
+    def chunk(pool: Pool, q, table, lengths, blocks=None):
+        arrays = q, pool.pages, table, lengths - case.queries, lengths
+        if blocks is None:
+            return flash_attention(*arrays, sm_scale=sm_scale, implementation=implementation)
+        listed = {"block_size": PAGE_SIZE, "query_tile": PAGE_SIZE, "window": (PAGE_SIZE, CHUNK_WINDOW)}
+        return block_sparse_attention(*arrays, blocks=blocks, **listed, sm_scale=sm_scale, implementation=implementation)
 
     def pair(pool: Pool, q, table, lengths):
         blocks = select(pool, q, table, lengths)
@@ -58,7 +67,7 @@ def op_of(case: Case, implementation: str | None) -> Callable[[Pool, Own], Any]:
         return Pool(pages, indexes["index"])
 
     attending = {"dense": gather, "gather": gather, "sparse": sparse, "pair": pair}
-    return (attending | {"select": select, "index": index, "append": append})[case.op]
+    return (attending | {"chunk": chunk, "select": select, "index": index, "append": append})[case.op]
 
 
 def contiguous_attention(case: Case, implementation: str) -> Callable[[None, Own], jax.Array]:

@@ -103,10 +103,23 @@ def packed_matrix_table(rows: Sequence[Row]) -> str:
 def packed_attention_table(rows: Sequence[Row]) -> str:
     """Attention over packed pages beside that over 16 bits."""
     columns = "case", "MB", "us", "p10 to p90", "TB/s", "of copy", "error", "of 16 bits"
-    rows = [row for row in rows if row["op"] != "project" and "median_s" in row]
+    rows = [row for row in rows if row["op"] not in ("project", "chunk") and "median_s" in row]
     times = [f"{row['unpacked']['times']:.2f}" if "unpacked" in row else "" for row in rows]
     cells = ((f"{row['fraction_of_copy']:.2f}", f"{row['error']:.1e}", of) for row, of in zip(rows, times, strict=True))
     return markdown(columns, ((*_packed_cells(row), *rest) for row, rest in zip(rows, cells, strict=True)))
+
+
+def packed_prefill_table(rows: Sequence[Row]) -> str:
+    """Chunks of prefill over packed pages beside those over 16 bits."""
+    columns = "case", "path", "ms", "p10 to p90", "error", "of 16 bits"
+    lines = []
+    for row in rows:
+        if row["op"] == "chunk" and "median_s" in row:
+            low, middle, high = (row[key] * 1e3 for key in ("p10_s", "median_s", "p90_s"))
+            path, times = ", ".join(sorted(set(row["path"].values()))), row.get("unpacked", {}).get("times")
+            times = "" if times is None else f"{times:.3f}"
+            lines.append((row["case"], path, f"{middle:.3f}", span(low, high), f"{row['error']:.1e}", times))
+    return markdown(columns, lines)
 
 
 def _packed_cells(row: Row) -> tuple[str, ...]:
@@ -290,6 +303,7 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         "op-rows": of(ops, row_table),
         "packed-matrices": of(ops, packed_matrix_table),
         "packed-attention": of(ops, packed_attention_table),
+        "packed-prefill": of(ops, packed_prefill_table),
         "platform-ops": of(on_path(ops, "xla"), row_table),
         "platform-steps": of(on_path(forced["decode"], "xla"), lambda rows: markdown(STEP_COLUMNS, map(step_cells, rows))),
         "platform-prompts": sourced(

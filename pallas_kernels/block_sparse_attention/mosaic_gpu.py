@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.block_sparse_attention.api import Call
-from pallas_kernels.hopper import query_tiles
+from pallas_kernels.hopper import packed_tiles, query_tiles
 from pallas_kernels.hopper.query_tiles import TILE_ROWS
-from pallas_kernels.pages import unlike
 
 
 def unsupported(call: Call, q, pages, table, starts, lengths, blocks) -> str | None:
@@ -28,7 +27,12 @@ def unsupported(call: Call, q, pages, table, starts, lengths, blocks) -> str | N
         return f"query_tile must be a multiple of {TILE_ROWS}, got {call.query_tile}"
     if call.block_size % 16:
         return f"block_size must be a multiple of 16, got {call.block_size}"
-    return unlike(pages) or query_tiles.unsupported(q, pages.k, call.sm_scale)
+    if reason := packed_tiles.unsupported(q, pages, call.sm_scale):
+        return reason
+    s = packed_tiles.shape_of(q, pages, sm_scale=call.sm_scale, block_size=call.block_size)
+    if pages.packed and s.piece % (s.tile // 2):
+        return f"over packed pages of head dim {s.head_dim}, block_size must be a multiple of {s.tile // 2}, got {call.block_size}"
+    return packed_tiles.unsupported_window(pages, call.window)
 
 
 def block_sparse_attention(call: Call, q, pages, table, starts, lengths, blocks):
@@ -41,31 +45,35 @@ def block_sparse_attention(call: Call, q, pages, table, starts, lengths, blocks)
 
 @functools.partial(jax.jit, static_argnames="call")
 def _attend(call: Call, q, pages, table, starts, lengths, blocks):
-    s = query_tiles.shape_of(q, pages.k, sm_scale=call.sm_scale, block_size=call.block_size)
+    s = packed_tiles.shape_of(q, pages, sm_scale=call.sm_scale, block_size=call.block_size)
     plain_end = query_tiles.plain_ends(table, lengths, s.page_size)
     counts = jnp.max(jnp.where(blocks >= 0, jnp.arange(1, blocks.shape[3] + 1, dtype=jnp.int32), 0), axis=3)
-    walk = functools.partial(_walk, s, call.block_size, call.query_tile, call.window)
-    out, lse = query_tiles.launch(s, "block_sparse_attention_kernel", walk)(
-        query_tiles.padded(q), pages.k, pages.v, table, starts, lengths, plain_end, blocks, counts
-    )
+    walk = functools.partial(_walk, s, call, pages.open is not None)
+    launch = query_tiles.launch(s, "block_sparse_attention_kernel", walk, fetcher=packed_tiles.fetcher_of(s, pages))
+    out, lse = launch(query_tiles.padded(q), packed_tiles.pools_of(pages), table, starts, lengths, plain_end, blocks, counts)
     return query_tiles.cut(s, out, lse)
 
 
-def _walk(s: query_tiles.Shape, block_size: int, query_tile: int, window, refs, row, head, tile):
-    """The pieces of keys that sinks and window touch, padded to whole tiles of keys, then those of the listed blocks."""
+def _walk(s: query_tiles.Shape, call: Call, opened: bool, refs, row, head, tile):
+    """The pieces of keys that sinks and window touch, padded to whole tiles of keys, then those of the listed blocks. opened: then those of
+    the queries' own pages again."""
     table_ref, starts_ref, lengths_ref, plain_ref, blocks_ref, counts_ref = refs
     first, length = starts_ref[row] + tile * TILE_ROWS, lengths_ref[row]
-    of_list = lax.div(tile, jnp.int32(query_tile // TILE_ROWS))
-    parts, num_blocks = block_size // s.piece, table_ref.shape[1] * s.page_size // block_size
+    of_list = lax.div(tile, jnp.int32(call.query_tile // TILE_ROWS))
+    parts, num_blocks = call.block_size // s.piece, table_ref.shape[1] * s.page_size // call.block_size
+    packed_end, own, open_steps = length, 0, 0
+    if opened:
+        packed_end, own, open_steps = packed_tiles.own_tiles(s, first, starts_ref[row], length)
     sinks, resume, near = 0, 0, 0
-    sink_tokens, window_tokens = window or (0, 0)
-    if window is not None:
-        end = lax.div(first + (TILE_ROWS + s.piece - 1), jnp.int32(s.piece))
+    sink_tokens, window_tokens = call.window or (0, 0)
+    if call.window is not None:
+        end = lax.div((packed_end if opened else first + TILE_ROWS) + (s.piece - 1), jnp.int32(s.piece))
         sinks = jnp.minimum(-(-sink_tokens // s.piece), end)
-        resume = jnp.maximum(lax.div(jnp.maximum(first - window_tokens + 1, 0), jnp.int32(s.piece)), sinks)
+        resume = jnp.clip(lax.div(jnp.maximum(first - window_tokens + 1, 0), jnp.int32(s.piece)), sinks, end)
         near = lax.div(sinks + end - resume + (s.pieces - 1), jnp.int32(s.pieces))
     listed = counts_ref[row, of_list, head] * parts
-    steps = jnp.where(first < length, near + lax.div(listed + (s.pieces - 1), jnp.int32(s.pieces)), 0)
+    packed_steps = jnp.where(first < length, near + lax.div(listed + (s.pieces - 1), jnp.int32(s.pieces)), 0)
+    steps = packed_steps + open_steps
 
     def starts(step):
         found = []
@@ -78,21 +86,29 @@ def _walk(s: query_tiles.Shape, block_size: int, query_tile: int, window, refs, 
             block = blocks_ref[row, of_list, head, lax.div(at, jnp.int32(parts))]
             exists = there & (block >= 0) & (block < num_blocks)
             of_block = jnp.where(exists, block * parts + lax.rem(at, jnp.int32(parts)), -1)
-            found.append(jnp.where(step < near, of_near, of_block) * s.piece)
+            start = jnp.where(step < near, of_near, of_block) * s.piece
+            if opened:
+                start = jnp.where(step < packed_steps, start, own + (step - packed_steps) * s.tile + p * s.piece)
+            found.append(start)
         return tuple(found)
 
     def page_of(position):
         return table_ref[row, lax.div(position, jnp.int32(s.page_size))]
 
+    def by_window(step):
+        return (step < near) | (step >= packed_steps) if opened else step < near
+
     def unmasked(step, starts, first, last):
         inside = [(start + s.piece <= sink_tokens) | (start > last - window_tokens) for start in starts]
         outside = [(start >= sink_tokens) & (start + (s.piece - 1) <= first - window_tokens) for start in starts]
         inside, outside = (functools.reduce(jnp.logical_and, x) for x in (inside, outside))
-        return jnp.where(step < near, inside, outside)
+        return jnp.where(by_window(step), inside, outside)
 
     def seen(step, pos, query_pos):
         inside = (pos < sink_tokens) | (pos > query_pos - window_tokens)
-        return inside == (step < near)
+        return inside == by_window(step)
 
-    masks = {} if window is None else {"unmasked": unmasked, "seen": seen}
-    return query_tiles.Walk(steps, starts, page_of, plain_ref[row], length, **masks), first
+    masks = {} if call.window is None else {"unmasked": unmasked, "seen": seen}
+    if opened:
+        masks = packed_tiles.own_masks(s, packed_steps, **masks)
+    return query_tiles.Walk(steps, starts, page_of, plain_ref[row], length, packed=(packed_steps, packed_end), **masks), first

@@ -16,13 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.flash_attention.api import Call
-from pallas_kernels.hopper import query_tiles
-from pallas_kernels.pages import unlike
+from pallas_kernels.hopper import packed_tiles, query_tiles
 
 
 def unsupported(call: Call, q, pages, table, starts, lengths) -> str | None:
     """Why this kernel cannot take this valid input, or None if it can."""
-    return unlike(pages) or query_tiles.unsupported(q, pages.k, call.sm_scale)
+    return packed_tiles.unsupported(q, pages, call.sm_scale)
 
 
 def flash_attention(call: Call, q, pages, table, starts, lengths):
@@ -35,33 +34,44 @@ def flash_attention(call: Call, q, pages, table, starts, lengths):
 
 @functools.partial(jax.jit, static_argnames="call")
 def _attend(call: Call, q, pages, table, starts, lengths):
-    s = query_tiles.shape_of(q, pages.k, sm_scale=call.sm_scale)
+    s = packed_tiles.shape_of(q, pages, sm_scale=call.sm_scale)
     plain_end = query_tiles.plain_ends(table, lengths, s.page_size)
-    out, lse = query_tiles.launch(s, "flash_attention_kernel", functools.partial(_walk, s, call.window))(
-        query_tiles.padded(q), pages.k, pages.v, table, starts, lengths, plain_end
-    )
+    walk = functools.partial(_walk, s, call.window, pages.open is not None)
+    launch = query_tiles.launch(s, "flash_attention_kernel", walk, fetcher=packed_tiles.fetcher_of(s, pages))
+    out, lse = launch(query_tiles.padded(q), packed_tiles.pools_of(pages), table, starts, lengths, plain_end)
     return query_tiles.cut(s, out, lse)
 
 
-def _walk(s: query_tiles.Shape, window, refs, row, head, tile):
-    """Every tile of keys up to the last query, or those that sinks and window touch."""
+def _walk(s: query_tiles.Shape, window, opened: bool, refs, row, head, tile):
+    """Every tile of keys up to the last query, or those that sinks and window touch. opened: then tiles of the queries' own pages again."""
     table_ref, starts_ref, lengths_ref, plain_ref = refs
     first, length = starts_ref[row] + tile * query_tiles.TILE_ROWS, lengths_ref[row]
-    end = lax.div(jnp.minimum(first + query_tiles.TILE_ROWS, length) + (s.tile - 1), jnp.int32(s.tile))
-    end = jnp.where(first < length, end, 0)  # padding
-    steps, sinks, resume, of_window = end, 0, 0, {}
+    stop = jnp.minimum(first + query_tiles.TILE_ROWS, length)
+    packed_end, own, open_steps = length, 0, 0
+    if opened:
+        stop, own, open_steps = packed_tiles.own_tiles(s, first, starts_ref[row], length)
+        packed_end = stop
+    end = jnp.where(first < length, lax.div(stop + (s.tile - 1), jnp.int32(s.tile)), 0)  # there is padding
+    packed_steps, sinks, resume, masks = end, 0, 0, {}
     if window is not None:
         sinks = jnp.minimum(-(-window[0] // s.tile), end)
         resume = jnp.clip(lax.div(jnp.maximum(first - window[1] + 1, 0), jnp.int32(s.tile)), sinks, end)
-        steps = sinks + end - resume
-        of_window = query_tiles.window_masks(s, window)
+        packed_steps = sinks + end - resume
+        masks = query_tiles.window_masks(s, window)
+    if opened:
+        masks = packed_tiles.own_masks(s, packed_steps, **masks)
 
     def starts(step):
+        at = step
         if window is not None:
-            step = jnp.where(step < sinks, step, step - sinks + resume)
-        return tuple(step * s.tile + p * s.piece for p in range(s.pieces))
+            at = jnp.where(step < sinks, step, step - sinks + resume)
+        at *= s.tile
+        if opened:
+            at = jnp.where(step < packed_steps, at, own + (step - packed_steps) * s.tile)
+        return tuple(at + p * s.piece for p in range(s.pieces))
 
     def page_of(position):
         return table_ref[row, lax.div(position, jnp.int32(s.page_size))]
 
-    return query_tiles.Walk(steps, starts, page_of, plain_ref[row], length, **of_window), first
+    steps, packed = packed_steps + open_steps, (packed_steps, packed_end)
+    return query_tiles.Walk(steps, starts, page_of, plain_ref[row], length, packed=packed, **masks), first

@@ -359,6 +359,11 @@ def address(ref, bytes_offset: Scalar | int, block: Scalar | int = 0, block_byte
     return gep(pointer, [bytes_offset.value], [dynamic])
 
 
+def part(ref, bytes_offset: Scalar, block: Scalar | int = 0, block_bytes: int = 0) -> _OneOf:
+    """An array from `address` of these on, as an array argument of the functions below. Offsets in it that are no Scalars cost nothing."""
+    return _OneOf(address(ref, bytes_offset, block, block_bytes))
+
+
 def _load(pointer, names: Sequence[str], space: str, hint: str = "") -> list[Scalar]:
     vector = {1: "", 2: ".v2", 4: ".v4"}[len(names)]
     kind = "f32" if names[0] == "f32" else "u32"
@@ -388,6 +393,18 @@ def load_global_16_bytes(ref, offset_bytes: Scalar | int, *, block: Scalar | Non
     """Four words of an array in global memory that nothing writes meanwhile; both offsets multiples of 16 bytes. Bypasses the L1 cache."""
     pointer = address(ref, offset_bytes, block, block_bytes) if block is not None else address(ref, offset_bytes)
     return _load(pointer, ["i32"] * 4, "global", ".nc.L1::no_allocate")
+
+
+def load_ahead(ref, offset_bytes: Scalar | int, size: int) -> list[Scalar]:
+    """16 bytes, as four words, or 2 bytes, as one integer, of an array in global memory that nothing writes meanwhile, loaded at this place
+    of the program. What needs them waits."""
+    pointer = address(ref, offset_bytes)
+    if size == 16:
+        code, names = "ld.global.nc.L1::no_allocate.v4.u32 {$0, $1, $2, $3}, [$4];", ["i32"] * 4
+    else:
+        code, names = "ld.global.u16 $0, [$1];", ["i32"]
+    out = mgpu_utils.inline_ptx(code, pointer, result_types=[_type(name) for name in names], has_side_effects=True)
+    return [Scalar(x) for x in out]
 
 
 def store_global(ref, offset: Scalar | int, *values: Scalar) -> None:

@@ -35,16 +35,13 @@ FOLDERS = 2
 TILE_ROWS = FOLDERS * ROWS
 """Query rows of a tile, which one CTA folds."""
 
-FOLDER_REGISTERS, FETCHER_REGISTERS = 232, 40
-"""Registers per thread. 2 x 128 x 232 + 128 x 40 is within the 65536 of a multiprocessor."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """Everything that the shared stage's code depends on.
 
-    num_rows: query rows per sequence. row_stride: tokens between two of them. num_pages: of the pool. piece: consecutive tokens of a page
-    in one copy, divides tile. tile: keys folded in at once. stages: tiles in flight.
+    num_rows: query rows per sequence. row_stride: tokens between two of them. piece: consecutive tokens of a page in one copy, divides
+    tile. tile: keys folded in at once. stages: tiles in flight.
     """
 
     batch: int
@@ -53,7 +50,6 @@ class Shape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    num_pages: int
     page_size: int
     piece: int
     tile: int
@@ -115,11 +111,11 @@ def unsupported(q, k, sm_scale: float) -> str | None:
 def shape_of(q, k, *, sm_scale: float, row_stride: int = 1, block_size: int | None = None) -> Shape:
     """The shape for query rows `[B, R, H, D]` and a pool `[N, K, P, D]`. block_size: tokens that a walk lists together; None: any."""
     batch, num_rows, num_heads, head_dim = q.shape
-    num_pages, num_kv_heads, page_size, _ = k.shape
+    num_kv_heads, page_size = k.shape[1:3]
     tile = 128 if head_dim <= 128 else 64
     piece = math.gcd(math.gcd(page_size, tile), block_size or tile)
     stages = 4 if head_dim == 64 else 2
-    sizes = (num_heads, num_kv_heads, head_dim, num_pages, page_size, piece, tile, stages)
+    sizes = (num_heads, num_kv_heads, head_dim, page_size, piece, tile, stages)
     return Shape(batch, num_rows, row_stride, *sizes, sm_scale, q.dtype)
 
 
@@ -137,6 +133,7 @@ class Walk:
     page_of: position -> its page, -1 where there is none. plain_end: positions before it are written and have pages. length: tokens
     written. unmasked: (step, starts, first position, last position) of 64 query rows -> whether each row sees all keys of the tile at or
     before it. seen: (step, key positions, query positions), arrays -> whether a query sees a key at or before it. Both None: all.
+    packed: over packed pages, how many tiles are read as packed, before those of open pages, and the position before which they have keys.
     """
 
     steps: Any
@@ -146,6 +143,7 @@ class Walk:
     length: Any
     unmasked: Callable | None = None
     seen: Callable | None = None
+    packed: tuple[Any, Any] | None = None
 
 
 def window_masks(s: Shape, window: tuple[int, int]) -> dict[str, Callable]:
@@ -161,75 +159,98 @@ def window_masks(s: Shape, window: tuple[int, int]) -> dict[str, Callable]:
     return {"unmasked": unmasked, "seen": seen}
 
 
-def fetch(s: Shape, walk: Walk, pools, head, scratch) -> None:
-    """By the third warpgroup: copy every tile of the walk, K and V, into the ring, as soon as a slot is free.
+def places(s: Shape, walk: Walk, step):
+    """Of each piece of a tile: its page (-1: none), its first token there, and how many of its keys are written, if it has a page."""
+    found = []
+    for start in walk.starts(step):
+        there = (start >= 0) & (start < walk.length)
+        page = jnp.where(there, walk.page_of(jnp.where(there, start, 0)), -1)
+        token = lax.rem(jnp.maximum(start, 0), jnp.int32(s.page_size))
+        found.append((page, token, jnp.where(there, walk.length - start, s.piece)))
+    return tuple(found)
 
-    A piece without keys is read from past the end of the pool, where TMA returns zeros. Unwritten values are set to zero: they may be NaN,
-    and 0 * NaN is NaN. Keys may be anything where they are masked.
+
+def copy(s: Shape, pool, head, target, bar, here) -> None:
+    """Start copying a tile, keys or values, from its `places`. A piece without a page is read from past the end of the pool, where TMA
+    returns zeros."""
+    for p, (page, token, _) in enumerate(here):
+        source = pool.at[jnp.where(page < 0, pool.shape[0], page), head, pl.ds(pl.multiple_of(token, s.piece), s.piece)]
+        plgpu.copy_gmem_to_smem(source, target.at[pl.ds(p * s.piece, s.piece)], bar)
+
+
+def when_free(s: Shape, n, free) -> None:
+    """Wait until the folding warpgroups are done with the slot of tile n. free: the slot's barrier."""
+
+    @pl.when(n >= s.stages)
+    def _():
+        plgpu.barrier_wait(free)
+
+
+def partly_written(s: Shape, here):
+    """Whether a tile has keys with a page that were not written."""
+    return functools.reduce(jnp.logical_or, [count < s.piece for *_, count in here])
+
+
+def announce(s: Shape, bar) -> None:
+    """Say, in place of as many copies, that a tile is there."""
+    for _ in range(s.pieces):
+        plgpu.barrier_arrive(bar)
+
+
+def copy_values(s: Shape, pool, head, slot, scratch, here) -> None:
+    """Start copying a tile of values to a slot, as `copy`. Unwritten ones become zero."""
+    v_bar, v_tile = scratch["v_bar"].at[slot], scratch["v_s"].at[slot]
+    partial = partly_written(s, here)
+
+    @pl.when(jnp.logical_not(partial))
+    def _():
+        copy(s, pool, head, v_tile, v_bar, here)
+
+    @pl.when(partial)
+    def _():
+        copy(s, pool, head, v_tile, scratch["partial_bar"], here)
+        plgpu.barrier_wait(scratch["partial_bar"])
+        forget_unwritten(s, v_tile, here)
+        announce(s, v_bar)
+
+
+def fetch(s: Shape, walk: Walk, pools, head, scratch, begin=0) -> None:
+    """By the third warpgroup: copy every tile of the walk from `begin` on, K and V, into the ring, as soon as a slot is free.
+
+    Keys may be anything where they are masked.
     """
-
-    def places(step):
-        found = []
-        for start in walk.starts(step):
-            there = (start >= 0) & (start < walk.length)
-            page = jnp.where(there, walk.page_of(jnp.where(there, start, 0)), -1)
-            token = lax.rem(jnp.maximum(start, 0), jnp.int32(s.page_size))
-            found.append((jnp.where(page < 0, s.num_pages, page), token, jnp.where(there, walk.length - start, s.piece)))
-        return tuple(found)
-
-    def copy(pool, target, bar, here):
-        for p, (page, token, _) in enumerate(here):
-            source = pool.at[page, head, pl.ds(pl.multiple_of(token, s.piece), s.piece)]
-            plgpu.copy_gmem_to_smem(source, target.at[pl.ds(p * s.piece, s.piece)], bar)
 
     def step(n, here):
         slot = lax.rem(n, jnp.int32(s.stages))
-        k_bar, v_bar, v_tile = scratch["k_bar"].at[slot], scratch["v_bar"].at[slot], scratch["v_s"].at[slot]
-        after = places(jnp.minimum(n + 1, walk.steps - 1))  # before the waits below, which hide the latency of its reads
-        written = [count for *_, count in here]
-        partial = functools.reduce(jnp.logical_or, [count < s.piece for count in written])
-
-        @pl.when(n >= s.stages)
-        def _():
-            plgpu.barrier_wait(scratch["k_free"].at[slot])
-
-        copy(pools[0], scratch["k_s"].at[slot], k_bar, here)
-
-        @pl.when(n >= s.stages)
-        def _():
-            plgpu.barrier_wait(scratch["v_free"].at[slot])
-
-        @pl.when(jnp.logical_not(partial))
-        def _():
-            copy(pools[1], v_tile, v_bar, here)
-
-        @pl.when(partial)
-        def _():
-            copy(pools[1], v_tile, scratch["partial_bar"], here)
-            plgpu.barrier_wait(scratch["partial_bar"])
-            _forget_unwritten(s, v_tile, written)
-            for _ in range(s.pieces):
-                plgpu.barrier_arrive(v_bar)
-
+        after = places(s, walk, jnp.minimum(n + 1, walk.steps - 1))  # before the waits below, which hide the latency of its reads
+        when_free(s, n, scratch["k_free"].at[slot])
+        copy(s, pools[0], head, scratch["k_s"].at[slot], scratch["k_bar"].at[slot], here)
+        when_free(s, n, scratch["v_free"].at[slot])
+        copy_values(s, pools[1], head, slot, scratch, here)
         return after
 
-    @pl.when(walk.steps > 0)
+    @pl.when(walk.steps > begin)
     def _():
-        lax.fori_loop(0, walk.steps, step, places(jnp.int32(0)))
-        for slot in range(s.stages):  # every phase of a barrier must have been waited for at the end
-
-            @pl.when(slot < walk.steps)
-            def _(slot=slot):
-                plgpu.barrier_wait(scratch["k_free"].at[slot])
-                plgpu.barrier_wait(scratch["v_free"].at[slot])
+        lax.fori_loop(begin, walk.steps, step, places(s, walk, jnp.int32(begin)))
 
 
-def _forget_unwritten(s: Shape, v_tile, written) -> None:
-    """Zero the values of a tile behind the `written` ones of each piece; 64 x 64 at a time, because registers are few."""
+def drain(s: Shape, walk: Walk, scratch) -> None:
+    """After `fetch`: every phase of a barrier must have been waited for at the end."""
+    for slot in range(s.stages):
+
+        @pl.when(slot < walk.steps)
+        def _(slot=slot):
+            plgpu.barrier_wait(scratch["k_free"].at[slot])
+            plgpu.barrier_wait(scratch["v_free"].at[slot])
+
+
+def forget_unwritten(s: Shape, v_tile, here) -> None:
+    """Zero the unwritten values of a tile that has arrived. They may be NaN, and 0 * NaN is NaN. 64 x 64 at a time, because registers are
+    few."""
     for token, column in itertools.product(range(0, s.tile, 64), range(0, s.head_dim, 64)):
         corner = v_tile.at[pl.ds(token, 64), pl.ds(column, 64)]
         row = token + plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=LAYOUT)
-        kept = row < _of_piece(s, row, [p * s.piece + count for p, count in enumerate(written)])
+        kept = row < _of_piece(s, row, [p * s.piece + count for p, (*_, count) in enumerate(here)])
         corner[...] = jnp.where(kept, corner[...], jnp.zeros_like(corner[...]))
     plgpu.commit_smem()
 
@@ -407,48 +428,75 @@ def cut(s: Shape, out, lse):
     return out[:, : s.num_rows], lse[:, :, : s.num_rows].swapaxes(1, 2)
 
 
-def launch(s: Shape, name: str, walk_of: Callable, aside_of: Callable | None = None, more_outputs: Sequence = (), interpret=None):
-    """A kernel that folds every tile of queries, as a function of (`padded` queries, k, v, *others) -> (*`outputs`, *more_outputs).
+@dataclasses.dataclass(frozen=True)
+class Fetcher:
+    """How tiles of keys and values come to the ring. registers: per thread of a folding and of the fetching warpgroup. bring: what the
+    fetching warpgroup does, of (`Shape`, `Walk`, pools, KV head, scratch), like `fetch`."""
+
+    registers: tuple[int, int]
+    bring: Callable
+
+
+PLAIN = Fetcher((232, 40), fetch)
+"""Pools are keys and values. 2 x 128 x 232 + 128 x 40 registers are within the 65536 of a multiprocessor."""
+
+
+def launch(
+    s: Shape,
+    name: str,
+    walk_of: Callable,
+    aside_of: Callable | None = None,
+    more_outputs: Sequence = (),
+    fetcher: Fetcher = PLAIN,
+    interpret=None,
+):
+    """A kernel that folds every tile of queries, as a function of (`padded` queries, pools, *others) -> (*`outputs`, *more_outputs).
 
     walk_of: (references of the others, row of the batch, head, tile) -> (`Walk`, position of the tile's first query). aside_of: (`Walk`,
     row of the batch, head, first of 64 query rows, its position, references of more_outputs) -> `Aside`. more_outputs: shapes and dtypes.
-    name: of the kernel, in profiles.
+    name: of the kernel, in profiles. pools: arrays, a pytree that the fetcher knows.
     """
 
-    def kernel(q_ref, k_ref, v_ref, *refs, **scratch):
-        ends = len(refs) - 2 - len(more_outputs)
-        others, (out_ref, lse_ref, *more_refs) = refs[:ends], refs[ends:]
-        head, row, warpgroup = (lax.axis_index(name) for name in ("head", "row", "warpgroup"))
-        tile = s.query_tiles - 1 - lax.axis_index("tile")  # the longest walks first
+    def run(q, pools, *others):
+        leaves, structure = jax.tree.flatten(pools)
 
-        @pl.when(warpgroup < FOLDERS)
-        def _():
-            plgpu.set_max_registers(FOLDER_REGISTERS, action="increase")
-            walk, position = walk_of(others, row, head, tile)
-            first_row = (tile * FOLDERS + warpgroup) * ROWS
-            q_bar = scratch["q_bar"].at[warpgroup]
-            plgpu.copy_gmem_to_smem(q_ref.at[row, pl.ds(first_row, ROWS), head], scratch["q_s"].at[warpgroup], q_bar)
-            plgpu.barrier_wait(q_bar)
-            first = position + warpgroup * (ROWS * s.row_stride)
-            aside = aside_of(walk, row, head, first_row, first, more_refs) if aside_of else None
-            folded = fold(s, walk, warpgroup, first, scratch, aside)
-            store(s, folded, warpgroup, first_row, row, head, scratch, out_ref, lse_ref)
+        def kernel(q_ref, *refs, **scratch):
+            pools, refs = jax.tree.unflatten(structure, refs[: len(leaves)]), refs[len(leaves) :]
+            others_refs, (out_ref, lse_ref, *more_refs) = refs[: len(others)], refs[len(others) :]
+            head, row, warpgroup = (lax.axis_index(name) for name in ("head", "row", "warpgroup"))
+            tile = s.query_tiles - 1 - lax.axis_index("tile")  # the longest walks first
 
-        @pl.when(warpgroup == FOLDERS)
-        def _():
-            plgpu.set_max_registers(FETCHER_REGISTERS, action="decrease")
-            walk, _ = walk_of(others, row, head, tile)
-            fetch(s, walk, (k_ref, v_ref), lax.div(head, jnp.int32(s.group)), scratch)
+            @pl.when(warpgroup < FOLDERS)
+            def _():
+                plgpu.set_max_registers(fetcher.registers[0], action="increase")
+                walk, position = walk_of(others_refs, row, head, tile)
+                first_row = (tile * FOLDERS + warpgroup) * ROWS
+                q_bar = scratch["q_bar"].at[warpgroup]
+                plgpu.copy_gmem_to_smem(q_ref.at[row, pl.ds(first_row, ROWS), head], scratch["q_s"].at[warpgroup], q_bar)
+                plgpu.barrier_wait(q_bar)
+                first = position + warpgroup * (ROWS * s.row_stride)
+                aside = aside_of(walk, row, head, first_row, first, more_refs) if aside_of else None
+                folded = fold(s, walk, warpgroup, first, scratch, aside)
+                store(s, folded, warpgroup, first_row, row, head, scratch, out_ref, lse_ref)
 
-    kernel.__name__ = name
-    return plgpu.kernel(
-        kernel,
-        out_type=[*outputs(s), *more_outputs],
-        grid=(s.num_heads, s.query_tiles, s.batch),
-        grid_names=("head", "tile", "row"),
-        num_threads=FOLDERS + 1,
-        thread_name="warpgroup",
-        scratch_types=s.scratch(),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
-    )
+            @pl.when(warpgroup == FOLDERS)
+            def _():
+                plgpu.set_max_registers(fetcher.registers[1], action="decrease")
+                walk, _ = walk_of(others_refs, row, head, tile)
+                fetcher.bring(s, walk, pools, lax.div(head, jnp.int32(s.group)), scratch)
+                drain(s, walk, scratch)
+
+        kernel.__name__ = name
+        return plgpu.kernel(
+            kernel,
+            out_type=[*outputs(s), *more_outputs],
+            grid=(s.num_heads, s.query_tiles, s.batch),
+            grid_names=("head", "tile", "row"),
+            num_threads=FOLDERS + 1,
+            thread_name="warpgroup",
+            scratch_types=s.scratch(),
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+            interpret=interpret,
+        )(q, *leaves, *others)
+
+    return run

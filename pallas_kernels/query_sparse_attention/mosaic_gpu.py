@@ -22,18 +22,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper import query_tiles
+from pallas_kernels.hopper import packed_tiles, query_tiles
 from pallas_kernels.hopper.decode_tiles import LOG2E, LOWEST
-from pallas_kernels.pages import unlike
 from pallas_kernels.query_sparse_attention import lane_selection
 from pallas_kernels.query_sparse_attention.api import Call
+
+NO_BLOCK = 1 << 30
+"""A block after all those that a row may select."""
 
 
 def unsupported(call: Call, q, pages, table, starts, lengths) -> str | None:
     """Why this kernel cannot take this valid input, or None if it can."""
-    if reason := unlike(pages) or query_tiles.unsupported(q, pages.k, call.sm_scale):
+    if reason := packed_tiles.unsupported(q, pages, call.sm_scale) or packed_tiles.unsupported_window(pages, call.window):
         return reason
-    tile = query_tiles.shape_of(q, pages.k, sm_scale=call.sm_scale).tile
+    tile = packed_tiles.shape_of(q, pages, sm_scale=call.sm_scale).tile
     if call.block_size not in (64, tile):
         return f"block_size must be 64 or {tile} at head dim {q.shape[3]}, got {call.block_size}"
     return None
@@ -50,7 +52,7 @@ def query_sparse_attention(call: Call, q, pages, table, starts, lengths):
 @functools.partial(jax.jit, static_argnames="call")
 def _measure(call: Call, q, pages, table, starts, lengths):
     q = q[:, :: call.gamma]
-    s = query_tiles.shape_of(q, pages.k, sm_scale=call.sm_scale, row_stride=call.gamma)
+    s = packed_tiles.shape_of(q, pages, sm_scale=call.sm_scale, row_stride=call.gamma)
     sizes = (call.block_size, call.k_blocks, call.k_exact, call.estimate, call.gamma, s.num_rows, s.num_heads, call.window)
     selector = lane_selection.Selector(*sizes)  # a tournament gives the same slots
     lists = (*q.shape[:3], call.k_blocks)
@@ -58,24 +60,32 @@ def _measure(call: Call, q, pages, table, starts, lengths):
     kernel = query_tiles.launch(
         s,
         "query_sparse_attention_kernel",
-        functools.partial(_walk, s),
+        functools.partial(_walk, s, pages.open is not None),
         functools.partial(_aside, s, selector),
         [jax.ShapeDtypeStruct(lists, jnp.int32), jax.ShapeDtypeStruct(lists, jnp.float32)],
+        packed_tiles.fetcher_of(s, pages),
     )
-    out, lse, ids, scores = kernel(query_tiles.padded(q), pages.k, pages.v, table, starts, lengths, plain_end)
+    out, lse, ids, scores = kernel(query_tiles.padded(q), packed_tiles.pools_of(pages), table, starts, lengths, plain_end)
     return *query_tiles.cut(s, out, lse), ids, scores
 
 
-def _walk(s: query_tiles.Shape, refs, row, head, tile):
-    """Every tile of keys up to the last row's position. Rows in the padding see nothing."""
+def _walk(s: query_tiles.Shape, opened: bool, refs, row, head, tile):
+    """Every tile of keys up to the last row's position. Padding sees nothing. opened: then those of the rows' own pages again."""
     table_ref, starts_ref, lengths_ref, plain_ref = refs
     span = query_tiles.TILE_ROWS * s.row_stride
     first, length = starts_ref[row] + tile * span, lengths_ref[row]
-    end = lax.div(jnp.minimum(first + (span - s.row_stride + 1), length) + (s.tile - 1), jnp.int32(s.tile))
-    end = jnp.where(first < length, end, 0)
+    stop = jnp.minimum(first + (span - s.row_stride + 1), length)
+    packed_end, own, open_steps = length, 0, 0
+    if opened:
+        stop, own, open_steps = packed_tiles.own_tiles(s, first, starts_ref[row], length)
+        packed_end = stop
+    packed_steps = jnp.where(first < length, lax.div(stop + (s.tile - 1), jnp.int32(s.tile)), 0)
 
     def starts(step):
-        return tuple(step * s.tile + p * s.piece for p in range(s.pieces))
+        at = step * s.tile
+        if opened:
+            at = jnp.where(step < packed_steps, at, own + (step - packed_steps) * s.tile)
+        return tuple(at + p * s.piece for p in range(s.pieces))
 
     def page_of(position):
         return table_ref[row, lax.div(position, jnp.int32(s.page_size))]
@@ -86,15 +96,19 @@ def _walk(s: query_tiles.Shape, refs, row, head, tile):
     def seen(_, pos, query_pos):
         return query_pos < length
 
-    return query_tiles.Walk(end, starts, page_of, plain_ref[row], length, unmasked, seen), first
+    masks = {"unmasked": unmasked, "seen": seen}
+    if opened:
+        masks = packed_tiles.own_masks(s, packed_steps, **masks)
+    steps, packed = packed_steps + open_steps, (packed_steps, packed_end)
+    return query_tiles.Walk(steps, starts, page_of, plain_ref[row], length, packed=packed, **masks), first
 
 
 def _aside(s: query_tiles.Shape, selector: lane_selection.Selector, walk, row, head, first_row, position, refs):
-    """Selection from the scores of every tile."""
+    """Selection from the scores of every tile. Those of open pages lie in the window of every row that sees them."""
     blocks = s.tile // selector.block_size
 
     def beside(step, report, state):
-        return selector.offer(refs, step * blocks, *report, state)
+        return selector.offer(refs, jnp.where(step < walk.packed[0], step * blocks, NO_BLOCK), *report, state)
 
     nothing = [query_tiles.all_rows(LOWEST)] * blocks, [query_tiles.all_rows(0.0)] * blocks
     state = selector.empty(refs, row, head, first_row, position, walk.length)

@@ -146,6 +146,16 @@ def _logic(machine, a, b, c, table):
     return value(found, a, b, c)
 
 
+@code(r"prmt\.b32 \$0, \$1, \$2, 0x(?P<order>[0-7]{4});")
+def _permute(machine, a, b, order):
+    """Digit n, the lowest first, says which byte of (a, b) is byte n."""
+    words = [_unsigned(np.asarray(x.data)) for x in (a, b)]
+    found = np.uint32(0)
+    for n, digit in enumerate(map(int, reversed(order))):
+        found = found | (words[digit // 4] >> np.uint32(8 * (digit % 4)) & np.uint32(255)) << np.uint32(8 * n)
+    return value(found, a, b)
+
+
 _HALF = {"bf16x2": ml_dtypes.bfloat16, "f16x2": np.float16}
 
 

@@ -127,6 +127,32 @@ def test_packed_pages_are_compared_with_unpacked_ones():
     np.testing.assert_allclose(numbers[table[0, :, -1]], np.asarray(pool.pages.open.k, np.float32), atol=0.05)
 
 
+@pytest.mark.long
+def test_a_chunk_of_prefill_over_packed_pages():
+    """Its own pages are open; the queries that are checked read what they should."""
+    rows = run(*(Case("chunk", "tiny", 1024, 2, "dense", format) for format in (None, "q4_0")))
+    assert rows[0]["error"] < 8e-3
+    assert rows[1]["error"] < 2e-2
+    assert rows[1]["path"] == {"flash_attention": "xla"}
+    assert rows[1]["unpacked"] == {"case": "chunk/tiny/1k/b2/dense", "times": rows[1]["median_s"] / rows[0]["median_s"]}
+    table = report.packed_prefill_table(rows)
+    assert f"| {rows[1]['unpacked']['times']:.3f} |" in table
+    assert report.packed_attention_table(rows).count("\n") == 1
+
+
+def test_lists_of_a_chunk_lie_between_the_first_block_and_the_window():
+    case = Case("chunk", "qwen2.5-7b", 131_072, 1, "lists:32", "int8")
+    assert case in matching(["chunk/*"])
+    lists = inputs.chunk_lists(case, seed=3)
+    assert lists.shape == (1, 64, 28, 32)
+    first = (case.tokens - case.queries) // 128 + np.arange(64)
+    assert (lists >= 1).all()
+    assert (lists < first[None, :, None, None] - 7).all()
+    assert all(len(set(each)) == 32 for each in lists.reshape(-1, 32))
+    assert (lists[:, :, 0] == lists[:, :, 6]).all()
+    assert (lists[:, :, 0] != lists[:, :, 7]).any()
+
+
 @pytest.mark.quick_but("bounds16")
 @pytest.mark.parametrize("policy", ["bounds16", "open"])
 def test_appends_run_in_place_on_a_page_each(policy):
