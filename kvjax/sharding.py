@@ -283,9 +283,13 @@ def check_mesh(mesh: Mesh | None, pool_host_bytes: int | None, stores: Mapping[s
     mesh = Shards(mesh).mesh
     if several_processes(mesh) and (left := set(range(jax.process_count())) - {each.process_index for each in mesh.devices.flat}):
         raise ValueError(f"the mesh has devices of several processes, but none of process {min(left)}: make it of all, or of one")
-    given = [name for name, value in {"pool_host_bytes": pool_host_bytes, **(stores if mesh.size > 1 else {})}.items() if value]
-    if given:
-        raise NotImplementedError(f"pages of a mesh are on its devices alone: leave out {', '.join(given)}, or the mesh")
+    if pool_host_bytes:
+        raise NotImplementedError("running sequences of a mesh are on its devices alone: leave out pool_host_bytes, or the mesh")
+    if several_processes(mesh) and (given := [name for name, value in stores.items() if value]):
+        raise NotImplementedError(
+            f"pages of a mesh of several processes do not outlive their sequences: leave out {', '.join(given)}, or make the mesh of the "
+            "devices of one process"
+        )
 
 
 def spec_on_mesh(spec: CacheSpec, mesh: Mesh | None) -> CacheSpec:

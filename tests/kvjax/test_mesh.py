@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from histories import FEW, History, run_histories
 from jax.sharding import PartitionSpec
+from meshes import LARGE, MESHES, MODELS, mesh_of, model_of
 from quick_cases import rest_long
-from tiny_models import RECURRENT, make_family, random_model, remembering, shallow
+from tiny_models import random_model, shallow
 
 import kvjax
 from kvjax import Engine
-from kvjax.layers import DeltaLayer
 from kvjax.model import fingerprint
 from kvjax.policies.decode import TopBlocks
 from kvjax.policies.decode.candidates import best_candidates
@@ -32,23 +32,6 @@ POLICIES = {
     "heavy": "heavy:3",
     "heavy-tokens": kvjax.policies.decode.HeavyTokens(24, sink=8, local=32),
 }
-MESHES = {"tensor 2": (2, 1), "context 2": (1, 2), "tensor 2 context 2": (2, 2), "tensor 4": (4, 1), "context 4": (1, 4)}
-LARGE = {"tensor 4 context 2": (4, 2), "tensor 2 context 4": (2, 4), "context 8": (1, 8)}
-MODELS = ("llama", "gemma3_text", "qwen3_5_text", "deepseek_v32", "shared")
-
-
-def model_of(name):
-    """A tiny model whose heads divide."""
-    if name != "qwen3_5_text":
-        return make_family(name)
-    delta, full = RECURRENT.layers
-    delta = dataclasses.replace(delta, mixer=DeltaLayer(key_heads=4, value_heads=8, key_dim=16, value_dim=8, conv_width=4, chunk=8))
-    return remembering(dataclasses.replace(RECURRENT, layers=(delta, full)))
-
-
-def mesh_of(name):
-    tensor, context = (MESHES | LARGE)[name]
-    return kvjax.mesh(tensor=tensor, context=context)
 
 
 def logits_of(model, mesh, policy, prompt, steps=6, **options):
@@ -261,10 +244,9 @@ def test_what_a_mesh_cannot_do_is_refused(case, model):
         call(model)
 
 
-def test_stores_and_host_memory_are_refused(model):
-    for options in ({"reuse": True}, {"pool_host_bytes": 10**6}):
-        with pytest.raises(NotImplementedError, match=next(iter(options))):
-            Engine(model, mesh=mesh_of(BOTH), **options)
+def test_host_memory_of_running_sequences_is_refused(model):
+    with pytest.raises(NotImplementedError, match="leave out pool_host_bytes"):
+        Engine(model, mesh=mesh_of(BOTH), pool_host_bytes=10**6)
 
 
 @pytest.mark.parametrize("mesh", [BOTH, "tensor 4"])
