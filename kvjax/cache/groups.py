@@ -74,7 +74,7 @@ class GroupPages:
             if group.window is None and group.page_size != WHOLE:
                 counts = frame_counts(totals[group.name], host, -(-chunk // group.page_size), hot=hot)
                 totals[group.name], self.frames[group.name] = counts.device + counts.host, Frames(counts)
-        self.shards = None if mesh is None else _shards(mesh, spec, totals)
+        self.shards = None if mesh is None else _shards(mesh, spec, totals, chunk)
         self.allocators = {group.name: self._allocator(group.name, totals[group.name]) for group in spec.groups}
         for name, frames in self.frames.items():
             self.allocators[name].on_free = frames.release
@@ -292,11 +292,12 @@ class GroupPages:
         return max(0, pages_for(sequence.length + ahead, group) - len(sequence.pages[group.name]))
 
 
-def _shards(mesh: Mesh, spec: CacheSpec, totals: Mapping[str, int]) -> Shards:
-    """The mesh, with the pages that each of its devices has."""
+def _shards(mesh: Mesh, spec: CacheSpec, totals: Mapping[str, int], chunk: int) -> Shards:
+    """The mesh, with the pages that each of its devices has, and over how many of them rows of a chunk are dealt out."""
     context = Shards(mesh).context
     dealt = [group for group in spec.groups if group.page_size != WHOLE] if context > 1 else []
-    return Shards(mesh, tuple((group.name, totals[group.name] // context) for group in dealt))
+    rows = 1 if chunk % (2 * context) else context
+    return Shards(mesh, tuple((group.name, totals[group.name] // context) for group in dealt), rows)
 
 
 def pages_for(tokens: int, group: GroupSpec) -> int:

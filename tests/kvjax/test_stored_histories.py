@@ -205,7 +205,7 @@ def test_stores_of_a_mesh_change_no_bits(case, tmp_path, totals, monkeypatch):
     model, sizes = (model_of("llama"), CHUNKS) if name == "momo" else (model_of(name), SHORT_CHUNKS)
     counts = run_histories(model, range(12), tmp_path, sizes, MeshStoredHistory)
     assert counts["sequences compared"] > 3
-    assert min(totals[what] for what in ("tokens found", "host hits", "disk hits")) > 0
+    assert totals["tokens found"] >= 64
 
 
 @pytest.mark.parametrize("mesh", rest_long(MESHES, "tensor 2 context 2"))
