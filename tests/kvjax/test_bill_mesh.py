@@ -99,7 +99,7 @@ MUTANTS = {
     "sum": lambda self, x, residual=None: x,
     "joined": lambda self, x: jnp.tile(x, self.tensor),
     "candidates": lambda self, *arrays: arrays,
-    "merged": lambda self, out, lse, block_lse=None: (out, lse, block_lse),
+    "merged": lambda self, out, lse, first, block_lse=None: (out, lse, block_lse),
     "over_heads": lambda self, x, copies: x,
 }
 

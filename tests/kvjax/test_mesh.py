@@ -139,6 +139,16 @@ def test_bits_do_not_depend_on_the_device_where_a_sequence_begins(one_layer, tex
     assert np.array_equal(found[0], found[2])
 
 
+@pytest.mark.parametrize(("mesh", "width"), [("context 2", 16), ("tensor 2", 64)])
+def test_pages_of_the_chunk_alone_are_brought_together(mesh, width, one_layer, text):
+    """Not those that are reserved for the rest of the prompt; but all of them to compile programs before."""
+    engine = Engine(one_layer, pages=64, page_size=PAGE, prefill_chunk=CHUNK, mesh=mesh_of(mesh), batch_buckets=(1,))
+    sequence = engine.new_sequence()
+    engine.reserve([sequence], 40 * PAGE)
+    begun = [engine._prefiller.begin(sequence, text[:5], DensePrefill(), always=always) for always in (False, True)]
+    assert [run.tables["full"].shape for run in begun] == [(1, width), (1, 64)]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", [BOTH, "tensor 4"])
 def test_lists_and_scores_are_those_of_one_device(mesh, model, text):
