@@ -16,6 +16,7 @@ from kvjax import recurrent
 from kvjax.cache import OPEN, Cache, CacheSpec, IndexSpec, LatentPages, LayerCache, PagedKV, append, append_latents
 from kvjax.cache.hot import Fetched, HotTiles, fetch
 from kvjax.cache.packed import append_chunk, append_packed
+from kvjax.chunk_rows import by_queries, own_rows, whole_rows
 from kvjax.learning import Learning, attend_and_learn
 from kvjax.model import Heads, Latents, Recurrence
 from kvjax.policies.decode import Blocks, Cascade, DecodePolicy, IndexerQuery, SelectContext, Stateless, TopBlocks, TopTokens, Window
@@ -78,20 +79,25 @@ def attend_chunk(
     policy: PrefillPolicy, given: Heads | Latents, layer: LayerCache, ctx: PrefillContext, learning: Learning | None, known: tuple[Any, ...]
 ) -> tuple[Float[Array, "B T H D"], tuple[Any, ...]]:
     """Attention of a chunk, and the states of learning policies after it. known: their states of this layer before it. In a layer with a
-    window they learn nothing."""
-    if given.window is None and learning is not None:
-        return attend_and_learn(policy, given.q, layer, ctx, learning, known)
+    window they learn nothing. On a mesh, queries and output are those of this device's rows (`kvjax.chunk_rows`); where a policy looks at
+    all queries of the chunk together, every device attends for all of them."""
 
-    def attend(query: Array, ctx: PrefillContext) -> Array:
+    def attend(query: Array, ctx: PrefillContext) -> tuple[Array, tuple[Any, ...]]:
         if given.window is None:
-            return attend_and_learn(policy, query, layer, ctx, None, known)[0]
+            out, after = attend_and_learn(policy, query, layer, ctx, learning, known)
+            return out, known if learning is None else after
         pages = (layer.pages, ctx.frames, ctx.starts, ctx.lengths)
-        return flash_attention(query, *pages, window=(0, given.window), sm_scale=ctx.sm_scale)[0]
+        return flash_attention(query, *pages, window=(0, given.window), sm_scale=ctx.sm_scale)[0], known
 
-    tile = query_tile_of(policy) if given.window is None else 1
-    if ctx.shards is not None and tile is not None and given.q.shape[1] % (2 * ctx.shards.context * tile) == 0:
-        return ctx.shards.by_queries(attend, given.q, ctx), known
-    return attend(given.q, ctx), known
+    shards = ctx.shards
+    if shards is None or shards.row_parts == 1:
+        return attend(given.q, ctx)
+    tile = 1 if given.window is not None else None if learning is not None else query_tile_of(policy)
+    if tile is not None and given.q.shape[1] % (2 * tile) == 0:
+        return by_queries(shards, lambda query, ctx: attend(query, ctx)[0], given.q, ctx), known
+    query, indexer = jax.tree.map(lambda x: whole_rows(shards, x), (given.q, ctx.indexer))
+    out, states = attend(query, ctx.replace(indexer=indexer))
+    return own_rows(shards, out), states
 
 
 def attend_hot(

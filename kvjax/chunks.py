@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.cache import CacheSpec, IndexSpec
-from kvjax.cache.groups import GroupPages
+from kvjax.cache import WHOLE, CacheSpec, IndexSpec
+from kvjax.cache.groups import GroupPages, pages_for
 from kvjax.cache.pool import Pool
 from kvjax.cache.staging import Copies, Staged, Window, copy_window, stage
+from kvjax.cache.tables import staged_width
 from kvjax.learning import Learning, OpenChunk, PolicyStates, after_chunk
 from kvjax.model import Decoder, Model
 from kvjax.plans import Prefilled
@@ -77,10 +78,10 @@ class ChunkRun:
     """A chunk that is being prefilled: the tokens `written` of `sequence`, which then has `last` tokens.
 
     ends: whether no token that it was given is left for a later chunk; only then it has logits. whole: whether a new prompt would run this
-    policy from `first` on. done: slices that have run. x: token ids `[1, T]` before the first slice, hidden states `[1, T, E]` after every
-    slice, and last, logits `[V]` or `[T, V]`, if it has any. moved: `Pool.moved` when tables and staged were made. staged: by layer group,
-    how pages are copied to device memory before a layer reads them, and which of them together; None: none, because none lies on the host.
-    ahead: those that were copied for the next layer.
+    policy from `first` on. always: as in `Prefiller.begin`. done: slices that have run. x: token ids `[1, T]` before the first slice,
+    hidden states `[1, T, E]` after every slice, and last, logits `[V]` or `[T, V]`, if it has any. moved: `Pool.moved` when tables and
+    staged were made. staged: by layer group, how pages are copied to device memory before a layer reads them, and which of them together;
+    None: none, because none lies on the host. ahead: those that were copied for the next layer.
     """
 
     sequence: CachedSequence
@@ -92,6 +93,7 @@ class ChunkRun:
     ends: bool
     whole: bool
     all_logits: bool
+    always: bool
     learning: Learning | None
     opened: OpenChunk | None
     x: Array | np.ndarray
@@ -115,12 +117,13 @@ class ChunkRun:
 
 class Prefiller:
     """Runs chunks over an engine's pages. chunk: its size in tokens. indexes: those that sealing builds. on_written: if set,
-    called with each chunk that has run all layers."""
+    called with each chunk that has run all layers. brings: whether the devices of a mesh bring a sequence's pages together for each layer
+    (`kvjax.attend.bring`)."""
 
     def __init__(self, model: Model, pool: Pool, groups: GroupPages, states: PolicyStates, indexes: tuple[IndexSpec, ...], chunk: int):
         self.model, self.indexes, self.chunk = model, indexes, chunk
         self.on_written: Callable[[ChunkRun], None] | None = None
-        self._warned = False
+        self._warned, self.brings = False, pool.shards is not None and pool.shards.context > 1
         self._pool, self._groups, self._states = pool, groups, states
         self.slices = cut_layers(model.decoder, groups.spec, None if pool.shards is None else pool.shards.tensor)
 
@@ -129,7 +132,8 @@ class Prefiller:
     ) -> ChunkRun:
         """Begin to write as many of `tokens` as fit into the chunk of the sequence's next token. Their pages must have been taken.
 
-        always: run the policy wherever the tokens begin, to compile its program; the result does not matter.
+        always: run the policy wherever the tokens begin, over all pages that the sequence holds, to compile its program; the result does
+        not matter.
         """
         first = sequence.length
         start = first // self.chunk * self.chunk
@@ -146,7 +150,7 @@ class Prefiller:
             ids[0, opened.position - start : first - start] = opened.tokens
         self._pool.bind(self._groups.written(sequence, first, last))
         ends = len(written) == len(tokens)
-        run = ChunkRun(sequence, written, first, last, start, policy, ends, whole, all_logits, learning, opened, ids)
+        run = ChunkRun(sequence, written, first, last, start, policy, ends, whole, all_logits, always, learning, opened, ids)
         self._find_pages(run)
         if run.staged and not self._warned:
             self._warn_of_copies(start, first + len(tokens))
@@ -157,11 +161,20 @@ class Prefiller:
         sequence = run.sequence
         run.moved, run.ahead = self._pool.moved, None
         run.staged = self._stage(sequence, run.start, run.last) if self._pool.any_on_host(sequence.pages) else None
-        if run.staged is None:
+        if run.staged is None and self.brings:
+            run.tables = self._brought_tables(run)
+        elif run.staged is None:
             run.tables = self._groups.tables([sequence])
         else:
             widths = {name: where.places.shape[1] for name, (where, _) in run.staged.items()}
             run.tables = self._groups.staged_tables(sequence, run.last, widths)
+
+    def _brought_tables(self, run: ChunkRun) -> dict[str, Int[np.ndarray, "1 M"]]:
+        """Tables of the pages that the chunk reads, because all that a table has room for are brought from other devices."""
+        groups, length = self._groups.spec.groups, run.last
+        if run.always:
+            length = max(len(run.sequence.pages[group.name]) * group.page_size for group in groups if group.page_size != WHOLE)
+        return self._groups.staged_tables(run.sequence, length, {group.name: staged_width(pages_for(length, group)) for group in groups})
 
     def _stage(self, sequence: CachedSequence, start: int, last: int) -> dict[str, tuple[Staged, Window]]:
         """How the pages of tokens [0, last) are copied, of which the chunk from `start` on writes the last ones."""

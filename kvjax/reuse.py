@@ -91,7 +91,7 @@ def make_reuse(
             f"policy {learning[0]} learns from prefill, and a prompt whose pages are reused is not prefilled: name another policy, or "
             "make the engine without reuse of pages"
         )
-    (device,) = first_array(pool.layers).devices()
+    device = _device_of(pool)
     sizes = {group.name: block_bytes(groups.spec, group.name) for group in groups.spec.groups if group.name != OPEN}
     host = None
     if host_bytes is not None:
@@ -105,6 +105,12 @@ def make_reuse(
     kept = Reuse(model, pool, groups, declared, host, store, prefiller, exact=reuse != "any")
     prefiller.on_written = kept.written
     return kept
+
+
+def _device_of(pool: Pool) -> jax.Device:
+    """The device of a pool, or the first one of its mesh: blocks go to other stores by way of it."""
+    (first, *_) = first_array(pool.layers).devices() if pool.shards is None else pool.shards.mesh.devices.flat
+    return first
 
 
 def reusing(kept: Reuse | None) -> Reuse:
@@ -134,7 +140,9 @@ class Reuse:
         self.model, self._declared, self._disk, self._page_size = model, declared, disk, declared.page_size
         self._pool, self._groups, self._prefiller = pool, groups, weakref.proxy(prefiller)
         self._samples: dict[str | None, str] = {}
-        (self._device,) = first_array(pool.layers).devices()
+        self._device = _device_of(pool)
+        # Another mesh adds in another order. And its blocks hold heads in another order.
+        self._mesh = None if pool.shards is None or pool.shards.mesh.size == 1 else dict(pool.shards.mesh.shape)
         # Policies whose queries look at each other write the pages of a chunk together.
         alone = declared.prefill.queries_stand_alone
         grain = declared.page_size if alone or not exact else declared.prefill_chunk
@@ -219,12 +227,12 @@ class Reuse:
     def _root(self) -> bytes:
         """Everything that a page's bits depend on, besides tokens and policies; or what it must have in common with others at least."""
         if not self.exact:
-            common = [kvjax.__version__, self._page_size, self._packed, str(self.model.config.compute_dtype)]
+            common = [kvjax.__version__, self._page_size, self._packed, str(self.model.config.compute_dtype), self._mesh]
             return json.dumps([self._mark, "any", *common]).encode()
         versions = {"kvjax": kvjax.__version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
         device: dict[str, Any] = {"kind": self._device.device_kind, "platform": self._device.client.platform_version}
         sizes = {"page": self._page_size, "chunk": self._declared.prefill_chunk, "dtype": str(self.model.config.compute_dtype)}
-        sizes |= {"packed": self._packed}
+        sizes |= {"packed": self._packed, "mesh": self._mesh}
         sample = "" if self._disk is None else self._sample()
         return json.dumps([self._mark, versions, device, sizes, dispatch.forced_path(), sample], sort_keys=True).encode()
 

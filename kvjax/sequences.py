@@ -108,6 +108,11 @@ class CachedSequence:
         return None if self.keeping is None else self.keeping.reach
 
     @property
+    def start(self) -> int | None:
+        """On which device of a mesh its first page lies (`kvjax.cache.groups.Holder`)."""
+        return None if self.prefix is None else self.prefix.start
+
+    @property
     def growth(self) -> Growth | None:
         return self._growth
 

@@ -29,7 +29,6 @@ from pallas_kernels.merge import merge_attention
 if TYPE_CHECKING:
     from kvjax.cache.spec import CacheSpec
     from kvjax.model import Decoder, Model
-    from kvjax.policies.prefill import PrefillContext
 
 logger = logging.getLogger(__name__)
 
@@ -89,11 +88,13 @@ class Shards:
     """What a program over a mesh knows about it. Static and hashable.
 
     mesh: as `mesh` makes it. pages: by layer group whose pages are dealt out, how many each device holds; page ids [d * n, (d + 1) * n) lie
-    on device d of the context axis. Methods that take arrays are for programs inside `jax.shard_map`.
+    on device d of the context axis. row_parts: over how many devices of the context axis the rows of a chunk of prefill are dealt out
+    (`kvjax.chunk_rows`): all of them, or 1. Methods that take arrays are for programs inside `jax.shard_map`.
     """
 
     mesh: Mesh
     pages: tuple[tuple[str, int], ...] = ()
+    row_parts: int = 1
 
     def __post_init__(self):
         if not isinstance(self.mesh, Mesh) or self.mesh.axis_names != (CONTEXT, TENSOR):
@@ -112,6 +113,12 @@ class Shards:
     def placed(self, *axes: str | None) -> NamedSharding:
         """The sharding of an array with these logical axes; without any, a copy on every device."""
         return NamedSharding(self.mesh, spec_of(axes))
+
+    @property
+    def chunk_spec(self) -> PartitionSpec:
+        """How the hidden states `[B, T, E]` of a chunk of prefill are cut between its programs: by rows, where these are dealt out. Each
+        device's rows are in the order of `kvjax.chunk_rows`."""
+        return WHOLE_COPY if self.row_parts == 1 else PartitionSpec(None, CONTEXT)
 
     # Exchanges
 
@@ -159,14 +166,26 @@ class Shards:
         count = sizes[group]
         return jnp.where((table >= 0) & (table // count == self.number(CONTEXT)), table % count, -1)
 
+    def first_of(self, group: str, table: Int[Array, "B M"]) -> Int[Array, "B"]:
+        """On which device of the context axis the pages of each row of a table begin."""
+        logical = jnp.arange(table.shape[1], dtype=jnp.int32)
+        return jnp.max(jnp.where(table >= 0, (table // dict(self.pages)[group] - logical) % self.context, 0), axis=1)
+
     def merged(
-        self, out: Float[Array, "B T H D"], lse: Float[Array, "B T H"], block_lse: Float[Array, "B T H W"] | None = None
+        self,
+        out: Float[Array, "B T H D"],
+        lse: Float[Array, "B T H"],
+        first: Int[Array, "B"],
+        block_lse: Float[Array, "B T H W"] | None = None,
     ) -> tuple[Array, Array, Array | None]:
-        """Attention over the keys of all devices of the context axis, from that over each one's own, in device order. block_lse: of listed
+        """Attention over the keys of all devices of the context axis, from that over each one's own, in device order, beginning with the
+        device that has a row's first page: so bits do not depend on which one that is. first: as `first_of` finds it. block_lse: of listed
         blocks, -inf on devices that do not hold them."""
-        if self.context == 1:
-            return out, lse, block_lse
-        outs, lses = (jax.lax.all_gather(x, CONTEXT) for x in (out, lse))
+        order = (first + jnp.arange(self.context, dtype=jnp.int32)[:, None]) % self.context
+        outs, lses = (
+            jnp.take_along_axis(jax.lax.all_gather(x, CONTEXT), order.reshape(*order.shape, *[1] * (x.ndim - 1)), axis=0)
+            for x in (out, lse)
+        )
         out, lse = merge_attention(list(outs), list(lses))
         return out, lse, None if block_lse is None else self.best_of(block_lse)
 
@@ -199,26 +218,6 @@ class Shards:
     def brought(self, pool: Array, rows: Int[Array, "B n"]) -> Array:
         """The rows of a pool that `places` names, of all devices one after the other."""
         return jax.lax.all_gather(pool[rows.reshape(-1)], CONTEXT, axis=0, tiled=True)
-
-    def by_queries(self, attend: Callable, query: Float[Array, "B T H D"], ctx: PrefillContext) -> Float[Array, "B T H D"]:
-        """`attend(query, ctx)`, for which each device of the context axis attends for two parts of the queries: one from the front and one
-        from the back, because later queries see more keys. T must be a multiple of twice the devices."""
-        if self.context == 1:
-            return attend(query, ctx)
-        batch, size = query.shape[0], query.shape[1] // (2 * self.context)
-        mine = self.number(CONTEXT)
-        places = [mine * size, (2 * self.context - 1 - mine) * size]
-
-        def both(x: Array) -> Array:
-            return jnp.concatenate([jax.lax.dynamic_slice_in_dim(x, place, size, axis=1) for place in places])
-
-        twice = {name: jnp.concatenate([getattr(ctx, name)] * 2) for name in ("page_table", "lengths")}
-        twice |= {"moved": None if ctx.moved is None else jnp.concatenate([ctx.moved] * 2)}
-        starts = jnp.concatenate([ctx.starts + place for place in places])
-        out = attend(both(query), ctx.replace(**twice, starts=starts, indexer=jax.tree.map(both, ctx.indexer)))
-        every = jax.lax.all_gather(out, CONTEXT).reshape(self.context, 2, batch, size, *query.shape[2:3], out.shape[-1])
-        parts = jnp.concatenate([every[:, 0], every[::-1, 1]])
-        return jnp.moveaxis(parts, 0, 1).reshape(batch, query.shape[1], *out.shape[2:])
 
     # Programs
 
@@ -283,9 +282,13 @@ def check_mesh(mesh: Mesh | None, pool_host_bytes: int | None, stores: Mapping[s
     mesh = Shards(mesh).mesh
     if several_processes(mesh) and (left := set(range(jax.process_count())) - {each.process_index for each in mesh.devices.flat}):
         raise ValueError(f"the mesh has devices of several processes, but none of process {min(left)}: make it of all, or of one")
-    given = [name for name, value in {"pool_host_bytes": pool_host_bytes, **(stores if mesh.size > 1 else {})}.items() if value]
-    if given:
-        raise NotImplementedError(f"pages of a mesh are on its devices alone: leave out {', '.join(given)}, or the mesh")
+    if pool_host_bytes:
+        raise NotImplementedError("running sequences of a mesh are on its devices alone: leave out pool_host_bytes, or the mesh")
+    if several_processes(mesh) and (given := [name for name, value in stores.items() if value]):
+        raise NotImplementedError(
+            f"pages of a mesh of several processes do not outlive their sequences: leave out {', '.join(given)}, or make the mesh of the "
+            "devices of one process"
+        )
 
 
 def spec_on_mesh(spec: CacheSpec, mesh: Mesh | None) -> CacheSpec:
@@ -418,13 +421,22 @@ def several_processes(mesh: Mesh | None) -> bool:
     return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
 
 
-def on_mesh_alone(shards: Shards | None, step: Callable, decoder: Decoder, params: Any, *arrays: Any) -> Any:
-    """`step(decoder, params, *arrays)`, which reads no cache, and whose results are the same on all devices."""
+def on_mesh_alone(
+    shards: Shards | None,
+    step: Callable,
+    decoder: Decoder,
+    params: Any,
+    *arrays: Any,
+    specs: Sequence[PartitionSpec] | None = None,
+    result: PartitionSpec = WHOLE_COPY,
+) -> Any:
+    """`step(decoder, params, *arrays)`, which reads no cache. specs: of the arrays; None: the same on all devices. result: the spec of its
+    result."""
     if shards is None:
         return step(decoder, params, *arrays)
-    specs = param_specs(decoder, params, shards.tensor), *[WHOLE_COPY] * len(arrays)
-    own = decoder.on_shards(shards)
-    return shards.run(lambda params, *arrays: step(own, params, *arrays), (params, *arrays), specs, WHOLE_COPY)
+    own, given = decoder.on_shards(shards), [WHOLE_COPY] * len(arrays) if specs is None else specs
+    of_params = param_specs(decoder, params, shards.tensor)
+    return shards.run(lambda params, *arrays: step(own, params, *arrays), (params, *arrays), (of_params, *given), result)
 
 
 def param_specs(decoder: Decoder, params: Any, tensor: int) -> Any:

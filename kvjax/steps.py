@@ -26,6 +26,7 @@ from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache, frame_tables
 from kvjax.cache.hot import count as count_fetched
 from kvjax.cache.packed import opened
 from kvjax.cache.staging import Copies, complete, copy_keys, copy_values
+from kvjax.chunk_rows import own_rows, whole_rows, with_whole_keys
 from kvjax.learning import Learning
 from kvjax.model import Decoder, LayerInput, Params, Recurrence
 from kvjax.outcomes import Reads, pack
@@ -56,12 +57,12 @@ def prefill_layers(
 ) -> tuple[Float[Array, "B T E"], Cache, tuple[Any, ...], Int[Array, "B"] | None, Any]:
     """Take one chunk of each row through the decoder's layers: a model's, or a slice of them (`of_layers`). Each writes it to its pages.
 
-    x: the input of the first of them. Returns the output of the last, the cache, what was learned in these layers, and `missing`: how many
-    pages without a frame the chunk writes or its queries may read, over these layers. More than 0 is an error
-    (`kvjax.cache.check_missing`); None if the cache has no residency. A sparse policy's chunk needs all earlier pages too, because it
-    chooses by their keys. params, cache, learning: those of these layers alone. place: how many of the model's layers that attend to pages
-    come before these; an array, so that slices of equal layers are one program. owners: for a slice, the earlier layers whose pages it
-    reads (`CacheSpec.owners`), with this chunk written.
+    x: the input of the first of them; on a mesh, this device's rows (`kvjax.chunk_rows`). Returns the output of the last, the cache, what
+    was learned in these layers, and `missing`: how many pages without a frame the chunk writes or its queries may read, over these layers.
+    More than 0 is an error (`kvjax.cache.check_missing`); None if the cache has no residency. A sparse policy's chunk needs all earlier
+    pages too, because it chooses by their keys. params, cache, learning: those of these layers alone. place: how many of the model's layers
+    that attend to pages come before these; an array, so that slices of equal layers are one program. owners: for a slice, the earlier
+    layers whose pages it reads (`CacheSpec.owners`), with this chunk written.
 
     The chunk covers positions [starts, starts + T). Of these, [fresh, cache.lengths) are written (cache.lengths counts them); the other
     rows are padding. A token's row depends only on its absolute position, so its bits do not depend on how the history was cut into calls.
@@ -70,23 +71,25 @@ def prefill_layers(
     in host memory, and attention reads them many times; the bits are the same. While a layer computes, pages for the next one are copied:
     ahead are those of the first of these layers that needs some, and the last result those of `copies.following`.
     """
-    positions = starts[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
+    shards = cache.shards
+    rows = 1 if shards is None else shards.row_parts
+    positions = starts[:, None] + jnp.arange(rows * x.shape[1], dtype=jnp.int32)
     valid = (positions >= fresh[:, None]) & (positions < cache.lengths[:, None])
     tables, missing = frame_tables(cache), None
     first = fresh if learning is None else jnp.minimum(fresh, learning.first)
     if tables:
         missing = sum(_missing_in_prefill(policy, cache, layer, tables, first) for layer in cache.spec.paged) + jnp.zeros_like(fresh)
 
-    shards = cache.shards
     dealt_out = shards is not None and shards.context > 1
 
     copied_layers = [] if copies is None else [each for each in cache.spec.paged if cache.spec.layers[each].group in copies.staged]
 
     def mix(layer: int, heads: LayerInput, carry):
         layers, learned, copied = carry
+        heads = with_whole_keys(shards, heads)
         if isinstance(heads, Recurrence):
             out, after = recall_chunk(cache, layers, layer, heads, starts, fresh)
-            return out, (_replace(layers, layer, after), learned, copied)
+            return own_rows(shards, out), (_replace(layers, layer, after), learned, copied)
         frames = tables.get(cache.spec.layers[layer].group)
         if layer in copied_layers:
             # The chunk is written after its pool was copied, in which some of its pages may lie.
@@ -117,7 +120,7 @@ def prefill_layers(
                 copied = copy_values(keys, later, out)
         return out, (layers, (*learned, states), copied)
 
-    x, (layers, learned, ahead) = decoder.run_layers(params, x, positions, mix, (cache.layers, (), ahead))
+    x, (layers, learned, ahead) = decoder.run_layers(params, x, own_rows(shards, positions), mix, (cache.layers, (), ahead))
     return x, cache.replace(layers=layers), tuple(zip(*learned, strict=True)), missing, ahead
 
 
@@ -158,16 +161,21 @@ def prefill_slice(
         return cache, x, *after
 
     states = () if learning is None else tuple(map(specs_of_states, learning.policies, learning.states))
-    specs = {0: layer_specs(owners), 1: None if learning is None else learning.replace(states=states, first=WHOLE_COPY)}
-    arrays, results = (owners, learning, x, starts, fresh, place), (WHOLE_COPY, states, WHOLE_COPY, WHOLE_COPY)
+    of_rows = WHOLE_COPY if shards is None else shards.chunk_spec
+    specs = {0: layer_specs(owners), 1: None if learning is None else learning.replace(states=states, first=WHOLE_COPY), 2: of_rows}
+    arrays, results = (owners, learning, x, starts, fresh, place), (of_rows, states, WHOLE_COPY, WHOLE_COPY)
     cache, x, learned, missing, coming = on_mesh(shards, step, decoder, params, cache, arrays, specs=specs, results=results)
     return x, cache, learned, missing, coming
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "shards"))
 def embed_chunk(decoder: Decoder, params: Params, tokens: Int[Array, "B T"], shards: Shards | None = None) -> Float[Array, "B T E"]:
-    """The input of the first layer."""
-    return on_mesh_alone(shards, lambda decoder, params, tokens: decoder.embed(params, tokens), decoder, params, tokens)
+    """The input of the first layer. On a mesh, rows are dealt out (`Shards.chunk_spec`)."""
+
+    def embed(decoder: Decoder, params: Params, tokens: Array) -> Array:
+        return decoder.embed(params, own_rows(shards, tokens))
+
+    return on_mesh_alone(shards, embed, decoder, params, tokens, result=WHOLE_COPY if shards is None else shards.chunk_spec)
 
 
 def chunk_logits(
@@ -186,9 +194,13 @@ def chunk_logits(
 def row_logits(
     decoder, params, x: Float[Array, "1 T E"], starts, lengths, *, all_logits: bool, shards: Shards | None = None
 ) -> Float[Array, "*T V"]:
-    """`chunk_logits` of a single row."""
-    find = functools.partial(chunk_logits, all_logits=all_logits)
-    return on_mesh_alone(shards, find, decoder, params, x, starts, lengths)[0]
+    """`chunk_logits` of a single row. On a mesh, the rows of x are dealt out (`Shards.chunk_spec`)."""
+
+    def find(decoder: Decoder, params: Params, x: Array, *places: Array) -> Array:
+        return chunk_logits(decoder, params, whole_rows(shards, x), *places, all_logits=all_logits)
+
+    specs = None if shards is None else (shards.chunk_spec, WHOLE_COPY, WHOLE_COPY)
+    return on_mesh_alone(shards, find, decoder, params, x, starts, lengths, specs=specs)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "all_logits"), donate_argnames="cache")
@@ -242,6 +254,8 @@ def decode(
     if isinstance(policy, KeepsByMass):
         states = policy.settle(states, cache.lengths, spec.group_of(spec.paged[0]).page_size)
     now = None if cache.hot is None else cache.hot.now + 1
+    dealt_out = () if cache.shards is None or cache.shards.context == 1 else dict(cache.shards.pages)
+    firsts = {name: cache.shards.first_of(name, table) for name, table in cache.page_tables.items() if name in dealt_out}
 
     def mix(layer: int, heads: LayerInput, carry):
         layers, states, listed, tiles, fetched = carry
@@ -257,7 +271,7 @@ def decode(
         sizes = {"layer": place, "num_layers": count, "page_size": page_size, "sm_scale": heads.sm_scale}
         border = None if frames is None else cache.residency[spec.layers[layer].group].border
         given = {"indexer": asked_of(heads), "moved": frames, "border": border, "rope": heads.rope}
-        split = {"shards": cache.shards, "copies": spec.layers[layer].copies}
+        split = {"shards": cache.shards, "copies": spec.layers[layer].copies, "first": firsts.get(spec.layers[layer].group)}
         earlier = tuple(blocks for each, blocks in zip(spec.paged, listed, strict=False) if spec.group_of(each).window is None)
         ctx = SelectContext(table, lengths, **sizes, **given, **split, earlier=earlier)
         reader, before = reader_of(policy, heads), states[place]

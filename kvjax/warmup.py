@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from kvjax.cache.tables import table_widths
+from kvjax.cache.tables import staged_widths, table_widths
 from kvjax.checks import whole_number
 from kvjax.policies.choice import possible_prefills
 from kvjax.policies.decode import DecodePolicy
@@ -31,7 +31,7 @@ def warm_up(engine: Engine, *, batch: int, tokens: int | None, policy: str | Dec
         slots, rows = in_bucket(sequences, engine.batch_buckets), SamplingRows.of([None])
         sample_first(sequences[0].logits, rows, np.ones(1, np.int32))
         rows = SamplingRows.of([None] * len(slots))
-        for width in table_widths(longest):
+        for width in staged_widths(longest) if engine._prefiller.brings else table_widths(longest):
             tokens = min(width * engine.page_size, longest * engine.page_size, most)
             engine.reserve(sequences[:1], tokens - sequences[0].length)
             for each in possible_prefills(engine.prefill_policy, tokens, engine.prefill_chunk):

@@ -110,15 +110,15 @@ def digests_not_looked_at(patch):
 
 def owned_after_taken(patch):
     """Pages that a prompt finds get their owner only after others were taken for the rest, which may be the same pages."""
-    own, take, waiting = PageAllocator.own, PageAllocator.take, {}
+    own, take, waiting = PageAllocator.own, PageAllocator.take_from, {}
 
-    def take_first(allocator, count):
-        pages = take(allocator, count)
+    def take_first(allocator, parts):
+        pages = take(allocator, parts)
         own(allocator, waiting.pop(id(allocator), []))
         return pages
 
     patch.setattr(PageAllocator, "own", lambda allocator, pages: waiting.setdefault(id(allocator), []).extend(pages))
-    patch.setattr(PageAllocator, "take", take_first)
+    patch.setattr(PageAllocator, "take_from", take_first)
 
 
 CORRUPTING = {

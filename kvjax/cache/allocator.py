@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvjax.cache.recency import Recency
@@ -25,29 +26,35 @@ class PageAllocator:
     """Hands out page numbers 0 .. total-1. Each sequence that names a page is one owner; the page is free when the last owner releases it.
     The page released last is handed out first, so page numbers depend on history, but results must not.
 
-    A page that is kept (`keep`) holds something that may be wanted again. Without owners it is idle: it counts as free, and `take` hands it
-    out only when no other page is left. on_evict: called then with the page, whose content is lost. on_free: called with each page whose
+    A page that is kept (`keep`) holds something that may be wanted again. Without owners it is idle: it counts as free, and is handed out
+    only when no other page is left. on_evict: called then with the page, whose content is lost. on_free: called with each page whose
     content nobody needs any more, evicted ones included.
+
+    parts: over how many devices the pages are dealt out. Each has `each` of them: pages [d * each, (d + 1) * each) are those of device d. A
+    caller that takes pages says of which device it needs each one.
     """
 
-    def __init__(self, total: int):
+    def __init__(self, total: int, parts: int = 1):
         self.total = total = whole_number("pages", total, 1)
+        if total % parts:
+            raise ValueError(f"{total} pages cannot be dealt out over {parts} devices evenly: use a multiple of {parts}")
+        self.parts, self.each = parts, total // parts
         self.on_evict: Callable[[int], None] | None = None
         self.on_free: Callable[[Sequence[int]], None] | None = None
-        self._free = list(range(total - 1, -1, -1))
+        self._free = [list(range((part + 1) * self.each - 1, part * self.each - 1, -1)) for part in range(parts)]
+        self._idle: list[Recency[int]] = [Recency() for _ in range(parts)]
         self._owners = [0] * total
         self._kept: dict[int, bool] = {}  # whether the page was found again
-        self._idle: Recency[int] = Recency()
 
     @property
     def free(self) -> int:
         """Pages without an owner."""
-        return len(self._free) + len(self._idle)
+        return sum(map(self._free_of, range(self.parts)))
 
     @property
     def room(self) -> int:
-        """Pages that a sequence could take."""
-        return self.free
+        """Pages that a sequence could take, whichever device its first one lies on: those of the fullest device, times the devices."""
+        return self.parts * min(map(self._free_of, range(self.parts)))
 
     @property
     def kept(self) -> int:
@@ -58,19 +65,31 @@ class PageAllocator:
         """How many sequences name `page`."""
         return self._owners[page]
 
+    def part_of(self, page: int) -> int:
+        """The device that has a page."""
+        return page // self.each
+
+    def part_of_first(self) -> int:
+        """The device with most free pages, and of these the one with fewest idle ones: a new sequence begins there."""
+        return max(range(self.parts), key=lambda part: (self._free_of(part), len(self._free[part])))
+
+    def lacking(self, parts: Sequence[int]) -> bool:
+        """Whether any device has too few pages for one on each of these devices."""
+        return any(count > self._free_of(part) for part, count in Counter(parts).items())
+
     def take(self, count: int) -> list[int]:
-        """Take `count` pages, with one owner each. After OutOfPages none were taken."""
-        if count > self.free:
-            raise OutOfPages(count, self.free, self.total)
-        while len(self._free) < count:
-            page = self._idle.pop()
-            del self._kept[page]
-            self._free.append(page)
-            if self.on_evict is not None:
-                self.on_evict(page)
-            if self.on_free is not None:
-                self.on_free([page])
-        pages = [self._free.pop() for _ in range(count)]
+        """Take `count` pages of neighbouring devices, as a new sequence does, with one owner each. After OutOfPages none were taken."""
+        first = self.part_of_first()
+        return self.take_from([(first + number) % self.parts for number in range(count)])
+
+    def take_from(self, parts: Sequence[int]) -> list[int]:
+        """Take one page of each of these devices, in order, with one owner each. After OutOfPages none were taken."""
+        if self.lacking(parts):
+            raise OutOfPages(len(parts), self.room, self.total)
+        for part, count in Counter(parts).items():
+            while len(self._free[part]) < count:
+                self._evict(part)
+        pages = [self._free[part].pop() for part in parts]
         for page in pages:
             self._owners[page] = 1
         return pages
@@ -88,7 +107,7 @@ class PageAllocator:
                 raise ValueError(f"page {page} is not kept: nobody knows what it holds")
         for page in pages:
             if self._owners[page] == 0:
-                self._idle.remove(page)
+                self._idle[self.part_of(page)].remove(page)
             self._owners[page] += 1
             self._kept[page] = True
 
@@ -109,64 +128,24 @@ class PageAllocator:
                 raise ValueError(f"page {page} is already free")
             self._owners[page] -= 1
             if self._owners[page] == 0:
-                (idle if page in self._kept else self._free).append(page)
-                freed += [] if page in self._kept else [page]
+                (idle if page in self._kept else freed).append(page)
+        for page in freed:
+            self._free[self.part_of(page)].append(page)
         if self.on_free is not None:
             self.on_free(freed)
         for page in reversed(idle):
-            self._idle.add(page, used=self._kept[page])
+            self._idle[self.part_of(page)].add(page, used=self._kept[page])
 
+    def _free_of(self, part: int) -> int:
+        """Pages of a device without an owner."""
+        return len(self._free[part]) + len(self._idle[part])
 
-class PartedAllocator(PageAllocator):
-    """A pool of which each of `parts` devices holds an equal part: pages [d * n, (d + 1) * n) are those of device d.
-
-    Pages of a sequence are dealt out in turn, beginning with any device. So a caller says of which device it takes each page. No page is
-    kept without an owner.
-    """
-
-    def __init__(self, total: int, parts: int):
-        super().__init__(total)
-        if total % parts:
-            raise ValueError(f"{total} pages cannot be dealt out over {parts} devices evenly: use a multiple of {parts}")
-        self.parts, self.each = parts, total // parts
-        self._free = []  # `_of_part` has them
-        self._of_part = [list(range((part + 1) * self.each - 1, part * self.each - 1, -1)) for part in range(parts)]
-
-    @property
-    def free(self) -> int:
-        """Pages without an owner."""
-        return sum(map(len, self._of_part))
-
-    @property
-    def room(self) -> int:
-        """Pages that a sequence could take, whichever device its first one lies on: those of the fullest device, times the devices."""
-        return self.parts * min(map(len, self._of_part))
-
-    def part_of_first(self) -> int:
-        """The device with most free pages: a new sequence begins there."""
-        return max(range(self.parts), key=lambda part: len(self._of_part[part]))
-
-    def lacking(self, parts: Sequence[int]) -> bool:
-        """Whether any device has too few pages for one on each of these devices."""
-        return any(parts.count(part) > len(free) for part, free in enumerate(self._of_part))
-
-    def take_from(self, parts: Sequence[int]) -> list[int]:
-        """Take one page of each of these devices, in order, with one owner each. After OutOfPages none were taken."""
-        if self.lacking(parts):
-            raise OutOfPages(len(parts), self.room, self.total)
-        pages = [self._of_part[part].pop() for part in parts]
-        for page in pages:
-            self._owners[page] = 1
-        return pages
-
-    def take(self, count: int) -> list[int]:
-        """Take `count` pages of neighbouring devices, as a new sequence does."""
-        first = self.part_of_first()
-        return self.take_from([(first + number) % self.parts for number in range(count)])
-
-    def release(self, pages: Sequence[int]) -> None:
-        """Remove an owner from each of `pages`; those without one are free."""
-        super().release(pages)
-        for page in self._free:
-            self._of_part[page // self.each].append(page)
-        self._free = []
+    def _evict(self, part: int) -> None:
+        """Free the idle page of a device that was of use longest ago."""
+        page = self._idle[part].pop()
+        del self._kept[page]
+        self._free[part].append(page)
+        if self.on_evict is not None:
+            self.on_evict(page)
+        if self.on_free is not None:
+            self.on_free([page])

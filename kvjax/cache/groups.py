@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from kvjax.cache.allocator import OutOfPages, PageAllocator, PartedAllocator
+from kvjax.cache.allocator import OutOfPages, PageAllocator
 from kvjax.cache.frames import Frames
 from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.spec import MOST_TOKENS, WHOLE, CacheSpec, GroupSpec
@@ -31,13 +31,19 @@ Reach = tuple[int, int]
 
 
 class Holder(Protocol):
-    """A sequence: its number of written tokens, its pages, and what it keeps in groups without a window of their own; None: every page."""
+    """A sequence: its number of written tokens, its pages, and what it keeps in groups without a window of their own; None: every page.
+
+    start: on which device its first page lies, modulo the devices over which pages are dealt out; None: on the one with most free pages.
+    """
 
     length: int
     pages: PageIds
 
     @property
     def reach(self) -> Reach | None: ...
+
+    @property
+    def start(self) -> int | None: ...
 
 
 class GroupPages:
@@ -68,7 +74,7 @@ class GroupPages:
             if group.window is None and group.page_size != WHOLE:
                 counts = frame_counts(totals[group.name], host, -(-chunk // group.page_size), hot=hot)
                 totals[group.name], self.frames[group.name] = counts.device + counts.host, Frames(counts)
-        self.shards = None if mesh is None else _shards(mesh, spec, totals)
+        self.shards = None if mesh is None else _shards(mesh, spec, totals, chunk)
         self.allocators = {group.name: self._allocator(group.name, totals[group.name]) for group in spec.groups}
         for name, frames in self.frames.items():
             self.allocators[name].on_free = frames.release
@@ -115,14 +121,10 @@ class GroupPages:
             self.give_back(sequence)
         wanted = {group.name: [self._missing(group, each, tokens) for each in sequences] for group in self.spec.groups}
         dealt = {name: self._parts(name, zip(sequences, counts, strict=True)) for name, counts in wanted.items()}
-        self.check_free({name: sum(counts) for name, counts in wanted.items() if dealt[name] is None})
+        self.check_parts({name: [part for each in parts for part in each] for name, parts in dealt.items()})
         for name, parts in dealt.items():
-            if parts is not None and (allocator := self.allocators[name]).lacking([part for each in parts for part in each]):
-                raise OutOfPages(sum(wanted[name]), allocator.room, allocator.total, group=name)
-        for name, counts in wanted.items():
-            for number, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
-                allocator = self.allocators[name]
-                sequence.pages[name] += allocator.take(count) if dealt[name] is None else allocator.take_from(dealt[name][number])
+            for sequence, each in zip(sequences, parts, strict=True):
+                sequence.pages[name] += self.allocators[name].take_from(each)
 
     def check_free(self, needed: Mapping[str, int]) -> None:
         """OutOfPages unless every group has `needed` free pages."""
@@ -132,6 +134,14 @@ class GroupPages:
             allocator = self.allocators[name]
             if count > allocator.room:
                 raise OutOfPages(count, allocator.room, allocator.total, group=name)
+
+    def check_parts(self, needed: Mapping[str, Sequence[int]]) -> None:
+        """OutOfPages unless every group has one free page on each of these devices."""
+        if self.on_short is not None and any(self.allocators[name].lacking(parts) for name, parts in needed.items()):
+            self.on_short()
+        for name, parts in needed.items():
+            if (allocator := self.allocators[name]).lacking(parts):
+                raise OutOfPages(len(parts), allocator.room, allocator.total, group=name)
 
     def needed(self, tokens: int) -> dict[str, int]:
         """The most pages of each group that a new sequence of `tokens` tokens takes."""
@@ -185,16 +195,11 @@ class GroupPages:
 
     def fill(self, sequence: Holder, numbers: Mapping[str, Sequence[int]]) -> None:
         """Take pages for these logical pages, ascending, of a sequence that holds none."""
-        self.check_free({name: len(each) for name, each in numbers.items()})
+        parts = {name: self.parts_from(name, sequence.start, each) for name, each in numbers.items()}
+        self.check_parts(parts)
         for name, each in numbers.items():
             ids = [-1] * (each[-1] + 1 if each else 0)
-            allocator = self.allocators[name]
-            if isinstance(allocator, PartedAllocator):
-                first = allocator.part_of_first()
-                taken = allocator.take_from([(first + number) % allocator.parts for number in each])
-            else:
-                taken = allocator.take(len(each))
-            for number, page in zip(each, taken, strict=True):
+            for number, page in zip(each, self.allocators[name].take_from(parts[name]), strict=True):
                 ids[number] = page
             sequence.pages[name] = ids
 
@@ -210,7 +215,13 @@ class GroupPages:
         """Share the parent's sealed pages with the child, and take a new page for each open one. Returns source and target of the open page
         by group, both 0 in groups without one; None if no group has one. After OutOfPages nothing is shared."""
         opened = {group.name: int(parent.length % group.page_size > 0) for group in self.spec.groups}
-        self.check_free(opened)
+        dealt = {}
+        for group in self.spec.groups:  # the copy of the open page lies on the same device
+            sealed = parent.length // group.page_size
+            dealt[group.name] = [
+                self.allocators[group.name].part_of(page) for page in parent.pages[group.name][sealed:][: opened[group.name]]
+            ]
+        self.check_parts(dealt)
         sources, targets = ({group.name: 0 for group in self.spec.groups} for _ in range(2))
         for group in self.spec.groups:
             name, sealed = group.name, parent.length // group.page_size
@@ -218,8 +229,7 @@ class GroupPages:
             self.allocators[name].share([page for page in child.pages[name] if page >= 0])
             if opened[name]:
                 sources[name] = parent.pages[name][sealed]
-                dealt = self._parts(name, [(child, 1)])
-                (targets[name],) = self.allocators[name].take(1) if dealt is None else self.allocators[name].take_from(dealt[0])
+                (targets[name],) = self.allocators[name].take_from(dealt[name])
                 child.pages[name].append(targets[name])
         return (sources, targets) if any(opened.values()) else None
 
@@ -248,21 +258,30 @@ class GroupPages:
         return {name: sequence.pages[name][place] for name, place in places.items()}
 
     def _allocator(self, name: str, total: int) -> PageAllocator:
-        parts = 1 if self.shards is None or name not in dict(self.shards.pages) else self.shards.context
-        return PageAllocator(total) if parts == 1 else PartedAllocator(total, parts)
+        dealt_out = self.shards is not None and name in dict(self.shards.pages)
+        return PageAllocator(total, self.shards.context if dealt_out else 1)
 
-    def _parts(self, name: str, wanted: Iterable[tuple[Holder, int]]) -> list[list[int]] | None:
-        """For each sequence and number of pages, the devices of its next pages of a group; None where pages are not dealt out."""
+    def parts_from(self, name: str, start: int | None, numbers: Sequence[int]) -> list[int]:
+        """The devices of these logical pages of a sequence that holds no page of a group. start: as in `Holder`."""
         allocator = self.allocators[name]
-        if not isinstance(allocator, PartedAllocator):
-            return None
+        first = allocator.part_of_first() if start is None else start
+        return [(first + number) % allocator.parts for number in numbers]
+
+    def _parts(self, name: str, wanted: Iterable[tuple[Holder, int]]) -> list[list[int]]:
+        """For each sequence and number of pages, the devices of its next pages of a group."""
+        allocator = self.allocators[name]
+        if allocator.parts == 1:
+            return [[0] * count for _, count in wanted]
         found, fresh = [], allocator.part_of_first()
         for sequence, count in wanted:
             ids = sequence.pages[name]
             held = next((number for number, page in enumerate(ids) if page >= 0), None)
-            first = fresh if held is None else ids[held] // allocator.each - held
+            if held is not None:
+                first = allocator.part_of(ids[held]) - held
+            else:
+                first = fresh if sequence.start is None else sequence.start
+                fresh += sequence.start is None
             found.append([(first + number) % allocator.parts for number in range(len(ids), len(ids) + count)])
-            fresh += held is None
         return found
 
     def _missing(self, group: GroupSpec, sequence: Holder, tokens: int) -> int:
@@ -273,11 +292,12 @@ class GroupPages:
         return max(0, pages_for(sequence.length + ahead, group) - len(sequence.pages[group.name]))
 
 
-def _shards(mesh: Mesh, spec: CacheSpec, totals: Mapping[str, int]) -> Shards:
-    """The mesh, with the pages that each of its devices has."""
+def _shards(mesh: Mesh, spec: CacheSpec, totals: Mapping[str, int], chunk: int) -> Shards:
+    """The mesh, with the pages that each of its devices has, and over how many of them rows of a chunk are dealt out."""
     context = Shards(mesh).context
     dealt = [group for group in spec.groups if group.page_size != WHOLE] if context > 1 else []
-    return Shards(mesh, tuple((group.name, totals[group.name] // context) for group in dealt))
+    rows = 1 if chunk % (2 * context) else context
+    return Shards(mesh, tuple((group.name, totals[group.name] // context) for group in dealt), rows)
 
 
 def pages_for(tokens: int, group: GroupSpec) -> int:

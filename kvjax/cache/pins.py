@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -84,12 +85,13 @@ class Pins:
     def _check_device(self, digests: Sequence[bytes]) -> None:
         held = self.pages
         for name, (resident, absent) in self._prefixes.places(digests).items():
-            total = self._prefixes.total(name)
-            if (count := len(held[name] | set(resident)) + absent) > total // SHARE:
+            allocator = self._prefixes.allocator(name)
+            counts = Counter([*map(allocator.part_of, held[name] | set(resident)), *absent])
+            if (count := max(counts.values(), default=0)) > (most := allocator.each // SHARE):
+                where = "the device" if allocator.parts == 1 else "one device"
                 raise ValueError(
-                    f"{count:,} pages of layer group {name!r} would be pinned on the device, and at most {total // SHARE:,} of its "
-                    f"{total:,} can be, so that sequences have room: unpin another prefix, pin a shorter one, or make the engine with more "
-                    "pages"
+                    f"{count:,} pages of layer group {name!r} would be pinned on {where}, and at most {most:,} of its {allocator.each:,} "
+                    "can be, so that sequences have room: unpin another prefix, pin a shorter one, or make the engine with more pages"
                 )
 
     def _check_stores(self, states: dict[str, bytes]) -> None:

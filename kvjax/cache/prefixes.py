@@ -15,12 +15,12 @@ import functools
 import hashlib
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 
 import numpy as np
 
-from kvjax.cache.allocator import OutOfPages
+from kvjax.cache.allocator import OutOfPages, PageAllocator
 from kvjax.cache.disk_store import DiskStore
 from kvjax.cache.groups import GroupPages, Holder, PageIds, first_stored
 from kvjax.cache.host_store import HostStore
@@ -40,12 +40,14 @@ STATE_CHUNKS = 4
 @dataclasses.dataclass
 class Chain:
     """What prefix a sequence begins with. root: the digest before the first grain. path: that of `kvjax.dispatch`, which root covers.
-    digests: of its full grains. length: how many of its first tokens are such as prefill of a new prompt writes them."""
+    digests: of its full grains. length: how many of its first tokens are such as prefill of a new prompt writes them. start: on which
+    device of a mesh its first page lies (`Holder`); None for a prompt that is shorter than a grain."""
 
     root: bytes
     path: str | None = None
     digests: list[bytes] = dataclasses.field(default_factory=list)
     length: int = 0
+    start: int | None = None
 
     def copy(self) -> Chain:
         return dataclasses.replace(self, digests=list(self.digests))
@@ -164,6 +166,7 @@ class Prefixes:
         self._seen.prompts += 1
         self._seen.tokens += len(tokens)
         digests = self._digests(chain.root, tokens[: len(tokens) - 1], how)
+        chain.start = _start(digests)
         started = time.monotonic()
         while count := self._known(digests):
             try:
@@ -185,7 +188,7 @@ class Prefixes:
             before = chain.digests[-1] if chain.digests else chain.root
             chain.digests.append(_digest(before, tokens[start : start + self.grain], how(start)))
         for number in range(known, len(chain.digests)):
-            self._keep(sequence, number, chain.digests[number])
+            self._keep(sequence, number, chain.digests)
 
     def written_state(self, sequence: Holder, chain: Chain) -> None:
         """Prefill has just written a sequence's last tokens: keep the state of its recurrent layers, if it ends at a border of chunks."""
@@ -216,21 +219,22 @@ class Prefixes:
         """Of the full grains of a prompt. how: as in `adopt`."""
         return self._digests(chain.root, tokens, how)
 
-    def total(self, group: str) -> int:
-        """Pages of a layer group on the device."""
-        return self._groups.allocators[group].total
+    def allocator(self, group: str) -> PageAllocator:
+        """Of the pages of a layer group on the device."""
+        return self._groups.allocators[group]
 
     def state_keys(self, digests: Sequence[bytes]) -> dict[str, bytes]:
         """Key of the state after these grains, for each layer group that has states."""
         return {name: _named(digests[-1], name, 0) for name in self.spec.state_groups}
 
-    def places(self, digests: Sequence[bytes]) -> dict[str, tuple[list[int], int]]:
-        """Of the pages of these grains, by layer group: those on the device, and how many are elsewhere. States are left out."""
+    def places(self, digests: Sequence[bytes]) -> dict[str, tuple[list[int], list[int]]]:
+        """Of the pages of these grains, by layer group: those on the device, and of those that are elsewhere the devices of a mesh that
+        they would be copied to. States are left out."""
         found = {}
         for name, first in self._first(len(digests)).items():
             if name not in self.spec.row_groups:
                 keys, here = self._units(name, digests, first), self._device[name]
-                found[name] = [here[key] for key in keys if key in here], sum(key not in here for key in keys)
+                found[name] = [here[key] for key in keys if key in here], self._parts_of(name, digests, first, keys, here)
         return found
 
     def release(self, pages: PageIds) -> None:
@@ -282,18 +286,18 @@ class Prefixes:
         prompt has asked for its pages, so they do not count as found."""
         first = self._first(len(digests))
         names = [name for name in first if name != OPEN and (not to_pin or name not in self.spec.row_groups)]
-        rows = {OPEN: 1} if OPEN in first and not to_pin else {}  # for the pages to come: a prefix ends with a sealed one
+        rows = {OPEN: [0]} if OPEN in first and not to_pin else {}  # for the pages to come: a prefix ends with a sealed one
         wanted = {name: self._units(name, digests, first[name]) for name in names}
         resident = {name: {key: self._device[name][key] for key in keys if key in self._device[name]} for name, keys in wanted.items()}
         absent = {name: [key for key in keys if key not in resident[name]] for name, keys in wanted.items()}
+        parts = {name: self._parts_of(name, digests, first[name], keys, resident[name]) for name, keys in wanted.items()} | rows
         owned: dict[str, list[int]] = {}
         try:
             for name, pages in resident.items():  # first, so that none of these makes room for the others
                 self._groups.allocators[name].own(list(pages.values()))
                 owned[name] = list(pages.values())
-            counts = {name: len(keys) for name, keys in absent.items()} | rows
-            self._groups.check_free(counts)
-            taken = {name: self._groups.allocators[name].take(count) for name, count in counts.items()}
+            self._groups.check_parts(parts)
+            taken = {name: self._groups.allocators[name].take_from(each) for name, each in parts.items()}
             for name, pages in taken.items():
                 owned[name] = owned.get(name, []) + pages
             whole = all(self._bring(name, absent[name], taken[name], counted=not to_pin) for name in absent)
@@ -350,9 +354,15 @@ class Prefixes:
         self._seen.host.bytes_in += block.nbytes
         return copied
 
-    def _keep(self, sequence: Holder, number: int, digest: bytes) -> None:
-        """A sequence has written grain `number`."""
-        each = self.grain // self._page_size
+    def _parts_of(self, group: str, digests: Sequence[bytes], first: int, keys: Sequence[bytes], but: Container[bytes]) -> list[int]:
+        """The devices of the pages of these grains, from the logical page `first` on, but for some."""
+        numbers = [number for number, key in enumerate(keys, first) if key not in but]
+        return self._groups.parts_from(group, _start(digests), numbers)
+
+    def _keep(self, sequence: Holder, number: int, digests: Sequence[bytes]) -> None:
+        """A sequence has written grain `number` of these. Pages are found on the device only if they lie where a prompt that begins with
+        the same grain needs them: it needs all of its pages dealt out in turn, whoever wrote them."""
+        each, digest = self.grain // self._page_size, digests[number]
         for group in self.spec.groups:
             if group.name in self.spec.row_groups:
                 continue
@@ -362,7 +372,8 @@ class Prefixes:
                 key = _named(digest, group.name, place)
                 if page < 0:
                     continue  # it left the window while the grain was written
-                if key not in self._device[group.name]:
+                here = self._groups.parts_from(group.name, _start(digests), [number * each + place])
+                if key not in self._device[group.name] and [self._groups.allocators[group.name].part_of(page)] == here:
                     self._enter(group.name, key, page)
                 new[key] = page
             self._copy(group.name, new)
@@ -399,6 +410,11 @@ def _digest(before: bytes, tokens: Sequence[int], how: str) -> bytes:
     digest.update(how.encode())
     digest.update(np.asarray(tokens, np.int32).tobytes())
     return digest.digest()
+
+
+def _start(digests: Sequence[bytes]) -> int | None:
+    """`Chain.start` of these grains: prompts that begin with the same one begin on the same device."""
+    return int.from_bytes(digests[0][:8]) if digests else None
 
 
 def _named(digest: bytes, group: str, place: int) -> bytes:

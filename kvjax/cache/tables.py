@@ -45,8 +45,20 @@ def page_table(rows: Sequence[Sequence[int]], width: int | None = None) -> Int[n
 
 
 def staged_width(pages: int) -> int:
-    """Rows for so many pages that are copied (`kvjax.cache.staging`): few different numbers, so that few programs are compiled, but not
-    many more than needed, because they are copied and take memory."""
-    width = table_width(pages)
-    step = width // 4 if width > 1024 else width
+    """Rows for so many pages that are copied (`kvjax.cache.staging`, `kvjax.attend.bring`): few different numbers, so that few programs are
+    compiled, but not many more than needed, because they are copied and take memory."""
+    step = _step(table_width(pages))
     return -(-pages // step) * step
+
+
+def staged_widths(pages: int) -> Iterator[int]:
+    """Every `staged_width` that a sequence needs while it grows to `pages` pages."""
+    before, last = 0, staged_width(pages)
+    for width in table_widths(pages):
+        step = _step(width)
+        yield from range((before // step + 1) * step, min(width, last) + 1, step)
+        before = width
+
+
+def _step(width: int) -> int:
+    return width // 4 if width > 1024 else width

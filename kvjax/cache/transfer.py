@@ -129,12 +129,13 @@ def _dealt(spec: CacheSpec, tensor: int, number: int, name: str, array: np.ndarr
 
 
 def read_blocks(pool: Pool, spec: CacheSpec, group: str, ids: Sequence[int] | Int[np.ndarray, " n"]) -> list[Block]:
-    """The pages `ids` of a layer group, each as a block on the device. Does not wait for the device."""
+    """The pages `ids` of a layer group, each as a block on the device, or on a device of a mesh. Does not wait for the device."""
     pool.check()
     layers = tuple(pool.layers[number] for number in _holding(spec, group))
     found: list[Block] = []
     for piece, frames in zip(_pieces(ids, 0), _pieces(pool.frames_of(group, ids), 0), strict=True):
-        found += _pack(layers, piece, frames, group=group, shards=pool.shards)
+        blocks = _pack(layers, piece, frames, group=group, shards=pool.shards)
+        found += blocks if pool.shards is None else [block.addressable_data(0) for block in blocks]
     return found[: len(ids)]
 
 

@@ -17,9 +17,11 @@ from kvjax.serving.cli.bill_mesh import (
     MemoryOption,
     NetworkLatencyOption,
     NetworkOption,
+    PrefillsOption,
     device_counts,
     show_meshes,
     show_parts,
+    show_prefill,
     with_links,
 )
 from kvjax.serving.cli.help_pages import WholeSentences
@@ -202,11 +204,14 @@ def predict_command(
     network_latency: NetworkLatencyOption = None,
     network_bandwidth: NetworkOption = None,
     host_devices: HostOption = None,
+    prefill: PrefillsOption = None,
+    prefill_chunk: ChunkOption = 512,
 ) -> None:
     """Print bytes and seconds of a step. Figures outside the measurements are marked as projections, with the reasons below.
 
     With --tensor and --context, of one device of a mesh, and the parts of the step. With --devices, which mesh is best. Each figure is then
-    marked: measured (between steps that were timed), fitted, extrapolated (outside what was measured) or assumed (set by hand).
+    marked: measured (between steps that were timed), fitted, extrapolated (outside what was measured) or assumed (set by hand). With
+    --prefill, what the devices of a mesh exchange while they read a prompt.
     """
     from kvjax.bill.meshes import mark_of, step_parts
     from kvjax.bill.report import known_from
@@ -239,6 +244,11 @@ def predict_command(
         return show_meshes(bill, config, named, cells, device_counts(devices), memory, dtype=dtype, page_size=page_size)
     if memory is not None:
         raise typer.BadParameter("needs --devices", param_hint="--memory")
+    if prefill is not None:
+        if packed != NOT_PACKED:
+            raise typer.BadParameter("counts nothing that is packed: leave out --weights and --cache-format", param_hint="--prefill")
+        sizes = {"tensor": tensor, "context": context, "page_size": page_size}
+        return show_prefill(bill, computed, prefill, parse_lengths(lengths), prefill_chunk, **sizes)
     types = packed | {"dtype": dtype, "page_size": page_size}
     mesh = {"tensor": tensor, "context": context}
     options = types | mesh | {"tier": tier, "frames": frames, "hits": hits}

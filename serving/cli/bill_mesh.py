@@ -60,6 +60,15 @@ HostOption = Annotated[
     int | None,
     typer.Option("--host-devices", help="Devices of one host. [default: the bill's, which is 8]", show_default=False, **whole()),
 ]
+PrefillsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--prefill",
+        help="With --tensor and --context: what prompts of these lengths exchange by these prefill policies, separated by commas, in place "
+        "of a step.",
+        show_default=False,
+    ),
+]
 
 
 def with_links(
@@ -126,6 +135,38 @@ def show_parts(bill: Bill, config: ModelConfig, named: Sequence[DecodePolicy], c
             size = f"{part.bytes / 1e6:,.3f}" if part.bytes else ""
             rows.append((f"{length:,}", str(batch), name_of(policy), part.name, size, f"{part.seconds * 1e3:.3f}", part.mark))
     show(table(PART_COLUMNS, rows, left=4, title="parts, on one device"))
+
+
+PREFILL_COLUMNS = ("tokens", "prefill", "exchange", "axis", "count", "GB received", "s", "from")
+
+
+def show_prefill(
+    bill: Bill, config: ModelConfig, policies: str, lengths: Sequence[int], chunk: int, *, tensor: int, context: int, **options: Any
+) -> None:
+    """Print what a prompt of each length exchanges on a mesh, and for how long by the bill's terms. policies: names, separated by commas.
+    options: as for `prompt_exchanges`."""
+    from kvjax.bill.prefill_exchanges import PREFILL_MARKS, prefill_parts
+    from kvjax.serving.bench.prefill import policies_of
+    from pallas_kernels.bench.formats import show, table
+
+    if tensor * context == 1:
+        raise typer.BadParameter("needs --tensor or --context: one device exchanges nothing", param_hint="--prefill")
+    rows, marks = [], {}
+    for length, policy in itertools.product(lengths, policies_of(policies)):
+        parts = prefill_parts(bill.mesh, config, policy, length, chunk, tensor=tensor, context=context, **options)
+        for each in parts:
+            seconds = "" if each.seconds is None else f"{each.seconds:.3f}"
+            size = f"{each.received / 1e9:,.3f}"
+            rows.append((f"{length:,}", str(policy), each.name, each.axis, f"{each.count:,}", size, seconds, each.mark))
+            marks[each.mark] = None
+        total = "" if bill.mesh is None else f"{sum(each.seconds for each in parts):.3f}"
+        counts = f"{sum(each.count for each in parts):,}", f"{sum(each.received for each in parts) / 1e9:,.3f}"
+        rows.append((f"{length:,}", str(policy), "all", "", *counts, total, ""))
+    typer.echo(str(bill))
+    show(table(PREFILL_COLUMNS, rows, left=4, title=f"exchanges of one device in chunks of {chunk:,} tokens"))
+    typer.echo("not counted: what a device computes; exchanges beside which it goes on computing")
+    for mark in marks:
+        typer.echo(f"{mark}: {PREFILL_MARKS[mark]}")
 
 
 def show_meshes(

@@ -79,10 +79,10 @@ def plan_command(
         check_cache_format(cache_format, config.compute_dtype, tensor * context, pool_host_memory)
         declared = _declared(config, policy, prefill, page_size, prefill_chunk, cache_format)
     keeps = reuse or host_memory is not None or disk_size is not None
-    if tensor * context > 1 and (keeps or pool_host_memory is not None):
+    if tensor * context > 1 and pool_host_memory is not None:
         raise typer.BadParameter(
-            f"pages of a mesh of {tensor * context} devices are on its devices alone: leave out host memory, disk and reuse, or --tensor "
-            "and --context"
+            f"running sequences of a mesh of {tensor * context} devices are on its devices alone: leave out --pool-host-memory, or "
+            "--tensor and --context"
         )
     if keeps and declared.states.policies:
         raise typer.BadParameter(
@@ -98,7 +98,8 @@ def plan_command(
     if device_memory is not None:
         plan = dataclasses.replace(plan, available_bytes=plan.weights_bytes + device_memory)
     lines = [*_pool_lines(plan, config, room, device_memory, pool_host_memory), *_release_lines(declared)]
-    lines += _kept_lines(plan, config.cache_spec(page_size, declared.cache_format), host_memory, disk_size) if keeps else ()
+    spec = config.cache_spec(page_size, declared.cache_format).on_mesh(tensor)
+    lines += _kept_lines(plan, spec, host_memory, disk_size) if keeps else ()
     if tensor * context > 1:
         lines.append(f"on each of {tensor * context} devices: bytes are those of one device, pages those of all")
     packed = f", weights {weights.value}" if weights is not None else "" if stored is None else ", weights packed as stored"

@@ -38,6 +38,25 @@ def test_a_free_page_is_neither_shared_nor_released():
         allocator.share([page])
 
 
+def test_pages_of_a_device_are_taken_and_given_up_there():
+    allocator, gone = PageAllocator(6, 3), []
+    allocator.on_evict = gone.append
+    pages = allocator.take_from([2, 0, 1, 2])
+    assert [allocator.part_of(page) for page in pages] == [2, 0, 1, 2]
+    assert (allocator.free, allocator.room, allocator.part_of_first()) == (2, 0, 0)
+    with pytest.raises(OutOfPages, match="1 needed, 0 free of 6"):
+        allocator.take_from([2])
+    for page in pages:
+        allocator.keep(page)
+    allocator.release(pages)
+    assert (allocator.free, allocator.room, gone) == (6, 6, [])
+    allocator.own(pages[:1])
+    assert allocator.take_from([2]) == gone == pages[3:]  # the idle page of that device
+    allocator.release(pages[:1])
+    with pytest.raises(ValueError, match="6 pages cannot be dealt out over 4 devices evenly"):
+        PageAllocator(6, 4)
+
+
 @given(st.lists(st.tuples(st.sampled_from("tsr"), st.integers(0, 5)), max_size=40))
 def test_owners_are_conserved(steps):
     allocator, owned = PageAllocator(5), []

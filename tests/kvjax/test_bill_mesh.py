@@ -1,5 +1,6 @@
 """The bill's terms of a mesh: what a step's program exchanges and reads, the fit against a planted law, and what follows from it."""
 
+import collections
 import dataclasses
 import json
 import math
@@ -28,6 +29,7 @@ from kvjax.bill.mesh_fitting import (
 from kvjax.bill.mesh_report import mesh_checks, mesh_error_table, mesh_table
 from kvjax.bill.mesh_terms import LAWS, Latency, assumed_terms
 from kvjax.bill.meshes import ASSUMED, EXTRAPOLATED, FITTED, MEASURED, device_bytes, mark_of, rank_meshes, reasons_of, step_parts
+from kvjax.bill.prefill_exchanges import chunk_exchanges, prefill_parts, prompt_exchanges
 from kvjax.bill.report import checks
 from kvjax.bill.step_bill import from_json, load_bills, to_json
 from kvjax.cache.spanning import FrameCounts
@@ -36,10 +38,11 @@ from kvjax.cache.types import Cache
 from kvjax.layers import DeltaLayer
 from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.policies.decode import Cascade, TopBlocks, TopTokens, parse
+from kvjax.policies.prefill import BoundsBlocks, DensePrefill, indexes_of, parse_prefill
 from kvjax.sampling import SamplingRows
 from kvjax.serving.bench.decode import SHAPES
 from kvjax.sharding import CONTEXT, TENSOR, Shards, place_params
-from kvjax.steps import decode_and_sample
+from kvjax.steps import decode_and_sample, embed_chunk, prefill_slice, row_logits
 
 PAGE, BATCH = 16, 3
 
@@ -103,11 +106,73 @@ def test_a_steps_program_exchanges_what_is_counted(case):
     assert {(axis, size) for _, axis, size, _ in counted} == {(TENSOR, tensor), (CONTEXT, context)} - {(TENSOR, 1), (CONTEXT, 1)}
 
 
+def lowered_chunk(config, policy, tensor, context, last):
+    """The programs of a chunk of prefill of a tiny model on a mesh, lowered: the embedding, all layers as one slice, and logits."""
+    spec, decoder, chunk = config.cache_spec(PAGE).on_mesh(tensor), TransformerDecoder(config), 4 * PAGE
+    each = {group.name: 8 for group in spec.groups if group.page_size != WHOLE and context > 1}
+    shards = Shards(kvjax.mesh(tensor=tensor, context=context), tuple(each.items()), context)
+    params = place_params(decoder, init_params(config, jax.random.key(0)), shards)
+    indexes = indexes_of(policy)
+    layers = jax.eval_shape(lambda: spec.empty({group.name: 8 * context for group in spec.groups}, indexes))
+    tables = {group.name: jax.ShapeDtypeStruct((1, 16), jnp.int32) for group in spec.groups}
+    row, tokens = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1, chunk), jnp.int32)
+    x = jax.ShapeDtypeStruct((1, chunk, config.hidden_size), jnp.dtype(config.compute_dtype))
+    ends = decoder.params_of(params, 0, 0)
+    programs = [embed_chunk.lower(decoder, ends, tokens, shards)]
+    programs.append(prefill_slice.lower(decoder, policy, indexes, params, Cache(layers, tables, row, spec), x, row, row, shards=shards))
+    programs += [row_logits.lower(decoder, ends, x, row, row, all_logits=False, shards=shards)] if last else []
+    found = collections.Counter()
+    for program in programs:
+        found.update(counts_in(program.as_text(dialect="hlo"), tensor))
+    return dict(found)
+
+
+BOUNDS = BoundsBlocks(k=2, chi=8, key_block=16, sink_tokens=16, window_tokens=32, dense_below=0)
+CHUNKS = {
+    "dense, tensor 2": (TINY, DensePrefill(), 2, 1),
+    "dense, context 4": (TINY, DensePrefill(), 1, 4),
+    "dense, both, copied heads": (TINY, DensePrefill(), 4, 2),
+    "bounds, both, in 16 bits": (altered(TINY, compute_dtype="bfloat16"), BOUNDS, 2, 2),
+    "bounds, tiles larger than parts": (TINY, dataclasses.replace(BOUNDS, chi=32), 1, 2),
+    "a layer with a window": (make_family("gemma3_text").config, BOUNDS, 2, 2),
+    "shared pages": (make_family("shared").config, DensePrefill(), 1, 2),
+    "latents": (make_family("deepseek_v32").config, DensePrefill(), 2, 2),
+    "recurrent": (dataclasses.replace(RECURRENT, layers=(WIDE, RECURRENT.layers[1])), DensePrefill(), 2, 2),
+}
+
+
+@pytest.mark.parametrize("case", rest_long(CHUNKS, "dense, both, copied heads", "bounds, tiles larger than parts"))
+def test_a_chunks_programs_exchange_what_is_counted(case):
+    config, policy, tensor, context = CHUNKS[case]
+    sizes = {"tensor": tensor, "context": context, "page_size": PAGE}
+    for last in (False, True):
+        counted = counts_of(chunk_exchanges(config, policy, 16, 4 * PAGE, last=last, **sizes))
+        assert lowered_chunk(config, policy, tensor, context, last) == counted
+    assert {(axis, size) for _, axis, size, _ in counted} == {(TENSOR, tensor), (CONTEXT, context)} - {(TENSOR, 1), (CONTEXT, 1)}
+
+
+def test_a_prompts_chunks_bring_as_many_pages_as_they_reach():
+    """Of 40 pages in chunks of 16: tables of 16, 64 and 64. Seconds are those of the terms; nothing is called measured."""
+    sizes = {"context": 2, "page_size": PAGE}
+    found = prompt_exchanges(TINY, DensePrefill(), 40 * PAGE, 16 * PAGE, **sizes)
+    places = {each.bytes: each.count for each in found if each.part == "places"}
+    assert places == {16 * 4: TINY.num_layers, 64 * 4: 2 * TINY.num_layers}
+    assert sum(each.count for each in found if each.part == "hidden") == 1
+    unknown = prefill_parts(None, TINY, DensePrefill(), 40 * PAGE, 16 * PAGE, **sizes)
+    known = prefill_parts(assumed_terms(10.0, 50.0), TINY, DensePrefill(), 40 * PAGE, 16 * PAGE, **sizes)
+    assert {(each.seconds, each.mark) for each in unknown} == {(None, "unfitted")}
+    assert {each.mark for each in known} == {ASSUMED}
+    for each in known:
+        assert math.isclose(each.seconds, each.count * 10e-6 + each.received / 50e9)
+    with pytest.raises(NotImplementedError, match="flex"):
+        prompt_exchanges(TINY, parse_prefill("flex:0.9"), 640, 256, **sizes)
+
+
 MUTANTS = {
     "sum": lambda self, x, residual=None: x,
     "joined": lambda self, x: jnp.tile(x, self.tensor),
     "candidates": lambda self, *arrays: arrays,
-    "merged": lambda self, out, lse, block_lse=None: (out, lse, block_lse),
+    "merged": lambda self, out, lse, first, block_lse=None: (out, lse, block_lse),
     "over_heads": lambda self, x, copies: x,
 }
 

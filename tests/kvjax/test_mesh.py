@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from histories import FEW, History, run_histories
 from jax.sharding import PartitionSpec
+from meshes import LARGE, MESHES, MODELS, mesh_of, model_of
 from quick_cases import rest_long
-from tiny_models import RECURRENT, make_family, random_model, remembering, shallow
+from tiny_models import random_model, shallow
 
 import kvjax
-from kvjax import Engine
-from kvjax.layers import DeltaLayer
+from kvjax import Engine, attend, chunk_rows, steps
 from kvjax.model import fingerprint
 from kvjax.policies.decode import Cascade, TopBlocks
 from kvjax.policies.decode.candidates import best_candidates
@@ -34,23 +34,6 @@ POLICIES = {
     "heavy": "heavy:3",
     "heavy-tokens": kvjax.policies.decode.HeavyTokens(24, sink=8, local=32),
 }
-MESHES = {"tensor 2": (2, 1), "context 2": (1, 2), "tensor 2 context 2": (2, 2), "tensor 4": (4, 1), "context 4": (1, 4)}
-LARGE = {"tensor 4 context 2": (4, 2), "tensor 2 context 4": (2, 4), "context 8": (1, 8)}
-MODELS = ("llama", "gemma3_text", "qwen3_5_text", "deepseek_v32", "shared")
-
-
-def model_of(name):
-    """A tiny model whose heads divide."""
-    if name != "qwen3_5_text":
-        return make_family(name)
-    delta, full = RECURRENT.layers
-    delta = dataclasses.replace(delta, mixer=DeltaLayer(key_heads=4, value_heads=8, key_dim=16, value_dim=8, conv_width=4, chunk=8))
-    return remembering(dataclasses.replace(RECURRENT, layers=(delta, full)))
-
-
-def mesh_of(name):
-    tensor, context = (MESHES | LARGE)[name]
-    return kvjax.mesh(tensor=tensor, context=context)
 
 
 def logits_of(model, mesh, policy, prompt, steps=6, **options):
@@ -144,6 +127,30 @@ def test_a_mesh_gives_the_same_bits_in_any_company(case, tmp_path, monkeypatch):
     run_histories(model_of(name), range(2), tmp_path, sizes, MeshHistory)
 
 
+@pytest.mark.bits
+def test_bits_do_not_depend_on_the_device_where_a_sequence_begins(one_layer, text):
+    found = []
+    for others in range(3):
+        sizes = {"pages": 64, "page_size": PAGE, "prefill_chunk": PAGE, "batch_buckets": (1,)}
+        engine = Engine(one_layer, mesh=mesh_of("context 4"), **sizes)
+        engine.prefill([text[:PAGE] for _ in range(others)])
+        (sequence,) = engine.prefill([text[:203]])
+        assert engine.allocators["full"].part_of(sequence.pages["full"][0]) == others
+        found.append([np.asarray(engine.decode([sequence], [token]))[0] for token in range(4)])
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[2])
+
+
+@pytest.mark.parametrize(("mesh", "width"), [("context 2", 16), ("tensor 2", 64)])
+def test_pages_of_the_chunk_alone_are_brought_together(mesh, width, one_layer, text):
+    """Not those that are reserved for the rest of the prompt; but all of them to compile programs before."""
+    engine = Engine(one_layer, pages=64, page_size=PAGE, prefill_chunk=CHUNK, mesh=mesh_of(mesh), batch_buckets=(1,))
+    sequence = engine.new_sequence()
+    engine.reserve([sequence], 40 * PAGE)
+    begun = [engine._prefiller.begin(sequence, text[:5], DensePrefill(), always=always) for always in (False, True)]
+    assert [run.tables["full"].shape for run in begun] == [(1, width), (1, 64)]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", [BOTH, "tensor 4"])
 def test_lists_and_scores_are_those_of_one_device(mesh, model, text):
@@ -192,30 +199,38 @@ def test_parts_and_the_residual_are_added_in_order_and_rounded_once(tensor, dtyp
 
 
 def without_exchange(monkeypatch, method):
-    """Programs in which a method of `Shards` exchanges nothing: the mutants of these tests."""
-    sound = Shards.by_queries
+    """Programs in which a method of `Shards`, or a function of `chunk_rows`, exchanges nothing: the mutants of these tests."""
     own = {
         "sum": lambda self, x, residual=None: x if residual is None else x + residual,
-        "merged": lambda self, out, lse, block_lse=None: (out, lse, block_lse),
+        "merged": lambda self, out, lse, first, block_lse=None: (out, lse, block_lse),
         "candidates": lambda self, *arrays: arrays,
         "own_heads": lambda self, out, copies: out[:, :, : out.shape[2] // copies],
         "own_table": lambda self, group, table: table % dict(self.pages)[group],
         "rows_of": lambda self, table, ids, count, dtype=None: self.sum(table[ids % table.shape[0]]),
         "over_heads": lambda self, x, copies: x,
-        "by_queries": lambda self, attend, query, ctx: sound(self, attend, query, ctx)[:, ::-1],
         "joined": lambda self, x: jax.numpy.tile(x, self.tensor),
         "brought": lambda self, pool, rows: jax.numpy.tile(pool[rows.reshape(-1)], (self.context, *[1] * (pool.ndim - 1))),
-    }[method]
-    monkeypatch.setattr(Shards, method, own)
+    }
+    of_rows = {
+        "whole_rows": lambda shards, x: jax.numpy.tile(x, (1, shards.row_parts, *[1] * (x.ndim - 2))),
+        "own_rows": lambda shards, x: x[:, : x.shape[1] // shards.row_parts],
+        "by_queries": lambda shards, attend, query, ctx: attend(query, ctx),
+    }
+    if method in own:
+        monkeypatch.setattr(Shards, method, own[method])
+    for module in (chunk_rows, attend, steps):
+        if method in of_rows and hasattr(module, method):
+            monkeypatch.setattr(module, method, of_rows[method])
 
 
-MUTANTS = ("sum", "merged", "candidates", "own_heads", "own_table", "rows_of", "over_heads", "joined", "brought", "by_queries")
+ROW_MUTANTS = ["by_queries", "whole_rows", "own_rows"]
+MUTANTS = ["sum", "merged", "candidates", "own_heads", "own_table", "rows_of", "over_heads", "joined", "brought", *ROW_MUTANTS]
 
 
 @pytest.mark.quick_but("sum", "candidates")
-@pytest.mark.parametrize("method", rest_long(MUTANTS, "sum", "candidates", "own_table"))
+@pytest.mark.parametrize("method", rest_long(MUTANTS, "sum", "candidates", "whole_rows"))
 def test_an_exchange_that_is_left_out_would_show(method, model, one_layer, text, monkeypatch):
-    used = one_layer if method == "own_table" else model
+    used = one_layer if method in ("own_table", "whole_rows") else model
     mesh = mesh_of("tensor 4" if method == "own_heads" else BOTH)
     policy = POLICIES["heavy" if method == "over_heads" else "top"]
     expected, reads = logits_of(used, None, policy, text[:203])
@@ -263,10 +278,9 @@ def test_what_a_mesh_cannot_do_is_refused(case, model):
         call(model)
 
 
-def test_stores_and_host_memory_are_refused(model):
-    for options in ({"reuse": True}, {"pool_host_bytes": 10**6}):
-        with pytest.raises(NotImplementedError, match=next(iter(options))):
-            Engine(model, mesh=mesh_of(BOTH), **options)
+def test_host_memory_of_running_sequences_is_refused(model):
+    with pytest.raises(NotImplementedError, match="leave out pool_host_bytes"):
+        Engine(model, mesh=mesh_of(BOTH), pool_host_bytes=10**6)
 
 
 @pytest.mark.parametrize("mesh", [BOTH, "tensor 4"])

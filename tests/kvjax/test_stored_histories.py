@@ -3,6 +3,7 @@ has the bits that it would have alone, in an engine without stores."""
 
 import collections
 import dataclasses
+import itertools
 import time
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import store_mutants
 from histories import FAMILIES, LARGE, History, Sizes, engine_for, run_histories
+from meshes import MESHES, MODELS, mesh_of, model_of
 from quick_cases import rest_long
 from tiny_models import make_family
 
@@ -19,6 +21,7 @@ from kvjax.cache import OPEN, PageAllocator, prefixes
 from kvjax.cache.formats import parse_cache_format
 from kvjax.cache.pins import Pin
 from kvjax.cache.transfer import block_bytes
+from kvjax.sharding import spec_on_mesh
 
 pytestmark = pytest.mark.bits
 
@@ -40,7 +43,7 @@ class StoredHistory(History):
 
     def make_engine(self):
         packed = parse_cache_format(self.shared.get("cache_format"), self.model.config.compute_dtype)
-        spec = self.model.config.cache_spec(self.sizes.page, packed)
+        spec = spec_on_mesh(self.model.config.cache_spec(self.sizes.page, packed), self.shared.get("mesh"))
         self.texts = self.random.integers(0, self.model.config.vocab_size, (self.texts_drawn, self.sizes.longest)).tolist()
         page = sum(block_bytes(spec, group.name) for group in spec.groups if group.name != OPEN)
         host, disk = self.stores[self.random.integers(len(self.stores))]
@@ -149,16 +152,16 @@ def test_the_comparison_sees_pages_of_half_a_chunk(tmp_path, monkeypatch):
 
 def test_the_comparison_sees_a_page_that_was_given_to_others(tmp_path, monkeypatch):
     """An allocator that hands out a kept page without telling that its content is lost."""
-    honest = PageAllocator.take
+    honest = PageAllocator.take_from
 
-    def take(allocator, count):
+    def take(allocator, parts):
         told, allocator.on_evict = allocator.on_evict, None
         try:
-            return honest(allocator, count)
+            return honest(allocator, parts)
         finally:
             allocator.on_evict = told
 
-    monkeypatch.setattr(PageAllocator, "take", take)
+    monkeypatch.setattr(PageAllocator, "take_from", take)
     with pytest.raises((AssertionError, ValueError, KeyError)):
         run_histories(make_family("llama"), range(40), tmp_path, SHORT_CHUNKS, StoredHistory)
 
@@ -180,6 +183,44 @@ def test_busy_histories_are_right_and_bring_pages_back(tmp_path, totals):
     """Where nothing is taken out."""
     run_histories(make_family("llama"), range(6), tmp_path, SHORT_CHUNKS, BusyHistory)
     assert min(totals[what] for what in ("host hits", "disk hits", "device evictions", "host evictions")) > 0
+
+
+ON_MESHES = {" ".join(each): each for each in itertools.product(MODELS, MESHES)} | {"momo context 4": ("momo", "context 4")}
+ONE_POLICY = dataclasses.replace(SHORT_CHUNKS, policies=("quest:1",))
+
+
+class MeshStoredHistory(StoredHistory):
+    """On a mesh, against the same mesh without stores."""
+
+
+class BusyMeshHistory(BusyHistory):
+    """The same, with less of everything that needs other programs."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ON_MESHES)
+def test_stores_of_a_mesh_change_no_bits(case, tmp_path, totals, monkeypatch):
+    name, mesh = ON_MESHES[case]
+    monkeypatch.setattr(MeshStoredHistory, "shared", {"mesh": mesh_of(mesh)})
+    model, sizes = (model_of("llama"), CHUNKS) if name == "momo" else (model_of(name), SHORT_CHUNKS)
+    counts = run_histories(model, range(3), tmp_path, sizes, MeshStoredHistory)
+    assert counts["sequences compared"] > 3
+    assert totals["tokens found"] > 0
+
+
+@pytest.mark.parametrize("mesh", rest_long(MESHES, "tensor 2 context 2"))
+def test_busy_histories_of_a_mesh_bring_pages_back(mesh, tmp_path, totals, monkeypatch):
+    monkeypatch.setattr(BusyMeshHistory, "shared", {"mesh": mesh_of(mesh)})
+    run_histories(model_of("llama"), range(4), tmp_path, ONE_POLICY, BusyMeshHistory)
+    assert min(totals[what] for what in ("device hits", "host hits", "disk hits", "device evictions")) > 0
+
+
+def test_the_comparison_sees_a_page_on_another_device(tmp_path, monkeypatch):
+    """Pages of a prompt that are found on any device of a mesh are not dealt out in turn."""
+    monkeypatch.setattr(BusyMeshHistory, "shared", {"mesh": mesh_of("context 2")})
+    monkeypatch.setattr(prefixes, "_start", lambda digests: None)
+    with pytest.raises(AssertionError, match="differ"):
+        run_histories(model_of("llama"), range(40), tmp_path, ONE_POLICY, BusyMeshHistory)
 
 
 @pytest.mark.quick_but("refilled_while_copied", "host_block_refilled")
@@ -261,12 +302,24 @@ def test_pages_written_in_any_way_are_near_the_full_forward(name, tmp_path, tota
     assert totals["tokens found"] > 100
 
 
+class AnyMeshHistory(AnyHistory):
+    """On a mesh."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["tensor 2", "context 4"])
+def test_pages_written_in_any_way_on_a_mesh_are_near_the_full_forward(mesh, tmp_path, totals, monkeypatch):
+    monkeypatch.setattr(AnyMeshHistory, "shared", {"mesh": mesh_of(mesh)})
+    run_histories(model_of("llama"), range(5), tmp_path, DENSE, AnyMeshHistory)
+    assert totals["tokens found"] > 100
+
+
 def test_the_full_forward_sees_pages_kept_in_another_order(tmp_path, monkeypatch):
     honest = prefixes.Prefixes._keep
 
-    def keep(kept, sequence, number, digest):
+    def keep(kept, sequence, number, digests):
         turned = {name: [*pages[1:], pages[0]] for name, pages in sequence.pages.items()}
-        honest(kept, Pin(sequence.length, turned, {}), number, digest)
+        honest(kept, Pin(sequence.length, turned, {}), number, digests)
 
     monkeypatch.setattr(prefixes.Prefixes, "_keep", keep)
     with pytest.raises((AssertionError, ValueError), match="differ"):

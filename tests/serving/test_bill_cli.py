@@ -378,10 +378,17 @@ def test_a_mesh_without_terms_or_with_wrong_options_is_refused(kvjax):
         ("--tensor", "4", "--tier", "host", "--link", "50"): "on its devices alone",
         ("--devices", "4", "--tensor", "2"): "leave out --tensor",
         ("--memory", "80"): "needs --devices",
+        ("--prefill", "dense"): "needs --tensor or --context",
+        ("--prefill", "flex:0.9", "--context", "2"): "is not counted",
     }
     for options, said in refused.items():
         status, _, err = kvjax(*asked, *options)
         assert (status, said in " ".join(err.split())) == (2, True), (options, err)
     by_hand = ("--exchange-latency-us", "5", "--link-bandwidth", "100", "--network-latency-us", "20", "--network-bandwidth", "25")
+    asked_of_prompt = ("--context", "2", "--prefill", "bounds:32", "--prefill-chunk", "8192")
+    status, out, _ = kvjax(*asked, *asked_of_prompt)
+    assert (status, "unfitted: counted; this bill has no terms" in out, "assumed" in out) == (0, True, False)
+    status, out, _ = kvjax(*asked, *asked_of_prompt, *by_hand)
+    assert (status, "unfitted" in out, "assumed: with values set by hand" in out) == (0, False, True)
     status, out, _ = kvjax(*asked, "--tensor", "4", *by_hand)
     assert (status, "ASSUMED: 5 us an exchange of two devices, 100 GB/s" in " ".join(out.split())) == (0, True)

@@ -103,8 +103,7 @@ def test_kept_pages_of_windows_are_those_of_the_pool(plan):
         (("--device-memory", "1KB"), "--device-memory of 1,000 holds no page"),
         ((*ROLLING, "--prefill", "window:16+40", "--pool-host-memory", "1MB"), "leave --pool-host-memory out"),
         (("--policy", "window:4+40+remap"), "they must be whole pages of 16 tokens"),
-        (("--tensor", 2, "--pool-host-memory", "1MB"), "pages of a mesh of 2 devices are on its devices alone"),
-        (("--context", 2, "--reuse"), "leave out host memory, disk and reuse"),
+        (("--tensor", 2, "--pool-host-memory", "1MB"), "running sequences of a mesh of 2 devices are on its devices alone"),
     ],
 )
 def test_what_the_engine_would_refuse_is_refused(kvjax, model_folder, options, said):

@@ -72,6 +72,8 @@ class SelectContext:
     """The mesh, on whose devices heads and pages are split; None: one device."""
     copies: int = flax.struct.field(pytree_node=False, default=1)
     """Devices of the mesh that have the same KV heads."""
+    first: Int[Array, "B"] | None = None
+    """On which device the pages of each row begin, where they are dealt out over several."""
 
     earlier: tuple[Blocks | None, ...] = ()
     """What the policy listed in this step in each layer before this one, except those with a window of their own."""
@@ -198,7 +200,7 @@ def attend_listed(
     """
     out, lse, block_lse = _attend_here(query, layer, ctx, blocks, return_block_lse, frames)
     if ctx.dealt_out:
-        out, lse, block_lse = ctx.shards.merged(out, lse, block_lse)
+        out, lse, block_lse = ctx.shards.merged(out, lse, ctx.first, block_lse)
     return out, block_lse
 
 

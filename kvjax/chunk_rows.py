@@ -1,0 +1,71 @@
+"""The rows of a chunk of prefill, dealt out over the context axis of a mesh: a device computes norms and products with weights for its own
+tokens alone.
+
+Device d of n has two parts of the chunk of 2n equal ones: part d from the front and part d from the back, because later queries see more
+keys. A token's part depends only on its place in the chunk, so its bits do not depend on how a prompt was cut into calls. Functions here
+are for programs inside `jax.shard_map`, and return what they are given where rows are not dealt out (`Shards.row_parts` is 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.model import Latents, LayerInput, Recurrence
+from kvjax.policies.prefill import PrefillContext
+from kvjax.sharding import CONTEXT, Shards
+
+
+def own_rows(shards: Shards | None, x: Array) -> Array:
+    """This device's rows `[B, T/n, ...]` of a chunk's `[B, T, ...]`: those from the front, then those from the back."""
+    if shards is None or shards.row_parts == 1:
+        return x
+    size = x.shape[1] // (2 * shards.context)
+    mine = shards.number(CONTEXT)
+    places = mine * size, (2 * shards.context - 1 - mine) * size
+    return jnp.concatenate([jax.lax.dynamic_slice_in_dim(x, place, size, axis=1) for place in places], axis=1)
+
+
+def whole_rows(shards: Shards | None, x: Array) -> Array:
+    """The reverse of `own_rows`, on every device."""
+    if shards is None or shards.row_parts == 1:
+        return x
+    every = jax.lax.all_gather(x, CONTEXT)
+    every = every.reshape(shards.context, x.shape[0], 2, x.shape[1] // 2, *x.shape[2:])
+    parts = jnp.concatenate([every[:, :, 0], every[::-1, :, 1]])
+    return jnp.moveaxis(parts, 0, 1).reshape(x.shape[0], shards.context * x.shape[1], *x.shape[2:])
+
+
+def with_whole_keys(shards: Shards | None, given: LayerInput) -> LayerInput:
+    """What a layer mixes, with all of the chunk that queries of other devices read: keys and values, or latents. Queries stay those of this
+    device's rows. Of a recurrence everything, because each token needs the one before it."""
+    if shards is None or shards.row_parts == 1:
+        return given
+    if isinstance(given, Recurrence):
+        return given.replace(**{name: whole_rows(shards, getattr(given, name)) for name in ("x", "g", "beta")})
+    if isinstance(given, Latents):
+        indexer = given.indexer.replace(k=whole_rows(shards, given.indexer.k))
+        return given.replace(row=whole_rows(shards, given.row), indexer=indexer)
+    return given if given.share_with is not None else given.replace(k=whole_rows(shards, given.k), v=whole_rows(shards, given.v))
+
+
+def by_queries(
+    shards: Shards, attend: Callable[[Array, PrefillContext], Array], query: Float[Array, "B T/n H D"], ctx: PrefillContext
+) -> Float[Array, "B T/n H D"]:
+    """`attend(query, ctx)` of this device's rows, as two rows of a batch: the part from the front, and that from the back. ctx: of the
+    whole chunk, with this device's rows of the indexer's queries."""
+    batch, size = query.shape[0], query.shape[1] // 2
+    mine = shards.number(CONTEXT)
+
+    def apart(x: Array) -> Array:
+        return jnp.concatenate([x[:, :size], x[:, size:]])
+
+    twice: dict[str, Any] = {name: jnp.concatenate([getattr(ctx, name)] * 2) for name in ("page_table", "lengths")}
+    twice |= {"moved": None if ctx.moved is None else jnp.concatenate([ctx.moved] * 2)}
+    starts = jnp.concatenate([ctx.starts + place for place in (mine * size, (2 * shards.context - 1 - mine) * size)])
+    out = attend(apart(query), ctx.replace(**twice, starts=starts, indexer=jax.tree.map(apart, ctx.indexer)))
+    return jnp.concatenate([out[:batch], out[batch:]], axis=1)
