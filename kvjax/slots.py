@@ -106,9 +106,7 @@ class Slots:
             lengths = np.zeros(self.size, np.int32)
             lengths[self.rows] = self.lengths
             # Copies, because these arrays change in place while a transfer may be running, and a CPU array may share this memory.
-            self._tables, self._device_lengths = jax.device_put(
-                ({name: table.copy() for name, table in self._host_tables.items()}, lengths)
-            )
+            self._tables, self._device_lengths = pool.put(({name: table.copy() for name, table in self._host_tables.items()}, lengths))
         if self._named is None:
             self._named = {name: ids.copy() for name, ids in self._next.items()}  # as above
         return pool.cache(self.spec, self._tables, self._device_lengths), self._named

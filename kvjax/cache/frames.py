@@ -6,6 +6,7 @@ host memory. A page's id stays the same for its life; only its frame changes.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -26,7 +27,7 @@ class Frames:
         self.frame_of = np.full(counts.device + counts.host, -1, np.int32)
         self.changed = True
         self._free_device = list(range(counts.device - 1, -1, -1))
-        self._free_host = list(range(counts.total - 1, counts.border - 1, -1))
+        self._free_host = list(range(counts.border, counts.total))  # a heap: the first free frame is taken, so that pages lie side by side
         self._bound: set[int] = set()  # as many as there are pages at most, however long nobody asks
         self._there: dict[int, None] = {}  # pages on the device, those that have been there longest first
         self._moves: dict[int, tuple[int, int]] = {}  # by page: its frame before, and the one that its bytes have to be copied to
@@ -49,7 +50,7 @@ class Frames:
             if not self._free_device and self._free_host:
                 self._move_out(kept)
             on_device = bool(self._free_device)
-            self.frame_of[page] = (self._free_device if on_device else self._free_host).pop()
+            self.frame_of[page] = self._free_device.pop() if on_device else heapq.heappop(self._free_host)
             if on_device:
                 self._there[page] = None
             self.changed = True
@@ -63,7 +64,10 @@ class Frames:
                 continue
             self._moves.pop(page, None)
             self._there.pop(page, None)
-            (self._free_device if frame < self.counts.device else self._free_host).append(frame)
+            if frame < self.counts.device:
+                self._free_device.append(frame)
+            else:
+                heapq.heappush(self._free_host, frame)
             self.frame_of[page], self.changed = -1, True
 
     def take_moves(self) -> Int[np.ndarray, "n 2"]:
@@ -87,7 +91,7 @@ class Frames:
         page = next((page for page in self._there if page not in kept), None)
         if page is None:
             return
-        before, after = int(self.frame_of[page]), self._free_host.pop()
+        before, after = int(self.frame_of[page]), heapq.heappop(self._free_host)
         del self._there[page]
         self._free_device.append(before)
         self._moves[page] = (before, after)

@@ -65,12 +65,13 @@ class Pool:
 
     def __init__(self, layers: Layers, spec: CacheSpec, frames: Mapping[str, Frames] | None = None, shards: Shards | None = None):
         self.frames, self.spec, self.shards = dict(frames or {}), spec, shards
-        self._layers = layers
+        self._beside = place_beside(layers) if self.frames else None
+        self._layers = self.put(layers) if self.frames else layers
         if self.frames:
             free_with(self, [leaf for layer in layers if isinstance(layer, PagedKV | LatentPages) for leaf in jax.tree.leaves(layer.pages)])
         self._residency: dict[str, Residency] = {}
         buffers = no_buffers(tuple(self._empty_hot(number) for number in range(len(spec.layers)))) if self.frames else None
-        self._hot = buffers or None
+        self._hot = self.put(buffers) if buffers else None
         self._missing: list[jax.Array] = []  # counts of chunks of prefill that were not looked at yet
         self._latest: jax.Array | None = None  # an output of the latest call, which shows whether it failed
         self._failure: Exception | None = None
@@ -88,12 +89,17 @@ class Pool:
     def layers(self, layers: Layers) -> None:
         self._layers = layers
 
+    def put(self, arrays: Any) -> Any:
+        """What a step reads beside the pages, on their device. Arrays that span two memories are committed to their device, and so is
+        everything that a program makes of them. If what the host makes anew were not, each program would be compiled for both."""
+        return jax.device_put(arrays, self._beside)
+
     def cache(self, spec: CacheSpec, tables: dict[str, Any], lengths: Any, first: int = 0, last: int | None = None) -> Cache:
         """What a step over layers [first, last) reads and writes. spec: of these layers. The step DONATES it: give its result to `keep`."""
         layers = self.layers[first:last]
         for name, frames in self.frames.items():
             if frames.changed:
-                self._residency[name] = Residency(jax.device_put(frames.frame_of.copy()), frames.counts.border)
+                self._residency[name] = Residency(self.put(frames.frame_of.copy()), frames.counts.border)
                 frames.changed = False
         residency = {group.name: self._residency[group.name] for group in spec.groups if group.name in self.frames}
         return Cache(layers, tables, lengths, spec, residency, self._hot_buffers() if last is None else None)
@@ -101,7 +107,7 @@ class Pool:
     def as_it_is(self, tables: dict[str, Any], lengths: Any) -> Cache:
         """What a step over all layers takes, for its shapes alone: changes nothing, so that another thread may call it."""
         residency = {
-            name: self._residency.get(name) or Residency(jax.ShapeDtypeStruct(frames.frame_of.shape, np.int32), frames.counts.border)
+            name: self._residency.get(name) or Residency(self.put(frames.frame_of.copy()), frames.counts.border)
             for name, frames in self.frames.items()
         }
         return Cache(self._layers, tables, lengths, self.spec, residency, self._hot)
@@ -216,6 +222,12 @@ class Pool:
                 self._failure = self._failure or RuntimeError(f"pages could not be moved to host memory: {error}")
                 raise
             done += size
+
+    def compile_moves(self) -> None:
+        """Compile the programs that move pages to host memory."""
+        for name, frames in self.frames.items():
+            for size in [size for size in MOVES if size <= frames.counts.device]:
+                self._move(name, np.full((size, 2), (0, -1), np.int32))
 
     @functools.cached_property
     def on_cpu(self) -> bool:
