@@ -151,9 +151,19 @@ class Prefiller:
         ends = len(written) == len(tokens)
         run = ChunkRun(sequence, written, first, last, start, policy, ends, whole, all_logits, learning, opened, ids)
         self._find_pages(run)
+        if not ends:
+            self._make_room(sequence, start)
         if run.staged and not self._warned:
             self._warn_of_copies(start, first + len(tokens))
         return run
+
+    def _make_room(self, sequence: CachedSequence, start: int) -> None:
+        """Begin to copy pages to host memory, so that the chunk after the one from `start` on finds room on the device: pages of earlier
+        chunks, and those that are kept for other prompts. Others may still be written."""
+        for group in [group for group in self._groups.spec.groups if group.name in self._pool.frames]:
+            if count := self._pool.frames[group.name].lacking(-(-self.chunk // group.page_size)):
+                earlier = sequence.pages[group.name][: start // group.page_size]
+                self._pool.copy_ahead(group.name, {*earlier, *self._groups.allocators[group.name].kept_pages}, count)
 
     def _find_pages(self, run: ChunkRun) -> None:
         """Look where the pages of a chunk lie: at its beginning, and whenever pages have moved between two of its slices."""

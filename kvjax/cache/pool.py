@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jaxtyping import Array, Int
 
 from kvjax.cache.frames import Frames
 from kvjax.cache.hot import HotBuffers, HotTiles, counted, empty_hot, forget, no_buffers
+from kvjax.cache.outgoing import Outgoing
 from kvjax.cache.residency import Residency, check_missing
 from kvjax.cache.spanning import free_with
 from kvjax.cache.spec import OPEN, CacheSpec
@@ -76,6 +78,10 @@ class Pool:
         self._latest: jax.Array | None = None  # an output of the latest call, which shows whether it failed
         self._failure: Exception | None = None
         self.copied_bytes = 0
+        pool = weakref.proxy(self)  # a pool that nobody holds any more should go at once, and its memory with it
+        self._outgoing = Outgoing(lambda *copies: pool._move(*copies), lambda: None, lambda: pool._latest)
+        for name, each in self.frames.items():
+            each.arrive, each.give_up = lambda: pool._arrive(), functools.partial(self._outgoing.give_up, name)
 
     @property
     def layers(self) -> Layers:
@@ -96,6 +102,7 @@ class Pool:
 
     def cache(self, spec: CacheSpec, tables: dict[str, Any], lengths: Any, first: int = 0, last: int | None = None) -> Cache:
         """What a step over layers [first, last) reads and writes. spec: of these layers. The step DONATES it: give its result to `keep`."""
+        self._outgoing.start()
         layers = self.layers[first:last]
         for name, frames in self.frames.items():
             if frames.changed:
@@ -148,6 +155,11 @@ class Pool:
         """Give these pages, which are going to be written, frames. By layer group, ids below 0 are skipped."""
         for name, frames in self.frames.items():
             frames.bind(pages.get(name, ()))
+
+    def copy_ahead(self, group: str, sealed: Collection[int], count: int) -> None:
+        """Begin to copy up to `count` of the sealed pages of a layer group to host memory, so that as many others find room on the device.
+        No program that is launched from now on may write to them, unless they are bound again."""
+        self._outgoing.add(group, self.frames[group].copy_ahead(sealed, count))
 
     def any_on_host(self, pages: Mapping[str, Sequence[int]]) -> bool:
         """Whether any of these pages lies in host memory. By layer group; ids below 0 are skipped."""
@@ -208,6 +220,13 @@ class Pool:
                 tiles = tuple(next(without) if number in numbers else each for number, each in enumerate(hot.tiles))
                 self._hot = hot.replace(tiles=tiles)
         return self._hot
+
+    def _arrive(self) -> None:
+        try:
+            self._outgoing.arrive()
+        except Exception as error:  # a program before the copies has failed
+            self.check(error)
+            raise
 
     def _move(self, group: str, moves: Int[np.ndarray, "n 2"]) -> None:
         """Copy frames of a layer group to others, in all of its layers."""
