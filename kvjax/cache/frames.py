@@ -28,8 +28,8 @@ class Frames:
         self.counts, self.moved = counts, 0
         self.frame_of = np.full(counts.device + counts.host, -1, np.int32)
         self.changed = True
-        self._free_device = list(range(counts.device - 1, -1, -1))
-        self._free_host = list(range(counts.border, counts.total))  # a heap: the first free frame is taken, so that pages lie side by side
+        # Heaps: the first free frame is taken, so that pages lie side by side, and are copied together.
+        self._free_device, self._free_host = list(range(counts.device)), list(range(counts.border, counts.total))
         self._bound: set[int] = set()  # as many as there are pages at most, however long nobody asks
         self._there: dict[int, None] = {}  # pages on the device, those that have been there longest first
         self._moves: dict[int, tuple[int, int]] = {}  # by page: its frame before, and the one that its bytes have to be copied to
@@ -58,7 +58,7 @@ class Frames:
             if not self._free_device:
                 self._move_out(kept)
             on_device = bool(self._free_device)
-            self.frame_of[page] = self._free_device.pop() if on_device else heapq.heappop(self._free_host)
+            self.frame_of[page] = heapq.heappop(self._free_device if on_device else self._free_host)
             if on_device:
                 self._there[page] = None
             self.changed = True
@@ -73,10 +73,7 @@ class Frames:
             self._forget_copy(page)
             self._moves.pop(page, None)
             self._there.pop(page, None)
-            if frame < self.counts.device:
-                self._free_device.append(frame)
-            else:
-                heapq.heappush(self._free_host, frame)
+            heapq.heappush(self._free_device if frame < self.counts.device else self._free_host, frame)
             self.frame_of[page], self.changed = -1, True
 
     def take_moves(self) -> Int[np.ndarray, "n 2"]:
@@ -120,7 +117,7 @@ class Frames:
         else:
             return
         del self._there[page]
-        self._free_device.append(int(self.frame_of[page]))
+        heapq.heappush(self._free_device, int(self.frame_of[page]))
         self.frame_of[page] = after
         self.moved += 1
 

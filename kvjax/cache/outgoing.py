@@ -13,6 +13,14 @@ Three orders make this right.
 * A page changes its frame after its copy has arrived (`arrive`). Only then its old frame may be written to, and its new one be read.
 * A frame whose copy is not wanted any more, because the page was freed or is written again, goes to nobody else before the copy has ended
   (`give_up`).
+
+On a GPU the copies are plain ones, of the copy engine that writes to host memory, in a stream that JAX does not know
+(`kvjax.cache.spanning.CopyStream`). So they run beside kernels, and beside the copies of `kvjax.cache.staging`, which come the other way.
+As a program of its own a copy would run between two programs of the chunk, whenever it was launched. Inside the chunk's program it could
+run beside kernels, but XLA would choose where to, which is not the pool, and each number of pages would be another program. The price is
+that the orders above are the host's: it waits for `after` before the first copy begins, and for the last copy before it launches the next
+chunk. Neither delays the device, as long as the copies of a chunk's pages take less time than a chunk, because the host waits while the
+device computes the chunk between both. On a CPU a program copies.
 """
 
 from __future__ import annotations
@@ -38,6 +46,7 @@ class Outgoing:
         self._copy, self._finish, self._latest = copy, finish, latest
         self._waiting: list[tuple[str, Moves]] = []
         self._after: jax.Array | None = None  # once it is computed, the pages of `_waiting` are written
+        self._running = False
 
     def add(self, group: str, moves: Moves) -> None:
         """Copy these frames, which no program that is launched from now on writes."""
@@ -56,12 +65,12 @@ class Outgoing:
             if (after := self._written_after()) is not None:
                 after.block_until_ready()
             self._begin()
-        self._finish()
+        self._end()
 
     def give_up(self, group: str, target: int) -> None:
         """The copy to frame `target` is not wanted. Afterwards nothing writes to that frame any more."""
         self._waiting = [(name, moves if name != group else moves[moves[:, 1] != target]) for name, moves in self._waiting]
-        self._finish()
+        self._end()
 
     def _written_after(self) -> jax.Array | None:
         """What shows that the pages are written. A later program may have consumed it: then what shows that this one is done."""
@@ -74,3 +83,9 @@ class Outgoing:
         for group, moves in waiting:
             if len(moves):
                 self._copy(group, moves)
+                self._running = True
+
+    def _end(self) -> None:
+        if self._running:
+            self._finish()
+            self._running = False

@@ -17,7 +17,7 @@ from kvjax.cache.frames import Frames
 from kvjax.cache.hot import HotBuffers, HotTiles, counted, empty_hot, forget, no_buffers
 from kvjax.cache.outgoing import Outgoing
 from kvjax.cache.residency import Residency, check_missing
-from kvjax.cache.spanning import free_with
+from kvjax.cache.spanning import CopyStream, free_with
 from kvjax.cache.spec import OPEN, CacheSpec
 from kvjax.cache.types import Cache, LatentPages, LayerCache, PagedKV, SlotLayer
 from kvjax.cache.writes import copy_page, move_frames
@@ -79,7 +79,7 @@ class Pool:
         self._failure: Exception | None = None
         self.copied_bytes = 0
         pool = weakref.proxy(self)  # a pool that nobody holds any more should go at once, and its memory with it
-        self._outgoing = Outgoing(lambda *copies: pool._move(*copies), lambda: None, lambda: pool._latest)
+        self._outgoing = Outgoing(lambda *copies: pool._copy(*copies), lambda: pool._finish_copies(), lambda: pool._latest)
         for name, each in self.frames.items():
             each.arrive, each.give_up = lambda: pool._arrive(), functools.partial(self._outgoing.give_up, name)
 
@@ -221,6 +221,33 @@ class Pool:
                 self._hot = hot.replace(tiles=tiles)
         return self._hot
 
+    @functools.cached_property
+    def _stream(self) -> CopyStream:
+        return CopyStream()
+
+    def _copy(self, group: str, moves: Int[np.ndarray, "n 2"]) -> None:
+        """Begin to copy frames of a layer group, beside the device's programs if it is a GPU."""
+        if self.on_cpu:
+            self._move(group, moves)
+        else:
+            pages = [self._layers[number].pages for number in self._owners(group)]
+            self._or_lose(self._stream.copy, jax.tree.leaves(pages), moves)
+
+    def _finish_copies(self) -> None:
+        if not self.on_cpu:  # there the next program finds what the one before has written
+            self._or_lose(self._stream.wait)
+
+    def _or_lose(self, call: Callable, *args: Any) -> None:
+        """Call a function without which pages that are recorded as copied would not be."""
+        try:
+            call(*args)
+        except BaseException as error:
+            self.lose(RuntimeError(f"pages could not be copied to host memory: {error}"))
+            raise
+
+    def _owners(self, group: str) -> tuple[int, ...]:
+        return tuple(number for number in self.spec.layers_of(group) if self.spec.layers[number].share_with is None)
+
     def _arrive(self) -> None:
         try:
             self._outgoing.arrive()
@@ -230,8 +257,7 @@ class Pool:
 
     def _move(self, group: str, moves: Int[np.ndarray, "n 2"]) -> None:
         """Copy frames of a layer group to others, in all of its layers."""
-        numbers = tuple(number for number in self.spec.layers_of(group) if self.spec.layers[number].share_with is None)
-        done = 0
+        numbers, done = self._owners(group), 0
         while done < len(moves):
             size = max(each for each in MOVES if each == 1 or each <= len(moves) - done)
             sources, targets = moves[done : done + size].T.copy()
