@@ -299,6 +299,7 @@ class Prefiller:
         return self._pool.put(x) if self._pool.frames else x
 
     def _next_slice(self, run: ChunkRun) -> None:
+        self._pool.advance_copies()
         if self._pool.moved != run.moved:
             self._find_pages(run)
         part, decoder, params = self.slices[run.done], self.model.decoder, self.model.params

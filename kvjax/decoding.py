@@ -156,6 +156,9 @@ class DecodeRunner:
         change."""
         if isinstance(policy, ChoosesDecode):
             policy = self._declared.choose(policy, [length + num_tokens for length in slots.lengths])
+        if self._pool.frames:
+            self._pool.advance_copies()
+            self._pool.bring_back(slots.sealed)
         cache, following = slots.cache(self._pool, num_tokens)
         if self._ahead.running:
             self._ahead.wait((policy, slots.size, *(cache.page_tables[group.name].shape[1] for group in cache.spec.groups)))

@@ -7,7 +7,7 @@ the host's time per step depends neither on the number of rows nor on the length
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +85,12 @@ class Slots:
     def lengths(self) -> list[int]:
         """Tokens of each sequence in `live`."""
         return [each.length for each in self.live]
+
+    def sealed(self, group: str) -> Iterator[int]:
+        """Pages of a layer group that the sequences hold and have filled, the newest of each first."""
+        (page_size,) = [each.page_size for each in self.spec.groups if each.name == group]
+        for sequence in self.live:
+            yield from (page for page in reversed(sequence.pages[group][: sequence.length // page_size]) if page >= 0)
 
     def lacking(self, num_tokens: int) -> list[CachedSequence]:
         """The sequences that lack pages for so many more tokens."""

@@ -2,12 +2,13 @@
 
 A page gets a frame when it is first written, on the device. When the device has none left, the page that has been there longest moves to
 host memory. A page's id stays the same for its life; only its frame changes. Pages that were copied there ahead go first: these only change
-their frame.
+their frame. When the device has room again, pages come back.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
@@ -19,13 +20,16 @@ from kvjax.cache.spanning import FrameCounts
 class Frames:
     """The frames of one layer group, on the host.
 
-    frame_of: by page id, -1 for a page without a frame. changed: whether that has changed since the caller last set this to False. moved:
-    pages that moved to host memory so far. arrive: called before a page that was copied ahead changes its frame; afterwards its copy must
-    be there. give_up: called with a frame whose copy is not wanted; afterwards nothing may write to it (`kvjax.cache.outgoing`).
+    spare: frames of the device that pages do not come back to, because new pages need them soon.
+
+    frame_of: by page id, -1 for a page without a frame. changed: whether that has changed since the caller last set this to False. moved,
+    returned: pages that moved to host memory so far, and that came back. arrive: called before a page that was copied ahead changes its
+    frame; afterwards its copy must be there. give_up: called with a frame whose copy is not wanted; afterwards nothing may write to it
+    (`kvjax.cache.moving`).
     """
 
-    def __init__(self, counts: FrameCounts):
-        self.counts, self.moved = counts, 0
+    def __init__(self, counts: FrameCounts, spare: int = 0):
+        self.counts, self.moved, self.returned, self._spare = counts, 0, 0, spare
         self.frame_of = np.full(counts.device + counts.host, -1, np.int32)
         self.changed = True
         # Heaps: the first free frame is taken, so that pages lie side by side, and are copied together.
@@ -34,6 +38,8 @@ class Frames:
         self._there: dict[int, None] = {}  # pages on the device, those that have been there longest first
         self._moves: dict[int, tuple[int, int]] = {}  # by page: its frame before, and the one that its bytes have to be copied to
         self._ahead: dict[int, int] = {}  # by page that is on the device: the frame that it is copied to ahead
+        self._back: dict[int, int] = {}  # by page in host memory: the frame of the device that it is copied to
+        self._searched = False  # whether no page was found that may come back, and nothing has changed since
         self.arrive: Callable[[], None] = lambda: None
         self.give_up: Callable[[int], None] = lambda frame: None
 
@@ -61,7 +67,7 @@ class Frames:
             self.frame_of[page] = heapq.heappop(self._free_device if on_device else self._free_host)
             if on_device:
                 self._there[page] = None
-            self.changed = True
+            self.changed, self._searched = True, False
         self._bound.update(new)
 
     def release(self, pages: Iterable[int]) -> None:
@@ -74,7 +80,7 @@ class Frames:
             self._moves.pop(page, None)
             self._there.pop(page, None)
             heapq.heappush(self._free_device if frame < self.counts.device else self._free_host, frame)
-            self.frame_of[page], self.changed = -1, True
+            self.frame_of[page], self.changed, self._searched = -1, True, False
 
     def take_moves(self) -> Int[np.ndarray, "n 2"]:
         """Frames whose bytes have to be copied, from and to, before anything is written to a page that was bound since the last call. No
@@ -94,6 +100,36 @@ class Frames:
             self._ahead[page] = heapq.heappop(self._free_host)
         return np.array([(self.frame_of[page], self._ahead[page]) for page in chosen], np.int32).reshape(-1, 2)
 
+    @property
+    def room(self) -> int:
+        """How many pages may come back to the device now. 0 while others do, and after `bring_back` has found none."""
+        if self._back or self._searched:
+            return 0
+        return max(0, min(len(self._free_device) - self._spare, self.on_host))
+
+    def bring_back(self, sealed: Iterable[int], count: int) -> Int[np.ndarray, "n 2"]:
+        """Choose up to `count` of the sealed pages, the first ones of those in host memory, to come back to the device. Returns frames
+        whose bytes have to be copied, from and to, before `have_come_back` is called. Until then these pages stay where they are. No move
+        may be left to take."""
+        in_host = (page for page in sealed if self.frame_of[page] >= self.counts.border)
+        for page in itertools.islice(dict.fromkeys(in_host), min(count, self.room)):
+            self._back[page] = heapq.heappop(self._free_device)
+        self._searched = not self._back
+        return np.array([(self.frame_of[page], target) for page, target in self._back.items()], np.int32).reshape(-1, 2)
+
+    @property
+    def coming(self) -> bool:
+        """Whether pages come back."""
+        return bool(self._back)
+
+    def have_come_back(self) -> None:
+        """The copies of pages that come back have arrived: these pages are on the device now."""
+        for page, target in self._back.items():
+            heapq.heappush(self._free_host, int(self.frame_of[page]))
+            self.frame_of[page], self._there[page] = target, None
+        self.returned += len(self._back)
+        self.changed, self._back = True, {}
+
     def take_bound(self) -> list[int]:
         """Pages that got a frame since the last call: what they held before is gone."""
         bound, self._bound = sorted(self._bound), set()
@@ -105,8 +141,11 @@ class Frames:
         return bool(self._moves)
 
     def _move_out(self, kept: Collection[int]) -> None:
-        """Move a page to host memory: one that was copied ahead, or else the one that has been on the device longest; none if all of them
-        are among `kept`, or there is no room."""
+        """Make room on the device. A page that was on its way there stays in host memory; or else one that was copied ahead moves to host
+        memory; or else the one that has been on the device longest; none if all of them are among `kept`, or there is no room."""
+        if self._back:
+            self._forget_copy(next(iter(self._back)))
+            return
         page = next((page for page in self._ahead if page not in kept), None)
         if page is not None:
             self.arrive()
@@ -122,7 +161,8 @@ class Frames:
         self.moved += 1
 
     def _forget_copy(self, page: int) -> None:
-        """If the page was copied ahead, it stays where it is, and the copy's frame is free."""
-        if (target := self._ahead.pop(page, None)) is not None:
-            self.give_up(target)
-            heapq.heappush(self._free_host, target)
+        """If the page is copied to another frame, it stays where it is, and that frame is free."""
+        for copies, free in ((self._ahead, self._free_host), (self._back, self._free_device)):
+            if (target := copies.pop(page, None)) is not None:
+                self.give_up(target)
+                heapq.heappush(free, target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from kvjax.cache.frames import Frames
 from kvjax.cache.hot import HotBuffers, HotTiles, counted, empty_hot, forget, no_buffers
-from kvjax.cache.outgoing import Outgoing
+from kvjax.cache.moving import Moving
 from kvjax.cache.residency import Residency, check_missing
 from kvjax.cache.spanning import CopyStream, free_with
 from kvjax.cache.spec import OPEN, CacheSpec
@@ -33,14 +33,16 @@ class PoolStats:
     """Where the pages of the pool lie, and what has moved since the engine was made.
 
     device_pages, host_pages: pages there now, of sequences and of prompts that the engine keeps. moved_bytes: keys and values that moved to
-    host memory, to make room. copied_bytes: what chunks of prefill copied back, for as long as they ran. asked, found: tiles (one KV head
-    of a page, in one layer) of pages in host memory that steps have listed through the hot buffer, and those of them that were in it.
-    host_read_bytes: what the others took over the bus. Tiles that steps read in place without the buffer, as dense ones do, are left out.
+    host memory, to make room. returned_bytes: those that came back when there was room. copied_bytes: what chunks of prefill copied back,
+    for as long as they ran. asked, found: tiles (one KV head of a page, in one layer) of pages in host memory that steps have listed
+    through the hot buffer, and those of them that were in it. host_read_bytes: what the others took over the bus. Tiles that steps read in
+    place without the buffer, as dense ones do, are left out.
     """
 
     device_pages: int
     host_pages: int
     moved_bytes: int
+    returned_bytes: int
     copied_bytes: int
     asked: int
     found: int
@@ -54,8 +56,13 @@ class PoolStats:
         )
         read = f", and read {self.host_read_bytes / 1e6:,.0f} MB from host memory" if self.asked else ""
         moved = f"{self.moved_bytes / 1e6:,.0f} MB moved to host memory"
+        moved += f", {self.returned_bytes / 1e6:,.0f} MB came back" if self.returned_bytes else ""
         copied = f", {self.copied_bytes / 1e6:,.0f} MB copied back by prefill" if self.copied_bytes else ""
         return f"pool: {self.device_pages:,} pages on the device, {self.host_pages:,} in host memory; {moved}{copied}{hits}{read}"
+
+
+BACK = 16
+"""How many pages come back to the device at a time: 117 MB of a 7B model."""
 
 
 class Pool:
@@ -79,9 +86,10 @@ class Pool:
         self._failure: Exception | None = None
         self.copied_bytes = 0
         pool = weakref.proxy(self)  # a pool that nobody holds any more should go at once, and its memory with it
-        self._outgoing = Outgoing(lambda *copies: pool._copy(*copies), lambda: pool._finish_copies(), lambda: pool._latest)
+        calls = lambda *copies: pool._copy(*copies), lambda: pool._finish_copies(), lambda: pool._copies_finished()
+        self._moving = Moving(*calls, lambda: pool._latest)
         for name, each in self.frames.items():
-            each.arrive, each.give_up = lambda: pool._arrive(), functools.partial(self._outgoing.give_up, name)
+            each.arrive, each.give_up = lambda: pool._arrive(), functools.partial(self._moving.give_up, name)
 
     @property
     def layers(self) -> Layers:
@@ -102,7 +110,6 @@ class Pool:
 
     def cache(self, spec: CacheSpec, tables: dict[str, Any], lengths: Any, first: int = 0, last: int | None = None) -> Cache:
         """What a step over layers [first, last) reads and writes. spec: of these layers. The step DONATES it: give its result to `keep`."""
-        self._outgoing.start()
         layers = self.layers[first:last]
         for name, frames in self.frames.items():
             if frames.changed:
@@ -140,6 +147,7 @@ class Pool:
             device_pages=sum(frames.on_device for frames in self.frames.values()),
             host_pages=sum(frames.on_host for frames in self.frames.values()),
             moved_bytes=sum(frames.moved * self.spec.bytes_per_frame(name) for name, frames in self.frames.items()),
+            returned_bytes=sum(frames.returned * self.spec.bytes_per_frame(name) for name, frames in self.frames.items()),
             copied_bytes=self.copied_bytes,
             asked=sum(asked for asked, _, _ in counts),
             found=sum(asked - read for asked, read, _ in counts),
@@ -149,7 +157,7 @@ class Pool:
     @property
     def moved(self) -> int:
         """How many pages have moved so far. As long as it stays the same, pages that had a frame have the same one."""
-        return sum(frames.moved for frames in self.frames.values())
+        return sum(frames.moved + frames.returned for frames in self.frames.values())
 
     def bind(self, pages: Mapping[str, Sequence[int]]) -> None:
         """Give these pages, which are going to be written, frames. By layer group, ids below 0 are skipped."""
@@ -159,7 +167,24 @@ class Pool:
     def copy_ahead(self, group: str, sealed: Collection[int], count: int) -> None:
         """Begin to copy up to `count` of the sealed pages of a layer group to host memory, so that as many others find room on the device.
         No program that is launched from now on may write to them, unless they are bound again."""
-        self._outgoing.add(group, self.frames[group].copy_ahead(sealed, count))
+        self._moving.add(group, self.frames[group].copy_ahead(sealed, count))
+
+    def bring_back(self, sealed: Callable[[str], Iterable[int]]) -> None:
+        """If the device has room, begin to copy sealed pages back there. sealed: those of a layer group, the first ones to come first. No
+        program that is launched from now on may write to them, unless they are bound again."""
+        for name, frames in self.frames.items():
+            if frames.room:
+                _ = self.layers  # moves that wait may read the frames that are free
+                self._moving.add(name, frames.bring_back(sealed(name), BACK))
+
+    def advance_copies(self) -> None:
+        """Begin copies that were asked for, and let pages that have come back be on the device, as far as this needs no waiting. For the
+        beginning of a step, before it asks where pages are."""
+        if self.frames:
+            self._moving.start()
+            for frames in self.frames.values():
+                if frames.coming and self._moving.arrived:
+                    frames.have_come_back()
 
     def any_on_host(self, pages: Mapping[str, Sequence[int]]) -> bool:
         """Whether any of these pages lies in host memory. By layer group; ids below 0 are skipped."""
@@ -237,6 +262,9 @@ class Pool:
         if not self.on_cpu:  # there the next program finds what the one before has written
             self._or_lose(self._stream.wait)
 
+    def _copies_finished(self) -> bool:
+        return self.on_cpu or self._stream.done()
+
     def _or_lose(self, call: Callable, *args: Any) -> None:
         """Call a function without which pages that are recorded as copied would not be."""
         try:
@@ -250,7 +278,7 @@ class Pool:
 
     def _arrive(self) -> None:
         try:
-            self._outgoing.arrive()
+            self._moving.arrive()
         except Exception as error:  # a program before the copies has failed
             self.check(error)
             raise

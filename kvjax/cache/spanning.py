@@ -47,7 +47,7 @@ ON_DEVICE, ON_HOST = 1, 3
 """Kinds of places of CUDA memory: a device, a host's NUMA node."""
 DEVICE_VMM, HOST_NUMA_ID = 102, 134
 """Numbers of CUDA's device attributes: whether memory can be mapped to reserved addresses; the NUMA node next to the device."""
-CUDA_OUT_OF_MEMORY = 2
+CUDA_OUT_OF_MEMORY, CUDA_NOT_READY = 2, 600
 ALIGNMENT = 256
 """Bytes: arrays of JAX begin at multiples of it on GPUs."""
 PIECE = 1 << 30
@@ -245,6 +245,13 @@ class CopyStream:
                 for source, target, count in runs:
                     places = (ctypes.c_ulonglong(start + place * row) for place in (target, source))
                     _check(self._driver, self._driver.cuMemcpyAsync(*places, _size(count * row), self._stream), "cuMemcpyAsync")
+
+    def done(self) -> bool:
+        """Whether everything is copied."""
+        with _context_of_jax(self._driver):
+            code = self._driver.cuStreamQuery(self._stream)
+        _check(self._driver, 0 if code == CUDA_NOT_READY else code, "cuStreamQuery")
+        return code != CUDA_NOT_READY
 
     def wait(self) -> None:
         """Wait until everything is copied."""

@@ -1,6 +1,7 @@
-"""Pages that are copied to host memory while a chunk computes, and change their frame when the next one needs room."""
+"""Pages that are copied beside the device's programs: to host memory while a chunk computes, back to the device when there is room."""
 
 import itertools
+from collections import Counter
 
 import jax
 import numpy as np
@@ -10,14 +11,14 @@ from tiny_models import TINY, TinyModel, altered, init_params
 
 from kvjax import Engine
 from kvjax.cache.frames import Frames
-from kvjax.cache.outgoing import Outgoing
+from kvjax.cache.moving import Moving
 from kvjax.cache.pool import Pool
 from kvjax.cache.spanning import FrameCounts
 from kvjax.chunks import Prefiller
 from kvjax.memory import memory_plan
 from kvjax.models.decoder import TransformerDecoder
 
-PAGE, CHUNK, DEVICE, HOST = 4, 16, 12, 60
+PAGE, CHUNK, DEVICE, HOST = 4, 16, 16, 120
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +35,16 @@ def tiered(model, **more) -> Engine:
     return engine_of(model, pages=DEVICE, pool_host_bytes=HOST * memory_plan(model.config, page_size=PAGE).frame_bytes, **more)
 
 
-def run(engine: Engine, seed: int, count: int = 14) -> list[np.ndarray]:
+def run(engine: Engine, seed: int, count: int = 24) -> list[np.ndarray]:
     """Random calls, the same for every engine, and the logits that they return. Sequences are freed while pages of theirs are copied."""
     random, held, found = np.random.default_rng(seed), [], []
     for _ in range(count):
-        kind, tokens = random.integers(4), random.integers(0, 97, random.integers(40, 120)).tolist()
+        kind, tokens = random.integers(6), random.integers(0, 97, random.integers(40, 120)).tolist()
         if kind == 0 and held:
             engine.free(held.pop(random.integers(len(held))))
-        elif kind == 1 and held:
+        elif kind < 4 and held:
             sequence = held[random.integers(len(held))]
-            for token in tokens[:6]:
+            for token in tokens[:10]:
                 found.append(engine.decode([sequence], [token]))
         elif len(held) < 2:
             sequence = engine.new_sequence()
@@ -65,19 +66,21 @@ def run(engine: Engine, seed: int, count: int = 14) -> list[np.ndarray]:
     return [np.asarray(each) for each in found]
 
 
-def differ(model, seeds) -> bool:
+def differ(model, seeds, totals: Counter | None = None) -> bool:
+    totals = Counter() if totals is None else totals
     for seed in seeds:
-        expected = run(engine_of(model, pages=DEVICE + HOST), seed)
-        if any(not np.array_equal(*pair) for pair in zip(run(tiered(model), seed), expected, strict=True)):
+        expected, engine = run(engine_of(model, pages=DEVICE + HOST), seed), tiered(model)
+        if any(not np.array_equal(*pair) for pair in zip(run(engine, seed), expected, strict=True)):
             return True
+        totals.update(moved=engine._pool.frames["full"].moved, returned=engine._pool.frames["full"].returned)
     return False
 
 
 def late(monkeypatch) -> None:
-    """Copies begin as late as they may, those first that were asked for last."""
-    monkeypatch.setattr(Outgoing, "start", lambda outgoing: None)
-    honest = Outgoing._begin
-    monkeypatch.setattr(Outgoing, "_begin", lambda outgoing: (outgoing._waiting.reverse(), honest(outgoing)))
+    """Copies begin some programs later, or when somebody waits for them, and those first that were asked for last."""
+    honest, start, calls = Moving._begin, Moving.start, itertools.count(1)
+    monkeypatch.setattr(Moving, "start", lambda moving: None if next(calls) % 4 else start(moving))
+    monkeypatch.setattr(Moving, "_begin", lambda moving: (moving._waiting.reverse(), honest(moving)))
 
 
 def soon(monkeypatch) -> None:
@@ -88,7 +91,9 @@ def soon(monkeypatch) -> None:
 @pytest.mark.parametrize("begin", rest_long((late, soon), late))
 def test_pages_that_are_copied_while_a_chunk_computes_change_no_bits(model, begin, monkeypatch):
     begin(monkeypatch)
-    assert not differ(model, range(3))
+    totals = Counter()
+    assert not differ(model, range(3), totals)
+    assert min(totals["moved"], totals["returned"]) > 10
 
 
 def test_a_long_prompt_moves_no_page_before_a_chunk(model, monkeypatch):
@@ -101,30 +106,58 @@ def test_a_long_prompt_moves_no_page_before_a_chunk(model, monkeypatch):
     assert engine.pool_stats().host_pages == engine._pool.moved == 45 - DEVICE
 
 
+def test_pages_come_back_when_others_end(model):
+    """The newest ones, until a chunk's pages have room left. Pages that come back leave again when a prompt needs the room."""
+    engine = tiered(model)
+    (one,), (other,) = engine.prefill([[1] * 100]), engine.prefill([[2] * 100])
+    frames = engine._pool.frames["full"]
+    engine.free(other)
+    before = frames.on_device
+    assert (before, frames.on_host) == (8, 17), "a prompt's own pages make room for it"
+    for _ in range(3):
+        engine.decode([one], [1])
+        jax.block_until_ready(engine._pool.layers)
+    # As many as leave a chunk's frames free, and then the page of the first step.
+    assert (frames.on_device, frames.returned, frames.room) == (DEVICE - CHUNK // PAGE + 1, DEVICE - CHUNK // PAGE - before, 0)
+    there = [page for page in one.pages["full"] if frames.frame_of[page] < frames.counts.border]
+    assert there == one.pages["full"][-len(there) :]
+    stats = engine.pool_stats()
+    assert stats.returned_bytes == frames.returned * memory_plan(model.config, page_size=PAGE).frame_bytes
+    assert "MB came back" in str(stats)
+    engine.prefill([[2] * 100])
+    assert frames.on_device == DEVICE
+
+
 # What must fail: each order taken away, where copies begin as late as they may.
 
 
 def _no_arrival(monkeypatch):
     """A page changes its frame before its copy is there. The copies begin some programs later, when the old frame may hold another page."""
     calls = itertools.count(1)
-    monkeypatch.setattr(Outgoing, "start", lambda outgoing: None if next(calls) % 5 else outgoing.arrive())
+    monkeypatch.setattr(Moving, "start", lambda moving: None if next(calls) % 5 else moving.arrive())
     monkeypatch.setattr(Pool, "_arrive", lambda pool: None)
 
 
 def _unwanted_copies_are_made(monkeypatch):
     """A copy that is not wanted any more is made all the same, to a frame that holds another page by then."""
     late(monkeypatch)
-    monkeypatch.setattr(Outgoing, "give_up", lambda outgoing, group, target: None)
+    monkeypatch.setattr(Moving, "give_up", lambda moving, group, target: None)
 
 
 def _pages_that_are_written_are_copied(monkeypatch):
     """Pages of the chunk itself are copied, too, before it has written them."""
-    monkeypatch.setattr(Outgoing, "start", Outgoing.arrive)
+    monkeypatch.setattr(Moving, "start", Moving.arrive)
     honest = Prefiller._make_room
     monkeypatch.setattr(Prefiller, "_make_room", lambda prefiller, sequence, start: honest(prefiller, sequence, start + CHUNK))
 
 
-MUTANTS = (_no_arrival, _unwanted_copies_are_made, _pages_that_are_written_are_copied)
+def _pages_are_back_too_early(monkeypatch):
+    """A page changes its frame on the device before its copy is there."""
+    late(monkeypatch)
+    monkeypatch.setattr(Moving, "arrived", True)
+
+
+MUTANTS = (_no_arrival, _unwanted_copies_are_made, _pages_that_are_written_are_copied, _pages_are_back_too_early)
 
 
 @pytest.mark.parametrize("mutant", rest_long(MUTANTS, _no_arrival))
@@ -171,6 +204,33 @@ class TestFrames:
             frames.bind([page])
         assert sorted(frames.frame_of.tolist()) == [0, 1, 2, 3]
 
+    def test_pages_come_back_to_what_is_not_spare(self):
+        frames, given_up = Frames(FrameCounts(3, 0, 3), spare=1), []
+        frames.give_up = given_up.append
+        frames.bind([0, 1, 2])
+        frames.bind([3, 4])
+        frames.take_moves()
+        frames.release([2, 3, 4])
+        assert frames.room == 2
+        assert frames.bring_back([5, 1, 0], 9).tolist() == [[4, 0], [3, 1]]
+        assert (frames.room, frames.coming, frames.on_device) == (0, True, 0)
+        frames.bind([5, 4])
+        assert (given_up, frames.frame_of[[4, 5]].tolist()) == ([0], [0, 2]), "room for a page that is written comes first"
+        frames.have_come_back()
+        assert frames.frame_of.tolist() == [1, 4, -1, -1, 0, 2]
+        assert (frames.returned, frames.on_host) == (1, 1)
+
+    def test_it_does_not_search_again_before_something_changes(self):
+        frames = Frames(FrameCounts(1, 0, 3))
+        frames.bind([0])
+        frames.bind([1])
+        frames.take_moves()
+        frames.release([1])
+        assert (frames.room, len(frames.bring_back([], 1)), frames.room) == (1, 0, 0)
+        frames.bind([2])
+        frames.release([2])
+        assert frames.room == 1
+
 
 def test_a_failed_program_before_the_copies_is_told(model, monkeypatch):
     """And the sequence can still be freed."""
@@ -185,11 +245,11 @@ def test_a_failed_program_before_the_copies_is_told(model, monkeypatch):
         def block_until_ready(self):
             raise RuntimeError("out of memory")
 
-    outgoing = engine._pool._outgoing
+    moving = engine._pool._moving
     engine._pool.copy_ahead("full", set(sequence.pages["full"]), 4)
-    outgoing._after = Failed()
+    moving._after = Failed()
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.prefill([[2] * 60])
     assert engine.sequences == {sequence}
     engine.free(sequence)
-    assert not outgoing._waiting[0][1].size
+    assert not moving._waiting[0][1].size
