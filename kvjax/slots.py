@@ -149,7 +149,8 @@ class Slots:
         """Give the page of a sequence's next token, and the pages after it that a step may write to, frames."""
         if pool.frames:
             places = {group.name: sequence.length // group.page_size for group in self.spec.groups}
-            pool.bind({name: sequence.pages[name][first : first + self._next[name].shape[1]] for name, first in places.items()})
+            following = {name: sequence.pages[name][first : first + self._next[name].shape[1]] for name, first in places.items()}
+            pool.bind(following, wait=False)
 
     def _name_next(self, row: int, sequence: CachedSequence) -> int:
         """Update `_next` of a row from its sequence's pages, which must have been taken. Returns the row's limit: the end of a page."""

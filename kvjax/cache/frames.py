@@ -23,9 +23,8 @@ class Frames:
     spare: frames of the device that pages do not come back to, because new pages need them soon.
 
     frame_of: by page id, -1 for a page without a frame. changed: whether that has changed since the caller last set this to False. moved,
-    returned: pages that moved to host memory so far, and that came back. arrive: called before a page that was copied ahead changes its
-    frame; afterwards its copy must be there. give_up: called with a frame whose copy is not wanted; afterwards nothing may write to it
-    (`kvjax.cache.moving`).
+    returned: pages that moved to host memory so far, and that came back. arrived: says whether all copies of pages are there. arrive: waits
+    until they are. give_up: called with a frame whose copy is not wanted; afterwards nothing may write to it (`kvjax.cache.moving`).
     """
 
     def __init__(self, counts: FrameCounts, spare: int = 0):
@@ -40,6 +39,7 @@ class Frames:
         self._ahead: dict[int, int] = {}  # by page that is on the device: the frame that it is copied to ahead
         self._back: dict[int, int] = {}  # by page in host memory: the frame of the device that it is copied to
         self._searched = False  # whether no page was found that may come back, and nothing has changed since
+        self.arrived: Callable[[], bool] = lambda: True
         self.arrive: Callable[[], None] = lambda: None
         self.give_up: Callable[[int], None] = lambda frame: None
 
@@ -53,16 +53,17 @@ class Frames:
         """Pages in frames of host memory."""
         return self.counts.host - len(self._free_host) - len(self._ahead)
 
-    def bind(self, pages: Sequence[int]) -> None:
+    def bind(self, pages: Sequence[int], *, wait: bool = True) -> None:
         """Give each of these pages, which are going to be written, a frame if it has none, on the device if possible. Other pages may have
-        to move: see `take_moves`."""
+        to move: see `take_moves`. wait: for the copies of pages that were copied ahead, as for a chunk of prefill. False: rather move
+        others, as for a step, which needs few pages."""
         for page in pages:
             self._forget_copy(page)
         new = [page for page in pages if page >= 0 and self.frame_of[page] < 0]
         kept = set(pages) if new else set()
         for page in new:
             if not self._free_device:
-                self._move_out(kept)
+                self._move_out(kept, wait)
             on_device = bool(self._free_device)
             self.frame_of[page] = heapq.heappop(self._free_device if on_device else self._free_host)
             if on_device:
@@ -140,19 +141,22 @@ class Frames:
         """Whether `take_moves` has any."""
         return bool(self._moves)
 
-    def _move_out(self, kept: Collection[int]) -> None:
-        """Make room on the device. A page that was on its way there stays in host memory; or else one that was copied ahead moves to host
-        memory; or else the one that has been on the device longest; none if all of them are among `kept`, or there is no room."""
+    def _move_out(self, kept: Collection[int], wait: bool) -> None:
+        """Make room on the device, without the pages of `kept`. A page that was on its way there stays in host memory; or else one that was
+        copied ahead moves there; or else the one that has been on the device longest. Nothing if none is left, or host memory is full."""
         if self._back:
             self._forget_copy(next(iter(self._back)))
             return
-        page = next((page for page in self._ahead if page not in kept), None)
-        if page is not None:
-            self.arrive()
-            after = self._ahead.pop(page)
-        elif self._free_host and (page := next((page for page in self._there if page not in kept), None)) is not None:
-            after = heapq.heappop(self._free_host)
+        copied = next((page for page in self._ahead if page not in kept), None)
+        other = None
+        if self._free_host and (copied is None or not (wait or self.arrived())):
+            other = next((page for page in self._there if page not in kept and page not in self._ahead), None)
+        if other is not None:
+            page, after = other, heapq.heappop(self._free_host)
             self._moves[page] = (int(self.frame_of[page]), after)
+        elif copied is not None:
+            self.arrive()
+            page, after = copied, self._ahead.pop(copied)
         else:
             return
         del self._there[page]

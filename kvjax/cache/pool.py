@@ -89,7 +89,8 @@ class Pool:
         calls = lambda *copies: pool._copy(*copies), lambda: pool._finish_copies(), lambda: pool._copies_finished()
         self._moving = Moving(*calls, lambda: pool._latest)
         for name, each in self.frames.items():
-            each.arrive, each.give_up = lambda: pool._arrive(), functools.partial(self._moving.give_up, name)
+            each.arrived, each.arrive = lambda: pool._moving.arrived, lambda: pool._arrive()
+            each.give_up = functools.partial(self._moving.give_up, name)
 
     @property
     def layers(self) -> Layers:
@@ -159,10 +160,10 @@ class Pool:
         """How many pages have moved so far. As long as it stays the same, pages that had a frame have the same one."""
         return sum(frames.moved + frames.returned for frames in self.frames.values())
 
-    def bind(self, pages: Mapping[str, Sequence[int]]) -> None:
-        """Give these pages, which are going to be written, frames. By layer group, ids below 0 are skipped."""
+    def bind(self, pages: Mapping[str, Sequence[int]], *, wait: bool = True) -> None:
+        """Give these pages, which are going to be written, frames. By layer group, ids below 0 are skipped. wait: as in `Frames.bind`."""
         for name, frames in self.frames.items():
-            frames.bind(pages.get(name, ()))
+            frames.bind(pages.get(name, ()), wait=wait)
 
     def copy_ahead(self, group: str, sealed: Collection[int], count: int) -> None:
         """Begin to copy up to `count` of the sealed pages of a layer group to host memory, so that as many others find room on the device.

@@ -181,6 +181,17 @@ class TestFrames:
         assert frames.frame_of.tolist() == [0, 3, 2, 1, -1, -1]
         assert (frames.take_moves().size, frames.moved) == (0, 1)
 
+    def test_a_step_waits_for_no_copy_if_another_page_can_move(self):
+        frames, calls = Frames(FrameCounts(2, 0, 4)), []
+        frames.arrived, frames.arrive = lambda: False, lambda: calls.append("waited")
+        frames.bind([0, 1])
+        frames.copy_ahead({0}, 1)
+        frames.bind([2], wait=False)
+        assert (frames.take_moves().tolist(), calls) == ([[1, 3]], [])
+        frames.bind([3, 4], wait=False)
+        assert (frames.take_moves().tolist(), calls) == ([[1, 4]], ["waited"]), "the last one that is left"
+        assert frames.frame_of.tolist() == [2, 3, 4, 1, 0, -1]
+
     @pytest.mark.parametrize("unwanted", [Frames.release, Frames.bind])
     def test_the_frame_of_an_unwanted_copy_is_free_after_it(self, unwanted):
         frames, given_up = Frames(FrameCounts(1, 0, 2)), []
@@ -230,6 +241,27 @@ class TestFrames:
         frames.bind([2])
         frames.release([2])
         assert frames.room == 1
+
+
+def test_a_prompt_that_ends_in_its_middle_leaves_everything_right(model):
+    """Between two chunks, while pages are copied for the second."""
+    engine, tokens = tiered(model), [*range(90), *range(60)]
+
+    def interrupt(count):
+        done.append(count)
+        if len(done) == 6:
+            raise KeyboardInterrupt
+
+    for _ in range(2):
+        done = []
+        with pytest.raises(KeyboardInterrupt):
+            engine.prefill([tokens], on_tokens=interrupt)
+        stats = engine.pool_stats()
+        assert (stats.device_pages, stats.host_pages, engine.sequences) == (0, 0, set())
+    frames = engine._pool.frames["full"]
+    assert (sorted(frames._free_device), sorted(frames._free_host)) == ([*range(DEVICE)], [*range(DEVICE, DEVICE + HOST)])
+    (sequence,), (alone,) = engine.prefill([tokens]), engine_of(model, pages=60).prefill([tokens])
+    np.testing.assert_array_equal(sequence.logits, alone.logits)
 
 
 def test_a_failed_program_before_the_copies_is_told(model, monkeypatch):

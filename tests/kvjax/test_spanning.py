@@ -148,6 +148,12 @@ def test_rows_that_follow_each_other_are_one_copy(driver):
     assert copies == [(at + 32 * target, at + 32 * source, 32 * count, 77) for at in (1000, 5000) for target, source, count in runs]
     stream.wait()
     assert made.calls[-3][:2] == ("cuStreamSynchronize", 77)
+    assert stream.done()
+    made.cuStreamQuery = lambda stream: spanning.CUDA_NOT_READY
+    assert not stream.done()
+    made.cuStreamQuery = lambda stream: 700
+    with pytest.raises(RuntimeError, match="cuStreamQuery failed: 700"):
+        stream.done()
     del stream
     gc.collect()
     assert made.calls[-1] == ("cuStreamDestroy_v2", 77)
