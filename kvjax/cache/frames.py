@@ -8,7 +8,6 @@ their frame. When the device has room again, pages come back.
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
@@ -112,9 +111,12 @@ class Frames:
         """Choose up to `count` of the sealed pages, the first ones of those in host memory, to come back to the device. Returns frames
         whose bytes have to be copied, from and to, before `have_come_back` is called. Until then these pages stay where they are. No move
         may be left to take."""
-        in_host = (page for page in sealed if self.frame_of[page] >= self.counts.border)
-        for page in itertools.islice(dict.fromkeys(in_host), min(count, self.room)):
-            self._back[page] = heapq.heappop(self._free_device)
+        count = min(count, self.room)
+        for page in sealed:
+            if len(self._back) == count:
+                break
+            if self.frame_of[page] >= self.counts.border and page not in self._back:
+                self._back[page] = heapq.heappop(self._free_device)
         self._searched = not self._back
         return np.array([(self.frame_of[page], target) for page, target in self._back.items()], np.int32).reshape(-1, 2)
 
