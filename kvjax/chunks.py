@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,10 @@ from jaxtyping import Array, Int
 from kvjax.cache import WHOLE, CacheSpec, IndexSpec
 from kvjax.cache.groups import GroupPages, pages_for
 from kvjax.cache.pool import Pool
-from kvjax.cache.staging import Copies, Staged, Window, copy_window, stage
-from kvjax.cache.tables import staged_width
+from kvjax.cache.spanning import FrameCounts
+from kvjax.cache.spec import GroupSpec
+from kvjax.cache.staging import Copies, Sizes, Staged, Window, copy_window, sizes_alone, stage, stage_with
+from kvjax.cache.tables import page_table, staged_width, table_width
 from kvjax.learning import Learning, OpenChunk, PolicyStates, after_chunk
 from kvjax.model import Decoder, Model
 from kvjax.plans import Prefilled
@@ -152,9 +154,19 @@ class Prefiller:
         ends = len(written) == len(tokens)
         run = ChunkRun(sequence, written, first, last, start, policy, ends, whole, all_logits, always, learning, opened, ids)
         self._find_pages(run)
+        if not ends:
+            self._make_room(sequence, start)
         if run.staged and not self._warned:
             self._warn_of_copies(start, first + len(tokens))
         return run
+
+    def _make_room(self, sequence: CachedSequence, start: int) -> None:
+        """Begin to copy pages to host memory, so that the chunk after the one from `start` on finds room on the device: pages of earlier
+        chunks, and those that are kept for other prompts. Others may still be written."""
+        for group in [group for group in self._groups.spec.groups if group.name in self._pool.frames]:
+            if count := self._pool.frames[group.name].lacking(-(-self.chunk // group.page_size)):
+                earlier = sequence.pages[group.name][: start // group.page_size]
+                self._pool.copy_ahead(group.name, {*earlier, *self._groups.allocators[group.name].kept_pages}, count)
 
     def _find_pages(self, run: ChunkRun) -> None:
         """Look where the pages of a chunk lie: at its beginning, and whenever pages have moved between two of its slices."""
@@ -186,6 +198,37 @@ class Prefiller:
             known = np.where(pages >= 0, frames.frame_of[np.maximum(pages, 0)], -1)
             found[name] = stage(known, start // group.page_size, frames.counts, -(-self.chunk // group.page_size))
         return found
+
+    def compile_copies(self, sequence: CachedSequence, policy: PrefillPolicy, tokens: int) -> Iterator[None]:
+        """Compile the slices that copy pages from host memory, for prompts of up to so many tokens whose pages are the only ones there, and
+        that are written chunk by chunk (`sizes_alone`). One step of the iterator for each combination of sizes.
+
+        Among the pages of others, some lie apart, and the sizes may differ: then they are compiled when first needed. sequence: has a few
+        tokens, and room for one more. It gets a token each time, and loses it again.
+        """
+        length, copied = sequence.length, self._pool.copied_bytes
+        for group in [group for group in self._groups.spec.groups if group.name in self._pool.frames]:
+            counts = self._pool.frames[group.name].counts
+            for size, widths in self._sizes_alone(group, counts, tokens):
+                run = self.begin(sequence, [0], policy, always=True)
+                pages = self._groups.written(sequence, 0, run.last)
+                run.tables = {name: page_table([each], widths[name]) for name, each in pages.items()}
+                run.staged = {group.name: stage_with(size, self._pool.frames_of(group.name, pages[group.name]), counts)}
+                self.advance(run)
+                del sequence.tokens[length:]
+                sequence.length, sequence.logits, sequence.open_chunk = length, None, None
+                self._pool.copied_bytes = copied
+                yield
+
+    def _sizes_alone(self, group: GroupSpec, counts: FrameCounts, tokens: int) -> list[tuple[Sizes, dict[str, int]]]:
+        """Of the chunks of such prompts: sizes of what is copied, and widths of page tables, without repetitions."""
+        found = {}
+        for pages in range(1, pages_for(tokens, group) + 1):
+            if (size := sizes_alone(pages, counts, -(-self.chunk // group.page_size))) is not None:
+                widths = {each.name: table_width(pages_for(pages * group.page_size, each)) for each in self._groups.spec.groups}
+                widths[group.name] = size.width
+                found[size, *widths.values()] = size, widths
+        return list(found.values())
 
     def _window(self, staged: dict[str, tuple[Staged, Window]], number: int | None) -> Any:
         """What layer `number` reads of the pages that are copied together; None where there are none."""
@@ -261,11 +304,18 @@ class Prefiller:
                 f"{last:,}", f"{self.chunk:,}", copied / 1e9,
             )  # fmt: skip
 
+    def _embedded(self, run: ChunkRun) -> Array:
+        """The input of the first layer."""
+        decoder = self.model.decoder
+        x = embed_chunk(decoder, decoder.params_of(self.model.params, 0, 0), run.x, self._pool.shards)
+        return self._pool.put(x) if self._pool.frames else x
+
     def _next_slice(self, run: ChunkRun) -> None:
+        self._pool.advance_copies()
         if self._pool.moved != run.moved:
             self._find_pages(run)
         part, decoder, params = self.slices[run.done], self.model.decoder, self.model.params
-        x = run.x if run.done else embed_chunk(decoder, decoder.params_of(params, 0, 0), run.x, self._pool.shards)
+        x = run.x if run.done else self._embedded(run)
         tables = {group.name: run.tables[group.name] for group in part.spec.groups}
         # Layers of other slices are left out, so that only this slice's pages are donated; those that it reads beside them are not.
         cache = self._pool.cache(part.spec, tables, np.array([run.last], np.int32), part.first, part.last)

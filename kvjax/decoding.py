@@ -133,8 +133,9 @@ class DecodeRunner:
         counts = shape_of((vocab_size,), np.int32) if one.penalises else None
         logits = shape_of((vocab_size,), np.float32, beside)
         yield functools.partial(sample_first, logits, one, shape_of((1,), np.int32), counts)
-        tables = {name: shape_of((size, width), np.int32) for name, width in widths.items()}
-        cache = self._pool.as_it_is(tables, shape_of((size,), np.int32))
+        placed = beside if self._pool.frames else None
+        tables = {name: shape_of((size, width), np.int32, placed) for name, width in widths.items()}
+        cache = self._pool.as_it_is(tables, shape_of((size,), np.int32, placed))
         states = self._declared.states.of_batch(policy, [sequence] + [None] * (size - 1))
         counts = shape_of((size, vocab_size), np.int32) if rows.penalises else None
         tokens = shape_of((size,), np.int32, beside)
@@ -155,9 +156,14 @@ class DecodeRunner:
         change."""
         if isinstance(policy, ChoosesDecode):
             policy = self._declared.choose(policy, [length + num_tokens for length in slots.lengths])
+        if self._pool.frames:
+            self._pool.advance_copies()
+            self._pool.bring_back(slots.sealed)
         cache, following = slots.cache(self._pool, num_tokens)
         if self._ahead.running:
             self._ahead.wait((policy, slots.size, *(cache.page_tables[group.name].shape[1] for group in cache.spec.groups)))
+        if self._pool.frames and not isinstance(tokens, jax.Array):
+            tokens = self._pool.put(tokens)
         states = self._declared.states.of_batch(policy, slots.sequences)
         args = (self.model.decoder, policy, self._declared.indexes, self.model.params, cache, tokens, slots.active, states, *rest)
         try:

@@ -7,7 +7,7 @@ the host's time per step depends neither on the number of rows nor on the length
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +86,12 @@ class Slots:
         """Tokens of each sequence in `live`."""
         return [each.length for each in self.live]
 
+    def sealed(self, group: str) -> Iterator[int]:
+        """Pages of a layer group that the sequences hold and have filled, the newest of each first."""
+        (page_size,) = [each.page_size for each in self.spec.groups if each.name == group]
+        for sequence in self.live:
+            yield from (page for page in reversed(sequence.pages[group][: sequence.length // page_size]) if page >= 0)
+
     def lacking(self, num_tokens: int) -> list[CachedSequence]:
         """The sequences that lack pages for so many more tokens."""
         near = [self.live[place] for place in self._near_a_limit(num_tokens)]
@@ -106,9 +112,7 @@ class Slots:
             lengths = np.zeros(self.size, np.int32)
             lengths[self.rows] = self.lengths
             # Copies, because these arrays change in place while a transfer may be running, and a CPU array may share this memory.
-            self._tables, self._device_lengths = jax.device_put(
-                ({name: table.copy() for name, table in self._host_tables.items()}, lengths)
-            )
+            self._tables, self._device_lengths = pool.put(({name: table.copy() for name, table in self._host_tables.items()}, lengths))
         if self._named is None:
             self._named = {name: ids.copy() for name, ids in self._next.items()}  # as above
         return pool.cache(self.spec, self._tables, self._device_lengths), self._named
@@ -145,7 +149,8 @@ class Slots:
         """Give the page of a sequence's next token, and the pages after it that a step may write to, frames."""
         if pool.frames:
             places = {group.name: sequence.length // group.page_size for group in self.spec.groups}
-            pool.bind({name: sequence.pages[name][first : first + self._next[name].shape[1]] for name, first in places.items()})
+            following = {name: sequence.pages[name][first : first + self._next[name].shape[1]] for name, first in places.items()}
+            pool.bind(following, wait=False)
 
     def _name_next(self, row: int, sequence: CachedSequence) -> int:
         """Update `_next` of a row from its sequence's pages, which must have been taken. Returns the row's limit: the end of a page."""

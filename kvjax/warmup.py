@@ -45,6 +45,12 @@ def warm_up(engine: Engine, *, batch: int, tokens: int | None, policy: str | Dec
                 jax.block_until_ready(engine.decode_and_sample(slots, np.zeros(len(slots), np.int32), rows, each))
                 sequences[0].length = tokens - 1
             sequences[0].length, sequences[0].keeping = written, keeping
+        if engine._pool.frames:
+            engine._pool.compile_moves()
+            tokens = min(longest * engine.page_size, most)
+            for each in possible_prefills(engine.prefill_policy, tokens, engine.prefill_chunk):
+                for _ in engine._prefiller.compile_copies(sequences[0], each, tokens):
+                    engine.guard.interrupt_point()
     finally:
         for sequence in sequences:
             engine.free(sequence)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvjax.cache.recency import Recency
 from kvjax.checks import whole_number
@@ -60,6 +60,11 @@ class PageAllocator:
     def kept(self) -> int:
         """Pages whose content is kept, with owners or without."""
         return len(self._kept)
+
+    @property
+    def kept_pages(self) -> Collection[int]:
+        """Pages whose content is kept, with owners or without."""
+        return self._kept.keys()
 
     def owners(self, page: int) -> int:
         """How many sequences name `page`."""

@@ -72,8 +72,8 @@ class GroupPages:
         self.frames: dict[str, Frames] = {}
         for group in spec.groups if host else ():
             if group.window is None and group.page_size != WHOLE:
-                counts = frame_counts(totals[group.name], host, -(-chunk // group.page_size), hot=hot)
-                totals[group.name], self.frames[group.name] = counts.device + counts.host, Frames(counts)
+                counts = frame_counts(totals[group.name], host, pages_for(chunk, group), hot=hot)
+                totals[group.name], self.frames[group.name] = counts.device + counts.host, Frames(counts, pages_for(chunk, group))
         self.shards = None if mesh is None else _shards(mesh, spec, totals, chunk)
         self.allocators = {group.name: self._allocator(group.name, totals[group.name]) for group in spec.groups}
         for name, frames in self.frames.items():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +15,9 @@ from jaxtyping import Array, Int
 
 from kvjax.cache.frames import Frames
 from kvjax.cache.hot import HotBuffers, HotTiles, counted, empty_hot, forget, no_buffers
+from kvjax.cache.moving import Moving
 from kvjax.cache.residency import Residency, check_missing
-from kvjax.cache.spanning import free_with
+from kvjax.cache.spanning import CopyStream, free_with
 from kvjax.cache.spec import OPEN, CacheSpec
 from kvjax.cache.types import Cache, LatentPages, LayerCache, PagedKV, SlotLayer
 from kvjax.cache.writes import copy_page, move_frames
@@ -31,14 +33,16 @@ class PoolStats:
     """Where the pages of the pool lie, and what has moved since the engine was made.
 
     device_pages, host_pages: pages there now, of sequences and of prompts that the engine keeps. moved_bytes: keys and values that moved to
-    host memory, to make room. copied_bytes: what chunks of prefill copied back, for as long as they ran. asked, found: tiles (one KV head
-    of a page, in one layer) of pages in host memory that steps have listed through the hot buffer, and those of them that were in it.
-    host_read_bytes: what the others took over the bus. Tiles that steps read in place without the buffer, as dense ones do, are left out.
+    host memory, to make room. returned_bytes: those that came back when there was room. copied_bytes: what chunks of prefill copied back,
+    for as long as they ran. asked, found: tiles (one KV head of a page, in one layer) of pages in host memory that steps have listed
+    through the hot buffer, and those of them that were in it. host_read_bytes: what the others took over the bus. Tiles that steps read in
+    place without the buffer, as dense ones do, are left out.
     """
 
     device_pages: int
     host_pages: int
     moved_bytes: int
+    returned_bytes: int
     copied_bytes: int
     asked: int
     found: int
@@ -52,9 +56,14 @@ class PoolStats:
         )
         read = f", and read {self.host_read_bytes / 1e6:,.0f} MB from host memory" if self.asked else ""
         moved = f"{self.moved_bytes / 1e6:,.0f} MB moved to host memory"
+        moved += f", {self.returned_bytes / 1e6:,.0f} MB came back" if self.returned_bytes else ""
         copied = f", {self.copied_bytes / 1e6:,.0f} MB copied back by prefill" if self.copied_bytes else ""
         held = f"{self.device_pages:,} pages on the device, {self.host_pages:,} in host memory"
         return f"pool: {held if self.device_pages or self.host_pages else 'no pages now'}; {moved}{copied}{hits}{read}"
+
+
+BACK = 16
+"""How many pages come back to the device at a time: 117 MB of a 7B model."""
 
 
 class Pool:
@@ -66,16 +75,23 @@ class Pool:
 
     def __init__(self, layers: Layers, spec: CacheSpec, frames: Mapping[str, Frames] | None = None, shards: Shards | None = None):
         self.frames, self.spec, self.shards = dict(frames or {}), spec, shards
-        self._layers = layers
+        self._beside = place_beside(layers) if self.frames else None
+        self._layers = self.put(layers) if self.frames else layers
         if self.frames:
             free_with(self, [leaf for layer in layers if isinstance(layer, PagedKV | LatentPages) for leaf in jax.tree.leaves(layer.pages)])
         self._residency: dict[str, Residency] = {}
         buffers = no_buffers(tuple(self._empty_hot(number) for number in range(len(spec.layers)))) if self.frames else None
-        self._hot = buffers or None
+        self._hot = self.put(buffers) if buffers else None
         self._missing: list[jax.Array] = []  # counts of chunks of prefill that were not looked at yet
         self._latest: jax.Array | None = None  # an output of the latest call, which shows whether it failed
         self._failure: Exception | None = None
         self.copied_bytes = 0
+        pool = weakref.proxy(self)  # a pool that nobody holds any more should go at once, and its memory with it
+        calls = lambda *copies: pool._copy(*copies), lambda: pool._finish_copies(), lambda: pool._copies_finished()
+        self._moving = Moving(*calls, lambda: pool._latest)
+        for name, each in self.frames.items():
+            each.arrived, each.arrive = lambda: pool._moving.arrived, lambda: pool._arrive()
+            each.give_up = functools.partial(self._moving.give_up, name)
 
     @property
     def layers(self) -> Layers:
@@ -89,12 +105,17 @@ class Pool:
     def layers(self, layers: Layers) -> None:
         self._layers = layers
 
+    def put(self, arrays: Any) -> Any:
+        """What a step reads beside the pages, on their device. Arrays that span two memories are committed to their device, and so is
+        everything that a program makes of them. If what the host makes anew were not, each program would be compiled for both."""
+        return jax.device_put(arrays, self._beside)
+
     def cache(self, spec: CacheSpec, tables: dict[str, Any], lengths: Any, first: int = 0, last: int | None = None) -> Cache:
         """What a step over layers [first, last) reads and writes. spec: of these layers. The step DONATES it: give its result to `keep`."""
         layers = self.layers[first:last]
         for name, frames in self.frames.items():
             if frames.changed:
-                self._residency[name] = Residency(jax.device_put(frames.frame_of.copy()), frames.counts.border)
+                self._residency[name] = Residency(self.put(frames.frame_of.copy()), frames.counts.border)
                 frames.changed = False
         residency = {group.name: self._residency[group.name] for group in spec.groups if group.name in self.frames}
         return Cache(layers, tables, lengths, spec, residency, self._hot_buffers() if last is None else None)
@@ -102,7 +123,7 @@ class Pool:
     def as_it_is(self, tables: dict[str, Any], lengths: Any) -> Cache:
         """What a step over all layers takes, for its shapes alone: changes nothing, so that another thread may call it."""
         residency = {
-            name: self._residency.get(name) or Residency(jax.ShapeDtypeStruct(frames.frame_of.shape, np.int32), frames.counts.border)
+            name: self._residency.get(name) or Residency(self.put(frames.frame_of.copy()), frames.counts.border)
             for name, frames in self.frames.items()
         }
         return Cache(self._layers, tables, lengths, self.spec, residency, self._hot)
@@ -128,6 +149,7 @@ class Pool:
             device_pages=sum(frames.on_device for frames in self.frames.values()),
             host_pages=sum(frames.on_host for frames in self.frames.values()),
             moved_bytes=sum(frames.moved * self.spec.bytes_per_frame(name) for name, frames in self.frames.items()),
+            returned_bytes=sum(frames.returned * self.spec.bytes_per_frame(name) for name, frames in self.frames.items()),
             copied_bytes=self.copied_bytes,
             asked=sum(asked for asked, _, _ in counts),
             found=sum(asked - read for asked, read, _ in counts),
@@ -137,12 +159,34 @@ class Pool:
     @property
     def moved(self) -> int:
         """How many pages have moved so far. As long as it stays the same, pages that had a frame have the same one."""
-        return sum(frames.moved for frames in self.frames.values())
+        return sum(frames.moved + frames.returned for frames in self.frames.values())
 
-    def bind(self, pages: Mapping[str, Sequence[int]]) -> None:
-        """Give these pages, which are going to be written, frames. By layer group, ids below 0 are skipped."""
+    def bind(self, pages: Mapping[str, Sequence[int]], *, wait: bool = True) -> None:
+        """Give these pages, which are going to be written, frames. By layer group, ids below 0 are skipped. wait: as in `Frames.bind`."""
         for name, frames in self.frames.items():
-            frames.bind(pages.get(name, ()))
+            frames.bind(pages.get(name, ()), wait=wait)
+
+    def copy_ahead(self, group: str, sealed: Collection[int], count: int) -> None:
+        """Begin to copy up to `count` of the sealed pages of a layer group to host memory, so that as many others find room on the device.
+        No program that is launched from now on may write to them, unless they are bound again."""
+        self._moving.add(group, self.frames[group].copy_ahead(sealed, count))
+
+    def bring_back(self, sealed: Callable[[str], Iterable[int]]) -> None:
+        """If the device has room, begin to copy sealed pages back there. sealed: those of a layer group, the first ones to come first. No
+        program that is launched from now on may write to them, unless they are bound again."""
+        for name, frames in self.frames.items():
+            if frames.room:
+                _ = self.layers  # moves that wait may read the frames that are free
+                self._moving.add(name, frames.bring_back(sealed(name), BACK))
+
+    def advance_copies(self) -> None:
+        """Begin copies that were asked for, and let pages that have come back be on the device, as far as this needs no waiting. For the
+        beginning of a step, before it asks where pages are."""
+        if self.frames:
+            self._moving.start()
+            for frames in self.frames.values():
+                if frames.coming and self._moving.arrived:
+                    frames.have_come_back()
 
     def any_on_host(self, pages: Mapping[str, Sequence[int]]) -> bool:
         """Whether any of these pages lies in host memory. By layer group; ids below 0 are skipped."""
@@ -204,10 +248,46 @@ class Pool:
                 self._hot = hot.replace(tiles=tiles)
         return self._hot
 
+    @functools.cached_property
+    def _stream(self) -> CopyStream:
+        return CopyStream()
+
+    def _copy(self, group: str, moves: Int[np.ndarray, "n 2"]) -> None:
+        """Begin to copy frames of a layer group, beside the device's programs if it is a GPU."""
+        if self.on_cpu:
+            self._move(group, moves)
+        else:
+            pages = [self._layers[number].pages for number in self._owners(group)]
+            self._or_lose(self._stream.copy, jax.tree.leaves(pages), moves)
+
+    def _finish_copies(self) -> None:
+        if not self.on_cpu:  # there the next program finds what the one before has written
+            self._or_lose(self._stream.wait)
+
+    def _copies_finished(self) -> bool:
+        return self.on_cpu or self._stream.done()
+
+    def _or_lose(self, call: Callable, *args: Any) -> None:
+        """Call a function without which pages that are recorded as copied would not be."""
+        try:
+            call(*args)
+        except BaseException as error:
+            self.lose(RuntimeError(f"pages could not be copied to host memory: {error}"))
+            raise
+
+    def _owners(self, group: str) -> tuple[int, ...]:
+        return tuple(number for number in self.spec.layers_of(group) if self.spec.layers[number].share_with is None)
+
+    def _arrive(self) -> None:
+        try:
+            self._moving.arrive()
+        except Exception as error:  # a program before the copies has failed
+            self.check(error)
+            raise
+
     def _move(self, group: str, moves: Int[np.ndarray, "n 2"]) -> None:
         """Copy frames of a layer group to others, in all of its layers."""
-        numbers = tuple(number for number in self.spec.layers_of(group) if self.spec.layers[number].share_with is None)
-        done = 0
+        numbers, done = self._owners(group), 0
         while done < len(moves):
             size = max(each for each in MOVES if each == 1 or each <= len(moves) - done)
             sources, targets = moves[done : done + size].T.copy()
@@ -217,6 +297,12 @@ class Pool:
                 self._failure = self._failure or RuntimeError(f"pages could not be moved to host memory: {error}")
                 raise
             done += size
+
+    def compile_moves(self) -> None:
+        """Compile the programs that move pages to host memory."""
+        for name, frames in self.frames.items():
+            for size in [size for size in MOVES if size <= frames.counts.device]:
+                self._move(name, np.full((size, 2), (0, -1), np.int32))
 
     @functools.cached_property
     def on_cpu(self) -> bool:

@@ -7,18 +7,20 @@ JAX through DLPack. That a donated array of this kind is updated in place, and n
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.dlpack
 import jax.numpy as jnp
-from jaxtyping import Array
+import numpy as np
+from jaxtyping import Array, Int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +47,13 @@ ON_DEVICE, ON_HOST = 1, 3
 """Kinds of places of CUDA memory: a device, a host's NUMA node."""
 DEVICE_VMM, HOST_NUMA_ID = 102, 134
 """Numbers of CUDA's device attributes: whether memory can be mapped to reserved addresses; the NUMA node next to the device."""
-CUDA_OUT_OF_MEMORY = 2
+CUDA_OUT_OF_MEMORY, CUDA_NOT_READY = 2, 600
 ALIGNMENT = 256
 """Bytes: arrays of JAX begin at multiples of it on GPUs."""
 PIECE = 1 << 30
 """Bytes that are mapped at a time."""
+NON_BLOCKING = 1
+"""A stream that does not wait for the default one."""
 DLPACK_CUDA, DLPACK_CUDA_HOST = 2, 3
 DLPACK_FLOAT, DLPACK_BFLOAT = 2, 4
 
@@ -202,6 +206,59 @@ def _check(driver: ctypes.CDLL, code: int, call: str, memory: str = "") -> None:
         raise RuntimeError(f"CUDA's {call} failed: {(name.value or str(code).encode()).decode()}")
 
 
+@contextlib.contextmanager
+def _context_of_jax(driver: ctypes.CDLL) -> Iterator[None]:
+    """Make JAX's context the current one of this thread."""
+    context = ctypes.c_void_p()
+    _check(driver, driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0), "cuDevicePrimaryCtxRetain")
+    try:
+        _check(driver, driver.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent")
+        try:
+            yield
+        finally:
+            driver.cuCtxPopCurrent_v2(ctypes.byref(context))
+    finally:
+        driver.cuDevicePrimaryCtxRelease_v2(0)
+
+
+class CopyStream:
+    """Copies rows of arrays that `empty` made on a GPU, in a stream of its own: beside the programs of JAX, by the GPU's copy engines.
+
+    Neither waits for the other. So the caller sees to it that rows are written before they are copied, and are copied before anything else
+    is written to either of both places.
+    """
+
+    def __init__(self):
+        self._driver, self._stream = _cuda(), ctypes.c_void_p()
+        with _context_of_jax(self._driver):
+            created = self._driver.cuStreamCreate(ctypes.byref(self._stream), NON_BLOCKING)
+        _check(self._driver, created, "cuStreamCreate")
+        weakref.finalize(self, self._driver.cuStreamDestroy_v2, self._stream).atexit = False
+
+    def copy(self, arrays: Iterable[Array], moves: Int[np.ndarray, "n 2"]) -> None:
+        """Begin to copy rows, from and to, of each array. Rows that follow each other in both places are one copy."""
+        breaks = np.flatnonzero((np.diff(moves, axis=0) != 1).any(axis=1)) + 1
+        runs = [(int(source), int(target), len(part)) for part in np.split(moves, breaks) for source, target in part[:1]]
+        with _context_of_jax(self._driver):
+            for array in arrays:
+                start, row = array.unsafe_buffer_pointer(), math.prod(array.shape[1:]) * array.dtype.itemsize
+                for source, target, count in runs:
+                    places = (ctypes.c_ulonglong(start + place * row) for place in (target, source))
+                    _check(self._driver, self._driver.cuMemcpyAsync(*places, _size(count * row), self._stream), "cuMemcpyAsync")
+
+    def done(self) -> bool:
+        """Whether everything is copied."""
+        with _context_of_jax(self._driver):
+            code = self._driver.cuStreamQuery(self._stream)
+        _check(self._driver, 0 if code == CUDA_NOT_READY else code, "cuStreamQuery")
+        return code != CUDA_NOT_READY
+
+    def wait(self) -> None:
+        """Wait until everything is copied."""
+        with _context_of_jax(self._driver):
+            _check(self._driver, self._driver.cuStreamSynchronize(self._stream), "cuStreamSynchronize")
+
+
 class _Range:
     """Consecutive addresses over `device_bytes` of device memory and `host_bytes` of host memory, from `start` on. There is more device
     memory before it, because both kinds come in whole pieces."""
@@ -250,16 +307,8 @@ class _Range:
 
     def wait(self) -> None:
         """Wait until the device has done all of its work."""
-        context = ctypes.c_void_p()
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)  # JAX's own
-        try:
-            self._call("cuCtxPushCurrent_v2", context)
-            try:
-                self._call("cuCtxSynchronize")
-            finally:
-                self._driver.cuCtxPopCurrent_v2(ctypes.byref(context))
-        finally:
-            self._driver.cuDevicePrimaryCtxRelease_v2(0)
+        with _context_of_jax(self._driver):
+            self._call("cuCtxSynchronize")
 
     def free(self) -> None:
         """Give the memory and the addresses back."""

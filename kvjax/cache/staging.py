@@ -66,15 +66,37 @@ class Copies:
     following: Any
 
 
-def sizes(in_host: int, counts: FrameCounts, written: int) -> tuple[int, int, int]:
-    """How many pages are copied one by one; rows for them and a window of `in_host` pages; and rows of the window. written: as in `stage`.
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What a program that copies pages is compiled for. width: rows of all copies. others: pages that are copied one by one. rows: of the
+    window; 0: there is none."""
+
+    width: int
+    others: int
+    rows: int
+
+
+def sizes(in_host: int, counts: FrameCounts, written: int) -> Sizes:
+    """Sizes for a window of `in_host` pages and the pages that are copied one by one. written: as in `stage`.
 
     A window that is as long as all rows needs no padding on the device, but also brings what its end does not need. It is taken where that
     at most doubles the copies.
     """
     others = -(-(counts.device + written) // ROUNDED) * ROUNDED  # they lie on the device, or are the chunk's
     width, rows = staged_width(in_host + others), staged_width(in_host)
-    return others, width, width if 2 * rows > width else rows
+    return Sizes(width, others, width if 2 * rows > width else rows)
+
+
+def sizes_alone(pages: int, counts: FrameCounts, written: int) -> Sizes | None:
+    """Sizes for the last chunk of a prompt of so many pages whose sequence is the only one with pages in host memory, and which was written
+    chunk by chunk; None: nothing is copied. Its pages there then are the first ones, one after the other. written: as in `stage`."""
+    own = (pages - 1) // written * written
+    in_host = own - min(own, max(0, counts.device - (pages - own)))
+    if in_host:
+        return _around(counts.border, counts.border + in_host, counts, written)[2]
+    if pages - own <= counts.device:
+        return None
+    return Sizes(staged_width(pages), staged_width(pages), 0)
 
 
 def stage(frames: Int[np.ndarray, " n"], own: int, counts: FrameCounts, written: int) -> tuple[Staged, Window]:
@@ -92,21 +114,32 @@ def stage(frames: Int[np.ndarray, " n"], own: int, counts: FrameCounts, written:
         places[: len(frames)] = np.where(frames >= 0, np.arange(len(frames)), -1)
         sources[: len(frames)] = np.maximum(frames, 0)
         return Staged(places[None], sources, np.int32(0)), Window(counts.border, 0, int((frames >= counts.border).sum()))
+    first, tail, size = _around(int(low), int(high), counts, written)
+    others = np.flatnonzero((frames >= 0) & ~in_host)
+    places, sources = np.full(size.width, -1, np.int32), np.zeros(size.others, np.int32)
+    places[: len(frames)] = np.where(in_host, frames - first, -1)
+    places[others], sources[: len(others)] = tail + np.arange(len(others)), frames[others]
+    return Staged(places[None], sources, np.int32(tail)), Window(first, size.rows, int((frames[others] >= counts.border).sum()))
+
+
+def stage_with(size: Sizes, frames: Int[np.ndarray, " n"], counts: FrameCounts) -> tuple[Staged, Window]:
+    """Copies of these sizes for a sequence of few pages, in these frames, with a window that it does not need: to compile a program."""
+    places, sources = np.full(size.width, -1, np.int32), np.zeros(size.others, np.int32)
+    places[: len(frames)], sources[: len(frames)] = np.arange(len(frames)), frames
+    return Staged(places[None], sources, np.int32(0)), Window(counts.border, size.rows, 0)
+
+
+def _around(low: int, high: int, counts: FrameCounts, written: int) -> tuple[int, int, Sizes]:
+    """The window that brings the frames [low, high): its first frame, the row after those that it is needed for, and sizes."""
     step = max(1, counts.host // PLACES)
     low -= (low - counts.border) % step
     end = min(high + (counts.border - high) % step, counts.total)
-    size, width, rows = sizes(high - low, counts, written)
-    if low + rows <= counts.total:
-        first, tail = low, high - low
-    elif low - (end - width) >= size and end - width >= counts.border:
-        first, rows, tail = end - width, width, 0
-    else:
-        first, rows, tail, width = counts.border, counts.host, counts.host, staged_width(counts.host + size)
-    others = np.flatnonzero((frames >= 0) & ~in_host)
-    places, sources = np.full(width, -1, np.int32), np.zeros(size, np.int32)
-    places[: len(frames)] = np.where(in_host, frames - first, -1)
-    places[others], sources[: len(others)] = tail + np.arange(len(others)), frames[others]
-    return Staged(places[None], sources, np.int32(tail)), Window(int(first), int(rows), int((frames[others] >= counts.border).sum()))
+    size = sizes(high - low, counts, written)
+    if low + size.rows <= counts.total:
+        return low, high - low, size
+    if low - (end - size.width) >= size.others and end - size.width >= counts.border:
+        return end - size.width, 0, dataclasses.replace(size, rows=size.width)
+    return counts.border, counts.host, Sizes(staged_width(counts.host + size.others), size.others, counts.host)
 
 
 @jax.jit

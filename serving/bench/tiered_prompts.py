@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from kvjax.cache.staging import sizes
+from kvjax.cache.staging import sizes_alone
 from kvjax.cache.tables import table_width
 from kvjax.memory import memory_plan
 from kvjax.model import ModelConfig
@@ -102,8 +102,7 @@ def _compile(engine: HollowEngine, tokens: int, say: Callable[[str], None]) -> N
         pages = engine.pages_for(start + count)
         policy = engine._declared.choose_prefill(engine.prefill_policy, start)
         written = engine.prefill_chunk // PAGE_SIZE
-        places = [frames.counts for frames in engine.frames.values() if pages > frames.counts.device]
-        staged = [sizes(pages - counts.device, counts, written) for counts in places]
+        staged = [sizes_alone(pages, frames.counts, written) for frames in engine.frames.values()]
         needs = policy, count < engine.prefill_chunk or start + count == tokens, table_width(pages), tuple(staged)
         if needs in known:
             continue

@@ -363,7 +363,7 @@ def test_decode_tells_of_missing_pages(monkeypatch):
 
     def steps():  # the count of the first is known in its own call, or in the next
         for token in range(2):
-            jax.block_until_ready(engine.decode([sequence], [token]))
+            jax.block_until_ready((engine.decode([sequence], [token]), engine.last_reads.missing))
 
     with pytest.raises(MissingPages, match="no store holds"):
         steps()

@@ -4,7 +4,9 @@ import ctypes
 import gc
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from kvjax.cache import spanning
@@ -133,6 +135,44 @@ def test_host_rows_begin_where_host_memory_does(driver, monkeypatch, rows):
     assert view.__dlpack_device__() == (spanning.DLPACK_CUDA_HOST, 0)
     assert spanning.host_rows(shown, rows + 1, 3) is view
     spanning._host_view.cache_clear()
+
+
+def test_rows_that_follow_each_other_are_one_copy(driver):
+    made = driver()
+    made.cuStreamCreate = lambda stream, flags: setattr(stream._obj, "value", 77) or 0
+    stream = spanning.CopyStream()
+    arrays = [SimpleNamespace(shape=(20, 2, 4), dtype=jnp.dtype("float32"), unsafe_buffer_pointer=lambda at=at: at) for at in (1000, 5000)]
+    stream.copy(arrays, np.array([[0, 10], [1, 11], [2, 13], [5, 14], [4, 15]]))
+    copies = [call[1:] for call in made.calls if call[0] == "cuMemcpyAsync"]
+    runs = [(10, 0, 2), (13, 2, 1), (14, 5, 1), (15, 4, 1)]
+    assert copies == [(at + 32 * target, at + 32 * source, 32 * count, 77) for at in (1000, 5000) for target, source, count in runs]
+    stream.wait()
+    assert made.calls[-3][:2] == ("cuStreamSynchronize", 77)
+    assert stream.done()
+    made.cuStreamQuery = lambda stream: spanning.CUDA_NOT_READY
+    assert not stream.done()
+    made.cuStreamQuery = lambda stream: 700
+    with pytest.raises(RuntimeError, match="cuStreamQuery failed: 700"):
+        stream.done()
+    del stream
+    gc.collect()
+    assert made.calls[-1] == ("cuStreamDestroy_v2", 77)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+def test_rows_are_copied_on_a_gpu():
+    array = spanning.empty((64, 4, 128), jnp.dtype("bfloat16"), 32)
+    array = jax.jit(lambda x, values: x.at[:].set(values), donate_argnums=0)(array, jnp.arange(64.0)[:, None, None])
+    owner = type("Owner", (), {})()
+    spanning.free_with(owner, [array])
+    array.block_until_ready()
+    stream = spanning.CopyStream()
+    stream.copy([array], np.array([[3, 40], [4, 41], [5, 33], [31, 63]]))
+    stream.wait()
+    expected = np.arange(64.0)
+    expected[[40, 41, 33, 63]] = 3, 4, 5, 31
+    np.testing.assert_array_equal(np.asarray(array[:, 0, 0], np.float32), expected)
 
 
 def test_rows_that_would_begin_at_an_odd_address_are_refused(driver):
