@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from histories import History, Sizes, run_histories
+from histories import History, Sizes, quick_family, run_histories
 from tiny_models import QWEN_7B, make_family
 
 from kvjax import Engine
@@ -226,9 +226,9 @@ def test_the_definition_sees_an_index_built_before_its_last_token_was_written():
 
 
 @pytest.mark.parametrize("cache_format", [None, pytest.param("int8", marks=pytest.mark.long)])
-def test_an_engine_builds_codes_as_pages_seal_unless_it_packs_keys(model, text, cache_format):
+def test_an_engine_builds_codes_as_pages_seal_unless_it_packs_keys(one_layer, text, cache_format):
     policy = Cascade(1, 2, None, sink=1, local=1, block_size=8)
-    engine = Engine(model, policy, pages=12, page_size=16, prefill_chunk=32, batch_buckets=(1,), cache_format=cache_format)
+    engine = Engine(one_layer, policy, pages=12, page_size=16, prefill_chunk=32, batch_buckets=(1,), cache_format=cache_format)
     (sequence,) = engine.prefill([text[:70]])
     for token in text[70:82]:
         engine.decode([sequence], [token])
@@ -258,7 +258,7 @@ def test_many_random_histories(kind, bits, tmp_path):
 def test_random_histories_have_the_bits_of_each_sequence_alone(tmp_path):
     register("cascade-of-pages", lambda: Cascade(1, 2, 4, sink=1, local=1, block_size=16))
     sizes = Sizes(policies=("cascade-of-pages",), drafts=(4,))
-    assert run_histories(make_family("llama"), range(1), tmp_path, sizes)["sequences compared"] > 3
+    assert run_histories(quick_family("llama"), range(1), tmp_path, sizes)["sequences compared"] > 3
 
 
 def test_the_bill_counts_what_the_choice_reads():

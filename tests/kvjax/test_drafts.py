@@ -51,6 +51,11 @@ def windowed():
     return TinyModel(TransformerDecoder(config), init_params(config, jax.random.key(7), std=0.15))
 
 
+@pytest.fixture(scope="module")
+def model(one_layer):
+    return one_layer
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def engine(request, model, recurrent_model):
     chosen = {"full": model, "window": None, "recurrent": recurrent_model}[request.param] or windowed()

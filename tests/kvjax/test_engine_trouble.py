@@ -18,6 +18,11 @@ from kvjax.sampling import SamplingRows
 PAGES, PAGE = 24, 16
 
 
+@pytest.fixture(scope="module")
+def model(one_layer):
+    return one_layer
+
+
 @pytest.fixture
 def engine(model):
     return Engine(model, pages=PAGES, page_size=PAGE, prefill_chunk=32, batch_buckets=(1, 2))

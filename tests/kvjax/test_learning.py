@@ -69,6 +69,11 @@ def engine_of(model, *policies, **options):
 
 
 @pytest.fixture(scope="module")
+def model(one_layer):
+    return one_layer
+
+
+@pytest.fixture(scope="module")
 def engine(model):
     return engine_of(model, ALL, EIGHT, SMALL)
 

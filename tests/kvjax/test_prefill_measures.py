@@ -36,6 +36,11 @@ POLICIES = (MOMO, OracleBlocks(k=3, **SIZES), MeanPooled(k=3, **SIZES))
 
 
 @pytest.fixture(scope="module")
+def model(one_layer):
+    return one_layer
+
+
+@pytest.fixture(scope="module")
 def rows(model, text):
     return measure_prefill(model, text[:160], POLICIES, chunk=32, page_size=16)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny_models import make_family
+from tiny_models import make_family, shallow
 
 import kvjax
 from kvjax import Engine, Request, Sampling, Scheduler
@@ -26,7 +26,7 @@ SIZES = {"page_size": PAGE, "prefill_chunk": PAGE, "batch_buckets": (2,)}
 
 @pytest.fixture(scope="module")
 def model():
-    return make_family("llama")
+    return shallow(make_family("llama"))
 
 
 @pytest.fixture(scope="module")

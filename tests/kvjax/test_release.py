@@ -29,6 +29,11 @@ def engine_of(model, policy=GIVES, **options):
 
 
 @pytest.fixture(scope="module")
+def model(one_layer):
+    return one_layer
+
+
+@pytest.fixture(scope="module")
 def engine(model):
     """Prompts are prefilled densely, so pages stay until the first step of the window."""
     return engine_of(model, policies=("dense", READS, "window:16+20", "quest:1"))

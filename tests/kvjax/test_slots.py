@@ -21,6 +21,11 @@ PAGES, PAGE, CHUNK = 60, 16, 32
 
 
 @pytest.fixture(scope="module")
+def model(one_layer):
+    return one_layer
+
+
+@pytest.fixture(scope="module")
 def engine(model):
     return Engine(model, policies=["quest:1", MASSES], pages=PAGES, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(2,))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny_models import make_family
+from tiny_models import make_family, shallow
 
 from kvjax import Engine, Request, Sampling, Scheduler
 from kvjax.cache import OutOfPages
@@ -149,7 +149,7 @@ needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="
 
 @needs_proc
 def test_a_short_soak(tmp_path):
-    check(*soak(make_family("llama"), tmp_path / "pages", 0))
+    check(*soak(shallow(make_family("llama")), tmp_path / "pages", 0))
 
 
 @needs_proc

@@ -82,6 +82,7 @@ def test_wide_pages_a_page_at_a_time():
     check(jax.jit(INTERPRETED, static_argnames="kinds", compiler_options=tpu_kernels.QUICK), "pages of 128")
 
 
+@pytest.mark.quick("keys and values exchanged", "past the table is its last page", "sealed before the write", "NaN ignored")
 @pytest.mark.parametrize("mutant", append_suite.MUTANTS)
 def test_mutant_fails(tools, mutant):
     """What the suite makes of a mutant on these cases does not depend on who computes it: another does it faster."""

@@ -91,6 +91,7 @@ def test_bits_twice_and_in_any_company_and_table(suite, tools):
     tools.assert_same_bits(once[4], changed[4])
 
 
+@pytest.mark.quick("a block twice", "length one short", "lower bounds")
 def test_mutant_fails(suite, tools, mutant):
     tools.must_fail(suite.check, mutant(XLA), FOR_MUTANTS)
 

@@ -67,6 +67,7 @@ def test_bits_twice_and_in_any_company(tools, suite):
     tools.assert_same_bits(once[1], KERNEL(*changed, **static)[1])
 
 
+@pytest.mark.quick("maxima for minima", "one slot fewer", "a length off by a page")
 def test_the_suite_rejects(tools, suite, mutants, mutant):
     tools.must_fail(suite[0], functools.partial(mutants[mutant], REFERENCE), ("chunks", MIXED))
 

@@ -96,6 +96,7 @@ def test_bytes_by_frame_and_index_by_id(tools, arguments):
             tools.assert_all_same_bits(once, KERNEL(q, *moved, index, ids, lengths, frames=wrong, **keywords))
 
 
+@pytest.mark.quick("V read from K", "length one short", "a page is sealed too early")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(tools, check, mutant):
     """What the suite makes of a mutant on these cases does not depend on who computes it: another does it faster."""
