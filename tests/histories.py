@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from tiny_models import make_family, shallow
 
 from kvjax import Engine, OutOfPages
 from kvjax.declared import own_policies
@@ -66,11 +65,6 @@ class Held:
     sequence: object
     tokens: list[int]
     written: list[str | Drafted | None]
-
-
-def quick_family(name: str):
-    """`make_family`; llama, which `make test` runs, has one layer. Histories of models with two layers are long."""
-    return shallow(make_family(name)) if name == "llama" else make_family(name)
 
 
 class History:

@@ -19,7 +19,9 @@ def model():
 
 @pytest.fixture(scope="session")
 def one_layer():
-    """`model` without its second layer, for tests of what is the same in every layer: its programs take half the time."""
+    """`model` without its second layer, for tests of what is the same in every layer: its programs take half the time. Not for tests of
+    what pages hold: in the first layer that depends on no other token.
+    """
     return shallow(make_model())
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from histories import History, Sizes, quick_family, run_histories
+from histories import History, Sizes, run_histories
 from tiny_models import QWEN_7B, make_family
 
 from kvjax import Engine
@@ -254,11 +254,12 @@ def test_many_random_histories(kind, bits, tmp_path):
     assert run_histories(make_family("gemma3_text"), range(20), tmp_path, sizes, kind)["sequences compared"] > 3
 
 
+@pytest.mark.long
 @pytest.mark.bits
 def test_random_histories_have_the_bits_of_each_sequence_alone(tmp_path):
     register("cascade-of-pages", lambda: Cascade(1, 2, 4, sink=1, local=1, block_size=16))
     sizes = Sizes(policies=("cascade-of-pages",), drafts=(4,))
-    assert run_histories(quick_family("llama"), range(1), tmp_path, sizes)["sequences compared"] > 3
+    assert run_histories(make_family("llama"), range(1), tmp_path, sizes)["sequences compared"] > 3
 
 
 def test_the_bill_counts_what_the_choice_reads():

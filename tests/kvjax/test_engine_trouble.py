@@ -18,11 +18,6 @@ from kvjax.sampling import SamplingRows
 PAGES, PAGE = 24, 16
 
 
-@pytest.fixture(scope="module")
-def model(one_layer):
-    return one_layer
-
-
 @pytest.fixture
 def engine(model):
     return Engine(model, pages=PAGES, page_size=PAGE, prefill_chunk=32, batch_buckets=(1, 2))
@@ -192,6 +187,7 @@ def test_an_extension_that_fails_to_compile_changes_nothing(engine, text, monkey
     assert np.isfinite(np.asarray(engine.extend(sequence, [1]))).all()
 
 
+@pytest.mark.quick_but("llama-options1")
 @pytest.mark.parametrize(("name", "options"), [("qwen3_5_text", {}), ("llama", {"cache_format": "int8"}), ("llama", {})])
 def test_a_chunk_that_fails_half_way_is_not_gone_on_with_where_rows_have_moved(name, options, text, monkeypatch):
     """Its first slices have moved the rows of their layers to the chunk's end. Pages alone stay as they were."""

@@ -4,7 +4,7 @@ import collections
 
 import jax
 import pytest
-from histories import EARLY, FAMILIES, FEW, LARGE, LATE, quick_family, run_histories
+from histories import EARLY, FAMILIES, FEW, LARGE, LATE, run_histories
 from quick_cases import rest_long
 from tiny_models import make_family
 
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.bits
 
 @pytest.mark.parametrize("name", rest_long(FAMILIES, "llama"))
 def test_random_histories_have_the_bits_of_each_sequence_alone(name, tmp_path):
-    counts = run_histories(quick_family(name), range(2), tmp_path, FEW)
+    counts = run_histories(make_family(name), range(2), tmp_path, FEW)
     assert counts["sequences compared"] > 3
 
 
 @pytest.mark.parametrize("sizes", [LATE, EARLY], ids=["late", "early"])
 @pytest.mark.parametrize("name", rest_long([name for name in FAMILIES if name != "deepseek_v32"], "llama"))
 def test_sequences_that_give_pages_back_have_the_bits_of_each_alone(name, sizes, tmp_path):
-    counts = run_histories(quick_family(name), range(2), tmp_path, sizes)
+    counts = run_histories(make_family(name), range(2), tmp_path, sizes)
     assert counts["sequences compared"] > 3
 
 
@@ -37,7 +37,7 @@ def test_the_comparison_sees_a_page_that_two_sequences_write(tmp_path, monkeypat
 
     monkeypatch.setattr(Engine, "fork", fork)
     with pytest.raises(AssertionError, match="differ"):
-        run_histories(quick_family("llama"), range(40), tmp_path, FEW)
+        run_histories(make_family("llama"), range(40), tmp_path, FEW)
 
 
 @pytest.fixture(scope="module")

@@ -62,10 +62,8 @@ def totals():
 @pytest.mark.bits
 @pytest.mark.parametrize("name", rest_long({name: name for name in FAMILIES}, "llama"))
 def test_pages_in_host_memory_change_no_bits(name, tmp_path, totals):
-    model, seeds, sizes = make_family(name), range(3), SMALL
-    if name == "llama":
-        model, seeds, sizes = shallow(model), SEEDS[:2], QUICK
-    counts = run_histories(model, seeds, tmp_path, sizes, HostHistory)
+    seeds, sizes = (SEEDS[:2], QUICK) if name == "llama" else (range(3), SMALL)
+    counts = run_histories(make_family(name), seeds, tmp_path, sizes, HostHistory)
     assert counts["sequences compared"] > 3
     assert totals["moved"] > 20
     assert totals["hot tiles"] > (0 if name != "deepseek_v32" else -1)
@@ -183,12 +181,10 @@ MUTANTS = (_late_moves, _no_moves, _ids_for_frames, _nothing_is_forgotten, _open
 def test_an_order_taken_away_corrupts(mutant, tmp_path, monkeypatch):
     jax.clear_caches()
     mutant(monkeypatch)
-    model, seeds, sizes = make_family("llama"), range(60), SMALL
-    if mutant is _late_moves:
-        model, seeds, sizes = shallow(model), SEEDS, QUICK
+    seeds, sizes = (SEEDS, QUICK) if mutant is _late_moves else (range(60), SMALL)
     try:
         with pytest.raises((AssertionError, RuntimeError), match=r"differ|hold nothing"):
-            run_histories(model, seeds, tmp_path, sizes, HostHistory)
+            run_histories(make_family("llama"), seeds, tmp_path, sizes, HostHistory)
     finally:
         jax.clear_caches()
 
@@ -402,9 +398,10 @@ def test_pages_that_are_given_back_leave_host_memory_too(tmp_path):
     assert counts["sequences compared"] > 3
 
 
+@pytest.mark.long
 @pytest.mark.bits
 def test_heavy_hitters_in_host_memory_have_the_same_bits():
-    model, text = shallow(make_family("llama")), [3, 5, 8, 13] * 40
+    model, text = make_family("llama"), [3, 5, 8, 13] * 40
     frame = memory_plan(model.config, page_size=16).frame_bytes
     sizes = {"page_size": 16, "prefill_chunk": 32, "batch_buckets": (1,)}
     here, there = Engine(model, "heavy:2", pages=40, **sizes), Engine(model, "heavy:2", pages=8, pool_host_bytes=32 * frame, **sizes)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tiny_models import make_family, shallow
+from tiny_models import make_family
 
 from kvjax import Engine, OutOfPages
 from kvjax.memory import memory_plan
@@ -17,7 +17,7 @@ PREFIX = 96
 
 @pytest.fixture(scope="module")
 def model():
-    return shallow(make_family("llama"))
+    return make_family("llama")
 
 
 @pytest.fixture(scope="module")

@@ -69,11 +69,6 @@ def engine_of(model, *policies, **options):
 
 
 @pytest.fixture(scope="module")
-def model(one_layer):
-    return one_layer
-
-
-@pytest.fixture(scope="module")
 def engine(model):
     return engine_of(model, ALL, EIGHT, SMALL)
 
@@ -143,6 +138,7 @@ def test_cuts_do_not_change_a_bit_of_what_is_learned(engine, text, cuts):
         engine.free(sequence)
 
 
+@pytest.mark.long
 def test_after_decoding_a_chunk_begins_anew_and_cuts_still_change_nothing(engine, model, text):
     (sequence,) = engine.prefill([text[:40]])
     engine.decode([sequence], text[40:41], ALL)
@@ -213,6 +209,7 @@ def test_what_is_decoded_is_what_the_mass_chose(engine, text):
     engine.free(sequence)
 
 
+@pytest.mark.long
 def test_a_restored_sequence_says_what_is_lost(engine, text, tmp_path):
     (sequence,) = engine.prefill([text[:40]])
     engine.save(sequence, tmp_path / "saved")

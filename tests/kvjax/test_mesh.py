@@ -10,7 +10,7 @@ import pytest
 from histories import FEW, History, run_histories
 from jax.sharding import PartitionSpec
 from quick_cases import rest_long
-from tiny_models import RECURRENT, make_family, random_model, remembering, shallow
+from tiny_models import RECURRENT, make_family, random_model, remembering
 
 import kvjax
 from kvjax import Engine
@@ -75,9 +75,7 @@ QUICK = [("llama", BOTH), ("gemma3_text", "context 2"), ("qwen3_5_text", "tensor
 @pytest.mark.parametrize("case", rest_long(CASES, *QUICK), ids=" ".join)
 def test_results_are_those_of_one_device(case, text):
     name, mesh = case
-    model, policy = model_of(name), POLICIES["top"]
-    if name == "deepseek_v32":  # its layers are alike
-        model, policy = shallow(model), None
+    model, policy = model_of(name), None if name == "deepseek_v32" else POLICIES["top"]
     expected, reads = logits_of(model, None, policy, text[:203])
     found, read = logits_of(model, mesh_of(mesh), policy, text[:203])
     check_near(found, expected)
@@ -134,10 +132,8 @@ class MeshHistory(History):
 def test_a_mesh_gives_the_same_bits_in_any_company(case, tmp_path, monkeypatch):
     name, mesh = case
     monkeypatch.setattr(MeshHistory, "shared", {"mesh": mesh_of(mesh)})
-    model, sizes = model_of(name), FEW
-    if case == ("llama", BOTH):  # a quarter of the programs
-        model, sizes = shallow(model), dataclasses.replace(FEW, policies=("quest:1",))
-    run_histories(model, range(2), tmp_path, sizes, MeshHistory)
+    sizes = dataclasses.replace(FEW, policies=("quest:1",)) if case == ("llama", BOTH) else FEW  # half as many programs
+    run_histories(model_of(name), range(2), tmp_path, sizes, MeshHistory)
 
 
 @pytest.mark.long
@@ -157,10 +153,12 @@ def test_lists_and_scores_are_those_of_one_device(mesh, model, text):
     check_near(seen[1].logits, seen[0].logits)
 
 
+@pytest.mark.parametrize("meshes", rest_long([(BOTH,), ("tensor 4", BOTH)], (BOTH,)), ids=", ".join)
 @pytest.mark.parametrize("name", rest_long(["llama", "qwen3_5_text"], "qwen3_5_text"))
-def test_a_file_of_one_mesh_is_read_on_another(name, text, tmp_path):
+def test_a_file_of_one_mesh_is_read_on_another(name, meshes, text, tmp_path):
+    """And on one device, and the other way round."""
     model, path, logits = model_of(name), tmp_path / "sequence", []
-    places = [None, mesh_of("tensor 4"), mesh_of(BOTH)]
+    places = [None, *map(mesh_of, meshes)]
     engines = [Engine(model, pages=64, page_size=PAGE, prefill_chunk=CHUNK, mesh=each, batch_buckets=(1,)) for each in places]
     for one, other in itertools.permutations(engines, 2):
         (sequence,) = one.prefill([text[:83]])

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tiny_models import make_family, shallow
+from tiny_models import make_family
 
 import kvjax
 from kvjax import Engine, OutOfPages, Request, Scheduler
@@ -14,7 +14,7 @@ SIZES = {"page_size": PAGE, "prefill_chunk": PAGE, "batch_buckets": (2,)}
 
 @pytest.fixture(scope="module")
 def model():
-    return shallow(make_family("llama"))
+    return make_family("llama")
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +233,7 @@ def test_any_goes_on_after_steps(model, text):
     assert found(engine, text[:160]) == 144
 
 
+@pytest.mark.long
 def test_any_finds_what_other_policies_and_chunks_wrote(model, text, tmp_path):
     page = sum(block_bytes(model.config.cache_spec(PAGE), group.name) for group in model.config.cache_spec(PAGE).groups)
     lengths = []

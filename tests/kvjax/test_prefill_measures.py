@@ -270,6 +270,7 @@ def test_sampled_miss_agrees_with_the_whole(uneven, monkeypatch, bias):
     assert (off < 3.5) == (bias == "none"), off
 
 
+@pytest.mark.long
 def test_sampled_shares_are_those_of_their_queries(uneven):
     """Query by query what `captured_mass` leaves, over sorted lists that end in -1 too."""
     for policy in (OracleBlocks(k=12, **SIZES), MOMO):

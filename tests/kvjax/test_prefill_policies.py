@@ -155,7 +155,7 @@ def mostly(names):
 # A policy that covers everything is dense.
 
 
-@pytest.mark.quick_but("momo", "oracle", "mean", "block filter", "vertical")
+@pytest.mark.quick_but("momo", "oracle", "mean", "block filter", "vertical", "momo, all estimated, no delta")
 @pytest.mark.parametrize("name", mostly(COVERING))
 def test_covering_everything_is_dense(name):
     arguments = chunk()
@@ -446,27 +446,27 @@ def test_chunks_are_slices_of_the_whole(name):
 
 
 @pytest.mark.parametrize(("name", "decode"), [("momo", "quest:2"), pytest.param("window with delta", "dense", marks=pytest.mark.long)])
-def test_prefill_and_decode_policies_compose(one_layer, text, name, decode):
-    engine = Engine(one_layer, decode, prefill=SPARSE[name], **ENGINE)
+def test_prefill_and_decode_policies_compose(model, text, name, decode):
+    engine = Engine(model, decode, prefill=SPARSE[name], **ENGINE)
     (ours,) = engine.prefill([text[:200]])
     assert np.isfinite(np.asarray(ours.logits)).all()
-    (dense,) = Engine(one_layer, **ENGINE).prefill([text[:200]])
+    (dense,) = Engine(model, **ENGINE).prefill([text[:200]])
     assert np.abs(np.asarray(ours.logits) - np.asarray(dense.logits)).max() > 1e-3
     assert np.isfinite(np.asarray(engine.decode([ours], [3]))).all()
 
 
 @pytest.mark.quick_but("window")
 @pytest.mark.parametrize("name", ["momo", "window"])
-def test_extending(one_layer, text, name):
+def test_extending(model, text, name):
     """At a chunk's end it goes on as one prefill would; within a chunk by queries that stand alone too, else that chunk is dense."""
     policy = SPARSE[name]
-    engine = Engine(one_layer, prefill=policy, **ENGINE)
+    engine = Engine(model, prefill=policy, **ENGINE)
     whole = np.asarray(engine.prefill([text[:150]])[0].logits)
     for cut in (96, 100):
         (sequence,) = engine.prefill([text[:cut]])
         engine.extend(sequence, text[cut:150])
         assert (np.asarray(sequence.logits) == whole).all() == (cut == 96 or name == "window")
-    chunk_of_100 = Engine(one_layer, **ENGINE)
+    chunk_of_100 = Engine(model, **ENGINE)
     chunk_of_100.prefill_policy = policy
     (sequence,) = chunk_of_100.prefill([text[:97]])
     chunk_of_100.prefill_policy = DensePrefill()

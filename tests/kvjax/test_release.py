@@ -29,11 +29,6 @@ def engine_of(model, policy=GIVES, **options):
 
 
 @pytest.fixture(scope="module")
-def model(one_layer):
-    return one_layer
-
-
-@pytest.fixture(scope="module")
 def engine(model):
     """Prompts are prefilled densely, so pages stay until the first step of the window."""
     return engine_of(model, policies=("dense", READS, "window:16+20", "quest:1"))
@@ -277,6 +272,7 @@ def test_suspended_and_saved_sequences_go_on_with_the_same_bits(request, kind, t
         used.decode([back], [1], "dense")
 
 
+@pytest.mark.long
 def test_prefixes_are_found_after_their_pages_were_given_back(model, text):
     """Only those whose pages nobody needed meanwhile; what is found holds the bits of a prompt of its own."""
     engine, plain = (engine_of(model, prefill=READS, reuse=reuse, batch_buckets=(8,)) for reuse in (True, False))
@@ -299,6 +295,7 @@ def test_a_scheduler_runs_prompts_and_answers_larger_than_the_pool(model, rollin
     assert len(small.token_ids) == 150
 
 
+@pytest.mark.long
 def test_a_suspended_sequence_needs_only_the_pages_that_it_had(model):
     engine = engine_of(model, policies="dense", pages=12)
     (sequence,) = engine.prefill([[1] * 100])
@@ -337,6 +334,7 @@ def test_preempted_answers_longer_than_the_pool_have_the_same_tokens(model, poli
     assert schedulers[0].preemptions > schedulers[1].preemptions == 0
 
 
+@pytest.mark.long
 def test_warming_up_takes_no_more_pages_than_a_sequence(rolling):
     rolling.warmup(tokens=300)
     assert rolling.allocators["full"].free == rolling.allocators["full"].total
@@ -396,6 +394,7 @@ def test_positions_in_the_cache_are_those_of_streaming_llm(few_positions, text, 
         close(rows, of_window(few_positions, text[:232], 0)[216:])
 
 
+@pytest.mark.long
 def test_up_to_sinks_and_window_both_kinds_of_positions_are_the_same(few_positions, text):
     plain, moved = engine_of(few_positions, READS, prefill=READS), remapping(few_positions)
     (one,), (two,) = plain.prefill([text[:50]]), moved.prefill([text[:50]])
@@ -416,6 +415,7 @@ def test_sequences_longer_than_the_models_positions_need_positions_in_the_cache(
         moved.check_length(2**24 + 1)
 
 
+@pytest.mark.long
 def test_what_a_step_reads_of_sinks_is_inspected_with_turned_queries(few_positions, text):
     engine = remapping(few_positions)
     (sequence,) = engine.prefill([text[:PROMPT]])
@@ -474,6 +474,7 @@ def test_flags_are_true_or_false(wrong):
         dataclasses.replace(SinkWindow(4, 8, 2), remap=True)
 
 
+@pytest.mark.long
 def test_a_narrower_window_gives_back_the_sinks_of_a_wider_one(engine, text):
     """They lie before the pages that the wider one gave back."""
     (sequence,) = engine.prefill([text[:PROMPT]])

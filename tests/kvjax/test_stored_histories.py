@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 import store_mutants
-from histories import FAMILIES, LARGE, History, Sizes, engine_for, quick_family, run_histories
+from histories import FAMILIES, LARGE, History, Sizes, engine_for, run_histories
 from quick_cases import rest_long
-from tiny_models import make_family, shallow
+from tiny_models import make_family
 
 from kvjax import MeasureOnceMaskOnce, OutOfPages
 from kvjax.cache import OPEN, PageAllocator, prefixes
@@ -91,7 +91,7 @@ CASES = {name: (name, SHORT_CHUNKS) for name in FAMILIES} | {"momo": ("llama", C
 @pytest.mark.parametrize("case", rest_long(CASES, "llama"))
 def test_stores_change_no_bits(case, tmp_path, totals):
     name, sizes = CASES[case]
-    counts = run_histories(quick_family(name), range(3), tmp_path, sizes, StoredHistory)
+    counts = run_histories(make_family(name), range(3), tmp_path, sizes, StoredHistory)
     assert counts["sequences compared"] > 3
     assert totals["tokens found"] >= 64
 
@@ -136,7 +136,7 @@ def test_the_comparison_sees_a_page_of_another_text(tmp_path, monkeypatch):
     honest = prefixes._digest
     monkeypatch.setattr(prefixes, "_digest", lambda before, tokens, how: honest(before, [0] * len(tokens), how))
     with pytest.raises(AssertionError, match="differ"):
-        run_histories(shallow(make_family("llama")), range(40), tmp_path, SHORT_CHUNKS, StoredHistory)
+        run_histories(make_family("llama"), range(40), tmp_path, SHORT_CHUNKS, StoredHistory)
 
 
 @pytest.mark.long
@@ -144,7 +144,7 @@ def test_the_comparison_sees_pages_of_half_a_chunk(tmp_path, monkeypatch):
     """A prefill policy whose queries look at each other, whose pages are found one by one."""
     monkeypatch.setattr(MeasureOnceMaskOnce, "queries_stand_alone", True)
     with pytest.raises(AssertionError, match="differ"):
-        run_histories(shallow(make_family("llama")), range(40), tmp_path, CHUNKS, StoredHistory)
+        run_histories(make_family("llama"), range(40), tmp_path, CHUNKS, StoredHistory)
 
 
 def test_the_comparison_sees_a_page_that_was_given_to_others(tmp_path, monkeypatch):
@@ -160,7 +160,7 @@ def test_the_comparison_sees_a_page_that_was_given_to_others(tmp_path, monkeypat
 
     monkeypatch.setattr(PageAllocator, "take", take)
     with pytest.raises((AssertionError, ValueError, KeyError)):
-        run_histories(shallow(make_family("llama")), range(40), tmp_path, SHORT_CHUNKS, StoredHistory)
+        run_histories(make_family("llama"), range(40), tmp_path, SHORT_CHUNKS, StoredHistory)
 
 
 class BusyHistory(StoredHistory):
@@ -178,7 +178,7 @@ class BusyHistory(StoredHistory):
 
 def test_busy_histories_are_right_and_bring_pages_back(tmp_path, totals):
     """Where nothing is taken out."""
-    run_histories(shallow(make_family("llama")), range(6), tmp_path, SHORT_CHUNKS, BusyHistory)
+    run_histories(make_family("llama"), range(6), tmp_path, SHORT_CHUNKS, BusyHistory)
     assert min(totals[what] for what in ("host hits", "disk hits", "device evictions", "host evictions")) > 0
 
 
@@ -187,13 +187,13 @@ def test_busy_histories_are_right_and_bring_pages_back(tmp_path, totals):
 def test_the_comparison_sees_a_barrier_that_is_missing(mutant, tmp_path, monkeypatch):
     store_mutants.CORRUPTING[mutant](monkeypatch)
     with pytest.raises(AssertionError, match="differ"):
-        run_histories(shallow(make_family("llama")), range(40), tmp_path, SHORT_CHUNKS, BusyHistory)
+        run_histories(make_family("llama"), range(40), tmp_path, SHORT_CHUNKS, BusyHistory)
 
 
 def test_the_comparison_sees_pages_that_get_their_owner_too_late(tmp_path, monkeypatch):
     store_mutants.owned_after_taken(monkeypatch)
     with pytest.raises((AssertionError, ValueError)):
-        run_histories(shallow(make_family("llama")), range(20, 60), tmp_path, SHORT_CHUNKS, BusyHistory)
+        run_histories(make_family("llama"), range(20, 60), tmp_path, SHORT_CHUNKS, BusyHistory)
 
 
 class DamageHistory(BusyHistory):
@@ -212,11 +212,11 @@ def test_digests_find_a_slot_that_was_given_to_others_and_the_comparison_sees_it
     """Two barriers, one behind the other."""
     store_mutants.slot_still_named(monkeypatch)
     DamageHistory.damaged = 0
-    run_histories(shallow(make_family("llama")), range(4), tmp_path, SHORT_CHUNKS, DamageHistory)
+    run_histories(make_family("llama"), range(4), tmp_path, SHORT_CHUNKS, DamageHistory)
     assert DamageHistory.damaged > 0
     store_mutants.digests_not_looked_at(monkeypatch)
     with pytest.raises(AssertionError, match="differ"):
-        run_histories(shallow(make_family("llama")), range(40), tmp_path, SHORT_CHUNKS, DamageHistory)
+        run_histories(make_family("llama"), range(40), tmp_path, SHORT_CHUNKS, DamageHistory)
 
 
 class AnyHistory(StoredHistory):
@@ -257,7 +257,7 @@ DENSE = dataclasses.replace(SHORT_CHUNKS, policies=("dense",), pages=40)
 
 @pytest.mark.parametrize("name", rest_long(("llama", "gemma3_text", "qwen3_5_text", "shared"), "llama"))
 def test_pages_written_in_any_way_are_near_the_full_forward(name, tmp_path, totals):
-    run_histories(quick_family(name), range(5), tmp_path, DENSE, AnyHistory)
+    run_histories(make_family(name), range(5), tmp_path, DENSE, AnyHistory)
     assert totals["tokens found"] > 100
 
 
@@ -270,4 +270,4 @@ def test_the_full_forward_sees_pages_kept_in_another_order(tmp_path, monkeypatch
 
     monkeypatch.setattr(prefixes.Prefixes, "_keep", keep)
     with pytest.raises((AssertionError, ValueError), match="differ"):
-        run_histories(shallow(make_family("llama")), range(40), tmp_path, DENSE, AnyHistory)
+        run_histories(make_family("llama"), range(40), tmp_path, DENSE, AnyHistory)

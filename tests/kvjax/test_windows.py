@@ -87,6 +87,7 @@ def test_the_pool_of_a_window_group_is_as_small_as_batches_allow(engine):
     assert shapes == [2 * MOST, 64, 2 * MOST]
 
 
+@pytest.mark.long
 def test_forked_sequences_share_windows_and_go_their_own_way(engine, tokens):
     (parent,) = engine.prefill([tokens[:150]])
     child = engine.fork(parent)

@@ -141,6 +141,7 @@ def test_batch_finds_what_records_share_and_says_so(kvjax, model_folder, tmp_pat
     assert lines(tmp_path / "out.jsonl") == lines(tmp_path / "plain.jsonl")
 
 
+@pytest.mark.long
 def test_a_job_begun_with_other_pages_counting_is_not_continued(kvjax, model_folder, tmp_path, monkeypatch):
     from kvjax.serving.batch import journal
 

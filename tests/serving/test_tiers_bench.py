@@ -108,6 +108,7 @@ def test_lists_are_not_read_twice():
             plan(**{name: (0,) if name == "tokens" else 0})
 
 
+@pytest.mark.long
 def test_a_prompt_copies_its_earlier_pages_once_for_each_chunk(monkeypatch):
     monkeypatch.setattr(tiers, "COPY", 1 << 20)
     fields = {"shape": "tiny", "config": CONFIG, "tokens": (4096,), "policies": (parse_prefill("dense"),), "chunk": 512}

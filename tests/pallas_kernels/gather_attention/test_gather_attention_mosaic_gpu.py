@@ -224,12 +224,8 @@ WIDE = {
         SPILL_FREE | WIDE,
         "28/4, dense",
         "32/8 of 64, list, batch 40",
-        "blocks of 32 with their LSE",
         "4 drafts, a list each, batch 8",
-        "tiles apart",
         "tiles apart, LSE of blocks",
-        "tiles apart, 16 drafts of groups of 8",
-        "list, 8 drafts, window",
         "head dim 256, list, float16",
     ),
 )
