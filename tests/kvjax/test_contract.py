@@ -145,6 +145,7 @@ def test_decode_bits_do_not_depend_on_company_or_places(model, bf16_model, text,
     np.testing.assert_array_equal(decoded(3, [long, text[:1], text[:300]], 2), alone)
 
 
+@pytest.mark.long
 def test_the_same_call_twice_gives_the_same_bits(model, text):
     runs = []
     for _ in range(2):

@@ -165,6 +165,7 @@ def test_prefill_and_decode_add_up_to_the_mass_of_everything(model, text):
     assert_mass(sequence.states[policy], [mass.sum(axis=0) for mass in true_mass(model, text[:70], 16)])
 
 
+@pytest.mark.long
 @pytest.mark.quick_but("momo:1/1")
 @pytest.mark.parametrize("prefill", ["window:1+4", "momo:1/1"])
 def test_under_a_sparse_prefill_the_mass_is_that_of_dense_attention(model, text, prefill):

@@ -194,6 +194,7 @@ def test_states_of_recurrent_layers_are_pinned_where_they_are(tmp_path):
         engine.pin(text[100:164])
 
 
+@pytest.mark.long
 def test_a_window_and_a_pin(text):
     model = make_family("gemma3_text")
     engine = Engine(model, pages=30, reuse=True, **SIZES)

@@ -445,6 +445,7 @@ def test_chunks_are_slices_of_the_whole(name):
         close(attend_sparse(SPARSE[name], query[:, start:stop], layer, here), whole[:, start:stop], rows=64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "decode"), [("momo", "quest:2"), pytest.param("window with delta", "dense", marks=pytest.mark.long)])
 def test_prefill_and_decode_policies_compose(model, text, name, decode):
     engine = Engine(model, decode, prefill=SPARSE[name], **ENGINE)

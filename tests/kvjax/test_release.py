@@ -131,9 +131,9 @@ def test_a_prompt_larger_than_the_pool_is_prefilled_within_its_window(model, rol
     assert len(held(sequence)) <= MOST
 
 
-@pytest.mark.quick_but("10000-engine")
+@pytest.mark.quick_but("4000-engine")
 @pytest.mark.parametrize("kind", ["engine", "rolling"])
-@pytest.mark.parametrize("tokens", [10_000, pytest.param(200_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("tokens", [4_000, pytest.param(200_000, marks=pytest.mark.long)])
 def test_memory_is_flat(model_factory, kind, tokens):
     """Steps of 16 forced tokens, so that 200,000 take minutes, not a quarter of an hour."""
     model = model_factory(max_positions=2**18)

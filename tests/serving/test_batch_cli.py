@@ -123,6 +123,7 @@ def test_batch_prints_the_first_errors_and_fails_on_request(kvjax, model_folder,
     assert re.search("^input line 1: the line is not JSON", err, re.MULTILINE), "the line is named once"
 
 
+@pytest.mark.long
 @pytest.mark.quick_but("--reuse")
 @pytest.mark.parametrize("way", ["--reuse", "--reuse-any"])
 def test_batch_finds_what_records_share_and_says_so(kvjax, model_folder, tmp_path, monkeypatch, way):

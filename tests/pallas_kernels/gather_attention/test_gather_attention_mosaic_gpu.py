@@ -76,7 +76,9 @@ def check(tools, interpreter):
     return run
 
 
-@pytest.mark.quick_but("tiles apart", "4 drafts, a list each", "drafts, blocks of 32, pages of 64")
+@pytest.mark.quick_but(
+    "tiles apart", "4 drafts, a list each", "drafts, blocks of 32, pages of 64", "two KV heads, full pages, head dim 128"
+)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "case",
@@ -233,6 +235,7 @@ def test_lowers(cuda, case):
     assert "mosaic_gpu" in cuda.lower(*(SPILL_FREE | WIDE)[case])
 
 
+@pytest.mark.long
 def test_a_list_too_long_for_shared_memory_takes_spans(cuda):
     text = cuda.lower(*production(width=60_000, block_size=16))
     assert "span_kernel" in text
