@@ -211,7 +211,9 @@ def world(speaker, model_factory, tmp_path):
 
 
 def test_interrupts_leave_everything_right(world):
-    counts = attack(world, 20, seed=1)
+    """In all calls but those whose programs take longest to compile, which `test_many_interrupts` interrupts, too."""
+    dear = ("extend, all logits", "decode densely", "inspect", "warmup")
+    counts = attack(world, 20, seed=1, names=[name for name in world.calls() if name not in dear])
     assert counts["interrupted"] > 8
 
 

@@ -57,6 +57,7 @@ def test_copies_move_what_the_tokens_name():
         assert copied["out"] == moved + sealed * index
 
 
+@pytest.mark.long
 def test_bits_twice_and_pages_by_frame_and_indexes_by_id(tools):
     """Every page in another frame: the same bits; not so with one table for the other."""
     k_pages, v_pages, indexes, *tokens, table = append_suite.arguments(INDEXES)

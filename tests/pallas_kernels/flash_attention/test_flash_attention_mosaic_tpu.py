@@ -76,6 +76,7 @@ def test_matches_reference(check, case):
     check(KERNEL, case)
 
 
+@pytest.mark.long
 def test_bits_twice_and_in_other_frames_and_company_and_from_another_start(tools, arguments):
     (q, k, v, table, starts, lengths), keywords = arguments(WINDOW)
     op = functools.partial(KERNEL, **keywords)

@@ -65,7 +65,7 @@ def arguments(tools):
     return build
 
 
-@pytest.mark.quick_but("bfloat16 blocks of 16 in pages of 32", "dense")
+@pytest.mark.quick_but("bfloat16 blocks of 16 in pages of 32", "dense", "huge logits")
 @pytest.mark.parametrize(
     "case", rest_long(CASES, "blocks of 8, drafts, window", "dense", "huge logits", "bfloat16 blocks of 16 in pages of 32")
 )

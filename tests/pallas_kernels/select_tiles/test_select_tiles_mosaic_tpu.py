@@ -59,6 +59,7 @@ def test_matches_reference(suite, case):
     suite[0](KERNEL, case)
 
 
+@pytest.mark.long
 def test_bits_twice_and_in_any_company(tools, suite):
     (q, bounds, table, starts, lengths), static = suite[1]("chunks")
     once = KERNEL(q, bounds, table, starts, lengths, **static)

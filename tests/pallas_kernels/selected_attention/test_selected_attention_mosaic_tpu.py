@@ -65,6 +65,7 @@ def test_matches_reference(check, case):
     check(KERNEL, case)
 
 
+@pytest.mark.long
 def test_bits_twice_and_copies_move_what_lists_and_indexes_name(tools, arguments):
     """Per query: the index rows of the named pages before its first local block, the blocks that its KV heads list, and the list once
     from vector to scalar memory."""
