@@ -35,6 +35,7 @@ def books(engine):
 # One thread at a time
 
 
+@pytest.mark.long
 def test_a_second_thread_is_refused_and_the_first_loses_nothing(engine, text):
     (sequence,) = engine.prefill([text[:40]])
     expected = np.asarray(engine.decode([engine.fork(sequence)], [5]))

@@ -71,6 +71,7 @@ def test_rows_do_not_feel_the_penalties_of_others(engine):
         assert together[request.id] == alone, request.sampling
 
 
+@pytest.mark.long
 def test_counts_are_kept_only_while_a_row_has_a_penalty(engine, monkeypatch):
     given, real = [], Engine._decode
 

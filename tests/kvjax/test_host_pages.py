@@ -62,7 +62,7 @@ def totals():
 @pytest.mark.bits
 @pytest.mark.parametrize("name", rest_long({name: name for name in FAMILIES}, "llama"))
 def test_pages_in_host_memory_change_no_bits(name, tmp_path, totals):
-    seeds, sizes = (SEEDS[:2], QUICK) if name == "llama" else (range(3), SMALL)
+    seeds, sizes = (SEEDS[1:2], QUICK) if name == "llama" else (range(3), SMALL)
     counts = run_histories(make_family(name), seeds, tmp_path, sizes, HostHistory)
     assert counts["sequences compared"] > 3
     assert totals["moved"] > 20
@@ -412,6 +412,7 @@ def test_heavy_hitters_in_host_memory_have_the_same_bits():
     assert there.allocators["full"].total - there.allocators["full"].free <= 1 + 2 + 4 + 1
 
 
+@pytest.mark.long
 def test_a_prompt_that_copies_much_in_small_chunks_is_warned_about_once(monkeypatch, caplog):
     model = shallow(make_family("llama"))
     frame = memory_plan(model.config, page_size=16).frame_bytes

@@ -304,6 +304,7 @@ def test_sampling_costs_five_percent_at_most(tokens, read, every):
         sample_every(0, read)
 
 
+@pytest.mark.long
 def test_rows_say_what_was_missed(model, text, rows):
     """Beside what was captured, over the same queries; by head on request."""
     for row in rows:

@@ -271,6 +271,7 @@ def test_a_block_filter_lists_what_pooled_logits_rank():
             assert listed(lists[0, tile, head]) == [b for b in distant(first, last) if kept[tile // 2, head, b // 2]]
 
 
+@pytest.mark.long
 def test_flex_takes_the_estimate_that_the_last_queries_bear_out():
     """Heads below tau list by means as with tau 1, the others lines as with tau 0; some of each."""
     query, layer, ctx = chunk()

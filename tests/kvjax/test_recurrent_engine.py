@@ -132,6 +132,7 @@ def test_too_many_sequences_are_an_error_that_names_the_group(engine, tokens):
     assert len(engine.sequences) == 5
 
 
+@pytest.mark.long
 def test_policies_list_blocks_in_layers_of_attention_alone(engine, tokens):
     (sequence,) = engine.prefill([tokens[:200]])
     engine.decode([sequence], [1])

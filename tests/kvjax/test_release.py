@@ -402,6 +402,7 @@ def test_up_to_sinks_and_window_both_kinds_of_positions_are_the_same(few_positio
     close(decoded(moved, two, text[50:56]), decoded(plain, one, text[50:56]))
 
 
+@pytest.mark.long
 def test_sequences_longer_than_the_models_positions_need_positions_in_the_cache(few_positions, text):
     plain = engine_of(few_positions, GIVES, prefill=READS)
     with pytest.raises(ValueError, match="a sequence of 65 tokens is longer than the model's 64 positions"):
