@@ -19,10 +19,10 @@ demo: venv
 	@$(bin)/kvjax demo
 
 test: lint node
-	@$(bin)/pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not long"
+	@$(bin)/pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not long"
 
 long: venv node
-	@$(bin)/pytest -n 2 --dist loadfile --max-worker-restart 0 -m "long or bits" --optimized --timeout 3600
+	@$(bin)/pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "long or bits" --optimized --timeout 3600
 
 lint: venv
 	@$(bin)/ruff check

@@ -89,6 +89,12 @@ def pytest_pycollect_makeitem(collector, name):
     return found
 
 
+def pytest_collection_modifyitems(items):
+    """Files of kernels come last, and `make test` keeps this order. A worker gets whole files, and none of these takes long, so both
+    workers end at about the same time."""
+    items.sort(key=lambda item: item.nodeid.startswith("tests/pallas_kernels/"))
+
+
 def pytest_collection_finish():
     """The garbage collector goes through everything that it tracks, again and again. What is there now stays: thousands of tests."""
     gc.collect()

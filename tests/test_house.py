@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,11 @@ def label(path: Path) -> str:
 @functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), label(path))
+
+
+def check_each(paths: list[Path], faults_of: Callable[[Path], Iterable]) -> None:
+    """No file has faults. All files are one test: a test of each costs more than what it checks."""
+    assert {label(path): found for path in paths if (found := list(faults_of(path)))} == {}
 
 
 def module_name(path: Path) -> str:
@@ -97,9 +103,8 @@ def upward_imports(tree: ast.Module, name: str) -> list[str]:
     return [f"line {line}: {module}" for module, line in found]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=label)
-def test_imports_point_one_way(path):
-    assert not upward_imports(parse(path), module_name(path))
+def test_imports_point_one_way():
+    check_each(SOURCES, lambda path: upward_imports(parse(path), module_name(path)))
 
 
 @pytest.mark.parametrize(
@@ -223,9 +228,8 @@ def environment_reads(tree: ast.Module) -> list[str]:
     return [f"line {node.lineno}" for node in attributes + imports]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=label)
-def test_no_environment_variable_is_read(path):
-    assert not environment_reads(parse(path))
+def test_no_environment_variable_is_read():
+    check_each(SOURCES, lambda path: environment_reads(parse(path)))
 
 
 @pytest.mark.parametrize(
@@ -249,16 +253,21 @@ def functions_of(tree: ast.Module) -> set[str]:
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=label)
-def test_no_module_carries_the_name_of_its_function(path):
-    """`from a.b import b` must not hide the module a.b: neither by a function of the file's own name, nor in its package."""
+def hidden_modules(path: Path) -> list[str]:
+    """Modules that a function hides: one of the file's own name, or one in its package."""
     tree, name = parse(path), module_name(path)
-    assert path.stem not in functions_of(tree)
+    hidden = functions_of(tree) & {path.stem}
     if path.name == "__init__.py":
         package = name.removesuffix(".__init__")
         imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
         imported = {alias.name for node in imports for alias in node.names if f"{node.module}.{alias.name}" not in MODULES}
-        assert not [hidden for hidden in imported | functions_of(tree) if f"{package}.{hidden}" in MODULES]
+        hidden |= {each for each in imported | functions_of(tree) if f"{package}.{each}" in MODULES}
+    return sorted(hidden)
+
+
+def test_no_module_carries_the_name_of_its_function():
+    """`from a.b import b` must not hide the module a.b."""
+    check_each(SOURCES, hidden_modules)
 
 
 def test_front_door_hides_no_module():
@@ -285,11 +294,29 @@ def test_type_checkers_see_the_names_that_are_resolved_on_first_use(name):
     assert set(seen) <= set(dir(package))
 
 
-@pytest.mark.parametrize("path", ALL_PYTHON, ids=label)
-def test_files_and_functions_stay_small(path):
-    assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
+def too_large(path: Path) -> list[str]:
+    """The file, if it is too long, and its functions that are."""
+    lines = len(path.read_text().splitlines())
     functions = [node for node in ast.walk(parse(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    assert not [node.name for node in functions if node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES]
+    found = [f"{lines} lines"] if lines > MAX_FILE_LINES else []
+    return found + [node.name for node in functions if node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES]
+
+
+def test_files_and_functions_stay_small():
+    check_each(ALL_PYTHON, too_large)
+
+
+def test_what_is_too_large_or_hides_a_module_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    package = tmp_path / "kvjax" / "cache"
+    package.mkdir(parents=True)
+    long, init = package / "long.py", package / "__init__.py"
+    long.write_text("def long():\n" + "    pass\n" * MAX_FILE_LINES)
+    init.write_text("def pool():\n    pass\n")
+    assert too_large(long) == [f"{MAX_FILE_LINES + 1} lines", "long"]
+    assert (hidden_modules(long), hidden_modules(init)) == (["long"], ["pool"])
+    with pytest.raises(AssertionError, match=r"kvjax/cache/long\.py"):
+        check_each([init, long], too_large)
 
 
 # Start-up
@@ -397,9 +424,8 @@ def undeclared_imports(tree: ast.Module, name: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=label)
-def test_what_is_imported_is_declared(path):
-    assert not undeclared_imports(parse(path), module_name(path))
+def test_what_is_imported_is_declared():
+    check_each(SOURCES, lambda path: undeclared_imports(parse(path), module_name(path)))
 
 
 @pytest.mark.parametrize(

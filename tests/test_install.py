@@ -41,6 +41,7 @@ def wheel(tmp_path_factory) -> Path:
     return next(out.glob("kvjax-*.whl"))
 
 
+@pytest.mark.long
 def test_wheel_holds_the_source_folders_and_nothing_else(wheel):
     expected = {
         f"{name}/{path.relative_to(ROOT / folder)}"
@@ -55,6 +56,7 @@ def test_wheel_holds_the_source_folders_and_nothing_else(wheel):
     assert b"[lm_eval.models]\nkvjax = kvjax.serving.harness:KvjaxLM" in zipfile.ZipFile(wheel).read(entry_points)
 
 
+@pytest.mark.long
 def test_wheel_imports_beside_a_models_folder_of_the_users_own(wheel, tmp_path):
     """`-S` leaves out the editable install, so nothing but the wheel can provide kvjax."""
     unpacked, elsewhere = tmp_path / "unpacked", tmp_path / "elsewhere"

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import VOCAB, make_latent_model, make_model, make_recurrent_model
+from tiny_models import VOCAB, make_latent_model, make_model, make_recurrent_model, shallow
 
 from kvjax import Engine
 from kvjax.policies.decode import Blocks
@@ -15,6 +15,14 @@ from kvjax.policies.decode.base import Stateless
 @pytest.fixture(scope="session")
 def model():
     return make_model()
+
+
+@pytest.fixture(scope="session")
+def one_layer():
+    """`model` without its second layer, for tests of what is the same in every layer: its programs take half the time. Not for tests of
+    what pages hold: in the first layer that depends on no other token.
+    """
+    return shallow(make_model())
 
 
 @pytest.fixture(scope="session")
@@ -76,7 +84,7 @@ def everything_is_given_back(request):
 
 @pytest.fixture(scope="session")
 def speaker():
-    """A tiny model with a tokenizer of single printable characters."""
+    """A tiny model of one layer with a tokenizer of single printable characters."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -85,7 +93,7 @@ def speaker():
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    model = make_model(eos_token_ids=(95,))
+    model = make_model(num_layers=1, eos_token_ids=(95,))
     model.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
     return model
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from quick_cases import some_long
-from tiny_models import make_family
+from tiny_models import make_family, shallow
 
 import kvjax
 from kvjax import Engine, Request, Sampling, Scheduler
@@ -73,14 +73,14 @@ def test_what_follows_a_prefill_is_compiled_once_and_ahead(case, compiled):
 @pytest.mark.long
 def test_a_prompt_of_one_chunk_compiles_in_its_calls(compiled):
     """Nothing runs on the device meanwhile."""
-    engine = Engine(make_family("llama"), pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
+    engine = Engine(shallow(make_family("llama")), pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
     complete(engine, Request(PROMPT[:CHUNK], Sampling(max_new_tokens=2)))
     assert compiled["decode_and_sample"] == ["call"]
 
 
 def test_a_step_of_other_tables_does_not_wait(compiled):
     """Neighbours decode with narrow tables while a longer prompt, whose tables are wider, is prefilled."""
-    engine = Engine(make_family("llama"), pages=80, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
+    engine = Engine(shallow(make_family("llama")), pages=80, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
     waited = []
     ahead, wait = engine._runner._ahead, engine._runner._ahead.wait
     ahead.wait = lambda key: waited.append((key in ahead.running, key[2])) or wait(key)
@@ -98,7 +98,7 @@ def test_a_step_of_other_tables_does_not_wait(compiled):
 @pytest.mark.long
 def test_other_samplings_compile_their_own(compiled):
     """The second request draws, which nobody could know when the first was prefilled."""
-    engine = Engine(make_family("llama"), pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
+    engine = Engine(shallow(make_family("llama")), pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
     first = Request(PROMPT, Sampling(max_new_tokens=6))
     both = complete(engine, first, Request(PROMPT, Sampling(max_new_tokens=3, temperature=1.0)))
     assert all(done.error is None for done in both)
@@ -140,7 +140,7 @@ class Locks(Stateless):
 @pytest.mark.long
 def test_code_of_policies_runs_in_the_callers_thread(compiled):
     lock = threading.RLock()
-    engine = Engine(make_family("llama"), Locks(lock), pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
+    engine = Engine(shallow(make_family("llama")), Locks(lock), pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
     with lock:
         (done,) = complete(engine, Request(PROMPT, Sampling(max_new_tokens=3)))
     assert done.error is None
@@ -149,7 +149,7 @@ def test_code_of_policies_runs_in_the_callers_thread(compiled):
 
 @pytest.mark.long
 def test_weights_that_are_bound_to_a_device(compiled):
-    model = make_family("llama")
+    model = shallow(make_family("llama"))
     model = type(model)(model.decoder, jax.device_put(model.params, jax.devices()[0]))
     engine = Engine(model, pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
     (done,) = complete(engine, Request(PROMPT, Sampling(max_new_tokens=2)))
@@ -162,7 +162,7 @@ def test_no_other_thread_can_be_started(compiled, monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor.submit", refuse)
-    engine = Engine(make_family("llama"), pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
+    engine = Engine(shallow(make_family("llama")), pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
     (done,) = complete(engine, Request(PROMPT, Sampling(max_new_tokens=2)))
     assert done.error is None
     assert compiled["decode_and_sample"] == ["call"]

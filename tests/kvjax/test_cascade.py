@@ -320,9 +320,9 @@ def test_the_definition_sees_an_index_built_before_its_last_token_was_written():
 
 
 @pytest.mark.parametrize("cache_format", [None, pytest.param("int8", marks=pytest.mark.long)])
-def test_an_engine_builds_codes_as_pages_seal_unless_it_packs_keys(model, text, cache_format):
+def test_an_engine_builds_codes_as_pages_seal_unless_it_packs_keys(one_layer, text, cache_format):
     policy = Cascade(1, 2, None, sink=1, local=1, block_size=8)
-    engine = Engine(model, policy, pages=12, page_size=16, prefill_chunk=32, batch_buckets=(1,), cache_format=cache_format)
+    engine = Engine(one_layer, policy, pages=12, page_size=16, prefill_chunk=32, batch_buckets=(1,), cache_format=cache_format)
     (sequence,) = engine.prefill([text[:70]])
     for token in text[70:82]:
         engine.decode([sequence], [token])
@@ -360,6 +360,7 @@ def test_many_random_histories(kind, bits, tmp_path):
     assert run_histories(make_family("gemma3_text"), range(20), tmp_path, sizes, kind)["sequences compared"] > 3
 
 
+@pytest.mark.long
 @pytest.mark.bits
 def test_random_histories_have_the_bits_of_each_sequence_alone(tmp_path):
     register("cascade-of-pages", lambda: Cascade(1, 2, 4, sink=1, local=1, block_size=16))

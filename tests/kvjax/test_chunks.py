@@ -124,6 +124,7 @@ class Numbers(Stateless):
         return "numbers"
 
 
+@pytest.mark.quick_but("config1")
 @pytest.mark.parametrize("config", [altered(TINY, num_layers=8, windows=sliding(8, period=2)), altered(TINY, num_layers=6)])
 def test_policies_are_told_which_layer_it_is_and_keep_their_states(config, text):
     heard: list[tuple[int, int]] = []

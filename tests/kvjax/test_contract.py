@@ -44,7 +44,7 @@ def scramble(engine, seed):
     engine.allocators["full"].release(np.random.default_rng(seed).permutation(taken).tolist())
 
 
-@pytest.mark.quick_but("1-64", "1-32")
+@pytest.mark.quick_but("1-64", "1-32", "15-32", "1-160")
 @pytest.mark.parametrize("chunk", [16, 32, 64, 160])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 33, 100])
 def test_one_prefill_equals_one_full_forward(model, text, chunk, length):
@@ -81,7 +81,7 @@ def test_extend_returns_the_logits_of_every_token(model, text):
     assert error(logits, model.full_forward(text[:128])[20:100]) < BOUND
 
 
-@pytest.mark.quick_but("top:40", "dense")
+@pytest.mark.quick_but("top:40", "dense", "window:64+4544")
 @pytest.mark.parametrize("policy", some_long(POLICIES, "mean:40"))
 def test_a_policy_that_covers_everything_is_dense(model, text, policy):
     oracle = model.full_forward(text[:128])
@@ -145,6 +145,7 @@ def test_decode_bits_do_not_depend_on_company_or_places(model, bf16_model, text,
     np.testing.assert_array_equal(decoded(3, [long, text[:1], text[:300]], 2), alone)
 
 
+@pytest.mark.long
 def test_the_same_call_twice_gives_the_same_bits(model, text):
     runs = []
     for _ in range(2):
@@ -176,7 +177,7 @@ def single_layer(model_factory):
     return model_factory(num_layers=1)
 
 
-@pytest.mark.quick_but("dense-1")
+@pytest.mark.quick_but("dense-1", "window:64+1000-1")
 @pytest.mark.parametrize(("policy", "batch"), [("dense", 1), ("top:8", 4), ("window:64+1000", 1)])
 def test_decode_holds_no_second_copy_of_the_cache(single_layer, policy, batch):
     model = single_layer

@@ -107,9 +107,10 @@ def test_bits_are_those_of_one_engine_whichever_replica_answers(data, tensor, co
         assert_free(engine)
 
 
-def test_bits_on_one_device_are_those_without_a_mesh(small, pair, text):
+@pytest.mark.parametrize("mixed", [False, pytest.param(True, marks=pytest.mark.long)], ids=["greedy", "mixed"])
+def test_bits_on_one_device_are_those_without_a_mesh(small, pair, text, mixed):
     one = Engine(small, POLICY, **SIZES)
-    assert answers(pair, requests_of(text, mixed=True)) == answers(one, requests_of(text, mixed=True))
+    assert answers(pair, requests_of(text, mixed=mixed)) == answers(one, requests_of(text, mixed=mixed))
 
 
 def test_a_request_that_cannot_run_has_an_error_of_its_own(pair, text):

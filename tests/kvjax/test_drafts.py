@@ -79,7 +79,7 @@ FIRST = {"full": STEPS["full"][:5], "window": [("dense", 4)], "recurrent": [("qu
 """`make test` takes every policy, and every family; the rest is `long`."""
 
 
-@pytest.mark.quick_but("recurrent-quest:1-4", "full-policy3-4", "full-dense-4", "full-quest:1-16", "window-dense-4")
+@pytest.mark.quick_but("recurrent-quest:1-4", "full-policy3-4", "full-dense-4", "full-quest:1-16", "window-dense-4", "full-window:8+24-4")
 @pytest.mark.parametrize(
     ("engine", "policy", "count"),
     [

@@ -35,6 +35,7 @@ def books(engine):
 # One thread at a time
 
 
+@pytest.mark.long
 def test_a_second_thread_is_refused_and_the_first_loses_nothing(engine, text):
     (sequence,) = engine.prefill([text[:40]])
     expected = np.asarray(engine.decode([engine.fork(sequence)], [5]))
@@ -187,6 +188,7 @@ def test_an_extension_that_fails_to_compile_changes_nothing(engine, text, monkey
     assert np.isfinite(np.asarray(engine.extend(sequence, [1]))).all()
 
 
+@pytest.mark.quick_but("llama-options1")
 @pytest.mark.parametrize(("name", "options"), [("qwen3_5_text", {}), ("llama", {"cache_format": "int8"}), ("llama", {})])
 def test_a_chunk_that_fails_half_way_is_not_gone_on_with_where_rows_have_moved(name, options, text, monkeypatch):
     """Its first slices have moved the rows of their layers to the chunk's end. Pages alone stay as they were."""

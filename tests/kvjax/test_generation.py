@@ -239,6 +239,7 @@ def test_score_is_the_log_probability_of_the_continuation(speaker, engine, polic
     assert engine.sequences == set()
 
 
+@pytest.mark.long
 def test_equal_prompts_in_one_list_are_different_samples(engine):
     texts = generate(engine, ["Call me"] * 3, max_new_tokens=12, temperature=1.5, seed=4, slots=4)
     assert len(set(texts)) == 3
@@ -284,6 +285,7 @@ def test_a_score_that_is_not_finite_is_an_error(speaker):
     assert engine.sequences == set()
 
 
+@pytest.mark.long
 def test_score_of_several_pairs_is_a_list(speaker):
     scores = score(speaker, ["Call me", "x"], [" Ishmael", "y"], policy="top:2")
     assert [len(each.token_ids) for each in scores] == [8, 1]

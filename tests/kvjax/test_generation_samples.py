@@ -71,6 +71,7 @@ def test_rows_do_not_feel_the_penalties_of_others(engine):
         assert together[request.id] == alone, request.sampling
 
 
+@pytest.mark.long
 def test_counts_are_kept_only_while_a_row_has_a_penalty(engine, monkeypatch):
     given, real = [], Engine._decode
 
@@ -115,6 +116,7 @@ def test_samples_are_those_of_their_seeds_and_the_prompt_is_prefilled_once(engin
     assert len({choice.text for choice in many.choices}) == n
 
 
+@pytest.mark.long
 def test_samples_with_penalties_count_each_their_own(engine):
     settings = {"max_new_tokens": 12, "temperature": 1.0, "stop_token_ids": (), "repetition_penalty": 1.4, "frequency_penalty": 0.5}
     ((_, found),) = run(engine, [Request(PROMPT, Sampling(n=3, **settings))], slots=4)

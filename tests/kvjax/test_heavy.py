@@ -276,6 +276,7 @@ def test_how_a_prompt_is_cut_or_a_batch_filled_does_not_matter(engine, words):
     assert held(one) == held(cut)
 
 
+@pytest.mark.long
 def test_forked_and_suspended_sequences_choose_the_same_pages(engine, words):
     parent, alone = engine.prefill([list(words[:PROMPT])] * 2)
     child = engine.fork(parent)
@@ -306,6 +307,7 @@ def test_drafted_steps_read_what_was_decided_before_them(engine, words):
     assert np.asarray(sequence.states[PAGES][0].kept).tolist() == np.asarray(alone.states[PAGES][0].kept).tolist()
 
 
+@pytest.mark.long
 def test_steps_of_another_policy_before_are_caught_up_with(engine, words):
     (sequence,) = engine.prefill([list(words[:PROMPT])])
     for token in words[PROMPT:140]:
@@ -343,6 +345,7 @@ def test_generation_runs_with_many_samples(model):
     assert engine.allocators["full"].free == 80
 
 
+@pytest.mark.long
 def test_a_full_pool_waits_for_what_was_chosen(model):
     """A prompt takes the whole pool. Its second step needs a page before the choice of the first step is due."""
     engine = Engine(model, "heavy:2", pages=10, page_size=16, prefill_chunk=32, batch_buckets=(1,))

@@ -44,7 +44,7 @@ def page_bits(engine, sequence):
     return [np.asarray(layer.pages.k[pages, :, :]) for layer in engine._pool.layers]
 
 
-@pytest.mark.quick_but("dense")
+@pytest.mark.quick_but("dense", "policy2")
 @pytest.mark.parametrize("policy", ["dense", "window:3+20", SMALL])
 def test_it_lists_what_the_step_reads_and_gives_its_logits(engine, text, policy):
     first, second = engine.prefill([text[:150], text[:90]])

@@ -211,8 +211,10 @@ def world(speaker, model_factory, tmp_path):
 
 
 def test_interrupts_leave_everything_right(world):
-    counts = attack(world, 30, seed=1)
-    assert counts["interrupted"] > 12
+    """In all calls but those whose programs take longest to compile, which `test_many_interrupts` interrupts, too."""
+    dear = ("extend, all logits", "decode densely", "inspect", "warmup")
+    counts = attack(world, 20, seed=1, names=[name for name in world.calls() if name not in dear])
+    assert counts["interrupted"] > 8
 
 
 @pytest.mark.parametrize("call", ["after prefill", "before free"])

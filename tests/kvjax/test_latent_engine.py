@@ -137,7 +137,7 @@ def test_truncated_tokens_are_as_if_never_written(engine, tokens):
     same_next(engine, cut, plain, tokens[100:])
 
 
-@pytest.mark.quick_but("41")
+@pytest.mark.quick_but("41", "1")
 @pytest.mark.parametrize("length", [1, 41, 48])
 def test_a_saved_sequence_goes_on_with_equal_bits(engine, tokens, length, tmp_path):
     (sequence,) = engine.prefill([tokens[:length]])
@@ -179,6 +179,7 @@ def test_a_step_that_is_looked_at_shows_the_tokens_that_are_read(engine, tokens)
     same_next(engine, looked, plain, tokens[100:])
 
 
+@pytest.mark.long
 def test_reads_are_counted(engine, tokens):
     (sequence,) = engine.prefill([tokens[:200]])
     engine.decode([sequence], [1])

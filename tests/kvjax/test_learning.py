@@ -138,6 +138,7 @@ def test_cuts_do_not_change_a_bit_of_what_is_learned(engine, text, cuts):
         engine.free(sequence)
 
 
+@pytest.mark.long
 def test_after_decoding_a_chunk_begins_anew_and_cuts_still_change_nothing(engine, model, text):
     (sequence,) = engine.prefill([text[:40]])
     engine.decode([sequence], text[40:41], ALL)
@@ -164,6 +165,7 @@ def test_prefill_and_decode_add_up_to_the_mass_of_everything(model, text):
     assert_mass(sequence.states[policy], [mass.sum(axis=0) for mass in true_mass(model, text[:70], 16)])
 
 
+@pytest.mark.long
 @pytest.mark.quick_but("momo:1/1")
 @pytest.mark.parametrize("prefill", ["window:1+4", "momo:1/1"])
 def test_under_a_sparse_prefill_the_mass_is_that_of_dense_attention(model, text, prefill):
@@ -208,6 +210,7 @@ def test_what_is_decoded_is_what_the_mass_chose(engine, text):
     engine.free(sequence)
 
 
+@pytest.mark.long
 def test_a_restored_sequence_says_what_is_lost(engine, text, tmp_path):
     (sequence,) = engine.prefill([text[:40]])
     engine.save(sequence, tmp_path / "saved")

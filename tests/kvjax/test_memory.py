@@ -80,6 +80,7 @@ def test_the_plan_says_per_group_what_fits():
     assert "layer group window:24 (2 layers): 4 pages, fewer than asked" in few
 
 
+@pytest.mark.long
 def test_a_full_pool_names_host_memory_where_it_can_be_used(model, monkeypatch):
     engine = Engine(model, pages=4, batch_buckets=(1,), **SIZES)
     host = engine.memory_plan().frame_bytes

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from histories import FEW, History, run_histories
 from quick_cases import rest_long
-from tiny_models import make_family
+from tiny_models import make_family, shallow
 
 import kvjax
 from kvjax.cache import OPEN, Cache, packed
@@ -93,7 +93,7 @@ def tokens():
 
 @pytest.fixture(scope="module")
 def model():
-    return make_family("llama", head_dim=32)
+    return shallow(make_family("llama", head_dim=32))
 
 
 @pytest.fixture(scope="module")

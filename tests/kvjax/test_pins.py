@@ -194,6 +194,7 @@ def test_states_of_recurrent_layers_are_pinned_where_they_are(tmp_path):
         engine.pin(text[100:164])
 
 
+@pytest.mark.long
 def test_a_window_and_a_pin(text):
     model = make_family("gemma3_text")
     engine = Engine(model, pages=30, reuse=True, **SIZES)
@@ -233,6 +234,7 @@ def test_any_goes_on_after_steps(model, text):
     assert found(engine, text[:160]) == 144
 
 
+@pytest.mark.long
 def test_any_finds_what_other_policies_and_chunks_wrote(model, text, tmp_path):
     page = sum(block_bytes(model.config.cache_spec(PAGE), group.name) for group in model.config.cache_spec(PAGE).groups)
     lengths = []

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from quick_cases import rest_long
-from tiny_models import LEAST, altered, make_family, random_model
+from tiny_models import LEAST, altered, make_family, random_model, shallow
 
 import kvjax
 from kvjax.cache import Cache
@@ -87,7 +87,7 @@ def test_both_steps_lower(as_on, platform, family):
 @pytest.mark.parametrize("text", rest_long(["int8", "k=int4:channel,v=d4", "q4_0"], "int8"))
 def test_steps_over_packed_pages_take_the_kernels_that_unpack_them(as_on, text):
     """Without being told to. Prefill has none yet, and none unpacks lattices."""
-    config = make_family("llama", head_dim=128, dtype="bfloat16").config
+    config = shallow(make_family("llama", head_dim=128, dtype="bfloat16")).config
     spec, decoder, policy = config.cache_spec(128, parse_cache_format(text, "bfloat16")), TransformerDecoder(config), parse("top:1")
     tables = {group.name: np.zeros((1, 4 if group.page_size == 128 else 1), np.int32) for group in spec.groups}
     shapes = jax.eval_shape(lambda: (init_params(config, jax.random.key(0)), spec.empty(dict.fromkeys(tables, 4), policy.indexes())))
@@ -124,7 +124,7 @@ def test_a_step_of_cascade_takes_the_kernel_that_chooses_from_a_shortlist(as_on,
 @pytest.mark.parametrize("weights", rest_long(["int8", "fp8:128x128", "int4"], "int4"))
 def test_a_decode_step_over_packed_weights_runs_on_the_kernel_of_a_hopper_gpu(as_on, monkeypatch, weights):
     """All its projections, of 16 rows, without being told to."""
-    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "num_layers": 1}
     model = random_model("bfloat16", altered(LEAST, **sizes))
     config, decoder = model.config, model.decoder
     spec, params = config.cache_spec(128), pack_params(model.params, weights)

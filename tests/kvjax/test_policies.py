@@ -159,17 +159,19 @@ def one_layer(model):
     return TransformerDecoder(config), model.params | {"layers": model.params["layers"][:1]}
 
 
-def test_what_is_reported_as_read_is_what_was_listed(model, text):
+def test_what_is_reported_as_read_is_what_was_listed(one_layer, text):
     from kvjax import Engine
+    from kvjax.sampling import SamplingRows
+
+    sizes = {"pages": 40, "page_size": 128, "prefill_chunk": 128, "batch_buckets": (1,)}
+    engine = Engine(one_layer, policies=("top:2", "window:64+500"), **sizes)
 
     def keys_and_blocks(policy, length):
-        engine = Engine(model, policy, pages=40, page_size=128, prefill_chunk=128, batch_buckets=(1,))
         (sequence,) = engine.prefill([(text * 20)[: length - 1]])
-        from kvjax.sampling import SamplingRows
-
-        engine.decode_and_sample([sequence], jnp.zeros(1, jnp.int32), SamplingRows.of([None]))
+        engine.decode_and_sample([sequence], jnp.zeros(1, jnp.int32), SamplingRows.of([None]), policy)
+        engine.free(sequence)
         reads = engine.last_reads
-        heads = model.config.cache_spec(16).kv_heads
+        heads = one_layer.config.cache_spec(16).kv_heads
         return int(reads.blocks[0]) / heads, int(reads.keys[0]) / heads
 
     assert keys_and_blocks("dense", 2000) == (16, 2000)

@@ -36,6 +36,11 @@ POLICIES = (MOMO, OracleBlocks(k=3, **SIZES), MeanPooled(k=3, **SIZES))
 
 
 @pytest.fixture(scope="module")
+def model(one_layer):
+    return one_layer
+
+
+@pytest.fixture(scope="module")
 def rows(model, text):
     return measure_prefill(model, text[:160], POLICIES, chunk=32, page_size=16)
 
@@ -265,6 +270,7 @@ def test_sampled_miss_agrees_with_the_whole(uneven, monkeypatch, bias):
     assert (off < 3.5) == (bias == "none"), off
 
 
+@pytest.mark.long
 def test_sampled_shares_are_those_of_their_queries(uneven):
     """Query by query what `captured_mass` leaves, over sorted lists that end in -1 too."""
     for policy in (OracleBlocks(k=12, **SIZES), MOMO):
@@ -298,6 +304,7 @@ def test_sampling_costs_five_percent_at_most(tokens, read, every):
         sample_every(0, read)
 
 
+@pytest.mark.long
 def test_rows_say_what_was_missed(model, text, rows):
     """Beside what was captured, over the same queries; by head on request."""
     for row in rows:

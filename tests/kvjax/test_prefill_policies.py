@@ -155,7 +155,7 @@ def mostly(names):
 # A policy that covers everything is dense.
 
 
-@pytest.mark.quick_but("momo", "oracle", "mean", "block filter", "vertical")
+@pytest.mark.quick_but("momo", "oracle", "mean", "block filter", "vertical", "momo, all estimated, no delta")
 @pytest.mark.parametrize("name", mostly(COVERING))
 def test_covering_everything_is_dense(name):
     arguments = chunk()
@@ -271,6 +271,7 @@ def test_a_block_filter_lists_what_pooled_logits_rank():
             assert listed(lists[0, tile, head]) == [b for b in distant(first, last) if kept[tile // 2, head, b // 2]]
 
 
+@pytest.mark.long
 def test_flex_takes_the_estimate_that_the_last_queries_bear_out():
     """Heads below tau list by means as with tau 1, the others lines as with tau 0; some of each."""
     query, layer, ctx = chunk()
@@ -445,6 +446,7 @@ def test_chunks_are_slices_of_the_whole(name):
         close(attend_sparse(SPARSE[name], query[:, start:stop], layer, here), whole[:, start:stop], rows=64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "decode"), [("momo", "quest:2"), pytest.param("window with delta", "dense", marks=pytest.mark.long)])
 def test_prefill_and_decode_policies_compose(model, text, name, decode):
     engine = Engine(model, decode, prefill=SPARSE[name], **ENGINE)

@@ -181,6 +181,7 @@ def test_an_engine_that_nobody_holds_gives_its_folder_back(model, text, tmp_path
         del engine
 
 
+@pytest.mark.long
 def test_a_prefix_in_both_stores_is_found_whole(model, text, tmp_path):
     """Its beginning on disk, its end in host memory, which is too small for both."""
     size = block(model)
@@ -192,6 +193,7 @@ def test_a_prefix_in_both_stores_is_found_whole(model, text, tmp_path):
     assert engine.stats().host.hits > 0
 
 
+@pytest.mark.long
 def test_warming_up_leaves_nothing_to_find(model):
     engine = Engine(model, pages=32, reuse=True, page_size=1, prefill_chunk=1, batch_buckets=(1,))
     engine.warmup()

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from process_job import alike, answers, brief, engine_of
-from quick_cases import rest_long
 
 import kvjax
 from kvjax import sharding
@@ -76,14 +75,15 @@ def check_alike(results, one):
     np.testing.assert_allclose(results[0]["alike"]["logits"], one["logits"], rtol=0, atol=1e-5 * np.abs(one["logits"]).max())
 
 
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_several_processes_answer_as_one(count, tmp_path):
+    results = [found_by(each) for each in run_job("brief", count, 1, tmp_path)]
+    assert [each["shared"] for each in results] == ["from 0"] * count
+    check_same(results[0]["answers"], brief(engine_of(count, "dense"))["answers"])
+
+
 @pytest.mark.long
-def test_four_processes_answer_as_one(tmp_path):
-    results = [found_by(each) for each in run_job("brief", 4, 1, tmp_path)]
-    assert [each["shared"] for each in results] == ["from 0"] * 4
-    check_same(results[0]["answers"], brief(engine_of(4, "dense"))["answers"])
-
-
-@pytest.mark.parametrize("sizes", rest_long([(2, 1), (4, 1), (2, 2)], (2, 1)), ids=lambda sizes: f"{sizes[0]} processes of {sizes[1]}")
+@pytest.mark.parametrize("sizes", [(2, 1), (4, 1), (2, 2)], ids=lambda sizes: f"{sizes[0]} processes of {sizes[1]}")
 def test_the_first_process_schedules_for_all(sizes, tmp_path):
     """Prompts are suspended, forked, cancelled and interrupted on the way."""
     count, devices = sizes

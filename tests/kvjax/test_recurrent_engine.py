@@ -94,7 +94,7 @@ def test_a_step_that_is_only_looked_at_leaves_no_trace(engine, tokens):
         same_next(engine, looked, plain, tokens[100:])
 
 
-@pytest.mark.quick_but("1")
+@pytest.mark.quick_but("1", "16")
 @pytest.mark.parametrize("length", [1, 16, 41, 48])
 def test_a_saved_sequence_goes_on_with_equal_bits(engine, tokens, length, tmp_path):
     (sequence,) = engine.prefill([tokens[:length]])
@@ -132,6 +132,7 @@ def test_too_many_sequences_are_an_error_that_names_the_group(engine, tokens):
     assert len(engine.sequences) == 5
 
 
+@pytest.mark.long
 def test_policies_list_blocks_in_layers_of_attention_alone(engine, tokens):
     (sequence,) = engine.prefill([tokens[:200]])
     engine.decode([sequence], [1])
@@ -140,6 +141,7 @@ def test_policies_list_blocks_in_layers_of_attention_alone(engine, tokens):
     assert int(engine.last_reads.keys[0]) == 2 * engine.declared("quest:1").keys_read(202, 2, PAGE)
 
 
+@pytest.mark.long
 def test_policies_are_told_of_layers_with_pages(recurrent_model, tokens):
     seen = []
 

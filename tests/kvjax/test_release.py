@@ -131,9 +131,9 @@ def test_a_prompt_larger_than_the_pool_is_prefilled_within_its_window(model, rol
     assert len(held(sequence)) <= MOST
 
 
-@pytest.mark.quick_but("10000-engine")
+@pytest.mark.quick_but("4000-engine")
 @pytest.mark.parametrize("kind", ["engine", "rolling"])
-@pytest.mark.parametrize("tokens", [10_000, pytest.param(200_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("tokens", [4_000, pytest.param(200_000, marks=pytest.mark.long)])
 def test_memory_is_flat(model_factory, kind, tokens):
     """Steps of 16 forced tokens, so that 200,000 take minutes, not a quarter of an hour."""
     model = model_factory(max_positions=2**18)
@@ -272,6 +272,7 @@ def test_suspended_and_saved_sequences_go_on_with_the_same_bits(request, kind, t
         used.decode([back], [1], "dense")
 
 
+@pytest.mark.long
 def test_prefixes_are_found_after_their_pages_were_given_back(model, text):
     """Only those whose pages nobody needed meanwhile; what is found holds the bits of a prompt of its own."""
     engine, plain = (engine_of(model, prefill=READS, reuse=reuse, batch_buckets=(8,)) for reuse in (True, False))
@@ -294,6 +295,7 @@ def test_a_scheduler_runs_prompts_and_answers_larger_than_the_pool(model, rollin
     assert len(small.token_ids) == 150
 
 
+@pytest.mark.long
 def test_a_suspended_sequence_needs_only_the_pages_that_it_had(model):
     engine = engine_of(model, policies="dense", pages=12)
     (sequence,) = engine.prefill([[1] * 100])
@@ -332,6 +334,7 @@ def test_preempted_answers_longer_than_the_pool_have_the_same_tokens(model, poli
     assert schedulers[0].preemptions > schedulers[1].preemptions == 0
 
 
+@pytest.mark.long
 def test_warming_up_takes_no_more_pages_than_a_sequence(rolling):
     rolling.warmup(tokens=300)
     assert rolling.allocators["full"].free == rolling.allocators["full"].total
@@ -391,6 +394,7 @@ def test_positions_in_the_cache_are_those_of_streaming_llm(few_positions, text, 
         close(rows, of_window(few_positions, text[:232], 0)[216:])
 
 
+@pytest.mark.long
 def test_up_to_sinks_and_window_both_kinds_of_positions_are_the_same(few_positions, text):
     plain, moved = engine_of(few_positions, READS, prefill=READS), remapping(few_positions)
     (one,), (two,) = plain.prefill([text[:50]]), moved.prefill([text[:50]])
@@ -398,6 +402,7 @@ def test_up_to_sinks_and_window_both_kinds_of_positions_are_the_same(few_positio
     close(decoded(moved, two, text[50:56]), decoded(plain, one, text[50:56]))
 
 
+@pytest.mark.long
 def test_sequences_longer_than_the_models_positions_need_positions_in_the_cache(few_positions, text):
     plain = engine_of(few_positions, GIVES, prefill=READS)
     with pytest.raises(ValueError, match="a sequence of 65 tokens is longer than the model's 64 positions"):
@@ -411,6 +416,7 @@ def test_sequences_longer_than_the_models_positions_need_positions_in_the_cache(
         moved.check_length(2**24 + 1)
 
 
+@pytest.mark.long
 def test_what_a_step_reads_of_sinks_is_inspected_with_turned_queries(few_positions, text):
     engine = remapping(few_positions)
     (sequence,) = engine.prefill([text[:PROMPT]])
@@ -469,6 +475,7 @@ def test_flags_are_true_or_false(wrong):
         dataclasses.replace(SinkWindow(4, 8, 2), remap=True)
 
 
+@pytest.mark.long
 def test_a_narrower_window_gives_back_the_sinks_of_a_wider_one(engine, text):
     """They lie before the pages that the wider one gave back."""
     (sequence,) = engine.prefill([text[:PROMPT]])

@@ -324,6 +324,7 @@ def test_cancelled_where_only_ids_are_kept(engine):
     assert 0 < found.keys_per_step < whole.keys_per_step
 
 
+@pytest.mark.long
 def test_suspended_where_only_ids_are_kept(engine, only):
     requests = [without_logprobs(asked(name * 120, 20)) for name in "ab"]
     expected = [alone(engine, request) for request in requests]
@@ -438,6 +439,7 @@ def test_a_prompt_of_waiting_samples_gives_way_to_whoever_comes_first(engine, on
         assert handle.completion == alone(engine, handle.request, slots=1)
 
 
+@pytest.mark.long
 def test_no_batch_is_left_behind_by_its_last_sample_that_is_suspended(engine, only):
     """An empty batch would hold a prefill back for ever: slices run beside the steps of batches."""
     only(3)

@@ -95,7 +95,7 @@ def run_histories(model, seeds, samplings=SAMPLINGS, policies=None, **options) -
 
 
 def test_random_histories_end_as_each_request_alone():
-    counts = run_histories(make_family("gemma3_text"), range(1, 2), FEW, (None, MASSES))
+    counts = run_histories(make_family("gemma3_text"), range(1, 2), FEW, (MASSES,))
     assert counts["preemptions"] > 0
 
 

@@ -238,6 +238,7 @@ class Mass(Stateless):
         return "mass"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "owner", "reader"), [pytest.param("biases", 2, 4, marks=pytest.mark.long), ("slices", 3, 6)])
 def test_learning_policies_have_a_state_of_their_own_in_every_layer(name, owner, reader, tokens):
     model = model_named(name)

@@ -80,6 +80,7 @@ def written_anew(engine, written):
     return logits
 
 
+@pytest.mark.long
 def test_truncated_and_extended_to_the_same_length_over_another_page(engine, checked):
     """Same object, same length, other pages: what the device holds of this row is stale."""
     (one,) = engine.prefill([tokens(20)])
@@ -164,6 +165,7 @@ def test_suspended_and_resumed_between_steps(engine, checked):
     assert len(checked) == 3
 
 
+@pytest.mark.long
 def test_a_list_that_has_others_in_it_now(engine, checked):
     """The same list object as in the step before."""
     a, b = engine.prefill([tokens(20), tokens(40, seed=1)])
@@ -364,6 +366,7 @@ def test_a_chunk_that_is_not_through_refuses_everything_but_being_gone_on_with(m
 # Suspension
 
 
+@pytest.mark.quick_but("False-quest:1-1")
 @pytest.mark.parametrize("length", [0, 1, 16, 40, 48])
 @pytest.mark.parametrize("policy", ["dense", "quest:1", MASSES], ids=str)
 @pytest.mark.parametrize("decoded", [False, True])

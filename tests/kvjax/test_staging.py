@@ -26,7 +26,7 @@ def sequences(draw):
     return counts, frames, draw(st.integers(0, len(frames) - 1))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(sequences())
 def test_every_page_is_in_the_row_that_is_told(drawn):
     counts, frames, own = drawn

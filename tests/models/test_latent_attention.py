@@ -196,6 +196,7 @@ def test_prefill_of_another_count_of_tokens_fails():
     assert min(errors.values()) > 100 * TOLERANCE
 
 
+@pytest.mark.long
 def test_training_reads_the_tokens_that_the_model_was_trained_to_read():
     """`causal_mix`, over the whole sequence."""
     mixer, params, hidden, out, _ = golden("latent-yarn")

@@ -87,7 +87,7 @@ def test_norms_biases_and_small_matrices_stay_arrays():
 # Loading and saving.
 
 
-@pytest.mark.quick_but("int8", "fp8", "int8:128x128")
+@pytest.mark.quick_but("int8", "fp8", "int8:128x128", "fp8:128x128")
 @pytest.mark.parametrize("weights", STORED)
 def test_loading_packs_as_packing_what_was_loaded_does(weights, tmp_path, monkeypatch):
     """In pieces that cut no block, of tied and untied models; the plan counts the same bytes; saved and read again bit for bit."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from quick_cases import in_turn
 
 from pallas_kernels.matrices import MatrixFormat, PackedMatrix, check_packed, pack, rows_from, take_rows, unpack
 from pallas_kernels.project_tokens import project_tokens, xla
@@ -61,9 +62,8 @@ def errors_allowed(format, numbers):
     return allowed
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("format", "dtype"), in_turn(FORMATS, ["float32", "bfloat16", "float16"]))
 def test_each_number_is_within_its_bound(format, shape, dtype):
     source, format = matrix(SHAPES[shape], dtype), FORMATS[format]
     packed = pack(source, format)
@@ -175,9 +175,8 @@ def with_zeros(packed: PackedMatrix) -> PackedMatrix:
 
 
 @pytest.mark.parametrize("tile", [None, 1])
-@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("tokens", [1, 5])
-@pytest.mark.parametrize("format", [*FORMATS, "int4 zeros"])
+@pytest.mark.parametrize(("format", "dtype"), in_turn([*FORMATS, "int4 zeros"], TOLERANCE))
 def test_products(format, tokens, dtype, tile, monkeypatch):
     """In tiles and whole, and beside an array."""
     if tile is not None:

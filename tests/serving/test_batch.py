@@ -191,6 +191,7 @@ def test_options_reach_the_chat_template(engine, model, monkeypatch):
     assert "'tokenize' is not one" in found["no"]["error"]
 
 
+@pytest.mark.long
 def test_several_samples_are_choices_of_one_answer(engine):
     settings = {"max_new_tokens": 9, "temperature": 1.0, "logprobs": True, "top_logprobs": 2, "repetition_penalty": 1.3}
     sampled = {"prompt": "amber basil", "n": 4, "seed": 7} | settings

@@ -123,6 +123,7 @@ def test_batch_prints_the_first_errors_and_fails_on_request(kvjax, model_folder,
     assert re.search("^input line 1: the line is not JSON", err, re.MULTILINE), "the line is named once"
 
 
+@pytest.mark.long
 @pytest.mark.quick_but("--reuse")
 @pytest.mark.parametrize("way", ["--reuse", "--reuse-any"])
 def test_batch_finds_what_records_share_and_says_so(kvjax, model_folder, tmp_path, monkeypatch, way):
@@ -141,6 +142,7 @@ def test_batch_finds_what_records_share_and_says_so(kvjax, model_folder, tmp_pat
     assert lines(tmp_path / "out.jsonl") == lines(tmp_path / "plain.jsonl")
 
 
+@pytest.mark.long
 def test_a_job_begun_with_other_pages_counting_is_not_continued(kvjax, model_folder, tmp_path, monkeypatch):
     from kvjax.serving.batch import journal
 

@@ -255,6 +255,7 @@ def test_prefill_is_timed_recorded_and_explained(kvjax, model_folder, monkeypatc
     assert (status, "needs --prefill" in " ".join(err.replace("│", " ").split())) == (2, True)
 
 
+@pytest.mark.long
 def test_generate_takes_prefill_auto_and_says_what_it_does(kvjax, model_folder):
     arguments = ("generate", "ember", "--model", model_folder, "--max-new-tokens", 5)
     dense = kvjax(*arguments)[1]

@@ -33,7 +33,7 @@ def test_plan_counts_packed_pages_and_the_rows_of_open_ones(kvjax, model_folder,
 def test_generate_and_batch_answer_as_the_engine_does(kvjax, model_folder, loaded, tmp_path):
     sizes = {"pages": 20, "page_size": 16, "prefill_chunk": 32, "batch_buckets": (1,), "cache_format": FORMAT}
     expected = generate(Engine(loaded, **sizes), PROMPT, max_new_tokens=12)
-    common = ("--model", model_folder, *PAGES, "--cache-format", FORMAT)
+    common = ("--model", model_folder, *PAGES, "--pages", 20, "--cache-format", FORMAT)  # as above: programs are compiled once
     status, out, err = kvjax("generate", *common, "--max-new-tokens", 12, PROMPT)
     assert (status, err, out.rstrip("\n")) == (0, "", expected)
     source, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

@@ -198,6 +198,7 @@ def test_generate_passes_its_options_on(kvjax, model_folder, loaded):
     assert "(stop)" in err
 
 
+@pytest.mark.long
 def test_generate_prefills_as_it_is_told(kvjax, model_folder, loaded):
     """Under a window of 4 keys the first token already differs from what dense prefill gives."""
     prompt = "delta ember " * 20

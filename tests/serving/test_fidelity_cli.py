@@ -74,6 +74,7 @@ def records(folder):
     return header, {entry["unit"]: entry["record"] | {"seconds": None, "took": None} for entry in entries}
 
 
+@pytest.mark.long
 def test_a_panel_from_end_to_end(whole):
     folder, printed = whole
     names = {"records.jsonl", "panel.json", "panel.csv", "recall.png", "kl.png", "disagreements.png"}
@@ -117,6 +118,7 @@ def test_every_policy_runs_over_each_cache_format_too(kvjax, model_folder, text,
     assert {row["describe"].partition(" (")[0] for row in figures["policies"]} == {"dense", "window:64+12"}
 
 
+@pytest.mark.long
 def test_a_finished_panel_is_only_drawn_again(whole, arguments, kvjax, monkeypatch):
     folder, _ = whole
     before = (folder / "records.jsonl").read_bytes()
@@ -171,6 +173,7 @@ def test_an_interrupted_panel_says_how_to_go_on(arguments, kvjax, monkeypatch, t
     assert "run the same command again to continue" in err
 
 
+@pytest.mark.long
 def test_another_panel_does_not_go_on_with_the_records_of_this_one(whole, arguments, kvjax):
     status, _, err = kvjax(*arguments, "--seed", "1", "--out", whole[0])
     assert status == 2

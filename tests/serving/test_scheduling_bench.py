@@ -71,6 +71,7 @@ def test_every_step_of_the_host_benchmark_is_taken():
     assert not engine.sequences
 
 
+@pytest.mark.long
 def test_throughput(tmp_path, capsys):
     file = tmp_path / "throughput.json"
     sizes = {"requests": 2, "prompt": 200, "answer": 3, "prefill": "dense", "chunk": 128, "dtype": "float32", "layers": 1}

@@ -155,6 +155,7 @@ def test_sizes_that_make_no_sense_are_refused():
     assert Work(1.0, 1.0, 1.0, 100, 10).trace is TRACE
 
 
+@pytest.mark.long
 def test_costs_of_tokens_are_what_was_counted():
     """A server in a process of its own. CPU time that is used in it, or by the clients, and not by the engine alone, is overhead."""
     plan = Tokens("tiny", 1, "float32", "dense", sessions=3, prompt=20, answer=6, rounds=1, chunk=128)

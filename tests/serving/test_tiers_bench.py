@@ -34,6 +34,7 @@ def rows():
         return list(tiers.tiered_rows(plan()))
 
 
+@pytest.mark.long
 def test_rows_of_every_length_size_and_policy(rows):
     names = [(row["device_bytes"], row["tokens"], row["policy"]) for row in rows]
     policies = ("dense", "top:8", "top:8, nothing shared")
@@ -42,6 +43,7 @@ def test_rows_of_every_length_size_and_policy(rows):
     assert all(len(tiers_cells(row)) == 12 for row in rows)
 
 
+@pytest.mark.long
 def test_pages_lie_and_are_read_where_the_bill_says(rows):
     run = {"bench": "tiers", "provenance": {"device": "cpu"}, "rows": rows}
     ((key, (_, tiered)),) = read_tier_cells(run, lambda *_: CONFIG).items()
@@ -83,6 +85,7 @@ def test_what_does_not_fit_is_said(monkeypatch):
     assert read_tier_cells({"bench": "tiers", "provenance": {"device": "cpu"}, "rows": rows}, lambda *_: CONFIG) == {}
 
 
+@pytest.mark.long
 def test_slow_steps_run_fewer_to_a_round_and_everything_on_the_device_is_timed_beside_it(rows, monkeypatch):
     assert {row["steps"] for row in rows} == {4}
     monkeypatch.setattr(tiers, "COPY", 1 << 20)
@@ -108,6 +111,7 @@ def test_lists_are_not_read_twice():
             plan(**{name: (0,) if name == "tokens" else 0})
 
 
+@pytest.mark.long
 def test_a_prompt_copies_its_earlier_pages_once_for_each_chunk(monkeypatch):
     monkeypatch.setattr(tiers, "COPY", 1 << 20)
     fields = {"shape": "tiny", "config": CONFIG, "tokens": (4096,), "policies": (parse_prefill("dense"),), "chunk": 512}

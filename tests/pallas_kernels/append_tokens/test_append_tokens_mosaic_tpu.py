@@ -57,6 +57,7 @@ def test_copies_move_what_the_tokens_name():
         assert copied["out"] == moved + sealed * index
 
 
+@pytest.mark.long
 def test_bits_twice_and_pages_by_frame_and_indexes_by_id(tools):
     """Every page in another frame: the same bits; not so with one table for the other."""
     k_pages, v_pages, indexes, *tokens, table = append_suite.arguments(INDEXES)
@@ -82,6 +83,7 @@ def test_wide_pages_a_page_at_a_time():
     check(jax.jit(INTERPRETED, static_argnames="kinds", compiler_options=tpu_kernels.QUICK), "pages of 128")
 
 
+@pytest.mark.quick("keys and values exchanged", "past the table is its last page", "sealed before the write", "NaN ignored")
 @pytest.mark.parametrize("mutant", append_suite.MUTANTS)
 def test_mutant_fails(tools, mutant):
     """What the suite makes of a mutant on these cases does not depend on who computes it: another does it faster."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick_cases import in_turn
 
 from pallas_kernels.bench.top_k import radix_select
 from pallas_kernels.hopper import lanes
@@ -58,8 +59,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "negative"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "kind"), in_turn(PLACES, ["normal", "ties", "equal", "negative"]))
 def test_finds_the_k_largest(emulated, place, kind):
     n, k, ctas = PLACES[place]
     check(emulated, rows_of(kind, n), k, ctas)

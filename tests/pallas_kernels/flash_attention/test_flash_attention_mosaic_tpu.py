@@ -76,6 +76,7 @@ def test_matches_reference(check, case):
     check(KERNEL, case)
 
 
+@pytest.mark.long
 def test_bits_twice_and_in_other_frames_and_company_and_from_another_start(tools, arguments):
     (q, k, v, table, starts, lengths), keywords = arguments(WINDOW)
     op = functools.partial(KERNEL, **keywords)
@@ -113,6 +114,7 @@ def test_copies_move_what_the_table_names(arguments, case):
     assert copied == {"in": pages * 2 * k[0].nbytes, "copies in": pages * 2 * k.shape[1]}
 
 
+@pytest.mark.quick("one page read for another", "-1 in the table wraps", "length one short")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(tools, check, mutant):
     """What the suite makes of a mutant on these cases does not depend on who computes it: another does it faster."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick_cases import in_turn
 
 from pallas_kernels import gated_delta as room
 from pallas_kernels.gated_delta import Call, delta_fold, delta_page, delta_step, xla
@@ -82,11 +83,10 @@ def check(layer):
     return run
 
 
-@pytest.mark.parametrize("op", [REFERENCE, XLA], ids=["reference", "xla"])
-@pytest.mark.parametrize("case", CASES)
-def test_is_the_recurrence(check, case, op):
+@pytest.mark.parametrize(("case", "name"), in_turn(CASES, ["xla", "reference"]))
+def test_is_the_recurrence(check, case, name):
     """In float64, token by token."""
-    check(op, case)
+    check({"xla": XLA, "reference": REFERENCE}[name], case)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,9 @@ def check(tools, interpreter):
     return run
 
 
-@pytest.mark.quick_but("tiles apart", "4 drafts, a list each", "drafts, blocks of 32, pages of 64")
+@pytest.mark.quick_but(
+    "tiles apart", "4 drafts, a list each", "drafts, blocks of 32, pages of 64", "two KV heads, full pages, head dim 128"
+)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "case",
@@ -224,12 +226,8 @@ WIDE = {
         SPILL_FREE | WIDE,
         "28/4, dense",
         "32/8 of 64, list, batch 40",
-        "blocks of 32 with their LSE",
         "4 drafts, a list each, batch 8",
-        "tiles apart",
         "tiles apart, LSE of blocks",
-        "tiles apart, 16 drafts of groups of 8",
-        "list, 8 drafts, window",
         "head dim 256, list, float16",
     ),
 )
@@ -237,6 +235,7 @@ def test_lowers(cuda, case):
     assert "mosaic_gpu" in cuda.lower(*(SPILL_FREE | WIDE)[case])
 
 
+@pytest.mark.long
 def test_a_list_too_long_for_shared_memory_takes_spans(cuda):
     text = cuda.lower(*production(width=60_000, block_size=16))
     assert "span_kernel" in text

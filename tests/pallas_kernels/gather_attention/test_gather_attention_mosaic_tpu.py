@@ -65,7 +65,7 @@ def arguments(tools):
     return build
 
 
-@pytest.mark.quick_but("bfloat16 blocks of 16 in pages of 32", "dense")
+@pytest.mark.quick_but("bfloat16 blocks of 16 in pages of 32", "dense", "huge logits")
 @pytest.mark.parametrize(
     "case", rest_long(CASES, "blocks of 8, drafts, window", "dense", "huge logits", "bfloat16 blocks of 16 in pages of 32")
 )
@@ -98,6 +98,7 @@ def test_bits_twice_and_without_block_lse_and_in_any_company_and_table(tools, ar
         tools.assert_same_bits(a[2], b[2])
 
 
+@pytest.mark.long
 def test_ids_beyond_the_table_are_skipped(tools, arguments):
     arrays, keywords = arguments("blocks are pages, one KV head of 8")
     inside = jnp.broadcast_to(jnp.array([0, 2, -1, -1, -1, -1], jnp.int32), (4, 1, 6))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick_cases import in_turn
 
 from pallas_kernels import dispatch
 from pallas_kernels.page_index import CODED, INDEX_KINDS, INDEX_ROWS, code_errors, coded_keys, index_shape, page_index
@@ -86,8 +87,7 @@ def check_codes(op, kind: str, case: str) -> None:
     assert np.all(~finite | (np.abs(np.where(finite, read - blocks, 0)) <= within))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize(("kind", "case"), in_turn(CODED, CASES))
 def test_codes_are_those_of_the_definition(kind, case):
     check_codes(XLA, kind, case)
 

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from quick_cases import in_turn
 
 from pallas_kernels.hopper import lanes
 from pallas_kernels.query_sparse_attention import lane_selection, reference
@@ -88,8 +89,7 @@ def expected(k_blocks: int, k_exact: int, estimate: str, first: int) -> tuple[np
     return slots[..., 1].astype(np.int32), slots[..., 0].astype(np.float32)
 
 
-@pytest.mark.parametrize("first", [0, 3])
-@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize(("case", "first"), in_turn(SIZES, [0, 3]))
 def test_threads_select_what_the_plain_selectors_do(emulated, case, first):
     ids, scores = run(emulated, *SIZES[case], first)
     expected_ids, expected_scores = expected(*SIZES[case], first)

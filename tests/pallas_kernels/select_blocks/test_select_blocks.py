@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick_cases import in_turn
 
 from pallas_kernels import dispatch
 from pallas_kernels.page_index import INDEX_ROWS, page_index
@@ -56,8 +57,7 @@ def suite(suite_of):
     return suite_of(CASES, **COMMON)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("name", "case"), in_turn(IMPLEMENTATIONS, CASES))
 def test_matches_reference(suite, name, case):
     suite.check(IMPLEMENTATIONS[name], case)
 
@@ -162,8 +162,7 @@ def test_width_is_the_most_that_can_be_local(block_size, local):
 DRAFTED = ("drafts", "4 drafts of groups of 7", "8 drafts of one KV head", "16 drafts", "drafts, mean", "many drafts")
 
 
-@pytest.mark.parametrize("case", DRAFTED)
-@pytest.mark.parametrize("name", [*IMPLEMENTATIONS, "reference"])
+@pytest.mark.parametrize(("name", "case"), in_turn([*IMPLEMENTATIONS, "reference"], DRAFTED))
 def test_a_draft_lists_what_a_step_of_its_own_would(suite, name, case):
     """T steps of one token, each at its position, against one step of T."""
     q, index, table, lengths = suite.arguments(case)

@@ -64,7 +64,7 @@ def suite(suite_of):
 QUICK = ("bounds", "NaN in the index, a page is missing", "in tiles, pages missing", "bfloat16, 4 drafts, a group of 8")
 
 
-@pytest.mark.quick_but("bfloat16, 4 drafts, a group of 8", "bounds")
+@pytest.mark.quick_but("bfloat16, 4 drafts, a group of 8", "bounds", "NaN in the index, a page is missing")
 @pytest.mark.parametrize("case", rest_long(CASES, *QUICK))
 def test_matches_reference(suite, case):
     suite.check(SMALL_TILES, case)
@@ -75,6 +75,7 @@ def test_ties_go_to_the_lower_block(suite):
     assert ids[-1, 0, 0].tolist()[:6] == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.long
 def test_bits_twice_and_in_any_company_and_table(suite, tools):
     q, index, table, lengths = suite.arguments("floats")
     op = functools.partial(SMALL_TILES, **suite.sizes("floats"))
@@ -91,6 +92,7 @@ def test_bits_twice_and_in_any_company_and_table(suite, tools):
     tools.assert_same_bits(once[4], changed[4])
 
 
+@pytest.mark.quick("a block twice", "length one short", "lower bounds")
 def test_mutant_fails(suite, tools, mutant):
     tools.must_fail(suite.check, mutant(XLA), FOR_MUTANTS)
 

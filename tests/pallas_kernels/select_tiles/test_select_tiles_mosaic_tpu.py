@@ -59,6 +59,7 @@ def test_matches_reference(suite, case):
     suite[0](KERNEL, case)
 
 
+@pytest.mark.long
 def test_bits_twice_and_in_any_company(tools, suite):
     (q, bounds, table, starts, lengths), static = suite[1]("chunks")
     once = KERNEL(q, bounds, table, starts, lengths, **static)
@@ -67,6 +68,7 @@ def test_bits_twice_and_in_any_company(tools, suite):
     tools.assert_same_bits(once[1], KERNEL(*changed, **static)[1])
 
 
+@pytest.mark.quick("maxima for minima", "one slot fewer", "a length off by a page")
 def test_the_suite_rejects(tools, suite, mutants, mutant):
     tools.must_fail(suite[0], functools.partial(mutants[mutant], REFERENCE), ("chunks", MIXED))
 

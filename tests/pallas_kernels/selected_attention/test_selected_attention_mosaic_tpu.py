@@ -65,6 +65,7 @@ def test_matches_reference(check, case):
     check(KERNEL, case)
 
 
+@pytest.mark.long
 def test_bits_twice_and_copies_move_what_lists_and_indexes_name(tools, arguments):
     """Per query: the index rows of the named pages before its first local block, the blocks that its KV heads list, and the list once
     from vector to scalar memory."""
@@ -96,6 +97,7 @@ def test_bytes_by_frame_and_index_by_id(tools, arguments):
             tools.assert_all_same_bits(once, KERNEL(q, *moved, index, ids, lengths, frames=wrong, **keywords))
 
 
+@pytest.mark.quick("V read from K", "length one short", "a page is sealed too early")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(tools, check, mutant):
     """What the suite makes of a mutant on these cases does not depend on who computes it: another does it faster."""

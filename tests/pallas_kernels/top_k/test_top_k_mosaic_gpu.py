@@ -370,7 +370,7 @@ FIRST = FIRST - {"four CTAs", "eight CTAs", "2048 of 1000"} | {"a hint, batch 64
 """`make test` lowers every size, k and batch once, and every form; the rest is `long`."""
 
 
-@pytest.mark.quick_but("a hint, batch 64, lengths", "two CTAs", "2048 of 1M, batch 1", "counts", "lengths")
+@pytest.mark.quick_but("a hint, batch 64, lengths", "two CTAs", "2048 of 1M, batch 1", "counts", "lengths", "no multiple of four")
 @pytest.mark.parametrize("name", rest_long(PRODUCTION, *FIRST))
 def test_lowers(cuda, name):
     assert "mosaic_gpu" in cuda.lower(*PRODUCTION[name])
