@@ -400,7 +400,7 @@ def load_ahead(ref, offset_bytes: Scalar | int, size: int) -> list[Scalar]:
     of the program. What needs them waits."""
     pointer = address(ref, offset_bytes)
     if size == 16:
-        code, names = "ld.global.nc.L1::no_allocate.v4.u32 {$0, $1, $2, $3}, [$4];", ["i32"] * 4
+        code, names = "ld.global.L1::no_allocate.v4.u32 {$0, $1, $2, $3}, [$4];", ["i32"] * 4
     else:
         code, names = "ld.global.u16 $0, [$1];", ["i32"]
     out = mgpu_utils.inline_ptx(code, pointer, result_types=[_type(name) for name in names], has_side_effects=True)
