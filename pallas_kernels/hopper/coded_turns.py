@@ -72,9 +72,10 @@ class CodedKeys:
         return self.code_words + self.head_dim
 
     def copy(self, ring_s, at: Scalar, ref, place: Scalar, turn: Scalar) -> None:
-        """By one warp: start copying a turn of a block to word `at`. place: number of the block in the index `[N, K, nb, R, W]`."""
+        """By one warp: start copying a turn of a block to word `at`. place: number of the block in the index `[N, K, nb, R, W]`; zeros
+        where it is -1."""
         rows, row_bytes = index_shape(self.kind, self.block_size, self.head_dim)
-        block_bytes, there = rows * row_bytes, place >= 0
+        block_bytes, there, place = rows * row_bytes, place >= 0, lanes.maximum(place, 0)
 
         def row_place(row):
             return ref, place, block_bytes, (turn * self.keys + row) * row_bytes, there
