@@ -59,6 +59,7 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def model(tokenizer):
     sizes = {"vocab_size": 480, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "max_positions": 512}
+    sizes["num_layers"] = 1  # programs compile in less time, and nothing here depends on how many there are
     config = altered(TINY, **sizes, tie_embeddings=False, eos_token_ids=(0,))
     # Wide weights: with the usual small ones a random model says the same token for ever, whatever it reads.
     return CausalLM(TransformerDecoder(config), init_params(config, jax.random.key(3), std=0.6), tokenizer, "tiny")

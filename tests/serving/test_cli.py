@@ -271,7 +271,7 @@ def test_a_model_is_loaded_for_the_sequences_that_are_asked_for(kvjax, model_fol
 def test_plan_counts_bytes(kvjax, model_folder, loaded):
     status, out, _ = kvjax("plan", "--model", model_folder, "--dtype", "float32", "--memory", 1, "--page-size", 16)
     assert status == 0
-    page = 2 * 2 * 16 * 8 * 2 * 4  # K and V, KV heads, tokens, head dim, layers, bytes
+    page = 2 * 2 * 16 * 8 * 4  # K and V, KV heads, tokens, head dim, bytes
     fit = (2**30 - 4 * loaded.config.num_params) // page
     assert f"{fit:,}" in out
     assert f"{page / 1024:.1f} KiB" in out

@@ -171,7 +171,8 @@ def greedy_ids(model, ids, count):
 
 def test_generate_until_is_the_models_greedy_text(lm, model):
     contexts = ["amber anchor", "cedar cobalt coral " * 20, "x"]
-    texts = [model.tokenizer.decode(greedy_ids(model, model.tokenizer(context)["input_ids"], 8)) for context in contexts]
+    greedy = [greedy_ids(model, model.tokenizer(context)["input_ids"], 8) for context in contexts]
+    texts = [model.tokenizer.decode(ids, skip_special_tokens=True) for ids in greedy]
     found = lm.generate_until([instance(context, {"until": [], "max_gen_toks": 8}) for context in contexts])
     assert found == texts
     until = texts[1][3:5]
