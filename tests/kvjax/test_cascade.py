@@ -360,7 +360,6 @@ def test_many_random_histories(kind, bits, tmp_path):
     assert run_histories(make_family("gemma3_text"), range(20), tmp_path, sizes, kind)["sequences compared"] > 3
 
 
-@pytest.mark.long
 @pytest.mark.bits
 def test_random_histories_have_the_bits_of_each_sequence_alone(tmp_path):
     register("cascade-of-pages", lambda: Cascade(1, 2, 4, sink=1, local=1, block_size=16))

@@ -194,7 +194,6 @@ def interruptible():
     signal.signal(signal.SIGINT, handler)
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_in_the_middle_of_a_step_does_not_lose_the_cache(model_factory):
     """Ctrl-C at whatever moment of a run of steps; long steps, so that it falls into one."""

@@ -398,7 +398,6 @@ def test_pages_that_are_given_back_leave_host_memory_too(tmp_path):
     assert counts["sequences compared"] > 3
 
 
-@pytest.mark.long
 @pytest.mark.bits
 def test_heavy_hitters_in_host_memory_have_the_same_bits():
     model, text = make_family("llama"), [3, 5, 8, 13] * 40

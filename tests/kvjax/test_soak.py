@@ -1,6 +1,6 @@
 """Random requests on an engine whose stores are all full and give pages up, for as long as you like: answers, memory and files.
 
-`pytest -m long tests/kvjax/test_soak.py` runs it for `--soak-minutes`, 30 by default.
+`make test` runs twelve rounds. `pytest -m long tests/kvjax/test_soak.py` runs it for `--soak-minutes`, 30 by default.
 """
 
 import dataclasses
@@ -147,7 +147,6 @@ def check(seen: Seen, stats) -> None:
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads the memory of the process from Linux")
 
 
-@pytest.mark.long
 @needs_proc
 def test_a_short_soak(tmp_path):
     check(*soak(make_family("llama"), tmp_path / "pages", 0))

@@ -74,7 +74,6 @@ def records(folder):
     return header, {entry["unit"]: entry["record"] | {"seconds": None, "took": None} for entry in entries}
 
 
-@pytest.mark.long
 def test_a_panel_from_end_to_end(whole):
     folder, printed = whole
     names = {"records.jsonl", "panel.json", "panel.csv", "recall.png", "kl.png", "disagreements.png"}
