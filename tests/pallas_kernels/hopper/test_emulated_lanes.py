@@ -72,6 +72,18 @@ def test_arrays_of_two_bytes_are_words(emulated):
         run(emulated, lambda a, s, c: [lanes.load_global(a["x"], lanes.thread() + 1)], x=x)
 
 
+def test_parts_of_arrays_and_loads_ahead(emulated):
+    x = np.random.default_rng(2).integers(-(2**31), 2**31, (8, 64)).astype(np.int32)
+
+    def stage(a, _, cta):
+        part = lanes.part(a["x"], (lanes.thread() & 15) * 16, lanes.i32(3), 256)
+        return [*lanes.load_ahead(part, 256, 16), *lanes.load_ahead(part, 6, 2)]
+
+    out = run(emulated, stage, out=5, x=x)[:, 0]
+    np.testing.assert_array_equal(out[:4].T, x[4].reshape(16, 4)[I & 15])
+    np.testing.assert_array_equal(out[4], x[3].view(np.uint16).reshape(16, 8)[I & 15, 3])
+
+
 def test_shared_memory_and_the_cluster(emulated):
     """Each CTA has its own; `store_cluster` reaches another's; what is returned is what stood there at the end."""
 

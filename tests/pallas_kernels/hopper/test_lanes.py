@@ -55,12 +55,14 @@ def _integers(x, i):
         lanes.shift_right(x, i & 63),
         lanes.leading_zeros(x),
         lanes.popcount(x),
+        lane_pairs.permuted(x, i, 0x7052),
     ]
 
 
 def _integers_expected(x, i):
     u = x.view(np.uint32)
     truncated = np.trunc(x / 5).astype(np.int32)
+    of_x, of_i = (np.ascontiguousarray(a).view(np.uint8).reshape(-1, 4) for a in (x, i))
     return [
         x + i,
         x - i,
@@ -81,6 +83,7 @@ def _integers_expected(x, i):
         np.where(i & 63 < 32, u >> (i & 31).astype(np.uint32), 0).astype(np.uint32).view(np.int32),
         32 - np.ceil(np.log2(u.astype(np.float64) + 1)).astype(np.int32),
         np.bitwise_count(u),
+        np.stack([of_x[:, 2], of_i[:, 1], of_x[:, 0], of_i[:, 3]], axis=1).view(np.int32)[:, 0],
     ]
 
 
