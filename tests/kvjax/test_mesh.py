@@ -282,6 +282,20 @@ def test_host_memory_of_running_sequences_is_refused(model):
         Engine(model, mesh=mesh_of(BOTH), pool_host_bytes=10**6)
 
 
+@pytest.mark.bits
+def test_pages_on_disk_are_found_by_the_same_mesh_alone(one_layer, text, tmp_path):
+    found = []
+    for mesh in (None, "context 2", "context 2"):
+        sizes = {"pages": 16, "page_size": PAGE, "prefill_chunk": PAGE, "batch_buckets": (1,)}
+        place = None if mesh is None else mesh_of(mesh)
+        engine = Engine(one_layer, mesh=place, disk=tmp_path / "pages", disk_bytes=2**20, **sizes)
+        (sequence,) = engine.prefill([text[:100]])
+        found.append((engine.stats().found_tokens, np.asarray(sequence.logits)))
+        engine.close()
+    assert [tokens for tokens, _ in found] == [0, 0, 96]
+    assert np.array_equal(found[1][1], found[2][1])
+
+
 @pytest.mark.parametrize("mesh", [BOTH, "tensor 4"])
 def test_a_model_is_loaded_straight_to_its_devices(mesh, tmp_path):
     """It is the same model, and its files fit."""
