@@ -28,6 +28,21 @@ def test_the_part_on_pages_given_back_is_what_its_panel_makes():
         rendered(text, RELEASED, "other")
 
 
+BASELINES = load([ROOT / "benchmarks/results/cpu/fidelity-baselines.json"])
+
+
+def test_the_part_on_ways_to_choose_blocks_is_what_its_panel_makes():
+    text = (ROOT / "docs/fidelity.md").read_text(encoding="utf-8")
+    assert rendered(text, BASELINES, "baselines") == text
+    lists = {row["policy"]: row["lists"] for row in BASELINES[0]["forced"] if "lists" in row}
+    assert {counts["lists"] for counts in lists.values()} == {768}
+    equal = {name: counts["equal"] for name, counts in lists.items()}
+    kept = {"cascade:4/all+8bit": 763, "cascade:4/all+4bit": 656, "cascade:4": 600, "cascade:4/all+1bit": 20}
+    assert {name: equal[name] for name in kept} == kept
+    assert lists["cascade:4/all+8bit"]["certified"] == {"levels": 72, "norms": 336}
+    assert all(counts["certified"][bound] <= counts["equal"] for counts in lists.values() for bound in ("levels", "norms"))
+
+
 def test_giving_pages_back_changes_no_figure():
     """A window that forgot its sinks, or gave a page back too early, would differ."""
     rows = {row["policy"]: row for row in RELEASED[0]["forced"]}

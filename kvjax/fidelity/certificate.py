@@ -27,7 +27,9 @@ from kvjax.fidelity.retrieval import forked
 from kvjax.policies.decode import Cascade, DecodePolicy, SelectContext, Stateless, select_and_attend
 from kvjax.policies.decode.candidates import always_read
 from kvjax.sequences import CachedSequence
+from pallas_kernels.page_format import unpack
 from pallas_kernels.page_index import code_errors, coded_keys
+from pallas_kernels.pages import Pages
 
 BOUNDS = ("levels", "norms")
 """Error bounds of logits."""
@@ -63,8 +65,8 @@ def oracle_of(policy: Cascade) -> Cascade:
 def certify(policy: Cascade, query: Float[Array, "B 1 H D"], layer: PagedKV, ctx: SelectContext) -> Certified:
     """Whether the lists of a layer in a step of one token are the oracle's, and whether that is proved.
 
-    Memory: float32 copies of the keys of all pages of the tables. ValueError for another policy than `can_certify`, several tokens, packed
-    keys (of which the exact ones are lost), and a mesh.
+    Where the cache packs keys, the exact keys are the packed ones, as the oracle reads them. Memory: float32 copies of the keys of all
+    pages of the tables. ValueError for another policy than `can_certify`, several tokens, latents, and a mesh.
     """
     _check(policy, query, layer, ctx)
     per_page = ctx.page_size // policy.block_size
@@ -80,7 +82,8 @@ def certify(policy: Cascade, query: Float[Array, "B 1 H D"], layer: PagedKV, ctx
     mine, chosen, best = of[policy], of[exact], of[oracle_of(policy)]
     always = _marked(always[:, 0], blocks.size)
 
-    near, spread, codes = _exact_near(policy, query, layer, ctx, always), {}, _Codes(policy, query, layer, ctx)
+    keys = _exact_keys(layer.pages, ctx, policy.block_size)
+    near, spread, codes = _exact_near(query, keys, ctx, always), {}, _Codes(policy, query, keys, layer, ctx)
     for name in BOUNDS:
         error = codes.error(name)
         low, high = codes.lse - error, codes.lse + error
@@ -134,10 +137,9 @@ def provably_best(
 class _Codes:
     """Blocks as a cascade knows them: the log-sum-exp of the logits of the keys that it reads, error bounds, and what bounds say."""
 
-    def __init__(self, policy: Cascade, query: Array, layer: PagedKV, ctx: SelectContext):
-        keys = _blocks(layer.pages.k[jnp.maximum(ctx.frames, 0)], policy.block_size)  # [B, K, C, bs, D]
+    def __init__(self, policy: Cascade, query: Array, keys: Float32[Array, "B K C bs D"], layer: PagedKV, ctx: SelectContext):
         self._query = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3]).astype(jnp.float32)
-        self._exact, self._sm_scale = policy.bits == "cache", ctx.sm_scale
+        self._exact, self._sm_scale = policy._reads_cache(layer.pages.k_packed is not None), ctx.sm_scale
         read, self._errors = keys, jnp.zeros(1, jnp.float32)
         if not self._exact:
             rows = layer.index[policy._codes.name][jnp.maximum(ctx.page_table, 0)]  # [B, M, K, nb, R, W]
@@ -176,11 +178,19 @@ class _Codes:
         )
 
 
-def _blocks(pages: Array, block_size: int) -> Float32[Array, "B K C bs D"]:
-    """Keys of pages `[B, M, K, P, D]` as blocks."""
-    batch, count, heads, page_size, head_dim = pages.shape
-    blocks = pages.astype(jnp.float32).reshape(batch, count, heads, page_size // block_size, block_size, head_dim)
-    return jnp.moveaxis(blocks, 2, 1).reshape(batch, heads, -1, block_size, head_dim)
+def _exact_keys(pages: Pages, ctx: SelectContext, block_size: int) -> Float32[Array, "B K C bs D"]:
+    """The keys of all blocks of the tables, as attention reads them."""
+    frames = jnp.maximum(ctx.frames, 0)
+    keys = pages.k[frames]
+    if pages.k_packed is not None:
+        keys = unpack(pages.k_packed, keys, None if pages.k_scales is None else pages.k_scales[frames])
+    if pages.open is not None:
+        rows = pages.open.row_of[frames]
+        own = jnp.arange(frames.shape[1]) == (ctx.lengths[:, None] - 1) // ctx.page_size
+        keys = jnp.where((own & (rows >= 0))[..., None, None, None], pages.open.k[jnp.maximum(rows, 0)], keys)
+    batch, count, heads, page_size, head_dim = keys.shape
+    keys = keys.astype(jnp.float32).reshape(batch, count, heads, page_size // block_size, block_size, head_dim)
+    return jnp.moveaxis(keys, 2, 1).reshape(batch, heads, -1, block_size, head_dim)
 
 
 def _largest_terms(query: Float32[Array, "B K G D"], numbers: Float32[Array, "B K C D"]) -> Float32[Array, "B K G C"]:
@@ -204,10 +214,11 @@ def _slack(terms: Array, found: Array, head_dim: int) -> Array:
     return 2**-22 * (head_dim + 8) * terms + 2**-18 * (1 + jnp.where(jnp.isfinite(found), jnp.abs(found), 0.0))
 
 
-def _exact_near(policy: Cascade, query: Array, layer: PagedKV, ctx: SelectContext, always: Bool[Array, "B K C"]) -> tuple[Array, Array]:
+def _exact_near(
+    query: Array, keys: Float32[Array, "B K C bs D"], ctx: SelectContext, always: Bool[Array, "B K C"]
+) -> tuple[Float32[Array, "B K G"], Float32[Array, "B K G"]]:
     """The least and the most that the log-sum-exp of the logits of sink and local keys can be, per query head."""
-    keys = _blocks(layer.pages.k[jnp.maximum(ctx.frames, 0)], policy.block_size)
-    places = jnp.arange(keys.shape[2] * policy.block_size).reshape(-1, policy.block_size)
+    places = jnp.arange(keys.shape[2] * keys.shape[3]).reshape(-1, keys.shape[3])
     seen = (places < ctx.lengths[:, None, None])[:, None] & always[..., None]  # [B, K or 1, C, bs]
     keys = jnp.where(seen[..., None], keys, 0)
     grouped = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3]).astype(jnp.float32)
@@ -221,8 +232,8 @@ def _check(policy: DecodePolicy, query: Array, layer: Any, ctx: SelectContext) -
         raise ValueError(f"policy {policy} has no certificate: name a cascade without a share of attention, as cascade:4")
     if query.shape[1] != 1 or ctx.shards is not None:
         raise ValueError(f"certificates are of steps of one token on one device, got {query.shape[1]} tokens, mesh {ctx.shards}")
-    if not isinstance(layer, PagedKV) or layer.pages.k_packed is not None:
-        raise ValueError("a certificate compares with the exact keys, which packed pages and latents do not hold: use 16 or 32 bits")
+    if not isinstance(layer, PagedKV):
+        raise ValueError(f"policy {policy} reads keys of each KV head, which {type(layer).__name__} does not have: there is no certificate")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -198,8 +198,8 @@ class Panel:
             forced = force(engine, sequences, [window[cut:] for window in windows], arms, on_step=lambda: advance(per_step))
             prefixes = exact_prefixes(engine, sequences, [window[cut] for window in windows], arms, plan.free_steps)
             fed = [window[cut : cut + min(CERTIFIED_STEPS, plan.steps)] for window in windows]
-            cascades = {name: parse(arm.policy) for name, arm in arms.items() if arm.engine is engine and can_certify(parse(arm.policy))}
-            lists = {name: count_certified(engine, sequences, fed, policy) for name, policy in cascades.items()}
+            cascades = {name: arm for name, arm in arms.items() if can_certify(parse(arm.policy))}
+            lists = {name: count_certified(arm.engine, arm.sequences, fed, parse(arm.policy)) for name, arm in cascades.items()}
         return {
             "kind": "forced",
             "length": unit.length,

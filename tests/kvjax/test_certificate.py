@@ -162,9 +162,11 @@ def test_bounds_are_of_one_key(monkeypatch):
         check(dataclasses.replace(policy, sink=2), *one_key_against_many())
 
 
-def test_an_engine_counts_lists(model, text):
-    policy = Cascade(1, 2, 8, sink=1, local=1, block_size=8)
-    engine = Engine(shallow(model), policy, pages=32, page_size=16, prefill_chunk=32, batch_buckets=(2,))
+@pytest.mark.parametrize("cache_format", [None, pytest.param("int8", marks=pytest.mark.long)])
+def test_an_engine_counts_lists(cache_format, model, text):
+    policy = Cascade(1, 2, 8 if cache_format is None else None, sink=1, local=1, block_size=8)
+    sizes = {"pages": 32, "page_size": 16, "prefill_chunk": 32, "batch_buckets": (2, 4)}  # forks need rows of open pages
+    engine = Engine(shallow(model), policy, **sizes, cache_format=cache_format)
     sequences = engine.prefill([text[:70], text[100:120]])
     counts = count_certified(engine, sequences, [text[70:74], text[120:124]], policy)
     assert counts["lists"] == 4 * engine.spec.kv_heads  # the second sequence is too short for a choice
