@@ -361,7 +361,7 @@ def test_decode_tells_of_missing_pages(monkeypatch):
     frame = memory_plan(model.config, page_size=16).frame_bytes
     engine = Engine(model, page_size=16, prefill_chunk=32, batch_buckets=(1,), pages=6, pool_host_bytes=6 * frame)
     (sequence,) = engine.prefill([[3] * 16])
-    monkeypatch.setattr(Pool, "bind", lambda pool, pages: None)
+    monkeypatch.setattr(Pool, "bind", lambda pool, pages, **how: None)
 
     def steps():  # the count of the first is known in its own call, or in the next
         for token in range(2):
