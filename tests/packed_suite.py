@@ -150,3 +150,24 @@ def production(
     if width is None:
         return "gather_attention", arrays, keywords | {"blocks": None}
     return "gather_attention", arrays | {"blocks": ((batch, kv_heads, width), "int32")}, keywords
+
+
+CHANGES = {
+    "scales of keys are left out": {"k_scales": jnp.ones_like},
+    "scales of values are left out": {"v_scales": jnp.ones_like},
+    "scales of the next token": {"k_scales": lambda x: jnp.roll(x, 1, axis=2)},
+    "scales of the next page": {"v_scales": lambda x: jnp.roll(x, 1, axis=0)},
+    "scales of the next channel": {"v_scales": lambda x: jnp.roll(x, 1, axis=3)},
+    "scales of the next group": {"k_scales": lambda x: jnp.roll(x, 1, axis=3)},
+    "low and high bits for each other": {"v": lambda codes: (codes << 4) | (codes >> 4)},
+    "other open rows": {"open": lambda rows: rows.replace(k=jnp.roll(rows.k, 1, axis=0), v=jnp.roll(rows.v, 1, axis=0))},
+    "own pages as packed": {"open": lambda rows: None},
+}
+"""Changes of packed pages that a comparison has to see: of each part, what takes its place."""
+
+
+def changed(case: Any, change: str) -> Any:
+    """A case (a dataclass with `operands`: queries, pages, ...) with one of `CHANGES`."""
+    q, pages, *rest = case.operands
+    found = {name: make(getattr(pages, name)) for name, make in CHANGES[change].items()}
+    return dataclasses.replace(case, operands=(q, pages.replace(**found), *rest))

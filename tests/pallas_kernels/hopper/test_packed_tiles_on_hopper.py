@@ -11,10 +11,9 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import packed_prefill_suite
+import packed_suite
 import pytest
 from packed_prefill_suite import Prefill
-
-from pallas_kernels.pages import OpenPages
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
@@ -88,39 +87,25 @@ def test_lists_are_those_of_xla(case_of, name):
     assert (ours == theirs).all(-1).mean() > 0.98
 
 
-def _changed(case: Prefill, **parts) -> Prefill:
-    q, pages, *rest = case.operands
-    found = {name: change(getattr(pages, name)) for name, change in parts.items()}
-    return dataclasses.replace(case, operands=(q, pages.replace(**found), *rest))
-
-
-def _other_rows(opened: OpenPages) -> OpenPages:
-    return opened.replace(k=jnp.roll(opened.k, 1, axis=0), v=jnp.roll(opened.v, 1, axis=0))
-
-
-def _nibbles(codes):
-    return (codes << 4) | (codes >> 4)
-
-
-# A mutant: the case that it fails, and what it changes of the pages.
+# A mutant, one of `packed_suite.CHANGES`: the case that it fails.
 MUTANTS = {
-    "scales of keys are left out": ("int8", {"k_scales": jnp.ones_like}),
-    "scales of values are left out": ("int8, lists", {"v_scales": jnp.ones_like}),
-    "scales of the next token": ("int8", {"k_scales": lambda x: jnp.roll(x, 1, axis=2)}),
-    "scales of the next page": ("int8, every page packed", {"v_scales": lambda x: jnp.roll(x, 1, axis=0)}),
-    "scales of the next channel": ("int8 per channel", {"v_scales": lambda x: jnp.roll(x, 1, axis=3)}),
-    "scales of the next group": ("q4_0", {"k_scales": lambda x: jnp.roll(x, 1, axis=3)}),
-    "low and high bits for each other": ("q4_0", {"v": _nibbles}),
-    "other open rows": ("int8", {"open": _other_rows}),
-    "own pages as packed": ("int8", {"open": lambda x: None}),
+    "scales of keys are left out": "int8",
+    "scales of values are left out": "int8, lists",
+    "scales of the next token": "int8",
+    "scales of the next page": "int8, every page packed",
+    "scales of the next channel": "int8 per channel",
+    "scales of the next group": "q4_0",
+    "low and high bits for each other": "q4_0",
+    "other open rows": "int8",
+    "own pages as packed": "int8",
 }
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(tools, case_of, mutant):
-    name, change = MUTANTS[mutant]
+    case = case_of(MUTANTS[mutant])
     with pytest.raises(AssertionError):
-        packed_prefill_suite.compare(tools, case_of(name), _changed(case_of(name), **change).run("mosaic_gpu"))
+        packed_prefill_suite.compare(tools, case, packed_suite.changed(case, mutant).run("mosaic_gpu"))
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "q8_0", "fp8, lists", "int8, selected"])
