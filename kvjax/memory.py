@@ -232,16 +232,24 @@ def default_pages(plan: MemoryPlan, config: ModelConfig) -> int:
 
 
 def pool_size(
-    plan: MemoryPlan, config: ModelConfig, pages: int | None, device_bytes: int | None, pool_host_bytes: int | None = None
+    plan: MemoryPlan,
+    config: ModelConfig,
+    pages: int | None,
+    device_bytes: int | None,
+    pool_host_bytes: int | None = None,
+    *,
+    here: bool = True,
 ) -> tuple[int, int]:
     """The pages of an engine's pool on the device, and in host memory. On the device: `pages`, or as many as `device_bytes` hold beside the
-    indexes of all pages, or the default. In host memory: as many as `pool_host_bytes` hold.
+    indexes of all pages, or the default. In host memory: as many as `pool_host_bytes` hold. here: whether this machine has to have so much.
 
     ValueError for both of the first two, or for sizes in which no page fits.
     """
     host = 0
     if pool_host_bytes is not None:
-        check_host_bytes("pool_host_bytes", whole_number("pool_host_bytes", pool_host_bytes, 1, 2**63))
+        pool_host_bytes = whole_number("pool_host_bytes", pool_host_bytes, 1, 2**63)
+        if here:
+            check_host_bytes("pool_host_bytes", pool_host_bytes)
         host = _host_pages(plan, pool_host_bytes)
     if device_bytes is not None:
         device_bytes = whole_number("device_bytes", device_bytes, 1, 2**63)

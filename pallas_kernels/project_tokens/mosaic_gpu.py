@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import lane_codes, lane_copies, lane_math, lane_pairs, lanes
 from pallas_kernels.matrices import MatrixFormat, PackedMatrix, is_packed
+from pallas_kernels.project_tokens.api import Call
 from pallas_kernels.project_tokens.operands import Operands
 from pallas_kernels.project_tokens.shape import Shape
 

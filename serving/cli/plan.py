@@ -97,7 +97,8 @@ def plan_command(
     room = plan.available_bytes
     if device_memory is not None:
         plan = dataclasses.replace(plan, available_bytes=plan.weights_bytes + device_memory)
-    lines = [*_pool_lines(plan, config, room, device_memory, pool_host_memory), *_release_lines(declared)]
+    sizes = device_memory, pool_host_memory
+    lines = [*_pool_lines(plan, config, room, *sizes, here=memory is None), *_release_lines(declared)]
     spec = config.cache_spec(page_size, declared.cache_format).on_mesh(tensor)
     lines += _kept_lines(plan, spec, host_memory, disk_size) if keeps else ()
     if tensor * context > 1:
@@ -130,8 +131,10 @@ def _declared(
     return DeclaredPolicies(without_weights, policy, (), prefill, **sizes)
 
 
-def _pool_lines(plan: MemoryPlan, config: ModelConfig, room: int, device_memory: int | None, pool_host_memory: int | None) -> Iterator[str]:
-    """What the sizes of the pool come to. room: bytes that weights and cache may take."""
+def _pool_lines(
+    plan: MemoryPlan, config: ModelConfig, room: int, device_memory: int | None, pool_host_memory: int | None, *, here: bool
+) -> Iterator[str]:
+    """What the sizes of the pool come to. room: bytes that weights and cache may take. here: on this machine, whose memory then counts."""
     from kvjax.memory import pool_size
 
     if device_memory is None and pool_host_memory is None:
@@ -139,7 +142,7 @@ def _pool_lines(plan: MemoryPlan, config: ModelConfig, room: int, device_memory:
     if plan.available_bytes > room:
         yield f"does not fit         weights and --device-memory take {plan.available_bytes:,} bytes; there is room for {room:,}"
     with named_as_options():
-        device, host = pool_size(plan, config, None, max(1, plan.available_bytes - plan.weights_bytes), pool_host_memory)
+        device, host = pool_size(plan, config, None, max(1, plan.available_bytes - plan.weights_bytes), pool_host_memory, here=here)
     if host:
         more = f"with {device:,} on the device, beside the indexes of all: {(device + host) * plan.page_size:,} tokens"
         yield f"pool in host memory  {host:>12,}  ({more})"

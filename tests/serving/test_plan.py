@@ -89,6 +89,14 @@ def test_pages_that_are_kept_are_counted(plan, options):
     assert "kept on" not in plan("--memory", 1)
 
 
+def test_host_memory_of_another_machine_may_be_larger_than_that_of_this_one(plan, kvjax, model_folder, monkeypatch):
+    monkeypatch.setattr("kvjax.memory.os.sysconf", lambda name: 1000)  # pages, and their bytes
+    options = "--pool-host-memory", "2MB", "--device-memory", "1MB"
+    assert figure("pool in host memory", plan("--memory", 1, *options)) > 1
+    status, _, err = kvjax("plan", "--model", model_folder, *options)
+    assert (status, "2,000,000 is more than this machine's memory" in " ".join(err.split())) == (2, True)
+
+
 def test_kept_pages_of_windows_are_those_of_the_pool(plan):
     assert figure("kept on the device", plan(*ROLLING, "--prefill", "window:16+40", "--memory", 1, "--reuse")) == 2 * MOST
 
