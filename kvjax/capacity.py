@@ -70,4 +70,5 @@ class Capacity:
     def _advised(self, error: OutOfPages) -> OutOfPages:
         pinned = 0 if self.pinned is None else self.pinned()[error.group]
         said = f"{pinned:,} are pinned (Engine.unpin); " if pinned else ""
-        return OutOfPages(error.needed, error.free, error.total, said + self._plan().advice(error), group=error.group)
+        counts, where = (error.needed, error.free, error.total), {"group": error.group, "devices": error.devices}
+        return OutOfPages(*counts, said + self._plan().advice(error), **where)

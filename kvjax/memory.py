@@ -61,13 +61,15 @@ class MemoryPlan:
     """All sizes are bytes. `available_bytes` is what weights, pages and states may take. groups: the model's layer groups.
 
     sequences: how many are live at a time. Groups with a window need pages for that many windows, and recurrent groups that many states,
-    however long the sequences are.
+    however long the sequences are. spans: whether pages of running sequences may lie in host memory, too: not those of a mesh, or packed
+    ones.
     """
 
     weights_bytes: int
     available_bytes: int
     groups: tuple[GroupPlan, ...]
     sequences: int
+    spans: bool = True
 
     @property
     def page_size(self) -> int:
@@ -126,7 +128,7 @@ class MemoryPlan:
             return f"A page of this group is the state of one sequence: there are {error.total}, for the largest of batch_buckets"
         more = max(0, self.available_bytes - self.weights_bytes) // group.page_bytes
         said = f"A page holds {group.page_size} tokens and takes {group.page_bytes:,} bytes; memory has room for {more:,} more"
-        if group.most is not None or not supported():
+        if group.most is not None or not self.spans or not supported():
             return said
         return (
             f"{said}. Others can lie in host memory, {self.frame_bytes:,} bytes each: give the engine (more) pool_host_bytes, "
@@ -215,7 +217,7 @@ def memory_plan(
         sizes = len(spec.layers_of(group.name)), group.page_size, *bytes_of, None if window is None else window[1]
         groups.append(GroupPlan(group.name, *sizes, None if math.isinf(most) else most))
     available = min(map(free_bytes, devices or jax.local_devices()[:1])) if available_bytes is None else available_bytes
-    return MemoryPlan(weights_bytes, available, tuple(groups), sequences)
+    return MemoryPlan(weights_bytes, available, tuple(groups), sequences, tensor * context == 1 and cache_format is None)
 
 
 def plan_with_weights(beside: MemoryPlan, params: Params) -> MemoryPlan:

@@ -10,15 +10,20 @@ from kvjax.checks import whole_number
 
 
 class OutOfPages(RuntimeError):
-    """The pool has fewer free pages than a call needs. Nothing was written and no page was taken. group: the layer group."""
+    """The pool has fewer free pages than a call needs. Nothing was written and no page was taken. group: the layer group.
 
-    def __init__(self, needed: int, free: int, total: int, advice: str = "", *, group: str = "full"):
-        self.needed, self.free, self.total, self.group = needed, free, total, group
+    devices: over how many devices its pages are dealt out, if one of them has too few. Then the counts are of that device.
+    """
+
+    def __init__(self, needed: int, free: int, total: int, advice: str = "", *, group: str = "full", devices: int = 1):
+        self.needed, self.free, self.total, self.group, self.devices = needed, free, total, group, devices
         of_group = "" if group == "full" else f" of layer group {group}"
+        where, pool, its = ("", "the pool", "") if devices == 1 else (f" on one of {devices} devices", "each", "its ")
         if needed > total:
-            text = f"out of pages{of_group}: {needed} needed, and the pool has only {total}; make the engine with more pages"
+            text = f"out of pages{of_group}: {needed} needed{where}, and {pool} has only {total}; make the engine with more pages"
         else:
-            text = f"out of pages{of_group}: {needed} needed, {free} free of {total}; free sequences, or make the engine with more pages"
+            text = f"out of pages{of_group}: {needed} needed{where}, {free} free of {its}{total}"
+            text += "; free sequences, or make the engine with more pages"
         super().__init__(f"{text}. {advice}" if advice else text)
 
 
@@ -82,6 +87,11 @@ class PageAllocator:
         """Whether any device has too few pages for one on each of these devices."""
         return any(count > self._free_of(part) for part, count in Counter(parts).items())
 
+    def out_of_pages(self, parts: Sequence[int], group: str = "full") -> OutOfPages:
+        """The error for these devices, of which `lacking` is true: of the one that lacks most. group: the layer group."""
+        part, count = max(Counter(parts).items(), key=lambda each: each[1] - self._free_of(each[0]))
+        return OutOfPages(count, self._free_of(part), self.each, group=group, devices=self.parts)
+
     def take(self, count: int) -> list[int]:
         """Take `count` pages of neighbouring devices, as a new sequence does, with one owner each. After OutOfPages none were taken."""
         first = self.part_of_first()
@@ -90,7 +100,7 @@ class PageAllocator:
     def take_from(self, parts: Sequence[int]) -> list[int]:
         """Take one page of each of these devices, in order, with one owner each. After OutOfPages none were taken."""
         if self.lacking(parts):
-            raise OutOfPages(len(parts), self.room, self.total)
+            raise self.out_of_pages(parts)
         for part, count in Counter(parts).items():
             while len(self._free[part]) < count:
                 self._evict(part)

@@ -141,7 +141,7 @@ class GroupPages:
             self.on_short()
         for name, parts in needed.items():
             if (allocator := self.allocators[name]).lacking(parts):
-                raise OutOfPages(len(parts), allocator.room, allocator.total, group=name)
+                raise allocator.out_of_pages(parts, name)
 
     def needed(self, tokens: int) -> dict[str, int]:
         """The most pages of each group that a new sequence of `tokens` tokens takes."""

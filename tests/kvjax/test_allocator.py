@@ -44,8 +44,10 @@ def test_pages_of_a_device_are_taken_and_given_up_there():
     pages = allocator.take_from([2, 0, 1, 2])
     assert [allocator.part_of(page) for page in pages] == [2, 0, 1, 2]
     assert (allocator.free, allocator.room, allocator.part_of_first()) == (2, 0, 0)
-    with pytest.raises(OutOfPages, match="1 needed, 0 free of 6"):
-        allocator.take_from([2])
+    with pytest.raises(OutOfPages, match="1 needed on one of 3 devices, 0 free of its 2; free sequences"):
+        allocator.take_from([0, 2])  # one page of the first is free
+    with pytest.raises(OutOfPages, match="3 needed on one of 3 devices, and each has only 2; make the engine"):
+        allocator.take_from([2, 2, 2])
     for page in pages:
         allocator.keep(page)
     allocator.release(pages)
