@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.bill.bus import Bus
-from kvjax.bill.fitting import Cell, Key, Parameters, merged, read_cells, relative_fit, solve
+from kvjax.bill.fitting import Cell, Key, Parameters, merged, read_cells, relative_fit, seconds_of, solve
 from kvjax.bill.volume import StepBytes, step_bytes
 from kvjax.cache.spanning import FrameCounts
 from kvjax.model import ModelConfig
@@ -99,6 +99,7 @@ def read_tier_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelCo
             raise ValueError(
                 f"{where}: the row does not say what was listed in host memory, so it is an earlier version's; measure it again"
             )
+        seconds = seconds_of(row, where)
         config, dtype = config_of(row["shape"], row["layers"]), row["dtype"]
         frames = None if row["frames"] is None else FrameCounts(*row["frames"])
         sized = step_bytes(config, parse(row["name"]), row["mean_length"], dtype=dtype, frames=frames)
@@ -107,12 +108,12 @@ def read_tier_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelCo
         resident, tiered = groups.setdefault(Key(run["provenance"]["device"], row["shape"], row["layers"], dtype), ([], []))
         if frames is None:
             if row["lists"] == OWN:  # the others attend by another op than the policy itself
-                resident.append(Cell(row["tokens"], 1, row["name"], row["median_s"], sized))
+                resident.append(Cell(row["tokens"], 1, row["name"], seconds, sized))
             continue
         asked, copied = row["asked_bytes"], row["copied_bytes"]
         bytes_read = dataclasses.replace(sized, in_place=round(max(0.0, row["host_bytes"] - copied)), listed=round(asked))
         hits = 1 - copied / asked if asked else None
-        named = row["name"], row["lists"], row["device_bytes"], row["median_s"]
+        named = row["name"], row["lists"], row["device_bytes"], seconds
         tiered.append(TierCell(row["tokens"], *named, bytes_read, sized, hits))
     return groups
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -117,7 +118,9 @@ def read_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelConfig]
     if a row's bytes differ from those of `step_bytes`.
     """
     if run.get("bench") != "decode":
-        raise ValueError(f"this is not a result of kvjax bench decode: its field 'bench' is {run.get('bench')!r}")
+        raise ValueError(
+            f"this is not a result of kvjax bench decode: its field 'bench' is {run.get('bench')!r}; run that, with --json FILE"
+        )
     groups: dict[Key, list[Cell]] = {}
     for row in run["rows"]:
         if "median_s" not in row or devices_of(row) > 1:
@@ -130,8 +133,16 @@ def read_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelConfig]
         if moved.total != counted:
             raise ValueError(f"{where}: the row counts {counted:,} bytes, kvjax.bill {moved.total:,}; measure it again")
         key = Key(run["provenance"]["device"], row["shape"], row["layers"], row["dtype"], **packed)
-        groups.setdefault(key, []).append(Cell(row["tokens"], row["batch"], row["policy"], row["median_s"], moved))
+        groups.setdefault(key, []).append(Cell(row["tokens"], row["batch"], row["policy"], seconds_of(row, where), moved))
     return groups
+
+
+def seconds_of(row: dict[str, Any], where: str) -> float:
+    """A row's time. where: names the row in the error. ValueError for what is no time: a fit would fail elsewhere, or be wrong."""
+    seconds = row["median_s"]
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise ValueError(f"{where}: median_s is {seconds!r}, and a time is a number of seconds above 0; measure it again")
+    return seconds
 
 
 def merged(cells: Iterable[Cell]) -> list[Cell]:

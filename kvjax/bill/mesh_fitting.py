@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.bill.exchanges import KINDS, Exchange, counts_of, layers_that_choose, step_exchanges
-from kvjax.bill.fitting import Cell, Key, Parameters, merged, relative_fit, solve
+from kvjax.bill.fitting import Cell, Key, Parameters, merged, relative_fit, seconds_of, solve
 from kvjax.bill.mesh_terms import LAWS, Latency, MeshRange, MeshTerms, exchange_seconds
 from kvjax.bill.volume import StepBytes, step_bytes
 from kvjax.model import ModelConfig
@@ -91,9 +91,8 @@ def read_mesh_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelCo
         if ran != asked:
             raise ValueError(f"{where}: the program exchanged {ran}, kvjax.bill counts {asked}; measure it again")
         choosing = layers_that_choose(config, policy) if row["context"] > 1 else 0
-        cell = MeshCell(
-            row["tokens"], row["batch"], row["policy"], row["tensor"], row["context"], row["median_s"], moved, exchanges, choosing
-        )
+        seconds = seconds_of(row, where)
+        cell = MeshCell(row["tokens"], row["batch"], row["policy"], row["tensor"], row["context"], seconds, moved, exchanges, choosing)
         groups.setdefault(Key(run["provenance"]["device"], row["shape"], row["layers"], dtype), []).append(cell)
     return groups
 

@@ -358,9 +358,12 @@ def from_json(fields: dict[str, Any]) -> Bill:
 def load_bills(file: Path) -> tuple[Bill, ...]:
     """The bills of a file that `kvjax bill fit --json` wrote; ValueError for another file."""
     try:
-        return tuple(map(from_json, json.loads(file.read_text(encoding="utf-8"))["bills"]))
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        bills = tuple(map(from_json, json.loads(file.read_text(encoding="utf-8"))["bills"]))
+    except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} holds no bills ({error}): give a file that kvjax bill fit --json wrote") from None
+    if not bills or not all(bill.measured for bill in bills):
+        raise ValueError(f"{file} holds no bills, or one without measured steps: give a file that kvjax bill fit --json wrote")
+    return bills
 
 
 @functools.cache

@@ -36,6 +36,7 @@ from kvjax.serving.cli.options import (
     TensorOption,
     Weights,
     byte_count,
+    check_context,
     load_model,
     named_as_options,
     number,
@@ -219,6 +220,7 @@ def predict_command(
     from kvjax.serving.bench.decode import config_of, policies_of
     from pallas_kernels.bench.formats import show, table
 
+    check_context(context)
     packed = _packed(weights, cache_format)
     bill = _bill(fit, device, shape, bandwidth, no_overhead, packed)
     if tier != "device" and link is None:
@@ -496,11 +498,15 @@ def _cells(files: list[Path], read: Callable | None = None) -> dict[Key, Any]:
     from kvjax.serving.bench.decode import config_of
 
     runs = [(file, read_json(file, "a result of kvjax bench decode or tiers")) for file in files]
+    for file, run in runs:
+        if "bench" in run and run["bench"] not in ("decode", "tiers"):
+            raise typer.BadParameter(f"{file} is of kvjax bench {run['bench']}; give results of kvjax bench decode or tiers")
     try:
         return (read or read_runs)([run for _, run in runs], config_of)
-    except KeyError as error:
+    except (KeyError, TypeError, AttributeError) as error:
+        said = f"{error} is missing from" if isinstance(error, KeyError) else f"a field is of another kind ({error}) in"
         names = ", ".join(str(file) for file, _ in runs)
-        raise typer.BadParameter(f"{error} is missing from a result of kvjax bench decode or tiers; look at {names}") from None
+        raise typer.BadParameter(f"{said} a result of kvjax bench decode or tiers; look at {names}") from None
 
 
 def _frames(

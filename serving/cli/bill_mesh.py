@@ -103,6 +103,8 @@ def device_counts(text: str) -> tuple[int, ...]:
     if not dots:
         return parse_lengths(text, "devices")
     (first,), (last,) = parse_lengths(low, "devices"), parse_lengths(high, "devices")
+    if last < first:
+        raise ValueError(f"devices {text!r} begin with more than they end with: write the smaller number first, as {last}..{first}")
     return tuple(first << power for power in range((last // first).bit_length()))
 
 
@@ -151,6 +153,9 @@ def show_prefill(
 
     if tensor * context == 1:
         raise typer.BadParameter("needs --tensor or --context: one device exchanges nothing", param_hint="--prefill")
+    if chunk % options["page_size"]:
+        said = f"is {chunk}, and must be a multiple of the page size {options['page_size']} (--page-size)"
+        raise typer.BadParameter(said, param_hint="--prefill-chunk")
     rows, marks = [], {}
     for length, policy in itertools.product(lengths, policies_of(policies)):
         parts = prefill_parts(bill.mesh, config, policy, length, chunk, tensor=tensor, context=context, **options)

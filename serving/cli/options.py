@@ -328,6 +328,14 @@ def load_model(
     return load(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions, mesh=mesh, weights=packed)
 
 
+def check_context(context: int) -> None:
+    """Refuses a mesh over which no engine can deal out pages."""
+    if context & (context - 1):
+        raise typer.BadParameter(
+            f"is {context}, and pages are dealt out over a power of two devices: use 2, 4 or 8", param_hint="--context"
+        )
+
+
 @contextmanager
 def joined(coordinator: str | None, processes: int | None, process: int | None) -> Iterator[Processes | None]:
     """This process's part in the job of `--coordinator`; None without it. Enter it before JAX starts."""

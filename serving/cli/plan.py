@@ -26,6 +26,7 @@ from kvjax.serving.cli.options import (
     TensorOption,
     WeightsOption,
     byte_count,
+    check_context,
     named_as_options,
     number,
     whole,
@@ -74,6 +75,7 @@ def plan_command(
     from kvjax.models.loading import read_config, read_packing
     from kvjax.serving.batch.setup import planned
 
+    check_context(context)
     config = read_config(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions)
     with named_as_options():
         check_cache_format(cache_format, config.compute_dtype, tensor * context, pool_host_memory)

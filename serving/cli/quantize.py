@@ -17,7 +17,7 @@ def quantize_command(
         Weights,
         typer.Option(
             help="int8 or fp8, with one scale for each output channel or block of 128 x 128; int4, with one for 128 inputs, and the "
-            "embedding and the head as int8."
+            "embedding and the head as int8. fp8:tokens is an option of loading: write fp8 for it."
         ),
     ] = Weights.int8,
     dtype: DtypeOption = None,

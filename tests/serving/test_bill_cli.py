@@ -60,6 +60,29 @@ def test_fit_writes_the_bill_and_prints_how_wrong_it_is(kvjax, runs):
     assert set(checks["impossible"]) == {"budget"}, "two are too few to hold one out"
 
 
+def test_results_and_bills_with_wrong_fields_are_refused_by_name(kvjax, runs):
+    good = json.loads(runs[0].read_text())
+    for row, said in (
+        ({"median_s": -1.0}, "qwen2.5-7b, 8,192 tokens, batch 1, dense: median_s is -1.0, and a time is a number of seconds above 0"),
+        ({"median_s": float("nan")}, "median_s is nan"),
+        ({"median_s": "3"}, "median_s is '3'"),
+        ({"bytes": None}, "a field is of another kind ('NoneType' object has no attribute 'values') in a result"),
+    ):
+        Path("wrong.json").write_text(json.dumps({**good, "rows": [{**each, **row} for each in good["rows"][1:]]}))
+        status, _, err = kvjax("bill", "fit", "wrong.json")
+        assert (status, said in " ".join(err.split())) == (2, True), (row, err)
+    for run, said in (({"rows": 5}, "'int' object is not iterable"), ({"bench": "prefill"}, "wrong.json is of kvjax bench prefill")):
+        Path("wrong.json").write_text(json.dumps({**good, **run}))
+        status, _, err = kvjax("bill", "fit", "wrong.json")
+        assert (status, said in " ".join(err.split())) == (2, True), (run, err)
+    assert kvjax("bill", "fit", runs[0], "--json", "bill.json")[0] == 0
+    bill = json.loads(Path("bill.json").read_text())
+    for field, said in (({"c1": []}, "holds no bills"), ({"measured": []}, "without measured steps")):
+        Path("wrong.json").write_text(json.dumps({"bills": [{**bill["bills"][0], **field}]}))
+        status, _, err = kvjax("bill", "predict", "--fit", "wrong.json")
+        assert (status, said in err) == (2, True), (field, err)
+
+
 def test_a_document_is_filled_from_the_fit(kvjax, runs):
     Path("page.md").write_text("# T\n<!-- bill:parameters -->\nold\n<!-- /bill -->\nkept\n<!-- bill:regret -->\n<!-- /bill -->\n")
     status, _, err = kvjax("bill", "fit", *runs, "--form", "fixed", "--into", "page.md", "--json", "bill.json")
@@ -381,6 +404,9 @@ def test_a_mesh_without_terms_or_with_wrong_options_is_refused(kvjax):
         ("--memory", "80"): "needs --devices",
         ("--prefill", "dense"): "needs --tensor or --context",
         ("--prefill", "flex:0.9", "--context", "2"): "is not counted",
+        ("--prefill", "dense", "--context", "3"): "is 3, and pages are dealt out over a power of two devices: use 2, 4 or 8",
+        ("--prefill", "dense", "--context", "2", "--prefill-chunk", "100"): "is 100, and must be a multiple of the page size 128",
+        ("--devices", "8..4"): "write the smaller number first, as 4..8",
     }
     for options, said in refused.items():
         status, _, err = kvjax(*asked, *options)

@@ -112,6 +112,7 @@ def test_kept_pages_of_windows_are_those_of_the_pool(plan):
         ((*ROLLING, "--prefill", "window:16+40", "--pool-host-memory", "1MB"), "leave --pool-host-memory out"),
         (("--policy", "window:4+40+remap"), "they must be whole pages of 16 tokens"),
         (("--tensor", 2, "--pool-host-memory", "1MB"), "running sequences of a mesh of 2 devices are on its devices alone"),
+        (("--context", 3), "is 3, and pages are dealt out over a power of two devices"),
     ],
 )
 def test_what_the_engine_would_refuse_is_refused(kvjax, model_folder, options, said):
