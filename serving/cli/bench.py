@@ -113,6 +113,10 @@ def decode_command(
 
 def _packed(weights: str, cache_format: list[str] | None) -> list[tuple[str | None, str | None]]:
     """Pairs of how weights and pages are packed; None: not."""
+    from kvjax.packing import SCHEMES
+
+    if unknown := [each for each in weights.split(",") if each not in ("none", *SCHEMES)]:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of none, {', '.join(SCHEMES)}", param_hint="--weights")
     names = [[None if each == "none" else each for each in dict.fromkeys(kind)] for kind in (weights.split(","), cache_format or ["none"])]
     return list(itertools.product(*names))
 

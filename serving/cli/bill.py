@@ -216,6 +216,7 @@ def predict_command(
     """
     from kvjax.bill.meshes import mark_of, step_parts
     from kvjax.bill.report import known_from
+    from kvjax.policies.choice import ChoosesDecode
     from kvjax.policies.decode import name_of
     from kvjax.serving.bench.decode import config_of, policies_of
     from pallas_kernels.bench.formats import show, table
@@ -226,6 +227,8 @@ def predict_command(
     if tier != "device" and link is None:
         raise typer.BadParameter(f"keys and values on {tier!r} need --link, the GB/s from there", param_hint="--tier")
     config, named = config_of(shape), policies_of(policies)
+    if auto := [policy for policy in named if isinstance(policy, ChoosesDecode)]:
+        raise typer.BadParameter(f"{str(auto[0])!r} chooses among policies: name those", param_hint="--policies")
     computed = dataclasses.replace(config, compute_dtype=dtype or bill.dtype)
     frames = _frames(computed, named, page_size, device_memory, pool_host_memory, hits)
     if frames is not None and tier != "device":

@@ -268,6 +268,8 @@ WRONG = [
     ("bill fit {text}", "text.txt"),
     (FIT + " --form cubic", "cubic"),
     (FIT, "run.json"),
+    (PREDICT + " --policies auto", "chooses among policies: name those"),
+    ("bench decode --shape tiny --weights int3", "is none of none, int8, fp8"),
     (PREDICT + " --shape big", "qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny"),
     (PREDICT + " --lengths 0", "lengths '0'"),
     (PREDICT + " --lengths {long}", "characters)"),
