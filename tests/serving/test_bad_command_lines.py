@@ -278,7 +278,6 @@ WRONG = [
     (PREDICT + " --batches many", "many"),
     (PREDICT + " --batches {long}", "characters)"),
     (PREDICT + " --policies top:{long}", "characters)"),
-    (PREDICT + " --policies auto", "auto"),
     (PREDICT + " --device abacus", "abacus"),
     (PREDICT + " --dtype int3", "int3"),
     (PREDICT + " --cache-format int3", "int3"),
