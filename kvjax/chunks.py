@@ -268,6 +268,16 @@ class Prefiller:
                 self._pool.lose(error)
             raise
 
+    def advance_one_of(self, runs: dict[CachedSequence, ChunkRun], sequence: CachedSequence, slices: int | None) -> Prefilled | None:
+        """`advance` a sequence's chunk. Returns its result after the last layer, else None. The chunk leaves `runs` once its tokens are
+        written, even if their pages cannot be kept for later prompts then (`on_written`): run again, it would write them twice."""
+        run = runs[sequence]
+        try:
+            return run.finish() if self.advance(run, slices) else None
+        finally:
+            if sequence.length == run.last:
+                del runs[sequence]
+
     def _advance(self, run: ChunkRun, slices: int | None) -> bool:
         left = len(self.slices) - run.done
         for _ in range(left if slices is None else min(slices, left)):

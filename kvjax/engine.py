@@ -30,7 +30,7 @@ from kvjax.inspection import StepRead, inspect
 from kvjax.memory import MemoryPlan, memory_plan, plan_with_weights, pool_pages
 from kvjax.model import Model
 from kvjax.outcomes import Reads
-from kvjax.plans import Chunk, Decoded, DecodeGroup, Prefilled, StepPlan, StepResult, check_plan
+from kvjax.plans import Chunk, Decoded, DecodeGroup, StepPlan, StepResult, check_plan
 from kvjax.policies.choice import Choice
 from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import PrefillPolicy
@@ -294,7 +294,7 @@ class Engine:
         if len(groups) > 1 or plan.chunks:  # one step alone takes its own before it runs
             self._take_pages(groups, plan.chunks)
         decodes = tuple([self._sent(self._decode(each)) for each in groups])
-        return StepResult(decodes, tuple([self._advance(chunk) for chunk in plan.chunks]))
+        return StepResult(decodes, tuple([self._prefiller.advance_one_of(self._runs, each.sequence, each.slices) for each in plan.chunks]))
 
     def _sent(self, decoded: Decoded) -> Decoded:
         if not self._pool.on_cpu:  # there the host reads the array in place
@@ -553,12 +553,6 @@ class Engine:
             del self._runs[sequence]
             self._groups.keep_written(sequence, sequence.length, before)
             raise
-
-    def _advance(self, chunk: Chunk) -> Prefilled | None:
-        """Run slices of a chunk. Returns its result after the last layer, else None."""
-        if not self._prefiller.advance(self._runs[chunk.sequence], chunk.slices):
-            return None
-        return self._runs.pop(chunk.sequence).finish()
 
     def _adopt(self, sequence: CachedSequence, prompt: list[int], cache_salt: str | None) -> None:
         if self._reuse is not None:

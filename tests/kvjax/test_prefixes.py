@@ -18,6 +18,7 @@ from kvjax.cache import prefixes
 from kvjax.cache.disk_store import DiskStore
 from kvjax.cache.recency import Recency
 from kvjax.cache.transfer import block_bytes, read_blocks, stored_arrays, write_blocks
+from kvjax.plans import Chunk, StepPlan
 from pallas_kernels import dispatch
 
 PAGE = 16
@@ -264,6 +265,23 @@ def test_a_shared_prefix_needs_no_second_room(model, text):
         scheduler.step()
     assert handle.completion.error is None
     engine.free(held)
+
+
+def test_a_chunk_whose_pages_cannot_be_kept_is_not_written_twice(model, text, monkeypatch):
+    engine = Engine(model, pages=32, reuse=True, **SIZES)
+    sequence = engine.new_sequence(text[:PAGE])
+    plan = StepPlan(chunks=(Chunk(sequence, text[:PAGE]),))
+
+    def fail(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prefixes.Prefixes, "_copy", fail)
+        with pytest.raises(MemoryError):
+            engine.step(plan)
+    assert sequence.tokens == text[:PAGE]
+    found = np.stack([engine.extend(sequence, text[PAGE:40]), engine.decode([sequence], [3])[0]])
+    np.testing.assert_array_equal(found, answer(Engine(model, pages=32, **SIZES), text[:40]))
 
 
 def test_generate_takes_an_engine_that_reuses(model, text):
