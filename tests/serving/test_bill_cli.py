@@ -315,7 +315,7 @@ def test_calibrate_writes_a_bill(kvjax, model_folder, monkeypatch):
         (("bill", "fit", "old.json"), "earlier version's; measure it again"),
         (("regime-map", "--batches", "4"), "the smallest and the largest"),
         (("regime-map", "--lengths", "1m,4k"), "the smallest and the largest"),
-        (("bill", "fit", "ops.json"), "not a result of kvjax bench decode"),
+        (("bill", "fit", "ops.json"), "ops.json is of kvjax bench ops; give results of kvjax bench decode or tiers"),
         (("bill", "choose", "--model", "needle", "--level", "sure"), "fidelity level 'sure'"),
     ],
 )
