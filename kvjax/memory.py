@@ -17,7 +17,7 @@ from kvjax.cache.groups import Reach, frame_counts, most_pages, window_of
 from kvjax.cache.spanning import FrameCounts, supported
 from kvjax.checks import whole_number
 from kvjax.model import ModelConfig, Params
-from kvjax.packing import FormatOf, scheme_of
+from kvjax.packing import FormatOf, format_function
 from kvjax.packing import weights_bytes as packed_bytes
 from kvjax.sharding import CONTEXT, least_of_processes
 
@@ -205,7 +205,7 @@ def memory_plan(
     """
     spec = config.cache_spec(page_size, parse_cache_format(cache_format, config.compute_dtype)).on_mesh(tensor).on_device(tensor)
     if weights_bytes is None:
-        weights_bytes = packed_bytes(config, scheme_of(weights).format_of if isinstance(weights, str) else weights, tensor=tensor)
+        weights_bytes = packed_bytes(config, format_function(weights), tensor=tensor)
     if not spec.paged:
         raise ValueError("a model without a layer of attention has no pages: an engine needs one")
     groups = []

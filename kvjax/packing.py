@@ -77,6 +77,12 @@ def pack_params(params: Params, weights: str) -> Params:
     return jax.tree.unflatten(structure, packed)
 
 
+def format_function(weights: str | FormatOf | None) -> FormatOf | None:
+    """The function that says how parameters are packed. weights: the name of a scheme, or the function itself; None: nothing is packed.
+    ValueError as `scheme_of`."""
+    return scheme_of(weights).format_of if isinstance(weights, str) else weights
+
+
 def packing_of(params: Params) -> str | FormatOf | None:
     """How parameters are packed: the name of their scheme, None where nothing is packed, else a function that says it."""
     named = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_packed)[0]

@@ -29,6 +29,7 @@ from kvjax.packing import FormatOf
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.naming import name_of, parse
 from kvjax.policies.decode.top_blocks import TopBlocks
+from pallas_kernels.bench.results import packed_text
 
 SIZES = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "tie_embeddings")
 """The sizes on which a step's cost depends, for a model whose layers are all alike."""
@@ -177,8 +178,7 @@ class Bill:
     @property
     def formats(self) -> str:
         """dtype, and what is packed, in words."""
-        packed = (f"{what} {name}" for what, name in (("weights", self.weights), ("pages", self.cache_format)) if name is not None)
-        return ", ".join((self.dtype, *packed))
+        return self.dtype + packed_text({"weights": self.weights, "cache_format": self.cache_format})
 
     @property
     def knows_bus(self) -> bool:

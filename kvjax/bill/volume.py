@@ -20,7 +20,7 @@ from kvjax.cache.formats import CacheFormat, parse_cache_format
 from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.spec import LatentSpec, PagedSpec
 from kvjax.model import ModelConfig
-from kvjax.packing import FormatOf, scheme_of, table_shape, weights_bytes
+from kvjax.packing import FormatOf, format_function, table_shape, weights_bytes
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.cascade import Cascade
 from kvjax.policies.decode.top_tokens import TopTokens
@@ -209,20 +209,14 @@ def _check(policy: DecodePolicy, sizes: dict[str, int], tier: str, frames: Frame
 @functools.lru_cache(maxsize=256)
 def _weights_read(config: ModelConfig, weights: str | FormatOf | None, batch: int, tensor: int) -> int:
     """Bytes of weights that a step reads on one device: all, but only a row of the embedding for each sequence if it is not the head."""
-    total = weights_bytes(config, _format_of(weights), tensor=tensor)
+    format_of = format_function(weights)
+    total = weights_bytes(config, format_of, tensor=tensor)
     if config.tie_embeddings:
         return total
     shape = table_shape(config, tensor)
-    packed = _format_of(weights)(None, "embed", shape)
+    packed = None if format_of is None else format_of(None, "embed", shape)
     table = math.prod(shape) * jnp.dtype(config.compute_dtype).itemsize if packed is None else packed.bytes_of(shape)
     return total - table + rows_bytes(table, shape[0], batch)
-
-
-def _format_of(weights: str | FormatOf | None) -> FormatOf:
-    """The function that says how a matrix is packed."""
-    if weights is None:
-        return lambda layer, name, shape: None
-    return scheme_of(weights).format_of if isinstance(weights, str) else weights
 
 
 def pages_on_host(frames: FrameCounts, length: int, batch: int = 1, page_size: int = 128) -> int:

@@ -36,7 +36,7 @@ from kvjax.model import ModelConfig, Params, uniform_config
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.models.loading import read_config
 from kvjax.outcomes import Reads
-from kvjax.packing import scheme_of, table_shape, weights_bytes
+from kvjax.packing import format_function, table_shape, weights_bytes
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import DecodePolicy, name_of, parse
 from kvjax.sampling import SamplingRows
@@ -157,8 +157,7 @@ class Plan:
             raise ValueError(f"context is {self.context}, and pages are dealt out over a power of two devices: use 2, 4 or 8")
         if self.devices > 1 and (self.weights is not None or self.cache_format is not None):
             raise ValueError(f"packed weights and pages are timed on one device, not on tensor {self.tensor} x context {self.context}")
-        format_of = None if self.weights is None else scheme_of(self.weights).format_of
-        weights_bytes(self.config, format_of, tensor=self.tensor)  # refuses heads that do not divide
+        weights_bytes(self.config, format_function(self.weights), tensor=self.tensor)  # refuses heads that do not divide
         self.spec  # noqa: B018  refuses pages that cannot be packed
 
     @property
