@@ -28,8 +28,8 @@ from pallas_kernels.hopper.lane_halves import HalfTile
 from pallas_kernels.hopper.query_tiles import Shape, Walk
 from pallas_kernels.pages import Pages, unlike
 
-REGISTERS = 208, 96
-"""Per thread of a folding and of the fetching warpgroup: 2 x 128 x 208 + 128 x 96 = 65536."""
+REGISTERS = 208, 88
+"""Per thread of a folding and of the fetching warpgroup: all that a CTA has."""
 
 
 class Side(NamedTuple):

@@ -436,9 +436,15 @@ class Fetcher:
     registers: tuple[int, int]
     bring: Callable
 
+    def __post_init__(self):
+        """A CTA of 384 threads starts with 168 registers a thread, as 65536 / 384 is rounded down to a multiple of 8. Warpgroups that ask
+        for more than all of these together wait for ever."""
+        if FOLDERS * self.registers[0] + self.registers[1] > (FOLDERS + 1) * 168:
+            raise ValueError(f"registers {self.registers}: {FOLDERS} x the first + the second must be at most {(FOLDERS + 1) * 168}")
+
 
 PLAIN = Fetcher((232, 40), fetch)
-"""Pools are keys and values. 2 x 128 x 232 + 128 x 40 registers are within the 65536 of a multiprocessor."""
+"""Pools are keys and values."""
 
 
 def launch(
