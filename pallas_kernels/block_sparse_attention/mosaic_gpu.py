@@ -110,5 +110,5 @@ def _walk(s: query_tiles.Shape, call: Call, opened: bool, refs, row, head, tile)
 
     masks = {} if call.window is None else {"unmasked": unmasked, "seen": seen}
     if opened:
-        masks = packed_tiles.own_masks(s, packed_steps, **masks)
+        masks = packed_tiles.own_masks(s, (packed_steps, packed_end), **masks)
     return query_tiles.Walk(steps, starts, page_of, plain_ref[row], length, packed=(packed_steps, packed_end), **masks), first

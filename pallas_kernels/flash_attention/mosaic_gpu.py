@@ -59,7 +59,7 @@ def _walk(s: query_tiles.Shape, window, opened: bool, refs, row, head, tile):
         packed_steps = sinks + end - resume
         masks = query_tiles.window_masks(s, window)
     if opened:
-        masks = packed_tiles.own_masks(s, packed_steps, **masks)
+        masks = packed_tiles.own_masks(s, (packed_steps, packed_end), **masks)
 
     def starts(step):
         at = step

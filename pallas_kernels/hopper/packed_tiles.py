@@ -121,17 +121,22 @@ def own_tiles(s: Shape, first, start, length):
     return own_start(s, last), own, jnp.where(first < length, tiles, 0)
 
 
-def own_masks(s: Shape, packed_steps, unmasked: Callable | None = None, seen: Callable | None = None) -> dict[str, Callable]:
-    """`unmasked` and `seen` of a walk, where each query reads its own page from `packed_steps` on, and earlier pages before that."""
+def own_masks(s: Shape, packed: tuple[Any, Any], unmasked: Callable | None = None, seen: Callable | None = None) -> dict[str, Callable]:
+    """`unmasked` and `seen` of a walk with `packed`, where each query reads its own page in the steps after these, and earlier pages in
+    them. Queries past the end of the sequence, whose pages nobody brings, read as the last one."""
+    packed_steps, packed_end = packed
+
+    def own(position):
+        return jnp.minimum(own_start(s, position), packed_end)
 
     def unmasked_too(step, starts, first, last):
-        as_packed = functools.reduce(jnp.logical_and, [start < own_start(s, first) for start in starts])
-        as_open = functools.reduce(jnp.logical_and, [start >= own_start(s, last) for start in starts])
+        as_packed = functools.reduce(jnp.logical_and, [start < own(first) for start in starts])
+        as_open = functools.reduce(jnp.logical_and, [start >= own(last) for start in starts])
         plain = jnp.where(step < packed_steps, as_packed, as_open)
         return plain if unmasked is None else plain & unmasked(step, starts, first, last)
 
     def seen_too(step, pos, query_pos):
-        found = (pos < own_start(s, query_pos)) == (step < packed_steps)
+        found = (pos < own(query_pos)) == (step < packed_steps)
         return found if seen is None else found & seen(step, pos, query_pos)
 
     return {"unmasked": unmasked_too, "seen": seen_too}

@@ -98,7 +98,7 @@ def _walk(s: query_tiles.Shape, opened: bool, refs, row, head, tile):
 
     masks = {"unmasked": unmasked, "seen": seen}
     if opened:
-        masks = packed_tiles.own_masks(s, packed_steps, **masks)
+        masks = packed_tiles.own_masks(s, (packed_steps, packed_end), **masks)
     steps, packed = packed_steps + open_steps, (packed_steps, packed_end)
     return query_tiles.Walk(steps, starts, page_of, plain_ref[row], length, packed=packed, **masks), first
 
