@@ -44,6 +44,9 @@ config: the layer's mixer. params: the layer's parameters. x: the layer's input,
 `kvjax.model.Mix` with the layer's number filled in. out: the input of the projection `o`, `[B, T, inputs of o]`.
 """
 
+MLP_TOKENS = 8192
+"""Tokens of a row that go through an MLP together. The inner results of more would take gigabytes: of a 7B model, 0.6 GB for each 8192."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TransformerDecoder:
@@ -106,8 +109,7 @@ class TransformerDecoder:
             out, state = MIXERS[type(layer.mixer)](layer.mixer, weights, x, tokens, functools.partial(mix, number), state)
             after = (weights["attn_post_norm"], weights["mlp_post_norm"]) if layer.post_norms else (None, None)
             x = self._add(x, out, weights["o"], biases_of(weights, layer.mixer.o_bias, "o"), after[0])
-            inner = gate_tokens(layer.mlp, weights, x, tokens)
-            x = self._add(x, inner, weights["down"], biases_of(weights, layer.mlp.bias, "down"), after[1])
+            x = self._add_mlp(layer, weights, x, tokens, after[1])
         return x, state
 
     def final_norm(self, params: Params, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
@@ -131,6 +133,17 @@ class TransformerDecoder:
         if post_norm is None:
             return project(inner, matrix, residual=x, **biases)[0]
         return x + self._norm(project(inner, matrix, **biases)[0], post_norm)
+
+    def _add_mlp(self, layer: LayerConfig, weights: Params, x: Float[Array, "B T E"], tokens: Tokens, post_norm) -> Float[Array, "B T E"]:
+        """x plus the MLP of a layer, `MLP_TOKENS` of each row after the other."""
+        done: list[Array] = []
+        for first in range(0, x.shape[1], MLP_TOKENS):
+            part = x[:, first : first + MLP_TOKENS]
+            if done:  # else XLA computes the inner results of all parts before it projects them back
+                part, done[-1] = jax.lax.optimization_barrier((part, done[-1]))
+            inner = gate_tokens(layer.mlp, weights, part, tokens)
+            done.append(self._add(part, inner, weights["down"], biases_of(weights, layer.mlp.bias, "down"), post_norm))
+        return done[0] if len(done) == 1 else jnp.concatenate(done, axis=1)
 
     def _add_parts(self, x: Array, inner: Array, matrix: Matrix, biases: dict[str, Any], post_norm: Array | None) -> Float[Array, "B T E"]:
         """`_add` where each device has some columns of the matrix."""

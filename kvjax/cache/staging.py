@@ -77,14 +77,9 @@ class Sizes:
 
 
 def sizes(in_host: int, counts: FrameCounts, written: int) -> Sizes:
-    """Sizes for a window of `in_host` pages and the pages that are copied one by one. written: as in `stage`.
-
-    A window that is as long as all rows needs no padding on the device, but also brings what its end does not need. It is taken where that
-    at most doubles the copies.
-    """
+    """Sizes for a window of `in_host` pages and the pages that are copied one by one. written: as in `stage`."""
     others = -(-(counts.device + written) // ROUNDED) * ROUNDED  # they lie on the device, or are the chunk's
-    width, rows = staged_width(in_host + others), staged_width(in_host)
-    return Sizes(width, others, width if 2 * rows > width else rows)
+    return Sizes(staged_width(in_host + others), others, staged_width(in_host))
 
 
 def sizes_alone(pages: int, counts: FrameCounts, written: int) -> Sizes | None:

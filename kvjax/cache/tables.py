@@ -61,4 +61,4 @@ def staged_widths(pages: int) -> Iterator[int]:
 
 
 def _step(width: int) -> int:
-    return width // 4 if width > 1024 else width
+    return max(512, width // 16) if width > 1024 else width

@@ -54,22 +54,22 @@ def test_pages_that_follow_each_other_come_with_the_window():
     frames = np.array([*range(160, 1460), *range(40)])
     staged, window = staging.stage(frames, own=1336, counts=counts, written=4)
     first = 60 + 3000 // 32  # the last place before 160
-    assert (window.first, window.rows, int(staged.tail), staged.sources.size) == (first, 2048, 1460 - first, 64)
+    assert (window.first, window.rows, int(staged.tail), staged.sources.size) == (first, 1536, 1460 - first, 64)
     assert staged.places[0, :1340].tolist() == [*range(160 - first, 1460 - first), *range(1460 - first, 1500 - first)]
 
 
 def test_pages_at_the_end_of_host_memory_come_behind_the_others():
     counts = FrameCounts(2, 0, 3200)
     staged, window = staging.stage(np.array([*range(1902, 3202), 0, 1]), own=1300, counts=counts, written=2)
-    assert (window.first, window.rows, int(staged.tail)) == (3202 - 2048, 2048, 0)
-    assert staged.places[0, [0, 1299, 1300, 1301]].tolist() == [2048 - 1300, 2047, 0, 1]
+    assert (window.first, window.rows, int(staged.tail)) == (3202 - 1536, 1536, 0)
+    assert staged.places[0, [0, 1299, 1300, 1301]].tolist() == [1536 - 1300, 1535, 0, 1]
 
 
 def test_a_page_in_host_memory_does_not_bring_a_thousand():
     """However many others lie on the device."""
     counts = FrameCounts(1000, 0, 5000)
     staged, window = staging.stage(np.array([1000, *range(1000)]), own=1000, counts=counts, written=4)
-    assert (window.rows, staged.places.shape[1]) == (16, 2048)
+    assert (window.rows, staged.places.shape[1]) == (16, 1536)
 
 
 def test_windows_begin_at_few_places():

@@ -12,7 +12,7 @@ from tiny_models import TINY, altered, flat
 
 from kvjax.memory import memory_plan
 from kvjax.model import Heads
-from kvjax.models import products
+from kvjax.models import decoder, products
 from kvjax.models.decoder import TransformerDecoder, causal_mix, init_params, param_shapes
 from pallas_kernels.project_tokens import project_tokens
 
@@ -102,6 +102,21 @@ def test_a_row_does_not_depend_on_the_others(params):
     other = tokens.at[1:].set((tokens[1:] + 7) % CONFIG.vocab_size)
     np.testing.assert_array_equal(forward(params, other, positions)[0], want[0])
     np.testing.assert_array_equal(forward(params, tokens[::-1], positions)[::-1], want)
+
+
+def test_an_mlp_takes_some_tokens_after_the_others(params, monkeypatch):
+    """All of them, whether or not they fill its parts."""
+    tokens, positions = jnp.arange(2 * 11).reshape(2, 11) % CONFIG.vocab_size, jnp.arange(11)[None].repeat(2, 0)
+    whole, _ = DECODER.hidden(params, tokens, positions, causal_mix(), None)
+    monkeypatch.setattr(decoder, "MLP_TOKENS", 4)
+    sizes = []
+    gate_tokens = decoder.gate_tokens
+    monkeypatch.setattr(
+        decoder, "gate_tokens", lambda config, params, x, tokens: sizes.append(x.shape[1]) or gate_tokens(config, params, x, tokens)
+    )
+    parts, _ = DECODER.hidden(params, tokens, positions, causal_mix(), None)
+    assert sizes == [4, 4, 3] * CONFIG.num_layers
+    np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-5)
 
 
 def test_positions_are_absolute_and_only_their_differences_matter(params):

@@ -23,6 +23,14 @@ SMALL = {"head_dim": 64, "page_size": 64, "kv_heads": 1, "group": 1, "width": 6,
 SELECTED = {"gamma": 4, "block_size": 64, "k_blocks": 2, "k_exact": 2, "window": (5, 64), "tournament": False, "estimate": "quantile"}
 CASES = {
     "int8": {"lengths": (200, 300), "starts": (128, 150), "kv_heads": 2},
+    "int8, the last tile is past the end": {
+        "format": "int8",
+        "lengths": (127,),
+        "starts": (3,),
+        "num_queries": 140,
+        "head_dim": 128,
+        "width": 12,
+    },
     "int4 keys per channel, values per 32": {"lengths": (384,), "starts": (300,), "window": (5, 70)},
     "q8_0 keys, q4_0 values": {"lengths": (0, 384), "starts": (0, 300), "hole": True},
     "fp8 without scales": {"lengths": (300,), "starts": (128,), "opened": False},
