@@ -481,12 +481,14 @@ class SessionCore:
             return
         record = self.records.get(run.session_id)
         run.end("error", ResourceExhausted(str(error)) if isinstance(error, OutOfPages | ValueError) else SessionError(str(error)))
-        engine = self.engine
-        broken = record is not None and (
-            record.sequence not in engine.sequences or engine.slices_left(record.sequence) < engine.slices_left(None)
-        )
-        if broken:
+        if record is not None and self._broken(record.sequence):
             self.end(record, "failed")
+
+    def _broken(self, sequence: CachedSequence) -> bool:
+        """Whether a step that failed left a sequence that no call can use."""
+        engine = self.engine
+        half_way = sequence.failed is not None or engine.slices_left(sequence) < engine.slices_left(None)
+        return half_way or sequence not in engine.sequences
 
 
 def _pages_held(record: Record) -> int:
