@@ -13,6 +13,7 @@ import paging
 import projection_suite
 import pytest
 from emulator.kernels import kernels
+from far_pools import needs_memory
 from projection_suite import compare, packed_case
 from quick_cases import one_in, rest_long
 
@@ -377,6 +378,7 @@ def test_bits_alone(tools, case):
 def test_a_matrix_past_2_to_the_31():
     """Rows at both ends and around 2^31 codes are read where they are."""
     width, features = 4096, 2**19 + 264
+    needs_memory(2 * width * features)  # twice, while it is filled
     picked = np.array([0, 1, 2**19 - 1, 2**19, features - 1])
     rows = np.random.default_rng(0).integers(-128, 128, (len(picked), width)).astype(np.int8)
     codes = jnp.zeros((features, width), jnp.int8).at[picked].set(rows)

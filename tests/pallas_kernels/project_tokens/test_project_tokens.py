@@ -11,6 +11,7 @@ import numpy as np
 import paging
 import projection_suite
 import pytest
+from far_pools import needs_memory
 from projection_suite import EPS, Case, compare
 from quick_cases import one_in, rest_long
 
@@ -188,6 +189,7 @@ def test_bits_alone(tools, case):
 def test_a_matrix_past_2_to_the_31():
     """Rows at both ends and around 2^31 elements are read where they are."""
     width, features = 4096, 2**19 + 264
+    needs_memory(2 * width * features * 2)  # twice, while it is filled
     picked = jnp.asarray([0, 1, 2**19 - 1, 2**19, features - 1])
     rows = jax.random.normal(jax.random.key(0), (len(picked), width), jnp.bfloat16)
     weight = jnp.zeros((features, width), jnp.bfloat16).at[picked].set(rows)
