@@ -264,5 +264,6 @@ def made(kind: str, rows: list[Row]) -> str:
     columns, cells = TABLES[kind]
     told = ("what", "rows", "pages", "shape", "layers", "policy", "prefill", "prompt", "requests", "chunk", "max_gap_ms")
     told += ("op", "model", "dtype", "tokens", "implementation", "store", "device_bytes", "data", "tensor", "context", "agents", "minutes")
+    told += ("kind", "phase", "open", "history")
     latest = {tuple(row.get(name) for name in told): row for row in rows}
     return markdown(columns, map(cells, latest.values()))

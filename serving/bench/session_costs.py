@@ -99,7 +99,7 @@ def idle_rows(plan: Tokens, say: Say = lambda what: None) -> Iterator[dict[str, 
     with ServerProcess(serve_tokens, plan) as server, Client(server.address) as client:
         sessions_round(plan, server, 0)
         waiting: list[Session] = []
-        for place, count in enumerate((0, plan.idle, 0)):
+        for place, (phase, count) in enumerate((("before", 0), ("beside", plan.idle), ("after", 0))):
             for number in range(len(waiting), count):
                 say(f"{number:,} of {plan.idle:,} idle sessions are open")
                 waiting.append(client.create_session(np.random.default_rng(number).integers(0, server.vocab_size, plan.prompt).tolist()))
@@ -109,7 +109,13 @@ def idle_rows(plan: Tokens, say: Say = lambda what: None) -> Iterator[dict[str, 
             held = dict(zip(("sessions", "pages"), server.ask("held"), strict=True))
             say(f"rounds beside {count:,} idle sessions")
             told = [sessions_round(plan, server, place * plan.rounds + number + 1) for number in range(plan.rounds)]
-            row = dataclasses.asdict(plan) | {"op": "session-idle", "open": count, "held": held, "rounds_through_grpc": told}
+            row = dataclasses.asdict(plan) | {
+                "op": "session-idle",
+                "phase": phase,
+                "open": count,
+                "held": held,
+                "rounds_through_grpc": told,
+            }
             yield row | {"through_grpc": {name: _median(told, name) for name in told[0]}}
 
 

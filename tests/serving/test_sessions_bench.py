@@ -186,6 +186,7 @@ def test_a_step_beside_idle_sessions_is_timed_while_they_are_there():
         assert row["through_grpc"]["gap_p50_s"] == pytest.approx((first["gap_p50_s"] + second["gap_p50_s"]) / 2)
         assert min(first["gap_p50_s"], first["server_cpu_s"]) > 0
         assert len(columns) == len(cells(json.loads(json.dumps(row))))
+    assert scheduling.made("session-idle", rows + rows).count("tiny, 1 layers") == 3
     with pytest.raises(ValueError, match="at least 1 session, got 0"):
         next(idle_rows(dataclasses.replace(plan, idle=0)))
 
@@ -202,6 +203,21 @@ def test_a_turn_prefills_what_is_new_and_a_new_session_everything():
     assert all(row["first_s"] > 0 for row in rows.values())
     columns, cells = scheduling.TABLES["session-turn"]
     assert {len(cells(json.loads(json.dumps(row)))) for row in rows.values()} == {len(columns)}
+
+
+def test_a_table_of_turns_has_each_kind():
+    of_all = {
+        "shape": "tiny",
+        "layers": 1,
+        "dtype": "float32",
+        "policy": "dense",
+        "history": 9,
+        "appended": 2,
+        "chunk": 128,
+        "first_s": 1.0,
+    }
+    told = scheduling.made("session-turn", [{"op": "session-turn", "kind": kind} | of_all for kind in ("resident", "demoted", "again")])
+    assert [told.count(said) for said in ("on the device", "in host memory", "the whole history")] == [1, 1, 1]
 
 
 @pytest.mark.long
