@@ -73,14 +73,14 @@ def _nothing(*_, **__):
 
 
 def _unpublished(monkeypatch):
-    forget = query_tiles._forget_unwritten
+    forget = query_tiles.forget_unwritten
 
     def without_commit(*args):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plgpu, "commit_smem", _nothing)
             forget(*args)
 
-    monkeypatch.setattr(query_tiles, "_forget_unwritten", without_commit)
+    monkeypatch.setattr(query_tiles, "forget_unwritten", without_commit)
 
 
 def _mask_off_by_one(monkeypatch):
@@ -100,7 +100,7 @@ def _missing_pages_read(monkeypatch):
 
 BUGS = {
     "results are not published before they are stored": lambda patch: patch.setattr(plgpu, "commit_smem", _nothing),
-    "values that were never written are multiplied": lambda patch: patch.setattr(query_tiles, "_forget_unwritten", _nothing),
+    "values that were never written are multiplied": lambda patch: patch.setattr(query_tiles, "forget_unwritten", _nothing),
     "zeroed values are not published": _unpublished,
     "the causal mask is off by one": _mask_off_by_one,
     "a tile that needs a mask gets none": _half_a_tile_unmasked,
