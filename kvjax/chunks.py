@@ -81,9 +81,10 @@ class ChunkRun:
 
     ends: whether no token that it was given is left for a later chunk; only then it has logits. whole: whether a new prompt would run this
     policy from `first` on. always: as in `Prefiller.begin`. done: slices that have run. x: token ids `[1, T]` before the first slice,
-    hidden states `[1, T, E]` after every slice, and last, logits `[V]` or `[T, V]`, if it has any. moved: `Pool.moved` when tables and
-    staged were made. staged: by layer group, how pages are copied to device memory before a layer reads them, and which of them together;
-    None: none, because none lies on the host. ahead: those that were copied for the next layer.
+    hidden states `[1, T, E]` after every slice, and last, logits `[V]` or `[T, V]`, if it has any. logits: `[V]` after its last token, if
+    it ends: also with all_logits of that row alone, because the product of a whole chunk with the head rounds otherwise. moved:
+    `Pool.moved` when tables and staged were made. staged: by layer group, how pages are copied to device memory before a layer reads them,
+    and which of them together; None: none, because none lies on the host. ahead: those that were copied for the next layer.
     """
 
     sequence: CachedSequence
@@ -100,6 +101,7 @@ class ChunkRun:
     opened: OpenChunk | None
     x: Array | np.ndarray
     done: int = 0
+    logits: Array | None = None
     moved: int = -1
     tables: dict[str, Int[np.ndarray, "1 M"]] = dataclasses.field(default_factory=dict)
     staged: dict[str, tuple[Staged, Window]] | None = None
@@ -113,7 +115,7 @@ class ChunkRun:
 
     def finish(self) -> Prefilled:
         """Give the sequence its logits, after the last slice. Returns the chunk's result."""
-        self.sequence.logits = self.x if self.ends else None
+        self.sequence.logits = self.logits
         return Prefilled(len(self.written), self.sequence.logits, self.x)
 
 
@@ -133,10 +135,12 @@ class Prefiller:
         self, sequence: CachedSequence, tokens: Sequence[int], policy: PrefillPolicy, *, all_logits: bool = False, always: bool = False
     ) -> ChunkRun:
         """Begin to write as many of `tokens` as fit into the chunk of the sequence's next token. Their pages must have been taken.
+        Raises as `Pool.check` does.
 
         always: run the policy wherever the tokens begin, over all pages that the sequence holds, to compile its program; the result does
         not matter.
         """
+        self._pool.check()
         first = sequence.length
         start = first // self.chunk * self.chunk
         written = list(tokens[: start + self.chunk - first])
@@ -263,20 +267,31 @@ class Prefiller:
         try:
             return self._advance(run, slices)
         except Exception as error:
-            # The rows of earlier slices hold the chunk's end already, so nothing could go on from where the sequence was.
-            if run.done and run.sequence.length < run.last and self._groups.spec.row_groups:
-                self._pool.lose(error)
+            # The rows of earlier slices hold the chunk's end already, so nothing could go on from where the sequence was. Rows of other
+            # sequences, and all pages, are as they were, unless the pool says that they are lost.
+            if self._rows_moved(run):
+                self._pool.check(error)
+                run.sequence.fail(error)
             raise
 
     def advance_one_of(self, runs: dict[CachedSequence, ChunkRun], sequence: CachedSequence, slices: int | None) -> Prefilled | None:
         """`advance` a sequence's chunk. Returns its result after the last layer, else None. The chunk leaves `runs` once its tokens are
-        written, even if their pages cannot be kept for later prompts then (`on_written`): run again, it would write them twice."""
+        written, even if their pages cannot be kept for later prompts then (`on_written`): run again, it would write them twice. So does
+        that of a sequence that is lost."""
         run = runs[sequence]
         try:
             return run.finish() if self.advance(run, slices) else None
+        except Exception:
+            if self._rows_moved(run):
+                del runs[sequence]
+            raise
         finally:
             if sequence.length == run.last:
                 del runs[sequence]
+
+    def _rows_moved(self, run: ChunkRun) -> bool:
+        """Whether layers have state at the chunk's end, but the sequence is still where it was before the chunk."""
+        return bool(run.done and run.sequence.length < run.last and self._groups.spec.row_groups)
 
     def _advance(self, run: ChunkRun, slices: int | None) -> bool:
         left = len(self.slices) - run.done
@@ -286,8 +301,11 @@ class Prefiller:
             return False
         decoder, params = self.model.decoder, self.model.decoder.params_of(self.model.params, 0, 0)
         places = np.array([run.start], np.int32), np.array([run.last], np.int32)
-        if run.ends or run.all_logits:
-            run.x = row_logits(decoder, params, run.x, *places, all_logits=run.all_logits, shards=self._pool.shards)
+        find = functools.partial(row_logits, decoder, params, run.x, *places, shards=self._pool.shards)
+        if run.ends:
+            run.x = run.logits = find(all_logits=False)
+        if run.all_logits:
+            run.x = find(all_logits=True)
         sequence = run.sequence
         sequence.tokens += run.written
         sequence.length, sequence.logits = run.last, None
@@ -350,6 +368,6 @@ class Prefiller:
             kept=lambda result: self._pool.keep(result[1], result[0], part.first, part.last),
         )
         run.ahead = coming if reads_ahead else run.ahead
-        self._pool.expect_none(missing)
         run.learned.append(learned)
-        run.done += 1
+        run.done += 1  # before anything else can fail: the slice has run
+        self._pool.expect_none(missing)

@@ -64,7 +64,8 @@ class Engine:
 
     Use it from one thread at a time. A call while another thread is in a method raises RuntimeError, and does not disturb the other call.
     Ctrl-C takes effect between chunks of prefill and after other methods, so pages and lengths stay consistent (`kvjax.guard`). If a step
-    fails half-way (device memory runs out, say), the engine loses its pages, and later calls raise RuntimeError: make a new one.
+    fails half-way (device memory runs out, say), the engine loses its pages, and later calls raise RuntimeError: make a new one. If only
+    a chunk's sequence is lost, because its recurrent state has moved on, calls that use it raise RuntimeError: free it.
     """
 
     def __init__(
@@ -245,9 +246,10 @@ class Engine:
     def extend(self, sequence: CachedSequence, tokens: Sequence[int], *, all_logits: bool = False) -> Float[Array, "*T V"]:
         """Append tokens by prefill and return the logits after the last one, `[V]`, or after each, `[T, V]`; float32.
 
-        The bits equal those of one prefill of the whole, unless the prefill policy looks at several queries of a chunk at once
-        (`queries_stand_alone` is False): then tokens added to a chunk that an earlier call began are prefilled densely. Raises as `prefill`
-        does. After an error (or Ctrl-C), chunks already written stay: `.length` and `.tokens` say which, and `.logits` is then None.
+        `.logits` and `[V]` have the bits of one prefill of the whole, unless the prefill policy looks at several queries of a chunk at once
+        (`queries_stand_alone` is False): then tokens added to a chunk that an earlier call began are prefilled densely. Rows of `[T, V]`
+        come from one product of a whole chunk with the head, and may round otherwise. Raises as `prefill` does. After an error (or
+        Ctrl-C), chunks already written stay: `.length` and `.tokens` say which, and `.logits` is then None.
         """
         self._check_live([sequence])
         tokens = self.check_tokens(tokens)
@@ -509,9 +511,8 @@ class Engine:
             if on_tokens:
                 jax.block_until_ready(run.x)
                 on_tokens(len(run.written))
-        result = jnp.concatenate(collected) if all_logits else run.x
-        sequence.logits = result[-1] if all_logits else result
-        return result
+        sequence.logits = run.logits
+        return jnp.concatenate(collected) if all_logits else run.logits
 
     def _begin(
         self, sequence: CachedSequence, tokens: list[int], *, all_logits: bool = False, only: PrefillPolicy | None = None

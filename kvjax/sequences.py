@@ -59,11 +59,13 @@ class CachedSequence:
     None after anything else. states: those of learning policies, per layer. open_chunk: what prefill needs to continue, so that policies
     learn the same however a prompt is cut; None after decoding. suspended: its pages in host memory, after `Engine.suspend`; else None.
     held: which logical pages these are, by layer group. keeping: which policy gives pages of it back, and what stays; None: everything.
-    prefix: what prefix it begins with, where the engine reuses pages. growth: the batch in which it has been decoded since `length` and
-    `pages` were last set; None before the next decode step.
+    prefix: what prefix it begins with, where the engine reuses pages. failed: the error that stopped a chunk of it half-way, when rows of
+    its state had moved to the chunk's end: it can only be freed. growth: the batch in which it has been decoded since `length` and `pages`
+    were last set; None before the next decode step.
     """
 
-    __slots__ = ("_growth", "_length", "_pages", "held", "keeping", "logits", "open_chunk", "prefix", "states", "suspended", "tokens")
+    __slots__ = ("_growth", "_length", "_pages", "failed", "held", "keeping")
+    __slots__ += ("logits", "open_chunk", "prefix", "states", "suspended", "tokens")
 
     def __init__(
         self,
@@ -83,6 +85,7 @@ class CachedSequence:
         self.held: dict[str, list[int]] = {}
         self.keeping = keeping
         self.prefix: Chain | None = None
+        self.failed: Exception | None = None
 
     @property
     def length(self) -> int:
@@ -125,6 +128,11 @@ class CachedSequence:
         """Grow by more tokens than the rest of the batch."""
         self._length += tokens
 
+    def fail(self, error: Exception) -> None:
+        """Note that a chunk failed half-way, and leave the batch."""
+        self._leave()
+        self.failed, self.logits = error, None
+
     def _leave(self) -> None:
         if self._growth is not None:
             self._length, self._growth.whole, self._growth = self.length, False, None
@@ -158,7 +166,8 @@ class CachedSequence:
 def check_usable(sequences: Sequence[CachedSequence], live: Set[CachedSequence], in_chunks: Set[CachedSequence] | None) -> None:
     """ValueError for sequences that are not among the engine's `live` ones, or appear twice, and for what is no list of sequences.
 
-    in_chunks: sequences in the middle of a chunk of prefill. ValueError also for these and for suspended ones; None: allow both.
+    in_chunks: sequences in the middle of a chunk of prefill. ValueError also for these and for suspended ones, and RuntimeError for those
+    that are lost (`CachedSequence.failed`); None: allow all of them.
     """
     try:
         given = set(sequences) if isinstance(sequences, list | tuple) else None
@@ -175,7 +184,11 @@ def check_usable(sequences: Sequence[CachedSequence], live: Set[CachedSequence],
         raise ValueError("a sequence appears twice in one batch; fork it to decode it twice")
     if in_chunks is None:
         return
-    if any([each.suspended is not None for each in sequences]):  # noqa: C419 - a list is faster, and this is done in every step
+    if any([each.failed is not None for each in sequences]):  # noqa: C419 - a list is faster, and this is done in every step
+        error = next(each.failed for each in sequences if each.failed is not None)
+        said = f"{type(error).__name__}: {str(error).strip().partition('\n')[0]:.200}"
+        raise RuntimeError(f"the sequence was lost when a chunk of it failed half-way ({said}): free it, and prefill again") from error
+    if any([each.suspended is not None for each in sequences]):  # noqa: C419 - as above
         raise ValueError("the sequence is suspended; engine.resume(sequence) brings its pages back")
     if in_chunks and not in_chunks.isdisjoint(given):
         raise ValueError("the sequence is in the middle of a chunk of prefill: continue the chunk (Engine.step), or free it")

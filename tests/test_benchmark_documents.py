@@ -91,11 +91,19 @@ def test_tables_of_platforms_are_what_the_results_make():
 
 
 def test_the_tables_of_sessions_are_what_the_results_make():
-    """After new runs: `rendered` with both files and docs/sessions.md. The gates in the file are what its buckets give."""
+    """After new runs: `rendered` with these files and docs/sessions.md. The gates in the file are what its buckets give."""
     text = (ROOT / "docs" / "sessions.md").read_text(encoding="utf-8")
-    files = [RESULTS.parent / "cpu" / f"{name}.json" for name in ("sessions", "session-tokens")]
+    files = [RESULTS.parent / "cpu" / f"{name}.json" for name in ("sessions", "session-tokens", "session-idle")]
     assert report.rendered(text, report.load(files)) == text
-    (row,), (tokens,) = (json.loads(file.read_text())["rows"] for file in files)
+    (row,), (tokens,), (before, beside, after) = (json.loads(file.read_text())["rows"] for file in files)
+    assert [(each["open"], each["held"]["sessions"]) for each in (before, beside, after)] == [(0, 0), (1000, 1000), (0, 0)]
+    assert beside["held"]["pages"] == 1000
+    found, first, last = (each["through_grpc"]["gap_p50_s"] for each in (beside, before, after))
+    assert found < min(first, last)
+    assert f"differ by at most {max(first, last) / found - 1:.0%} in the median gap, and the row beside" in " ".join(text.split())
+    rounds = [[each["gap_p50_s"] * 1e3 for row in rows for each in row["rounds_through_grpc"]] for rows in ((before, after), (beside,))]
+    ranges = [f"{min(each):.1f} to {max(each):.1f} ms" for each in rounds]
+    assert "rounds went from {} without idle sessions and from {} beside them".format(*ranges) in " ".join(text.split())
     assert tokens["sessions"] == 64
     assert tokens["overhead_s"] < 3e-4
     peaks, turns = ([bucket[name] for bucket in row["buckets"]] for name in ("kv_peak_bytes", "turn_s"))

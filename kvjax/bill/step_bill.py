@@ -49,8 +49,9 @@ class Price(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Prediction:
     """Seconds of one step and the bytes it reads. projection: the reasons why the seconds are not interpolated between measurements; empty
-    if they are. bus_bytes: those of the bytes that come from pages in host memory, over the bus. exchange_s: those of the seconds in which
-    the devices of a mesh exchange something, or choose among what several found; the bytes are then those of one device."""
+    if they are. bus_bytes: those of the bytes that come over the bus, from pages in host memory or from another tier. exchange_s: those of
+    the seconds in which the devices of a mesh exchange something, or choose among what several found; the bytes are then those of one
+    device."""
 
     seconds: float
     bytes: StepBytes
@@ -133,7 +134,7 @@ class Bill:
         seconds = moved.from_device / self.bytes_per_s + (self.c0 + price.fixed) * layers + price.per_byte * moved.index
         reasons, measured, bus_bytes, exchange_s = [*self.assumed, *guessed], self.measured, 0.0, 0.0
         if tier != "device":
-            seconds += moved.kv / self._link(tier)
+            seconds, bus_bytes = seconds + moved.kv / self._link(tier), float(moved.kv)
         if frames is not None:
             bus, share, why = self._bus_terms(moved, hits)
             seconds, bus_bytes, measured = seconds + bus.seconds(moved, share), moved.in_place + moved.copied(share), bus.measured

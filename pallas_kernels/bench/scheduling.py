@@ -1,5 +1,5 @@
 """Tables of `kvjax bench host`, `throughput`, `replicas`, `gaps`, `cold`, `programs`, `transformers`, `reuse`, `sessions`, `session-tokens`
-and `session-turn`, from rows of their JSON."""
+(with `--idle`: `session-idle`) and `session-turn`, from rows of their JSON."""
 
 from __future__ import annotations
 
@@ -42,6 +42,16 @@ def session_tokens_cells(row: Row) -> tuple[str, ...]:
     together = f"{generated / (told['messages'] - row['sessions']):.2f}"  # one message ends each generation
     micro = row["engine"]["cpu_s"] / generated, told["server_cpu_s"] / generated, told["client_cpu_s"] / generated, row["overhead_s"]
     return shape, job, f"`{row['policy']}`", *rates, *gaps, together, *(f"{each * 1e6:,.0f}" for each in micro)
+
+
+def session_idle_cells(row: Row) -> tuple[str, ...]:
+    """Cells with milliseconds of a gap, and microseconds of the server's CPU time for a token."""
+    layers = "" if row["layers"] is None else f", {row['layers']} layers"
+    shape, job = f"{row['shape']}{layers}, {row['dtype']}", f"{row['sessions']} of {row['prompt']:,} + {row['answer']}"
+    told, idle = row["through_grpc"], (f"{row['open']:,}", f"{row['held']['pages']:,}")
+    gaps = (f"{told[name] * 1e3:,.2f}" for name in ("gap_p50_s", "gap_p95_s"))
+    cpu = f"{told['server_cpu_s'] / (row['sessions'] * row['answer']) * 1e6:,.0f}"
+    return shape, job, f"`{row['policy']}`", *idle, *gaps, cpu
 
 
 def session_turn_cells(row: Row) -> tuple[str, ...]:
@@ -193,6 +203,10 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
         ),
         session_tokens_cells,
     ),
+    "session-idle": (
+        ("shape", "generating", "policy", "idle sessions", "pages in use", "gap ms, p50", "p95", "CPU us of a token, server"),
+        session_idle_cells,
+    ),
     "session-turn": (("shape", "policy", "tokens", "chunk", "session", "first token ms"), session_turn_cells),
     "throughput": (("shape", "requests", "chunk", "policy", "seconds", "prefill tokens/s", "decode tokens/s"), throughput_cells),
     "replicas": (
@@ -250,5 +264,6 @@ def made(kind: str, rows: list[Row]) -> str:
     columns, cells = TABLES[kind]
     told = ("what", "rows", "pages", "shape", "layers", "policy", "prefill", "prompt", "requests", "chunk", "max_gap_ms")
     told += ("op", "model", "dtype", "tokens", "implementation", "store", "device_bytes", "data", "tensor", "context", "agents", "minutes")
+    told += ("kind", "phase", "open", "history")
     latest = {tuple(row.get(name) for name in told): row for row in rows}
     return markdown(columns, map(cells, latest.values()))

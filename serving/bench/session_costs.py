@@ -1,4 +1,5 @@
-"""`kvjax bench session-tokens` and `kvjax bench session-turn`: what sessions cost through gRPC and the Python client, with random weights.
+"""`kvjax bench session-tokens` and `kvjax bench session-turn`: what sessions cost through gRPC and the Python client, with random weights;
+with `--idle`, what a step takes longer beside sessions that do nothing.
 
 The server runs in a process of its own on this machine. The clients are threads of this process.
 """
@@ -26,7 +27,8 @@ Say = Callable[[str], None]
 @dataclasses.dataclass(frozen=True)
 class Tokens:
     """Sessions that generate at once, each with a slot of its own. shape, layers, dtype: of the model. prompt: tokens of each history.
-    answer: tokens that each generates. rounds: timed ones, of the engine alone and of the sessions."""
+    answer: tokens that each generates. rounds: timed ones, of the engine alone and of the sessions. idle: sessions with a history of the
+    same length that are open beside them in `idle_rows`."""
 
     shape: str
     layers: int | None
@@ -37,6 +39,7 @@ class Tokens:
     answer: int
     rounds: int
     chunk: int
+    idle: int = 0
 
     def __post_init__(self):
         if min(self.sessions, self.prompt, self.rounds) < 1 or self.answer < 2:
@@ -46,8 +49,8 @@ class Tokens:
 
     @property
     def pages(self) -> int:
-        """In the pool: for the sessions, and for the forks on which they generate."""
-        return self.sessions * (-(-(self.prompt + self.answer) // PAGE_SIZE) + 2)
+        """In the pool: for the sessions, and for the forks on which they generate; and for the idle ones."""
+        return self.sessions * (-(-(self.prompt + self.answer) // PAGE_SIZE) + 2) + self.idle * -(-self.prompt // PAGE_SIZE) + 1
 
     @property
     def generated(self) -> int:
@@ -82,6 +85,38 @@ def tokens_row(plan: Tokens, say: Say = lambda what: None) -> dict[str, Any]:
     row["engine_tokens_per_s"], row["tokens_per_s"] = plan.generated / engine["seconds"], plan.generated / sessions["seconds"]
     row["overhead_s"] = (sessions["server_cpu_s"] + sessions["client_cpu_s"] - engine["cpu_s"]) / plan.generated
     return row
+
+
+def idle_rows(plan: Tokens, say: Say = lambda what: None) -> Iterator[dict[str, Any]]:
+    """What a token takes in the sessions that generate: with no others open, beside `plan.idle` idle ones, and with none again, all on one
+    server. So a machine that became slower meanwhile shows. Medians of rounds, as in `tokens_row`.
+
+    An idle session has generated a token, so the cache holds its history. held: sessions, and pages in use, before the rounds of a row.
+    """
+    if plan.idle < 1:
+        raise ValueError(f"idle must be at least 1 session, got {plan.idle}")
+    say("the server compiles")
+    with ServerProcess(serve_tokens, plan) as server, Client(server.address) as client:
+        sessions_round(plan, server, 0)
+        waiting: list[Session] = []
+        for place, (phase, count) in enumerate((("before", 0), ("beside", plan.idle), ("after", 0))):
+            for number in range(len(waiting), count):
+                say(f"{number:,} of {plan.idle:,} idle sessions are open")
+                waiting.append(client.create_session(np.random.default_rng(number).integers(0, server.vocab_size, plan.prompt).tolist()))
+                list(waiting[-1].generate(max_new_tokens=1, ignore_eos=True))
+            while len(waiting) > count:
+                waiting.pop().close()
+            held = dict(zip(("sessions", "pages"), server.ask("held"), strict=True))
+            say(f"rounds beside {count:,} idle sessions")
+            told = [sessions_round(plan, server, place * plan.rounds + number + 1) for number in range(plan.rounds)]
+            row = dataclasses.asdict(plan) | {
+                "op": "session-idle",
+                "phase": phase,
+                "open": count,
+                "held": held,
+                "rounds_through_grpc": told,
+            }
+            yield row | {"through_grpc": {name: _median(told, name) for name in told[0]}}
 
 
 def _median(rounds: list[dict[str, float]], name: str) -> float:
@@ -147,7 +182,8 @@ def sessions_round(plan: Tokens, server: ServerProcess, number: int) -> dict[str
 
 
 def serve_tokens(pipe: Any, plan: Tokens) -> None:
-    """The server's process of `tokens_row`. Words: "engine", a round of the engine alone; "cpu", seconds so far; "end"."""
+    """The server's process of `tokens_row` and `idle_rows`. Words: "engine", a round of the engine alone; "cpu", seconds so far; "held",
+    sessions and pages in use; "end"."""
     from kvjax.engine import Engine
     from kvjax.serving.bench.decode import config_of
     from kvjax.serving.bench.hollow import random_model
@@ -156,8 +192,14 @@ def serve_tokens(pipe: Any, plan: Tokens) -> None:
     sizes = {"pages": plan.pages, "page_size": PAGE_SIZE, "prefill_chunk": plan.chunk, "batch_buckets": (plan.sessions,)}
     engine = Engine(model, plan.policy, **sizes)
     rounds = iter(range(1000))
-    words = {"engine": lambda _: _engine_round(plan, engine, next(rounds)), "cpu": lambda _: time.process_time()}
-    _serve(pipe, engine, plan.sessions, words)
+    words = {"engine": lambda _: _engine_round(plan, engine, next(rounds)), "cpu": lambda _: time.process_time(), "held": _held}
+    _serve(pipe, engine, plan.sessions, words, idle=plan.idle)
+
+
+def _held(runtime: Any) -> tuple[int, int]:
+    """Sessions, and pages in use."""
+    gauges = runtime.gauges()
+    return gauges["sessions"], gauges["device_pages"]
 
 
 def _engine_round(plan: Tokens, engine: Any, number: int) -> dict[str, float]:
@@ -180,15 +222,15 @@ def _engine_round(plan: Tokens, engine: Any, number: int) -> dict[str, float]:
     return told
 
 
-def _serve(pipe: Any, engine: Any, slots: int, words: dict[str, Callable[[Any], Any]]) -> None:
-    """Serve sessions until "end". words: what is answered to others; the functions take the runtime."""
+def _serve(pipe: Any, engine: Any, slots: int, words: dict[str, Callable[[Any], Any]], idle: int = 0) -> None:
+    """Serve sessions until "end". words: what is answered to others; the functions take the runtime. idle: sessions beside."""
     from kvjax.serving.session.desk import ServerOptions
     from kvjax.serving.session.metrics import Metrics
     from kvjax.serving.session.runtime import SessionRuntime
     from kvjax.serving.session.server import Server
 
     metrics = Metrics()
-    runtime = SessionRuntime(engine, slots=slots, capacity=slots + 8, observe=metrics.observe)
+    runtime = SessionRuntime(engine, slots=slots, capacity=slots + idle + 8, observe=metrics.observe)
     server = Server(runtime, metrics, ServerOptions(port=0, http_port=0, max_calls=slots + 16))
     server.start()
     pipe.send((server.port, server.http_port, engine.config.vocab_size, page_of(engine)))

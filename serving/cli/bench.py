@@ -116,7 +116,7 @@ def _packed(weights: str, cache_format: list[str] | None) -> list[tuple[str | No
     from kvjax.packing import SCHEMES
 
     if unknown := [each for each in weights.split(",") if each not in ("none", *SCHEMES)]:
-        raise typer.BadParameter(f"{unknown[0]!r} is none of none, {', '.join(SCHEMES)}", param_hint="--weights")
+        raise typer.BadParameter(f"{unknown[0]!r} is not one of none, {', '.join(SCHEMES)}", param_hint="--weights")
     names = [[None if each == "none" else each for each in dict.fromkeys(kind)] for kind in (weights.split(","), cache_format or ["none"])]
     return list(itertools.product(*names))
 

@@ -40,9 +40,11 @@ from kvjax.serving.cli.options import (
     load_model,
     named_as_options,
     number,
+    one_of,
     parse_lengths,
     read_json,
     read_text,
+    refuse_given,
 )
 from pallas_kernels.extras import needs_extras
 
@@ -106,8 +108,11 @@ HitsOption = Annotated[
     ),
 ]
 PackedWeightsOption = Annotated[
-    Weights | None, typer.Option("--weights", help="How weights are packed. [default: not packed]", show_default=False)
+    Weights | None,
+    typer.Option("--weights", help="How weights are packed. [default: not packed]", show_default=False, **one_of(Weights)),
 ]
+OF_STEPS = ("policies", "batches", "devices", "tier", "hits", "device_memory", "pool_host_memory", "bandwidth", "no_overhead")
+"""Parameters of `kvjax bill predict` that do not change what prompts exchange."""
 NOT_PACKED: dict[str, str | None] = {"weights": None, "cache_format": None}
 LinkOption = Annotated[
     float | None,
@@ -145,9 +150,9 @@ def fit_command(
     from pallas_kernels.bench.results import provenance, write_result
 
     if form not in FORMS:
-        raise typer.BadParameter(f"{form!r} is none of {', '.join(FORMS)}", param_hint="--form")
+        raise typer.BadParameter(f"{form!r} is not one of {', '.join(FORMS)}", param_hint="--form")
     if law not in LAWS:
-        raise typer.BadParameter(f"{law!r} is none of {', '.join(LAWS)}", param_hint="--law")
+        raise typer.BadParameter(f"{law!r} is not one of {', '.join(LAWS)}", param_hint="--law")
     measured, meshes = _cells(results), _cells(results, read_mesh_runs)
     for key in [None] if not measured else sorted(set(meshes) - set(measured), key=str):
         said = "has a time to fit" if key is None and not meshes else "of one device has a time to fit: measure --tensor 1 --context 1, too"
@@ -179,6 +184,7 @@ def fit_command(
 
 @bill_app.command("predict")
 def predict_command(
+    ctx: typer.Context,
     shape: ShapeOption = "qwen2.5-7b",
     lengths: Annotated[str, typer.Option(help="Tokens in the cache, separated by commas.")] = "8k,32k,128k,512k,1m",
     batches: Annotated[str, typer.Option(help="Sequences decoded together, separated by commas.")] = "1,8",
@@ -216,24 +222,30 @@ def predict_command(
     """
     from kvjax.bill.meshes import mark_of, step_parts
     from kvjax.bill.report import known_from
-    from kvjax.policies.choice import ChoosesDecode
+    from kvjax.bill.volume import TIERS
     from kvjax.policies.decode import name_of
-    from kvjax.serving.bench.decode import config_of, policies_of
+    from kvjax.serving.bench.decode import config_of
     from pallas_kernels.bench.formats import show, table
 
     check_context(context)
+    if tier not in TIERS:
+        raise typer.BadParameter(f"{tier!r} is not one of {', '.join(TIERS)}", param_hint="--tier")
+    if prefill is None:
+        refuse_given(ctx, "needs --prefill", "prefill_chunk")
+    else:
+        refuse_given(ctx, "is about steps, and --prefill about prompts: leave one of them out", *OF_STEPS)
     packed = _packed(weights, cache_format)
     bill = _bill(fit, device, shape, bandwidth, no_overhead, packed)
     if tier != "device" and link is None:
         raise typer.BadParameter(f"keys and values on {tier!r} need --link, the GB/s from there", param_hint="--tier")
-    config, named = config_of(shape), policies_of(policies)
-    if auto := [policy for policy in named if isinstance(policy, ChoosesDecode)]:
-        raise typer.BadParameter(f"{str(auto[0])!r} chooses among policies: name those", param_hint="--policies")
+    config, named = config_of(shape), _named(policies)
     computed = dataclasses.replace(config, compute_dtype=dtype or bill.dtype)
     frames = _frames(computed, named, page_size, device_memory, pool_host_memory, hits)
     if frames is not None and tier != "device":
         raise typer.BadParameter(f"{tier!r} puts all keys and values there: leave out --device-memory", param_hint="--tier")
     if link is not None:
+        if frames is None and tier == "device":
+            raise typer.BadParameter("needs --tier host or disk, or --device-memory and --pool-host-memory", param_hint="--link")
         bill = bill.with_link("host" if frames is not None else tier, link)
     bill = with_links(bill, exchange_latency, link_bandwidth, network_latency, network_bandwidth, host_devices)
     cells = [(length, batch) for length in parse_lengths(lengths) for batch in parse_lengths(batches, "batches")]
@@ -299,6 +311,7 @@ def calibrate_command(
 
 @bill_app.command("choose")
 def choose_command(
+    ctx: typer.Context,
     model: Annotated[str, typer.Option("--model", "-m", help="Model folder, Hugging Face hub id, or 'needle'.")],
     level: Annotated[str, typer.Option(help="How close to dense: assured, fast, or numbers as kl=0.02,loss=0.05.")] = "assured",
     lengths: Annotated[str, typer.Option(help="Tokens in the cache, separated by commas.")] = "8k,16k,32k",
@@ -326,6 +339,10 @@ def choose_command(
         raise typer.BadParameter("needs --prefill: decoding is calibrated on this device", param_hint="--device")
     if prefill and (device_memory or pool_host_memory):
         raise typer.BadParameter("is about decoding, and --prefill is not", param_hint="--device-memory")
+    if prefill:
+        refuse_given(ctx, "is about decoding, and --prefill is not", "batches")
+    elif device_memory is None:
+        refuse_given(ctx, "needs --prefill, or --device-memory and --pool-host-memory", "prefill_chunk")
     cells = [(length, batch) for length in parse_lengths(lengths) for batch in parse_lengths(batches, "batches")]
     auto = AutoPrefill(level) if prefill else Auto(level)
     loaded = load_model(model, dtype, max_positions)
@@ -455,7 +472,7 @@ def regime_map_command(
 
     from kvjax.bill.regimes import regime_map, save
     from kvjax.bill.report import BATCHES, CROSSINGS, crossing
-    from kvjax.serving.bench.decode import config_of, policies_of
+    from kvjax.serving.bench.decode import config_of
     from pallas_kernels.bench.formats import show, table
     from pallas_kernels.bench.results import write_result
 
@@ -466,7 +483,7 @@ def regime_map_command(
     packed = _packed(weights, cache_format)
     bill, config = _bill(fit, device, shape, bandwidth, no_overhead, packed), config_of(shape)
     grid, sizes_drawn = ([int(n) for n in dict.fromkeys(np.geomspace(*pair, 65).round().astype(int))] for pair in (ends, sizes))
-    held, named = None if memory is None else int(memory * 2**30), policies_of(policies)
+    held, named = None if memory is None else int(memory * 2**30), _named(policies)
     frames = _frames(dataclasses.replace(config, compute_dtype=bill.dtype), named, 128, device_memory, pool_host_memory, hits)
     if memory is not None and frames is not None:
         raise typer.BadParameter("says what fits on the device, as --device-memory does: leave one of them out", param_hint="--memory")
@@ -474,6 +491,9 @@ def regime_map_command(
         raise typer.BadParameter("needs --device-memory and --pool-host-memory", param_hint="--link")
     if link is not None:
         bill = bill.with_link("host", link)
+    dots: set[tuple[int, int]] = set()
+    for cells, tiered in _cells(measured or []).values():
+        dots |= {(cell.length, cell.batch) for cell in cells} | {(cell.length, 1) for cell in tiered}
     tiers = packed | {"frames": frames, "hits": hits}
     maps = [regime_map(bill, config, policy, grid, sizes_drawn, memory_bytes=held, model=Path(shape).name, **tiers) for policy in named]
     if frames is not None and not any(found.fits.any() for found in maps):
@@ -482,9 +502,6 @@ def regime_map_command(
         )
     if not any(found.fits.any() for found in maps):
         raise typer.BadParameter(f"{memory:g} GiB do not hold the weights and one sequence of {ends[0]:,} tokens", param_hint="--memory")
-    dots: set[tuple[int, int]] = set()
-    for cells, tiered in _cells(measured or []).values():
-        dots |= {(cell.length, cell.batch) for cell in cells} | {(cell.length, 1) for cell in tiered}
     save(maps, out, sorted(dots))
     typer.echo(str(bill))
     rows = [crossing(bill, config, found.policy, batch, **tiers) for found in maps for batch in BATCHES if sizes[0] <= batch <= sizes[1]]
@@ -534,6 +551,17 @@ def _frames(
     plan = memory_plan(config, page_size=page_size, indexes=indexes, weights_bytes=0, available_bytes=0, prefill_chunk=chunk)
     with named_as_options():
         return pool_frames(plan, device_memory, pool_host_memory, prefill_chunk=chunk, hot=bool(indexes))
+
+
+def _named(policies: str) -> tuple[DecodePolicy, ...]:
+    """The policies of `--policies`. BadParameter for one that chooses among others, whose cost depends on what it chooses."""
+    from kvjax.policies.choice import ChoosesDecode
+    from kvjax.serving.bench.decode import policies_of
+
+    named = policies_of(policies)
+    if auto := [policy for policy in named if isinstance(policy, ChoosesDecode)]:
+        raise typer.BadParameter(f"{str(auto[0])!r} chooses among policies: name those", param_hint="--policies")
+    return named
 
 
 def _packed(weights: Weights | None, cache_format: str | None) -> dict[str, str | None]:

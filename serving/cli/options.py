@@ -88,6 +88,25 @@ def number(*, above: float | None = None, least: float | None = None, most: floa
     return {"parser": parsed, "metavar": "<float>"}
 
 
+def one_of(choices: type[enum.StrEnum]) -> Any:
+    """Arguments of typer.Option for a choice. Typer's own message for a wrong one begins with words of the library that it uses."""
+    names = [each.value for each in choices]
+
+    def parsed(text: object) -> enum.StrEnum:
+        if str(text) not in names:
+            raise typer.BadParameter(f"must be one of {', '.join(names)}, got {text}")
+        return choices(str(text))
+
+    return {"parser": parsed, "metavar": f"<{'|'.join(names)}>"}
+
+
+def refuse_given(ctx: typer.Context, why: str, *names: str) -> None:
+    """BadParameter for the first of these parameters of a command that was given on the command line. why: what the message says of it."""
+    for name in names:
+        if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE":
+            raise typer.BadParameter(why, param_hint=f"--{name.replace('_', '-')}")
+
+
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -129,7 +148,10 @@ PolicyOption = Annotated[
 ]
 PrefillOption = Annotated[str | None, typer.Option(help=f"How the prompt attends to itself: {PREFILLS}. {_OWN}", show_default=False)]
 DtypeOption = Annotated[
-    Dtype | None, typer.Option(help="Type of weights and cache. [default: float32 on the CPU, else the checkpoint's]", show_default=False)
+    Dtype | None,
+    typer.Option(
+        help="Type of weights and cache. [default: float32 on the CPU, else the checkpoint's]", show_default=False, **one_of(Dtype)
+    ),
 ]
 
 
@@ -151,6 +173,7 @@ WeightsOption = Annotated[
         "prefill rounds tokens to fp8, too. "
         "[default: as they are stored]",
         show_default=False,
+        **one_of(Weights),
     ),
 ]
 MaxPositionsOption = Annotated[

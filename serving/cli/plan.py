@@ -15,7 +15,7 @@ from kvjax.serving.cli.options import (
     ChunkOption,
     ContextOption,
     DeviceMemoryOption,
-    Dtype,
+    DtypeOption,
     MaxPositionsOption,
     ModelOption,
     PageSizeOption,
@@ -47,10 +47,7 @@ def plan_command(
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
     cache_format: CacheFormatOption = None,
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option(help="Type of weights and cache. [default: float32 on the CPU, else the checkpoint's]", show_default=False),
-    ] = None,
+    dtype: DtypeOption = None,
     max_positions: MaxPositionsOption = None,
     weights: WeightsOption = None,
     memory: Annotated[

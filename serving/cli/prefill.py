@@ -203,5 +203,5 @@ def show(run: Run, json_out: Path | None, implementation: str | None = None) -> 
 
 def _dtype(name: str) -> str:
     if name not in DTYPES:
-        raise ValueError(f"dtype {name!r} is none of {', '.join(DTYPES)}")
+        raise ValueError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
     return name

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvjax.serving.cli.options import DtypeOption, Weights, load_model
+from kvjax.serving.cli.options import DtypeOption, Weights, load_model, one_of
 
 
 def quantize_command(
@@ -17,7 +17,8 @@ def quantize_command(
         Weights,
         typer.Option(
             help="int8 or fp8, with one scale for each output channel or block of 128 x 128; int4, with one for 128 inputs, and the "
-            "embedding and the head as int8. fp8:tokens is an option of loading: write fp8 for it."
+            "embedding and the head as int8. fp8:tokens is an option of loading: write fp8 for it.",
+            **one_of(Weights),
         ),
     ] = Weights.int8,
     dtype: DtypeOption = None,

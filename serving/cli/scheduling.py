@@ -201,7 +201,7 @@ def config_of_shape(shape: str, layers: int | None, dtype: str) -> ModelConfig:
 def check_dtype(dtype: str) -> None:
     """BadParameter for a `--dtype` that models do not have."""
     if dtype not in ("bfloat16", "float16", "float32"):
-        raise typer.BadParameter(f"{dtype!r} is none of bfloat16, float16, float32", param_hint="--dtype")
+        raise typer.BadParameter(f"{dtype!r} is not one of bfloat16, float16, float32", param_hint="--dtype")
 
 
 def plan_of(kind: type, *args: Any, **fields: Any) -> Any:

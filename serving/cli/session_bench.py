@@ -60,6 +60,14 @@ def tokens_command(
     answer: Annotated[int, typer.Option(help="Tokens that each generates.", **whole(2))] = 129,
     rounds: Annotated[int, typer.Option(help="Timed rounds, of the engine alone and through gRPC.", **whole())] = 3,
     policy: Annotated[str, typer.Option(help="Decode policy.")] = "dense",
+    idle: Annotated[
+        int | None,
+        typer.Option(
+            help="In place of the engine's own run: compare with the same beside so many open sessions that hold a history and do nothing.",
+            show_default=False,
+            **whole(most=2**20),
+        ),
+    ] = None,
     chunk: BenchChunkOption = 512,
     dtype: BenchDtypeOption = "float32",
     layers: LayersOption = None,
@@ -72,11 +80,13 @@ def tokens_command(
     random.
     """
     needs_extras("kvjax bench session-tokens", "server")
-    from kvjax.serving.bench.session_costs import Tokens, tokens_row
+    from kvjax.serving.bench.session_costs import Tokens, idle_rows, tokens_row
 
     config_of_shape(shape, layers, dtype)
     sizes = {"policy": policy, "sessions": sessions, "prompt": prompt, "answer": answer, "rounds": rounds, "chunk": chunk}
-    plan = plan_of(Tokens, shape, layers, dtype, **sizes)
+    plan = plan_of(Tokens, shape, layers, dtype, **sizes, idle=idle or 0)
+    if idle is not None:
+        return run(json_out, "session-idle", lambda say: idle_rows(plan, say))
     run(json_out, "session-tokens", lambda say: [tokens_row(plan, say)])
 
 

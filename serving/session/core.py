@@ -432,9 +432,14 @@ class SessionCore:
             return
         run.dropped_tokens, record.dropped = dropped - record.dropped, dropped
         self.counts["truncated"] += 1
-        self.engine.free(record.sequence)
+        self._begin_again(record)
+
+    def _begin_again(self, record: Record) -> None:
+        """Drop what the cache holds of a session. The next generation prefills its history."""
+        if record.sequence in self.engine.sequences:
+            self.engine.free(record.sequence)
         record.sequence = self.engine.new_sequence()
-        record.floor = min(record.floor, dropped)
+        record.floor = min(record.floor, record.dropped)
 
     def _checked(self, record: Record, since: int = 0) -> None:
         """Check the session's invariants. FailedPrecondition, and the session is closed, if one is violated."""
@@ -481,12 +486,15 @@ class SessionCore:
             return
         record = self.records.get(run.session_id)
         run.end("error", ResourceExhausted(str(error)) if isinstance(error, OutOfPages | ValueError) else SessionError(str(error)))
+        if record is not None and self._broken(record.sequence):
+            logger.warning("session %s: its cache was lost when a step failed; its history is prefilled again", record.id[:8])
+            self._begin_again(record)
+
+    def _broken(self, sequence: CachedSequence) -> bool:
+        """Whether a step that failed left a sequence that no call can use."""
         engine = self.engine
-        broken = record is not None and (
-            record.sequence not in engine.sequences or engine.slices_left(record.sequence) < engine.slices_left(None)
-        )
-        if broken:
-            self.end(record, "failed")
+        half_way = sequence.failed is not None or engine.slices_left(sequence) < engine.slices_left(None)
+        return half_way or sequence not in engine.sequences
 
 
 def _pages_held(record: Record) -> int:

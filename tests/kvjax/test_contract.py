@@ -79,6 +79,8 @@ def test_extend_returns_the_logits_of_every_token(model, text):
     logits = engine.extend(sequence, text[20:100], all_logits=True)
     assert logits.shape == (80, model.config.vocab_size)
     assert error(logits, model.full_forward(text[:128])[20:100]) < BOUND
+    (prefilled,) = engine.prefill([text[:100]])
+    assert np.array_equal(sequence.logits, prefilled.logits), "they do not depend on what is returned beside them"
 
 
 @pytest.mark.quick_but("top:40", "dense", "window:64+4544")

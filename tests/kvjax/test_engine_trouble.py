@@ -195,7 +195,7 @@ def test_a_chunk_that_fails_half_way_is_not_gone_on_with_where_rows_have_moved(n
     monkeypatch.setattr(chunks, "SLICES", (1,))
     model = make_family(name)
     engine, honest, calls = Engine(model, pages=PAGES, page_size=PAGE, prefill_chunk=32, **options), chunks.prefill_slice, []
-    (sequence,) = engine.prefill([text[:40]])
+    sequence, other = engine.prefill([text[:40], text[:50]])
 
     def failing(*args, **kwargs):
         calls.append(args)
@@ -209,12 +209,52 @@ def test_a_chunk_that_fails_half_way_is_not_gone_on_with_where_rows_have_moved(n
     assert len(calls) == 2, "the model has several slices"
     monkeypatch.setattr(chunks, "prefill_slice", honest)
     if engine.spec.row_groups:
-        with pytest.raises(RuntimeError, match="make a new engine"):
-            engine.extend(sequence, text[40:60])
-    else:
-        found = engine.extend(sequence, text[40:60])
-        (whole,) = engine.prefill([text[:60]])
-        assert np.array_equal(found, whole.logits)
+        rows = SamplingRows.of([None])
+        for call in (
+            lambda: engine.extend(sequence, text[40:60]),
+            lambda: engine.decode([sequence], [1]),
+            lambda: engine.step(StepPlan((DecodeGroup((sequence,), [1], rows),))),
+            lambda: engine.step(StepPlan(chunks=(Chunk(sequence, text[40:60]),))),
+            lambda: engine.fork(sequence),
+        ):
+            with pytest.raises(
+                RuntimeError, match=r"lost .* half-way \(RuntimeError: out of memory while compiling\): free it, and prefill"
+            ):
+                call()
+        engine.free(sequence)
+        (sequence,) = engine.prefill([text[:40]])
+    found = engine.extend(sequence, text[40:60])
+    (whole,) = engine.prefill([text[:60]])
+    assert np.array_equal(found, whole.logits)
+    assert np.array_equal(engine.extend(other, text[50:60]), whole.logits), "another sequence lost nothing"
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_slices_of_a_chunk_that_fail_leave_the_engine_as_far_as_they_can(taken, text, monkeypatch):
+    """Between decode steps a chunk runs slice by slice. Where the failed call had taken the pages, all of them are lost."""
+    monkeypatch.setattr(chunks, "SLICES", (1,))
+    engine, honest = Engine(make_family("qwen3_5_text"), pages=PAGES, page_size=PAGE, prefill_chunk=32), chunks.prefill_slice
+    sequence, other = engine.prefill([text[:39], text[:40]])
+    engine.decode([sequence], [text[39]])  # it holds a slot from here on
+    chunk = StepPlan(chunks=(Chunk(sequence, text[40:60], 1),))
+    engine.step(chunk)
+
+    def failing(*args, **kwargs):
+        if taken:
+            honest(*args, **kwargs)
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chunks, "prefill_slice", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.step(chunk)
+    for call in (lambda: engine.step(chunk), lambda: engine.decode([sequence], [1])):
+        with pytest.raises(RuntimeError, match=r"\(RuntimeError: out of memory\): " + ("make a new engine" if taken else "free it")):
+            call()
+    engine.free(sequence)
+    if not taken:
+        (again,) = engine.prefill([text[:60]])
+        assert np.array_equal(engine.extend(other, text[40:60]), again.logits)
 
 
 def test_a_chunk_that_is_written_stays_whatever_keeping_it_raises(text):

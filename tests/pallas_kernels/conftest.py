@@ -7,6 +7,9 @@ import dataclasses
 import functools
 import itertools
 import mmap
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -380,15 +383,44 @@ def on_tpu(monkeypatch):
 
 
 @pytest.fixture
+def fresh_caches():
+    """No kernel traced before or during a test is used in or after it."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture
+def with_threads(request):
+    """`with_threads(name, chosen="")`: run a module of tests beside this one in a process of its own, with threads enough for kernels whose
+    warpgroups wait for each other. chosen: only tests with this in their names."""
+
+    def run(name: str, chosen: str = "") -> None:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, request.path.parent / name]
+        done = subprocess.run(command, env=os.environ | {"NPROC": "8", "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-5000:]
+
+    return run
+
+
+@pytest.fixture
 def interpreter(monkeypatch):
-    """`interpreter.params`, to be given as `interpret=`; `interpreter.races_found()`. Kernels run on the CPU whatever else there is."""
+    """`interpreter.params`, to be given as `interpret=`; `interpreter.finished(op, ...)`, the results of a call, and AssertionError if a
+    kernel was stopped; `interpreter.races_found()`. Kernels run on the CPU whatever else there is."""
+
+    def finished(op: Callable, *arrays, **static):
+        try:
+            return jax.block_until_ready(op(*arrays, **static))
+        except jax.errors.JaxRuntimeError as error:
+            raise AssertionError("the interpreter stopped") from error
+
     if not (0, 11, 2) <= jax.__version_info__ < (0, 13):
         pytest.skip(f"the extension of the interpreter was written for jax 0.11.2 to 0.12, not for {jax.__version__}")
     callbacks = _extend(monkeypatch)
     callbacks.reset_gpu_interpret_mode_state()
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         params = plgpu.InterpretGPUParams(detect_races=True)
-        yield SimpleNamespace(params=params, races_found=lambda: callbacks.get_races().races_found)
+        yield SimpleNamespace(params=params, finished=finished, races_found=lambda: callbacks.get_races().races_found)
     callbacks.reset_gpu_interpret_mode_state()
 
 

@@ -134,6 +134,7 @@ def test_a_fitted_bill_predicts_and_draws(kvjax, runs):
     assert len(found["speedup"]) == len(found["batches"])
 
 
+PROMPTS = ("--tensor", "2", "--prefill", "dense")
 TIERS = ("--device-memory", "8GB", "--pool-host-memory", "60GB")
 
 
@@ -309,6 +310,18 @@ def test_calibrate_writes_a_bill(kvjax, model_folder, monkeypatch):
         (("bill", "predict", *TIERS), "no bandwidth for the tier 'host'; fit one to rows of kvjax bench tiers"),
         (("bill", "predict", *TIERS[:3], "1KB"), "--pool-host-memory of 1,000 holds no page"),
         (("bill", "predict", *TIERS, "--tier", "host", "--link", "52"), "leave out --device-memory"),
+        (("bill", "predict", "--link", "52"), "--link: needs --tier host or disk"),
+        (("bill", "predict", "--tier", "tape", "--link", "52"), "'tape' is not one of device, host, disk"),
+        (("bill", "predict", "--prefill-chunk", "512"), "--prefill-chunk: needs --prefill"),
+        (("bill", "predict", *PROMPTS, "--policies", "dense"), "--policies: is about steps, and --prefill about prompts"),
+        (("bill", "predict", *PROMPTS, "--batches", "1"), "--batches: is about steps"),
+        (("bill", "predict", *PROMPTS, "--no-overhead"), "--no-overhead: is about steps"),
+        (("bill", "predict", "--devices", "8", "--prefill", "dense"), "--devices: is about steps"),
+        (("bill", "choose", "--model", "needle", "--prefill", "--batches", "4"), "--batches: is about decoding"),
+        (("bill", "choose", "--model", "needle", "--prefill-chunk", "512"), "--prefill-chunk: needs --prefill, or --device-memory"),
+        (("regime-map", "--policies", "top:8,auto:fast"), "--policies: 'auto:fast' chooses among policies: name those"),
+        (("regime-map", "--weights", "int2"), "must be one of int8, fp8, int4, fp8:tokens, int8:128x128, fp8:128x128, got int2"),
+        (("generate", "x", "--model", "needle", "--dtype", "float64"), "must be one of float32, bfloat16, float16, got float64"),
         (("bill", "choose", "--model", "needle", "--prefill", *TIERS), "is about decoding, and --prefill is not"),
         (("regime-map", *TIERS, "--memory", "80"), "as --device-memory does: leave one of them out"),
         (("regime-map", "--link", "52"), "needs --device-memory and --pool-host-memory"),
@@ -325,7 +338,28 @@ def test_wrong_usage_is_named(kvjax, arguments, words):
     Path("old.json").write_text(json.dumps({"bench": "tiers", "provenance": {"date": "2026", "device": "it"}, "rows": [old]}))
     status, _, err = kvjax(*arguments)
     assert status == 2
-    assert words in " ".join(err.replace("│", " ").split())
+    said = " ".join(err.replace("│", " ").split())
+    assert words in said
+    assert not re.search("Value error|Input should", said)
+
+
+def test_all_keys_in_host_memory_come_over_the_bus(kvjax):
+    asked = ("bill", "predict", "--lengths", "8k", "--batches", "1", "--policies", "dense,top:8")
+    for tier, share in ((("--tier", "host", "--link", 50), 1), (("--tier", "disk", "--link", 5), 1), ((), 0)):
+        status, out, err = kvjax(*asked, *tier)
+        assert status == 0, err
+        rows = re.findall(r"(?:dense|top:8) +│ +[\d.]+ │ +([\d.]+) │ +[\d.]+ │ +([\d.]+) │", out)
+        assert len(rows) == 2
+        assert all(float(bus) == share * float(keys) and float(keys) for keys, bus in rows), out
+
+
+def test_a_map_reads_its_measurements_before_it_computes(kvjax, monkeypatch):
+    from kvjax.bill import regimes
+
+    monkeypatch.setattr(regimes, "regime_map", lambda *_, **__: pytest.fail("the map was computed first"))
+    Path("broken.json").write_text("{")
+    status, _, err = kvjax("regime-map", "--measured", "broken.json")
+    assert (status, "broken.json is not JSON" in " ".join(err.split())) == (2, True)
 
 
 @pytest.mark.parametrize("command", [("bill", "predict"), ("regime-map",), ("bench", "decode"), ("bench", "prefill")])
@@ -354,7 +388,7 @@ def test_fit_takes_rows_of_meshes(kvjax, mesh_bill):
     (checks,) = json.loads(Path("mesh-bill.json").read_text())["held_out_meshes"]
     assert checks["errors"]["number of devices"]["log2, all"]["seconds"]["mean"] < 0.05
     status, _, err = kvjax("bill", "fit", "meshes.json", "--law", "cube")
-    assert (status, "'cube' is none of log2, ring" in err) == (2, True)
+    assert (status, "'cube' is not one of log2, ring" in err) == (2, True)
     Path("meshes.json").write_text(json.dumps(mesh_run(meshes=((2, 1),))))
     status, _, err = kvjax("bill", "fit", "meshes.json")
     assert (status, "of one device has a time to fit: measure --tensor 1 --context 1, too" in err) == (2, True)
@@ -393,7 +427,7 @@ def test_predict_ranks_meshes(kvjax, mesh_bill):
 
 
 def test_a_mesh_without_terms_or_with_wrong_options_is_refused(kvjax):
-    asked = ("bill", "predict", "--lengths", "64k", "--batches", "8")
+    asked = ("bill", "predict", "--lengths", "64k")
     refused = {
         ("--tensor", "4"): "kvjax bench decode --tensor 1,2,4 --context 1,2,4 --json FILE",
         ("--tensor", "4", "--exchange-latency-us", "5"): "needs --link-bandwidth",

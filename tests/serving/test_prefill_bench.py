@@ -303,7 +303,7 @@ def test_command_writes_json(tmp_path, capsys, monkeypatch, op_rows):
     [
         (lambda: prefill_cli.layers_run("needle", "1k,1000", "momo:4/2", "bfloat16"), "multiples of 128 tokens, got 1000"),
         (lambda: prefill_cli.ops_run("tiny", "1k", "dense", "bfloat16"), "got 'dense': name a sparse one"),
-        (lambda: prefill_cli.ops_run("tiny", "1k", "momo:4/2", "int8"), "dtype 'int8' is none of"),
+        (lambda: prefill_cli.ops_run("tiny", "1k", "momo:4/2", "int8"), "dtype 'int8' is not one of"),
         (lambda: prefill_cli.time_run("tiny", "1k", "dense", "float32", chunk=100, rounds=1, layers=1), "multiple of the page size"),
         (lambda: prefill_cli.time_run("tiny", "1k", "dense", "float32", chunk=128, rounds=0, layers=1), "rounds must be at least 1"),
         (lambda: prefill_cli.time_run("tiny", "1k", "dense", "float32", chunk=128, rounds=1, layers=0), "layers must be at least 1"),

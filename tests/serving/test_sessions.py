@@ -13,8 +13,16 @@ import numpy as np
 import pytest
 from tiny_models import VOCAB, make_family, make_model
 
-from kvjax import Engine, SessionRuntime, TopBlocks
-from kvjax.client.errors import Cancelled, DeadlineExceeded, FailedPrecondition, InvalidArgument, ResourceExhausted, SessionNotFound
+from kvjax import Engine, SessionRuntime, TopBlocks, chunks
+from kvjax.client.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+    SessionError,
+    SessionNotFound,
+)
 from kvjax.serving.session.journal import Journal
 from kvjax.serving.session.records import Record, Violation, Window, check_invariants
 from kvjax.serving.session.shelf import Shelf
@@ -292,6 +300,32 @@ def test_a_violated_invariant_closes_the_session(runtime, engine):
     with pytest.raises(FailedPrecondition, match="inv3"):
         other.audit()
     assert (runtime.counts["inv1"], runtime.counts["inv3"], runtime.counts["failed"]) == (1, 1, 2)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", pytest.param("llama", marks=pytest.mark.long)])
+def test_a_chunk_that_fails_half_way_loses_no_session(monkeypatch, family):
+    """Its generation ends with the error. The next one prefills what is needed, with the same bits; other sessions see nothing."""
+    monkeypatch.setattr(chunks, "SLICES", (1,))
+    engine, honest, calls = make_engine(make_family(family)), chunks.prefill_slice, []
+
+    def failing(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory while compiling")
+        return honest(*args, **kwargs)
+
+    with SessionRuntime(engine, slots=4, capacity=8) as runtime:
+        expected, other, session = said(runtime.create(TEXT[:70])), runtime.create(TEXT[:70]), runtime.create(TEXT[:50])
+        session.generate(max_new_tokens=1).cancel(keep=0)
+        session.append(TEXT[50:70])
+        with monkeypatch.context() as patch:
+            patch.setattr(chunks, "prefill_slice", failing)
+            with pytest.raises(SessionError, match="out of memory while compiling"):
+                said(session)
+        assert (said(session), said(other), session.info().history_tokens) == (expected, expected, 75)
+        session.audit()
+        assert not {"failed", "inv1", "inv2", "inv3"} & runtime.counts.keys()
+    assert not engine.sequences
 
 
 def test_a_cache_that_decode_steps_wrote_is_noticed(runtime, engine):

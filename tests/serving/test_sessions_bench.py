@@ -13,7 +13,7 @@ from tiny_models import make_model
 
 from kvjax import Engine, SessionRuntime
 from kvjax.serving.bench.agents import TRACE, Spread, Turn, Work
-from kvjax.serving.bench.session_costs import Tokens, Turns, tokens_row, turn_rows
+from kvjax.serving.bench.session_costs import Tokens, Turns, idle_rows, tokens_row, turn_rows
 from kvjax.serving.bench.session_load import BUCKET_S, Load, Polled, Watched, _buckets, gates, load_row, page_of
 from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.metrics import Metrics
@@ -172,6 +172,25 @@ def test_costs_of_tokens_are_what_was_counted():
         dataclasses.replace(plan, answer=1)
 
 
+def test_a_step_beside_idle_sessions_is_timed_while_they_are_there():
+    plan = Tokens("tiny", 1, "float32", "dense", sessions=1, prompt=20, answer=4, rounds=2, chunk=128, idle=5)
+    rows = list(idle_rows(plan))
+    assert [(row["open"], row["held"]) for row in rows] == [
+        (0, {"sessions": 0, "pages": 0}),
+        (5, {"sessions": 5, "pages": 5}),
+        (0, {"sessions": 0, "pages": 0}),
+    ]
+    columns, cells = scheduling.TABLES["session-idle"]
+    for row in rows:
+        first, second = row["rounds_through_grpc"]
+        assert row["through_grpc"]["gap_p50_s"] == pytest.approx((first["gap_p50_s"] + second["gap_p50_s"]) / 2)
+        assert min(first["gap_p50_s"], first["server_cpu_s"]) > 0
+        assert len(columns) == len(cells(json.loads(json.dumps(row))))
+    assert scheduling.made("session-idle", rows + rows).count("tiny, 1 layers") == 3
+    with pytest.raises(ValueError, match="at least 1 session, got 0"):
+        next(idle_rows(dataclasses.replace(plan, idle=0)))
+
+
 @pytest.mark.long
 def test_a_turn_prefills_what_is_new_and_a_new_session_everything():
     plan = Turns("tiny", 1, "float32", "dense", history=300, appended=20, answer=3, rounds=1, chunk=128)
@@ -184,6 +203,21 @@ def test_a_turn_prefills_what_is_new_and_a_new_session_everything():
     assert all(row["first_s"] > 0 for row in rows.values())
     columns, cells = scheduling.TABLES["session-turn"]
     assert {len(cells(json.loads(json.dumps(row)))) for row in rows.values()} == {len(columns)}
+
+
+def test_a_table_of_turns_has_each_kind():
+    of_all = {
+        "shape": "tiny",
+        "layers": 1,
+        "dtype": "float32",
+        "policy": "dense",
+        "history": 9,
+        "appended": 2,
+        "chunk": 128,
+        "first_s": 1.0,
+    }
+    told = scheduling.made("session-turn", [{"op": "session-turn", "kind": kind} | of_all for kind in ("resident", "demoted", "again")])
+    assert [told.count(said) for said in ("on the device", "in host memory", "the whole history")] == [1, 1, 1]
 
 
 @pytest.mark.long

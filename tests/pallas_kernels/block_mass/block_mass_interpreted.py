@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import paging
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.block_mass import mosaic_gpu
+
+pytestmark = pytest.mark.usefixtures("fresh_caches")
 
 COMMON = {"head_dim": 128, "page_size": 64, "kv_heads": 1, "group": 1, "width": 6, "num_queries": 130, "dtype": "bfloat16"}
 
@@ -38,32 +39,17 @@ CASES = {
 def check(suite_of, interpreter, monkeypatch):
     """Runs the kernel in the interpreter on a case."""
     suite = suite_of(CASES, rows=1e-5, each=3e-5, huge=5e-3, **COMMON)
-
     kernel = paging.implementation("block_mass", "mosaic_gpu")
-
-    def op(*arrays, **static):
-        try:
-            return jax.block_until_ready(kernel(*arrays, **static))
-        except jax.errors.JaxRuntimeError as error:
-            raise AssertionError("the interpreter stopped") from error
 
     def run(case: str) -> None:
         monkeypatch.setattr(mosaic_gpu, "launch", functools.partial(LAUNCH, interpret=interpreter.params))
-        suite.check(op, case)
+        suite.check(functools.partial(interpreter.finished, kernel), case)
         assert not interpreter.races_found(), "a race was found"
 
     return run
 
 
 LAUNCH = mosaic_gpu.launch
-
-
-@pytest.fixture(autouse=True)
-def fresh_caches():
-    """No kernel traced before or during a test is used in or after it."""
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 @pytest.mark.timeout(60)

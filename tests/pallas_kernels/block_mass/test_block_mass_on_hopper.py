@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from far_pools import far_pools
 from paging import block_mass, flash_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
@@ -109,22 +110,13 @@ def test_a_long_chunk_is_the_other_implementations(tools, chunk):
     np.testing.assert_allclose(mass, expected, rtol=1e-3, atol=1e-6)
 
 
-@functools.partial(jax.jit, static_argnames="num_pages")
-def _pool(numbers, contents, *, num_pages: int):
-    """NaN but for a few pages."""
-    pool = jnp.full((num_pages, *contents.shape[1:]), jnp.nan, contents.dtype)
-    for i in range(contents.shape[0]):
-        pool = jax.lax.dynamic_update_index_in_dim(pool, contents[i], numbers[i], axis=0)
-    return pool
-
-
 def test_pool_past_2_to_the_31_elements(tools):
     """The last pages of a pool of 2^31 + 2^16 elements read as in a pool of four pages, to the bit."""
     num_pages = 2**16 + 2
     numbers = jnp.array([num_pages - 1, 1, num_pages - 2, 2**15], jnp.int32)
     keys = jax.random.split(jax.random.key(0), 2)
     near = jax.random.normal(keys[0], (4, 2, 128, 128), jnp.bfloat16)
-    far = _pool(numbers, near, num_pages=num_pages)
+    (far,) = far_pools(numbers, near, num_pages=num_pages)
     assert far.size > 2**31
     q = 4 * jax.random.normal(keys[1], (1, 40, 14, 128), jnp.bfloat16)
     rest = (jnp.array([460], jnp.int32), jnp.array([500], jnp.int32), jnp.full((1, 40, 14), 20.0), jnp.zeros(1, jnp.int32))

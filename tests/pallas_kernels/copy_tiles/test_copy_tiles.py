@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import paging
 import pytest
+from far_pools import needs_memory
 from paging import copy_tiles
 
 from pallas_kernels import dispatch
@@ -167,6 +168,7 @@ def test_a_donated_pool_is_not_copied(name, read):
 def test_pool_past_2_to_the_31_elements(tools, hopper):
     """Between the first and the last frames of a pool of 2^31 + 2^16 elements, in place."""
     num_frames = 2**16 + 2
+    needs_memory(2 * num_frames * 2 * 128 * 128 * 2)  # twice, while it is filled
     near = jax.random.normal(jax.random.key(0), (3, 2, 128, 128), jnp.bfloat16)
     named = jnp.array([0, num_frames - 2, 2**15], jnp.int32)
     fill = jax.jit(lambda pool, content: pool.at[named].set(content), donate_argnums=0)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import paging
@@ -63,11 +62,7 @@ def check(tools, interpreter):
         expected = gather_attention(*arrays, **keywords, implementation="reference")
         config = mosaic_gpu.Config(splits=splits, array_code=True)
         kernel = paging.implementation("gather_attention", "mosaic_gpu", interpret=interpreter.params)
-        try:
-            found = kernel(*arrays, **keywords, config=config)
-            jax.block_until_ready(found)
-        except jax.errors.JaxRuntimeError as error:
-            raise AssertionError("the interpreter stopped") from error
+        found = interpreter.finished(kernel, *arrays, **keywords, config=config)
         tools.assert_rows_close(found[0], expected[0], 2 * tools.row_error[paged.q.dtype.name])
         for lse, ref in zip(found[1:], expected[1:], strict=True):
             tools.assert_lse_close(lse, ref)
@@ -129,14 +124,6 @@ BUGS = {
     "zeroed values are not published": _unpublished,
     "the last tile of a span is dropped": _last_tile_dropped,
 }
-
-
-@pytest.fixture
-def fresh_caches():
-    """No kernel traced before or during a test is used in or after it."""
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 @pytest.mark.quick_but("frames of listed blocks from the table")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from far_pools import far_pools
 from paging import gather_attention
 
 from pallas_kernels import merge
@@ -305,15 +306,6 @@ def test_bits_do_not_depend_on_which_pages_hold_the_tokens(tools, bits):
 # Pools past 2^31 elements.
 
 
-@functools.partial(jax.jit, static_argnames="num_pages")
-def _pool(numbers, contents, *, num_pages: int):
-    """NaN but for a few pages."""
-    pool = jnp.full((num_pages, *contents.shape[1:]), jnp.nan, contents.dtype)
-    for i in range(contents.shape[0]):
-        pool = jax.lax.dynamic_update_index_in_dim(pool, contents[i], numbers[i], axis=0)
-    return pool
-
-
 @pytest.mark.parametrize("listed", [None, (7, 128), (24, 16)], ids=["dense", "pages", "blocks"])
 def test_pool_past_2_to_the_31_elements(tools, listed):
     """The last pages of a pool of 2^31 + 2^16 elements read as in a pool of four pages, to the bit."""
@@ -321,7 +313,7 @@ def test_pool_past_2_to_the_31_elements(tools, listed):
     numbers = jnp.array([num_pages - 1, 1, num_pages - 2, 2**15], jnp.int32)
     keys = jax.random.split(jax.random.key(0), 3)
     near = [jax.random.normal(key, (4, 2, 128, 128), jnp.bfloat16) for key in keys[:2]]
-    far = [_pool(numbers, content, num_pages=num_pages) for content in near]
+    far = far_pools(numbers, *near, num_pages=num_pages)
     assert far[0].size > 2**31
     for pool, content in zip(far, near, strict=True):
         for i, number in enumerate(numbers):

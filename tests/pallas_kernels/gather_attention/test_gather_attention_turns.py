@@ -5,7 +5,6 @@ What only a GPU can tell is in `test_gather_attention_on_hopper.py`, which runs 
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import paging
 import pytest
@@ -144,14 +143,6 @@ def _page_for_hole(s, length, table_ref, row, table_width, scratch):
             (page,) = lanes.load_shared(scratch["pages_s"], i)
             lanes.store_shared(scratch["pages_s"], i, lanes.maximum(page, 0))
     lanes.cta_barrier(threads)
-
-
-@pytest.fixture
-def fresh_caches():
-    """No kernel traced before or during a test is used in or after it."""
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 @pytest.mark.quick_but(

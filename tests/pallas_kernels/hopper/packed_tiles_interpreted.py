@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import packed_prefill_suite
 import pytest
@@ -18,6 +17,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels.hopper import packed_tiles, query_tiles
 from pallas_kernels.hopper.lane_halves import HalfTile
 from pallas_kernels.page_format import unpack
+
+pytestmark = pytest.mark.usefixtures("fresh_caches")
 
 SMALL = {"head_dim": 64, "page_size": 64, "kv_heads": 1, "group": 1, "width": 6, "num_queries": 72}
 SELECTED = {"gamma": 4, "block_size": 64, "k_blocks": 2, "k_exact": 2, "window": (5, 64), "tournament": False, "estimate": "quantile"}
@@ -72,10 +73,7 @@ def check(tools, interpreter, monkeypatch):
             patch.setattr(query_tiles, "launch", functools.partial(_launched, interpreter.params))
             patch.setattr(HalfTile, "bring", BRING)
             patch.setattr(HalfTile, "put", _put)
-            try:
-                found = jax.block_until_ready(case.run("mosaic_gpu"))
-            except jax.errors.JaxRuntimeError as error:
-                raise AssertionError("the interpreter stopped") from error
+            found = interpreter.finished(case.run, "mosaic_gpu")
         packed_prefill_suite.compare(tools, case, found)
         assert not interpreter.races_found(), "a race was found"
 
@@ -83,14 +81,6 @@ def check(tools, interpreter, monkeypatch):
 
 
 LAUNCH, BRING = query_tiles.launch, _bring
-
-
-@pytest.fixture(autouse=True)
-def fresh_caches():
-    """No kernel traced before or during a test is used in or after it."""
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 @pytest.mark.timeout(60)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import paging
@@ -15,6 +14,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import query_tiles
+
+pytestmark = pytest.mark.usefixtures("fresh_caches")
 
 SMALL = {"dtype": "bfloat16", "head_dim": 64, "page_size": 64, "kv_heads": 1, "group": 1, "width": 6, "num_queries": 72}
 
@@ -50,10 +51,7 @@ def check(tools, interpreter, monkeypatch):
             keywords |= {"blocks": jnp.asarray(ids, jnp.int32)[None, None, None], "block_size": size, "query_tile": 128}
         expected = paging.implementation(op, "reference")(*arrays, **keywords)
         monkeypatch.setattr(query_tiles, "launch", functools.partial(LAUNCH, interpret=interpreter.params))
-        try:
-            found = jax.block_until_ready(paging.implementation(op, "mosaic_gpu")(*arrays, **keywords))
-        except jax.errors.JaxRuntimeError as error:
-            raise AssertionError("the interpreter stopped") from error
+        found = interpreter.finished(paging.implementation(op, "mosaic_gpu"), *arrays, **keywords)
         tools.assert_rows_close(found[0], expected[0], 2 * tools.row_error[paged.q.dtype.name])
         tools.assert_lse_close(found[1], expected[1])
         assert not interpreter.races_found(), "a race was found"
@@ -62,14 +60,6 @@ def check(tools, interpreter, monkeypatch):
 
 
 LAUNCH = query_tiles.launch
-
-
-@pytest.fixture(autouse=True)
-def fresh_caches():
-    """No kernel traced before or during a test is used in or after it."""
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 @pytest.mark.timeout(60)
@@ -83,14 +73,14 @@ def _nothing(*_, **__):
 
 
 def _unpublished(monkeypatch):
-    forget = query_tiles._forget_unwritten
+    forget = query_tiles.forget_unwritten
 
     def without_commit(*args):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plgpu, "commit_smem", _nothing)
             forget(*args)
 
-    monkeypatch.setattr(query_tiles, "_forget_unwritten", without_commit)
+    monkeypatch.setattr(query_tiles, "forget_unwritten", without_commit)
 
 
 def _mask_off_by_one(monkeypatch):
@@ -110,7 +100,7 @@ def _missing_pages_read(monkeypatch):
 
 BUGS = {
     "results are not published before they are stored": lambda patch: patch.setattr(plgpu, "commit_smem", _nothing),
-    "values that were never written are multiplied": lambda patch: patch.setattr(query_tiles, "_forget_unwritten", _nothing),
+    "values that were never written are multiplied": lambda patch: patch.setattr(query_tiles, "forget_unwritten", _nothing),
     "zeroed values are not published": _unpublished,
     "the causal mask is off by one": _mask_off_by_one,
     "a tile that needs a mask gets none": _half_a_tile_unmasked,

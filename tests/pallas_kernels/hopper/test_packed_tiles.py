@@ -5,11 +5,6 @@ What only a GPU can tell is in `test_packed_tiles_on_hopper.py`.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import packed_suite
 import pytest
 from packed_prefill_suite import production
@@ -21,12 +16,9 @@ from pallas_kernels.page_format import PageFormat
 @pytest.mark.timeout(900)
 @pytest.mark.long
 @pytest.mark.parametrize("chosen", ["matches", "planted"])
-def test_interpreted(chosen):
+def test_interpreted(with_threads, chosen):
     """Values and races, and planted bugs: `packed_tiles_interpreted.py`, with threads enough for its warpgroups."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen]
-    command.append(Path(__file__).parent / "packed_tiles_interpreted.py")
-    done = subprocess.run(command, env=os.environ | {"NPROC": "8", "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-5000:]
+    with_threads("packed_tiles_interpreted.py", chosen)
 
 
 LISTS = {"op": "block_sparse_attention", "block_size": 64, "window": (64, 1024)}

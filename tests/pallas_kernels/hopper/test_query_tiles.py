@@ -5,11 +5,6 @@ What only a GPU can tell is in `test_flash_attention_on_hopper.py` and `test_blo
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import as_on_accelerators
 import jax
 import pytest
@@ -19,12 +14,9 @@ from quick_cases import rest_long
 @pytest.mark.timeout(600)
 @pytest.mark.long
 @pytest.mark.parametrize("chosen", ["matches", "planted"])
-def test_interpreted(chosen):
+def test_interpreted(with_threads, chosen):
     """Values and races, and planted bugs: `query_tiles_interpreted.py`, with threads enough for its warpgroups."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen]
-    command.append(Path(__file__).parent / "query_tiles_interpreted.py")
-    done = subprocess.run(command, env=os.environ | {"NPROC": "8", "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-5000:]
+    with_threads("query_tiles_interpreted.py", chosen)
 
 
 def production(heads=(28, 4), head_dim: int = 128, page_size: int = 128, batch: int = 1, tokens: int = 8192, dtype="bfloat16", **static):

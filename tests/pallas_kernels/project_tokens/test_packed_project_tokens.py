@@ -10,8 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import paging
+import projection_suite
 import pytest
 from emulator.kernels import kernels
+from far_pools import needs_memory
+from projection_suite import compare, packed_case
 from quick_cases import one_in, rest_long
 
 from pallas_kernels import dispatch
@@ -19,8 +22,6 @@ from pallas_kernels.hopper import lane_codes, lane_copies, lane_pairs, lanes
 from pallas_kernels.matrices import DTYPES, MatrixFormat, PackedMatrix
 from pallas_kernels.project_tokens import mosaic_gpu, operands, project_tokens
 from pallas_kernels.project_tokens.api import FEW
-
-EPS = 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,46 +49,27 @@ KINDS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """half: of the head dim, where the first `rotated` results are turned."""
-
-    kind: str = "int8"
-    tokens: int = 3
-    width: int = 384
-    features: tuple[int, ...] = (46,)
-    norm: bool = False
-    biased: bool = False
-    half: int = 0
-    rotated: int = 0
-    gated: str | None = None
-    residual: bool = False
-    dtype: str = "bfloat16"
-    out_dtype: str | None = None
-    norm_offset: float = 0.0
-
-
 QKV = {"features": (96, 32, 32), "norm": True, "biased": True, "half": 16, "rotated": 2}
 REFUSED = ("int4 of 64", "int8 of 32")
-CASES = {f"{kind}, a product": Case(kind, out_dtype="float32") for kind in KINDS if kind not in REFUSED}
+CASES = {f"{kind}, a product": packed_case(kind, out_dtype="float32") for kind in KINDS if kind not in REFUSED}
 CASES |= {
-    "int8, a gate of several tiles": Case("int8", 2, 256, (330, 330), norm=True, gated="silu", residual=True),
-    "int8, queries, keys and values": Case("int8", 8, **QKV),
-    "int8, more chunks than a turn": Case("int8", 1, 1088, residual=True),
-    "int8, 16 tokens in float16": Case("int8", 16, biased=True, dtype="float16"),
-    "fp8, 11 tokens": Case("fp8", 11, norm=True, norm_offset=1.0),
-    "fp8, one token in float16": Case("fp8", 1, 64, dtype="float16"),
-    "fp8 blocks, a gate of GELU": Case("fp8 blocks", 5, 1216, (270, 270), gated="gelu_tanh"),
-    "fp8 blocks, queries, keys and values, 16 tokens": Case("fp8 blocks", 16, **(QKV | {"features": (224, 160, 160)})),
-    "int8 blocks, a part of a block": Case("int8 blocks", 2, 192, (140,), out_dtype="float32"),
-    "int4, a gate": Case("int4", 4, 640, (120, 120), norm=True, gated="silu"),
-    "int4, several results of several tiles": Case("int4", 9, 1280, (200, 34, 14), biased=True, norm=True, out_dtype="float32"),
-    "int4 with zeros, queries, keys and values": Case("int4 with zeros", 2, **QKV),
-    "int8, long rows, a team": Case("int8", 5, 6208, (52,), norm=True, residual=True),
-    "fp8 blocks, long rows, a team": Case("fp8 blocks", 1, 6144, (60,), biased=True),
-    "int4 with zeros, long rows, a team's gate": Case("int4 with zeros", 9, 12416, (24, 24), gated="silu"),
-    "int4, long rows, a team's tiles": Case("int4", 16, 12288, (60,), out_dtype="float32"),
-    "int4 with zeros, float16": Case("int4 with zeros", 16, residual=True, dtype="float16"),
+    "int8, a gate of several tiles": packed_case("int8", 2, 256, (330, 330), norm=True, gated="silu", residual=True),
+    "int8, queries, keys and values": packed_case("int8", 8, **QKV),
+    "int8, more chunks than a turn": packed_case("int8", 1, 1088, residual=True),
+    "int8, 16 tokens in float16": packed_case("int8", 16, biased=True, dtype="float16"),
+    "fp8, 11 tokens": packed_case("fp8", 11, norm=True, norm_offset=1.0),
+    "fp8, one token in float16": packed_case("fp8", 1, 64, dtype="float16"),
+    "fp8 blocks, a gate of GELU": packed_case("fp8 blocks", 5, 1216, (270, 270), gated="gelu_tanh"),
+    "fp8 blocks, queries, keys and values, 16 tokens": packed_case("fp8 blocks", 16, **(QKV | {"features": (224, 160, 160)})),
+    "int8 blocks, a part of a block": packed_case("int8 blocks", 2, 192, (140,), out_dtype="float32"),
+    "int4, a gate": packed_case("int4", 4, 640, (120, 120), norm=True, gated="silu"),
+    "int4, several results of several tiles": packed_case("int4", 9, 1280, (200, 34, 14), biased=True, norm=True, out_dtype="float32"),
+    "int4 with zeros, queries, keys and values": packed_case("int4 with zeros", 2, **QKV),
+    "int8, long rows, a team": packed_case("int8", 5, 6208, (52,), norm=True, residual=True),
+    "fp8 blocks, long rows, a team": packed_case("fp8 blocks", 1, 6144, (60,), biased=True),
+    "int4 with zeros, long rows, a team's gate": packed_case("int4 with zeros", 9, 12416, (24, 24), gated="silu"),
+    "int4, long rows, a team's tiles": packed_case("int4", 16, 12288, (60,), out_dtype="float32"),
+    "int4 with zeros, float16": packed_case("int4 with zeros", 16, residual=True, dtype="float16"),
 }
 
 
@@ -107,25 +89,7 @@ def packed(rng, kind: Kind, features: int, width: int) -> PackedMatrix:
 def arguments(name: str) -> tuple:
     """(positional arguments, keywords) of the op."""
     case = CASES[name]
-    rng = np.random.default_rng(sum(map(ord, name)))
-
-    def numbers(*shape):
-        return jnp.asarray(rng.standard_normal(shape), case.dtype)
-
-    angles = rng.uniform(0, 6, (case.tokens, case.half))
-    keywords = {
-        "biases": tuple(numbers(f) for f in case.features) if case.biased else None,
-        "norm": numbers(case.width) if case.norm else None,
-        "norm_eps": EPS,
-        "norm_offset": case.norm_offset,
-        "rotation": (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)) if case.half else None,
-        "rotated": case.rotated,
-        "gated": case.gated,
-        "residual": numbers(case.tokens, case.features[0]) if case.residual else None,
-        "out_dtype": case.out_dtype,
-    }
-    weights = tuple(packed(rng, KINDS[case.kind], f, case.width) for f in case.features)
-    return (numbers(case.tokens, case.width), weights), keywords
+    return projection_suite.arguments(case, name, lambda rng, features: packed(rng, KINDS[case.kind], features, case.width))
 
 
 @functools.cache
@@ -138,12 +102,7 @@ def check(op, name: str) -> None:
     """Every row of every result within the tolerance of its norm: tight where nothing is rounded but float32 sums."""
     case, (positional, keywords) = CASES[name], arguments(name)
     tolerance = 2e-6 if case.out_dtype and not case.norm else {"bfloat16": 8e-3, "float16": 1e-3}[case.dtype]
-    found = op(*positional, **keywords)
-    for ours, ref in zip(found, expected(name), strict=True):
-        assert (ours.shape, ours.dtype) == (ref.shape, ref.dtype)
-        ours, ref = np.asarray(ours, np.float64), np.asarray(ref, np.float64)
-        error = np.linalg.norm(ours - ref, axis=-1) / np.linalg.norm(ref, axis=-1)
-        assert (error <= tolerance).all(), f"rows are off by {error}"
+    compare(op(*positional, **keywords), expected(name), tolerance)
 
 
 def test_many_tokens_are_rounded_to_fp8_where_the_matrix_says_so():
@@ -419,6 +378,7 @@ def test_bits_alone(tools, case):
 def test_a_matrix_past_2_to_the_31():
     """Rows at both ends and around 2^31 codes are read where they are."""
     width, features = 4096, 2**19 + 264
+    needs_memory(2 * width * features)  # twice, while it is filled
     picked = np.array([0, 1, 2**19 - 1, 2**19, features - 1])
     rows = np.random.default_rng(0).integers(-128, 128, (len(picked), width)).astype(np.int8)
     codes = jnp.zeros((features, width), jnp.int8).at[picked].set(rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import flax.linen
@@ -10,7 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import paging
+import projection_suite
 import pytest
+from far_pools import needs_memory
+from projection_suite import EPS, Case, compare
 from quick_cases import one_in, rest_long
 
 from pallas_kernels import dispatch
@@ -20,25 +22,6 @@ from pallas_kernels.project_tokens import project_tokens
 IMPLEMENTATIONS = ["xla", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)]
 TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
 """Of a row's norm. The shorter types round the normalised token, each product and each sum."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """half: of the head dim, where the first `rotated` results are turned."""
-
-    tokens: int = 1
-    width: int = 256
-    features: tuple[int, ...] = (96,)
-    norm: bool = False
-    biased: bool = False
-    half: int = 0
-    rotated: int = 0
-    gated: str | None = None
-    residual: bool = False
-    dtype: str = "bfloat16"
-    out_dtype: str | None = None
-    offset: float = 0.0
-    norm_offset: float = 0.0
 
 
 QKV = {"norm": True, "biased": True}
@@ -73,37 +56,18 @@ CASES = {
     "odd sizes": Case(width=33, features=(7, 9), norm=True, dtype="float32", tokens=11),
     "many tokens": Case(tokens=40, **QKV),
 }
-EPS = 1e-2
-"""Large, so that leaving it out shows."""
 
 
 @functools.cache
 def arguments(name: str) -> tuple:
     """(positional arguments, keywords) of the op. Rows of weights differ in size, so that a wrong row shows."""
     case = CASES[name]
-    rng = np.random.default_rng(sum(map(ord, name)))
 
-    def numbers(*shape, dtype=case.dtype):
-        return jnp.asarray(rng.standard_normal(shape), dtype)
+    def matrix(rng, features):
+        numbers = jnp.asarray(rng.standard_normal((features, case.width)), case.dtype)
+        return numbers * jnp.asarray(rng.uniform(0.5, 2, (features, 1)) * case.width**-0.5, case.dtype)
 
-    def matrix(features):
-        return numbers(features, case.width) * jnp.asarray(rng.uniform(0.5, 2, (features, 1)) * case.width**-0.5, case.dtype)
-
-    sizes = jnp.asarray(rng.uniform(0.1, 2, (case.tokens, 1)), case.dtype)
-    x = numbers(case.tokens, case.width) * sizes + jnp.asarray(case.offset, case.dtype)
-    angles = rng.uniform(0, 6, (case.tokens, case.half))
-    keywords = {
-        "biases": tuple(numbers(f) for f in case.features) if case.biased else None,
-        "norm": numbers(case.width) if case.norm else None,
-        "norm_eps": EPS,
-        "norm_offset": case.norm_offset,
-        "rotation": (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)) if case.half else None,
-        "rotated": case.rotated,
-        "gated": case.gated,
-        "residual": numbers(case.tokens, case.features[0]) if case.residual else None,
-        "out_dtype": case.out_dtype,
-    }
-    return (x, tuple(matrix(f) for f in case.features)), keywords
+    return projection_suite.arguments(case, name, matrix)
 
 
 @functools.cache
@@ -115,14 +79,7 @@ def expected(name: str) -> tuple:
 def check(op, name: str) -> None:
     """Every row of every result within the tolerance of its norm."""
     positional, keywords = arguments(name)
-    found = op(*positional, **keywords)
-    assert len(found) == len(expected(name))
-    for ours, ref in zip(found, expected(name), strict=True):
-        assert (ours.shape, ours.dtype) == (ref.shape, ref.dtype)
-        ours, ref = np.asarray(ours, np.float64), np.asarray(ref, np.float64)
-        error = np.linalg.norm(ours - ref, axis=-1) / np.linalg.norm(ref, axis=-1)
-        assert not np.isnan(error).any()
-        assert error.max() <= TOLERANCE[CASES[name].dtype], f"rows are off by {error}"
+    compare(op(*positional, **keywords), expected(name), TOLERANCE[CASES[name].dtype])
 
 
 def implementation(name: str, case: str):
@@ -232,6 +189,7 @@ def test_bits_alone(tools, case):
 def test_a_matrix_past_2_to_the_31():
     """Rows at both ends and around 2^31 elements are read where they are."""
     width, features = 4096, 2**19 + 264
+    needs_memory(2 * width * features * 2)  # twice, while it is filled
     picked = jnp.asarray([0, 1, 2**19 - 1, 2**19, features - 1])
     rows = jax.random.normal(jax.random.key(0), (len(picked), width), jnp.bfloat16)
     weight = jnp.zeros((features, width), jnp.bfloat16).at[picked].set(rows)

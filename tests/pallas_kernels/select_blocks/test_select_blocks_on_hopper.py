@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from far_pools import far_pools
 
 from pallas_kernels.page_index import INDEX_ROWS
 from pallas_kernels.select_blocks import select_blocks
@@ -145,15 +146,6 @@ def test_the_same_list_every_time_and_in_any_company_and_table(suite, tools, cas
     tools.assert_same_bits(np.roll(once, 3, 0), turned)
 
 
-@functools.partial(jax.jit, static_argnames="num_pages")
-def _pool(numbers, contents, *, num_pages: int):
-    """NaN but for a few pages."""
-    pool = jnp.full((num_pages, *contents.shape[1:]), jnp.nan, contents.dtype)
-    for i in range(contents.shape[0]):
-        pool = jax.lax.dynamic_update_index_in_dim(pool, contents[i], numbers[i], axis=0)
-    return pool
-
-
 @pytest.mark.parametrize("kind", ["bounds", "mean"])
 def test_pool_past_2_to_the_31_elements(tools, kind):
     """The last pages of an index of more than 2^31 elements are scored as in one of eight pages."""
@@ -161,7 +153,7 @@ def test_pool_past_2_to_the_31_elements(tools, kind):
     near = jax.random.randint(keys[0], (8, 4, 16, INDEX_ROWS[kind], 128), -2, 3).sort(axis=-2, descending=True).astype(jnp.bfloat16)
     num_pages = 2**31 // near[0].size + 2
     numbers = jnp.array([num_pages - 1, 1, num_pages - 2, num_pages // 2, 2, num_pages - 3, num_pages // 4, num_pages - 4], jnp.int32)
-    far = _pool(numbers, near, num_pages=num_pages)
+    (far,) = far_pools(numbers, near, num_pages=num_pages)
     assert far.size > 2**31
     for i, number in enumerate(numbers):
         tools.assert_same_bits(jax.lax.dynamic_index_in_dim(far, number, keepdims=False), near[i])

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import paging
 import pytest
 
 from pallas_kernels.select_tiles import mosaic_gpu
+
+pytestmark = pytest.mark.usefixtures("fresh_caches")
 
 BASE = {
     "num_queries": 150,
@@ -41,29 +42,14 @@ LAUNCH = mosaic_gpu.launch
 def check(suite_of, case_type, interpreter, monkeypatch):
     """Runs the kernel in the interpreter on a case."""
     suite, _ = suite_of({name: case_type(**(BASE | fields)) for name, fields in CASES.items()}, 1e-4)
-
     kernel = paging.implementation("select_tiles", "mosaic_gpu")
-
-    def op(*arrays, **static):
-        try:
-            return jax.block_until_ready(kernel(*arrays, **static))
-        except jax.errors.JaxRuntimeError as error:
-            raise AssertionError("the interpreter stopped") from error
 
     def run(case: str) -> None:
         monkeypatch.setattr(mosaic_gpu, "launch", functools.partial(LAUNCH, interpret=interpreter.params))
-        suite(op, case)
+        suite(functools.partial(interpreter.finished, kernel), case)
         assert not interpreter.races_found(), "a race was found"
 
     return run
-
-
-@pytest.fixture(autouse=True)
-def fresh_caches():
-    """No kernel traced before or during a test is used in or after it."""
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 @pytest.mark.timeout(60)

@@ -5,22 +5,15 @@ What only a GPU can tell is in `test_select_tiles_on_hopper.py`.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from quick_cases import rest_long
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_interpreted():
+def test_interpreted(with_threads):
     """Values, races and planted bugs: `select_tiles_interpreted.py`, with threads enough for its warpgroups."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", Path(__file__).parent / "select_tiles_interpreted.py"]
-    done = subprocess.run(command, env=os.environ | {"NPROC": "8", "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-5000:]
+    with_threads("select_tiles_interpreted.py")
 
 
 def production(heads=(28, 4), head_dim=128, batch=1, tokens=8192, dtype="bfloat16", block_size=128, page_size=128, pooling="sum", tile=128):

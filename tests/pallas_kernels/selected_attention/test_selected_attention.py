@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from far_pools import far_pools
 from paging import gather_attention, selected_attention
 from quick_cases import rest_long
 from selected_suite import MUTANTS, SIZES, arguments_of, checker
@@ -186,15 +187,6 @@ def test_bits_every_time_and_in_any_company_table_and_place(tools, arguments, im
 # What only a GPU can hold.
 
 
-@functools.partial(jax.jit, static_argnames="num_pages")
-def _pool(numbers, contents, *, num_pages: int):
-    """NaN but for a few pages."""
-    pool = jnp.full((num_pages, *contents.shape[1:]), jnp.nan, contents.dtype)
-    for i in range(contents.shape[0]):
-        pool = jax.lax.dynamic_update_index_in_dim(pool, contents[i], numbers[i], axis=0)
-    return pool
-
-
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 def test_pool_past_2_to_the_31_elements(tools):
@@ -203,7 +195,8 @@ def test_pool_past_2_to_the_31_elements(tools):
     keys = jax.random.split(jax.random.key(3), 3)
     near_k, near_v = (jax.random.normal(key, (6, 2, 128, 128), jnp.bfloat16) for key in keys[:2])
     near_index = page_index(near_k, kind="bounds", block_size=16)
-    near, far = (near_k, near_v, near_index), [_pool(numbers, x, num_pages=num_pages) for x in (near_k, near_v, near_index)]
+    near = near_k, near_v, near_index
+    far = far_pools(numbers, *near, num_pages=num_pages)
     assert far[0].size > 2**31
     q = 4 * jax.random.normal(keys[2], (1, 1, 14, 128), jnp.bfloat16)
     op = functools.partial(KERNEL, lengths=jnp.array([750], jnp.int32), **(SIZES | {"sm_scale": 128**-0.5}))
