@@ -13,7 +13,6 @@ from typing import Any
 import jax
 
 from kvjax.cache.staging import sizes_alone
-from kvjax.cache.tables import table_width
 from kvjax.memory import memory_plan
 from kvjax.model import ModelConfig
 from kvjax.policies.prefill import PrefillPolicy, indexes_of, name_of
@@ -25,6 +24,9 @@ from pallas_kernels.bench.timing import record
 
 MOST = 0.93
 """Share of the free memory that pages of a prompt may take where all of it lies on the device. The rest is for its chunks."""
+
+ROOM = 115
+"""Percent of the longest prompt's pages for which there is host memory: windows of pages end at few places, beyond the pages needed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +60,7 @@ def tiered_prompt_rows(plan: TieredPrompts, say: Callable[[str], None] = lambda 
     for device_bytes in plan.device_bytes:
         for policy in plan.policies:
             pages = -(-max(plan.tokens) // PAGE_SIZE) + 1
-            sizes = {"pages": pages} if device_bytes is None else {"device_bytes": device_bytes, "pool_host_bytes": pages * frame}
+            sizes = {"pages": pages} if device_bytes is None else {"device_bytes": device_bytes, "pool_host_bytes": ROOM * pages * frame // 100}
             if device_bytes is None:
                 free = {"available_bytes": int(MOST * (stats["bytes_limit"] - stats["bytes_in_use"]))} if (stats := memory_stats()) else {}
                 spec = {"page_size": PAGE_SIZE, "indexes": indexes_of(policy), "prefill_chunk": plan.chunk}
@@ -103,12 +105,13 @@ def _compile(engine: HollowEngine, tokens: int, say: Callable[[str], None]) -> N
         policy = engine._declared.choose_prefill(engine.prefill_policy, start)
         written = engine.prefill_chunk // PAGE_SIZE
         staged = [sizes_alone(pages, frames.counts, written) for frames in engine.frames.values()]
-        needs = policy, count < engine.prefill_chunk or start + count == tokens, table_width(pages), tuple(staged)
+        needs = policy, count < engine.prefill_chunk or start + count == tokens, tuple(staged)
         if needs in known:
             continue
         known.add(needs)
         say(f"programs of {start + count:,} tokens")
         sequence = engine.hollow_sequence(start)
+        engine.reserve([sequence], tokens - start)  # a prompt has all of its pages from its first chunk on, and tables are that wide
         jax.block_until_ready(engine.extend(sequence, random_prompt(engine.config, count, seed=0)))
         engine.free(sequence)
 
