@@ -43,6 +43,28 @@ def test_the_part_on_ways_to_choose_blocks_is_what_its_panel_makes():
     assert all(counts["certified"][bound] <= counts["equal"] for counts in lists.values() for bound in ("levels", "norms"))
 
 
+NEAR = load([ROOT / "benchmarks/results/cpu/fidelity-near-miss.json"])
+
+
+def test_the_part_on_64_other_facts_is_what_its_panel_makes():
+    text = (ROOT / "docs/fidelity.md").read_text(encoding="utf-8")
+    assert rendered(text, NEAR, "near-miss") == text
+    (panel,) = NEAR
+    assert (panel["settings"]["distractors"], panel["settings"]["haystacks"]) == (64, ["codes", "near-miss"])
+    hits = {row["policy"]: row["hits"] for row in panel["retrieval"] if row["haystack"] == "codes"}
+    assert {
+        hits[name] for name in ("dense", "cascade:4", "cascade:4/all+4bit", "cascade:4/all+8bit", "cascade:p0.95", "cascade:4/all+cache")
+    } == {10}
+    assert {name: hits[name] for name in ("window:640", "top:4", "cascade:4/all+1bit", "mean:4")} == {
+        "window:640": 1,
+        "top:4": 5,
+        "cascade:4/all+1bit": 7,
+        "mean:4": 1,
+    }
+    (dense,) = (row for row in panel["retrieval"] if (row["haystack"], row["policy"]) == ("near-miss", "dense"))
+    assert (dense["hits"], sum(cell["hits"] for cell in dense["by_depth"])) == (4, 7)
+
+
 def test_giving_pages_back_changes_no_figure():
     """A window that forgot its sinks, or gave a page back too early, would differ."""
     rows = {row["policy"]: row for row in RELEASED[0]["forced"]}

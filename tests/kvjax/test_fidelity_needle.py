@@ -137,6 +137,13 @@ def test_near_values_differ_in_one_digit_first_and_then_in_two():
     assert len(needle.near_values(digits[:1], 9, np.random.default_rng(3))) == 10
 
 
+def test_the_embedded_models_words_give_every_key_224_near_ones(task):
+    hashes = np.array([needle.word_hash(word) for word in task.words])
+    held_out = needle.hashes_held_out(hashes[:, None], hashes)
+    near = held_out.sum(1)[:, None] + held_out.sum(0) - 2
+    assert near[held_out].min() == 224
+
+
 def test_trials_with_up_to_45_near_misses_are_those_that_were_measured(task):
     """Committed panels name the seed and not the trials: what is drawn from it must not change."""
     near = dataclasses.replace(task, near_miss=True, distractors=16)
