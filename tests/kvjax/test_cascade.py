@@ -404,6 +404,13 @@ def test_many_random_histories(kind, bits, tmp_path):
     assert run_histories(make_family("gemma3_text"), range(20), tmp_path, sizes, kind)["sequences compared"] > 3
 
 
+@pytest.mark.long
+def test_random_histories_of_a_policy_whose_every_second_layer_chooses(tmp_path):
+    register("cascade-of-anchors", lambda: Cascade(1, 2, 4, sink=1, local=1, block_size=8, every=2), replace=True)
+    sizes = Sizes(policies=("dense", "cascade-of-anchors"), drafts=(4,))
+    assert run_histories(make_family("llama"), range(6), tmp_path, sizes)["sequences compared"] > 3
+
+
 @pytest.mark.bits
 def test_random_histories_have_the_bits_of_each_sequence_alone(tmp_path):
     register("cascade-of-pages", lambda: Cascade(1, 2, 4, sink=1, local=1, block_size=16))
