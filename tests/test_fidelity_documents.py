@@ -52,17 +52,11 @@ def test_the_part_on_64_other_facts_is_what_its_panel_makes():
     (panel,) = NEAR
     assert (panel["settings"]["distractors"], panel["settings"]["haystacks"]) == (64, ["codes", "near-miss"])
     hits = {row["policy"]: row["hits"] for row in panel["retrieval"] if row["haystack"] == "codes"}
-    assert {
-        hits[name] for name in ("dense", "cascade:4", "cascade:4/all+4bit", "cascade:4/all+8bit", "cascade:p0.95", "cascade:4/all+cache")
-    } == {10}
-    assert {name: hits[name] for name in ("window:640", "top:4", "cascade:4/all+1bit", "mean:4")} == {
-        "window:640": 1,
-        "top:4": 5,
-        "cascade:4/all+1bit": 7,
-        "mean:4": 1,
-    }
+    fewer = {"window:640": 3, "top:4": 16, "cascade:4/all+1bit": 21, "mean:4": 4, "cascade:4+every2": 4}
+    assert hits == dict.fromkeys(hits, 30) | fewer
+    assert len(hits) == len(fewer) + 7
     (dense,) = (row for row in panel["retrieval"] if (row["haystack"], row["policy"]) == ("near-miss", "dense"))
-    assert (dense["hits"], sum(cell["hits"] for cell in dense["by_depth"])) == (4, 7)
+    assert (sum(cell["hits"] for cell in dense["by_depth"]), dense["invalid_trials"]) == (19, 30)
 
 
 def test_giving_pages_back_changes_no_figure():
