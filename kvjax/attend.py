@@ -16,6 +16,7 @@ from kvjax import recurrent
 from kvjax.cache import OPEN, Cache, CacheSpec, IndexSpec, LatentPages, LayerCache, PagedKV, append, append_latents
 from kvjax.cache.hot import Fetched, HotTiles, fetch
 from kvjax.cache.packed import append_chunk, append_packed
+from kvjax.cache.types import kept_in
 from kvjax.chunk_rows import by_queries, own_rows, whole_rows
 from kvjax.learning import Learning, attend_and_learn
 from kvjax.model import Heads, Latents, Recurrence
@@ -53,7 +54,7 @@ def write(
     place = positions, valid, cache.table_of(number)
     if isinstance(given, Latents):
         return append_latents(layers[number], given.row, given.indexer.k, *place, frames), None
-    kinds = indexes if window is None else ()
+    kinds = kept_in(layers[number].index, indexes)
     if layers[number].open is None:
         return append(layers[number], given.k, given.v, *place, kinds, frames), None
     rows = cache.page_tables[OPEN][:, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Sequence
 
@@ -11,6 +12,7 @@ from kvjax.attend import attends_by_list
 from kvjax.cache.formats import CacheFormat, parse_cache_format
 from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.tables import table_width
+from kvjax.cache.types import without_covered
 from kvjax.checks import listed
 from kvjax.learning import PolicyStates
 from kvjax.model import Model, ModelConfig
@@ -81,7 +83,7 @@ class DeclaredPolicies:
         if isinstance(self.prefill, ChoosesPrefill):
             self.prefill = self.prefill.bind(model, page_size=page_size, dtype=model.config.compute_dtype)
         scanned = [each.indexes() for each in self.policies] + [indexes_of(self.prefill)]
-        self.indexes = tuple(dict.fromkeys(spec for indexes in scanned for spec in indexes))
+        self.indexes = without_covered(itertools.chain.from_iterable(scanned))
         if isinstance(self.prefill, TileLists):
             self.prefill.check_pages(page_size)
         _check_remap(f"prefill {self.prefill}", self.prefill, model.config, page_size)
@@ -95,10 +97,11 @@ class DeclaredPolicies:
         except TypeError:
             raise ValueError(f"a policy is a name, or an object of a hashable class of policies, got {policy!r:.60}") from None
         chosen = self.policy if policy is None else self._bound(policy)
-        missing = [spec.name for spec in chosen.indexes() if spec not in self.indexes]
+        missing = [spec for spec in chosen.indexes() if not any(built.covers(spec) for built in self.indexes)]
         if missing:
             raise ValueError(
-                f"policy {chosen} needs the index {missing[0]}, which this engine does not build: name it in Engine(policies=...)"
+                f"policy {chosen} needs the index {' and the index '.join(map(str, missing))}, which this engine of "
+                f"{', '.join(map(str, self.policies))} does not build: make the engine with Engine(..., policies=[{str(chosen)!r}])"
             )
         self.states.check_declared(chosen)
         self._check_mesh(chosen)

@@ -43,6 +43,22 @@ def test_the_part_on_ways_to_choose_blocks_is_what_its_panel_makes():
     assert all(counts["certified"][bound] <= counts["equal"] for counts in lists.values() for bound in ("levels", "norms"))
 
 
+NEAR = load([ROOT / "benchmarks/results/cpu/fidelity-near-miss.json"])
+
+
+def test_the_part_on_64_other_facts_is_what_its_panel_makes():
+    text = (ROOT / "docs/fidelity.md").read_text(encoding="utf-8")
+    assert rendered(text, NEAR, "near-miss") == text
+    (panel,) = NEAR
+    assert (panel["settings"]["distractors"], panel["settings"]["haystacks"]) == (64, ["codes", "near-miss"])
+    hits = {row["policy"]: row["hits"] for row in panel["retrieval"] if row["haystack"] == "codes"}
+    fewer = {"window:640": 3, "top:4": 16, "cascade:4/all+1bit": 21, "mean:4": 4, "cascade:4+every2": 4}
+    assert hits == dict.fromkeys(hits, 30) | fewer
+    assert len(hits) == len(fewer) + 7
+    (dense,) = (row for row in panel["retrieval"] if (row["haystack"], row["policy"]) == ("near-miss", "dense"))
+    assert (sum(cell["hits"] for cell in dense["by_depth"]), dense["invalid_trials"]) == (19, 30)
+
+
 def test_giving_pages_back_changes_no_figure():
     """A window that forgot its sinks, or gave a page back too early, would differ."""
     rows = {row["policy"]: row for row in RELEASED[0]["forced"]}

@@ -91,7 +91,9 @@ def step_bytes(
     page_size: tokens. tier: where keys and values are stored ("device", "host", "disk"). Every weight is read once, whatever the batch;
     but if the embedding is not also the head, only one row of it per sequence. Index rows are counted for whole pages, in layers where the
     policy selects. Of `Cascade`, codes are counted for the shortlist, and as kv the cache's own keys that it reads to choose, once more
-    than attention reads them. In layers of latents, the indexer's key of every token is counted, if the policy ranks by it.
+    than attention reads them. Sink and local keys count once where `selected_attention` chooses, as its launch on Hopper GPUs reads
+    them; on other devices, and for inputs that this kernel refuses, plain XLA reads them twice. In layers of latents, the indexer's key of
+    every token is counted, if the policy ranks by it.
 
     measured_keys: what a KV head of a layer with lists attended to per step (`keys_per_step` of a panel), in place of what the policy says.
     `Cascade` with a share says only the most that it may read.
@@ -141,8 +143,8 @@ def step_bytes(
         elif isinstance(policy, Cascade) and full[place] % policy.every:
             pass  # it reads the list of an earlier layer
         elif isinstance(policy, Cascade):
-            sizes = length, page_size, layer.head_dim, layer.k_packed is not None
-            bounds, *others = policy.reads_to_choose(*sizes)
+            how = {"packed": layer.k_packed is not None, "dealt_out": context > 1}
+            bounds, *others = policy.reads_to_choose(length, page_size, layer.head_dim, **how)
             codes, own = (-(-batch * layer.kv_heads * each // context) for each in others)
             index_elements += pages * layer.kv_heads * bounds // -(-length // page_size)  # bounds are those of whole pages
             code_bytes, kv = code_bytes + codes, kv + own * key_bytes(layer, page_size) / layer.head_dim

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.types import IndexSpec, OpenRows, PagedKV, over_packed
+from kvjax.cache.types import IndexSpec, OpenRows, PagedKV, kept_in
 from kvjax.cache.writes import seal
 from pallas_kernels.pack_pages import pack_pages
 from pallas_kernels.page_format import unpack
@@ -127,7 +127,7 @@ def seal_packed(
     arrays = {name: _put(getattr(layer.pages, name), pages, new) for name, new in put.items()}
     # As above: readers must not read the pool as it was.
     packed = jax.lax.optimization_barrier(layer.pages.replace(**arrays))
-    return layer.replace(pages=packed, index=seal(layer.index, keys, pages, over_packed(indexes, layer.pages.k_packed)))
+    return layer.replace(pages=packed, index=seal(layer.index, keys, pages, kept_in(layer.index, indexes)))
 
 
 def opened(layer: PagedKV, pages: OpenPages | None) -> PagedKV:

@@ -352,6 +352,16 @@ class CacheSpec:
             self._empty(number, pages[layer.group], indexes, known.get(layer.group), rows) for number, layer in enumerate(self.layers)
         )
 
+    def indexes_of(self, number: int, indexes: tuple[IndexSpec, ...]) -> tuple[IndexSpec, ...]:
+        """Those of `indexes` that a layer keeps: those that it scans itself, or a layer that shares its pages does.
+
+        Layers with a window of their own, and recurrent ones, keep none, and do not count (`IndexSpec.every`). Not for a slice of a
+        model's layers, which does not know how many are before it.
+        """
+        choosing = [each for each in self.paged if self.group_of(each).window is None]
+        places = [place for place, each in enumerate(choosing) if number in (each, self.layers[each].share_with)]
+        return tuple(spec for spec in indexes if any(place % spec.every == 0 for place in places))
+
     def bytes_per_page(self, group: str, indexes: tuple[IndexSpec, ...] = ()) -> int:
         """Bytes of one page of a group, in all layers that hold it, indexes included."""
         layers = jax.eval_shape(lambda: [self._empty(number, 1, indexes, rows=1) for number in self.layers_of(group)])
@@ -374,7 +384,7 @@ class CacheSpec:
     ) -> LayerCache | None:
         group, layer = self.group_of(number), self.layers[number]
         more = {"rows": rows} if isinstance(layer, PagedSpec) else {}
-        return layer.empty(pages, group.page_size, indexes if group.window is None else (), frames, **more)
+        return layer.empty(pages, group.page_size, self.indexes_of(number, indexes), frames, **more)
 
 
 def part_of(layer: LayerCache | None, group: str) -> Any:

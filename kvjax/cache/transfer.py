@@ -16,7 +16,7 @@ from jaxtyping import Array, Int, UInt8
 
 from kvjax.cache.pool import Pool, place_beside
 from kvjax.cache.spec import OPEN, CacheSpec, PagedSpec, RecurrentSpec
-from kvjax.cache.types import IndexSpec, LatentPages, LayerCache, OpenRows, SlotLayer
+from kvjax.cache.types import IndexSpec, LatentPages, LayerCache, OpenRows, SlotLayer, kept_in
 from kvjax.cache.writes import seal
 from kvjax.sharding import Shards
 from pallas_kernels.page_format import unpack
@@ -258,7 +258,7 @@ def _unpack(
         elif isinstance(layer, LatentPages):
             filled[number] = LatentPages(layer.pages.replace(k=put.pop("k")), put)
         else:
-            kinds = tuple(spec for spec in indexes if spec.name in layer.index)
+            kinds = kept_in(layer.index, indexes)
             packed, keys = layer.pages.k_packed, values["k"]
             keys = keys if packed is None else unpack(packed, keys, values.get("k_scales"))
             filled[number] = layer.replace(pages=layer.pages.replace(**put), index=seal(layer.index, keys, sealed, kinds))

@@ -62,6 +62,11 @@ def oracle_of(policy: Cascade) -> Cascade:
     return dataclasses.replace(policy, shortlist="all", bits="cache", every=1)
 
 
+def declared_for(policy: Cascade) -> Cascade:
+    """The policy that an engine has to declare so that lists of this one can be certified: it builds the indexes in every layer."""
+    return dataclasses.replace(policy, every=1)
+
+
 def certify(policy: Cascade, query: Float[Array, "B 1 H D"], layer: PagedKV, ctx: SelectContext) -> Certified:
     """Whether the lists of a layer in a step of one token are the oracle's, and whether that is proved.
 
@@ -77,7 +82,7 @@ def certify(policy: Cascade, query: Float[Array, "B 1 H D"], layer: PagedKV, ctx
     distant = (blocks >= policy.sink) & (blocks < first_local[:, 0]) & jnp.repeat(ctx.page_table >= 0, per_page, axis=1)[:, None]
     distant = jnp.broadcast_to(distant, (lists[0], lists[2], blocks.size))
     shortlist = _marked(policy._candidates(query, layer, ctx, first_local, lists)[:, 0], blocks.size)
-    exact = dataclasses.replace(policy, bits="cache", every=1)
+    exact = dataclasses.replace(declared_for(policy), bits="cache")
     of = {each: _marked(_listed(each, query, layer, ctx), blocks.size) for each in {policy, exact, oracle_of(policy)}}
     mine, chosen, best = of[policy], of[exact], of[oracle_of(policy)]
     always = _marked(always[:, 0], blocks.size)
@@ -244,8 +249,8 @@ class _Watched(Stateless):
     policy: Cascade
 
     def indexes(self):
-        """Those of the cascade."""
-        return self.policy.indexes()
+        """Those of the cascade, in every layer."""
+        return declared_for(self.policy).indexes()
 
     def select(self, query, layer, ctx, state):
         """The cascade's list."""

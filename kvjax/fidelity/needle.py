@@ -80,7 +80,7 @@ class NeedleTask:
     (`encode_text`). words: words of which keys are made, two for each key (`vocabulary_words`). held_out: draw keys from the eighth of all
     keys that training never uses; if False, from the others. digits: of each value. distractors: in each trial. prefix_ids: tokens that
     every prompt starts with (a BOS token). near_miss: the distractors' keys share a word with the target's key, and their values differ
-    from its value in one digit.
+    from its value in one digit, or, where there are more than 9 for each digit, in two (`near_values`).
     """
 
     tokenizer: Any
@@ -151,16 +151,7 @@ class NeedleTask:
         """A number for each key, as a string of digits, the target's first."""
         if not self.near_miss:
             return ["".join(map(str, rng.integers(0, 10, self.digits))) for _ in range(1 + self.distractors)]
-        digits = rng.integers(0, 10, self.digits)
-        if self.distractors > 9 * self.digits:
-            raise ValueError(f"{self.digits} digits have {9 * self.digits} near misses, not {self.distractors}: use fewer distractors")
-        found = ["".join(map(str, digits))]
-        for change in rng.permutation(9 * self.digits)[: self.distractors]:
-            place, shift = divmod(int(change), 9)
-            other = digits.copy()
-            other[place] = (other[place] + 1 + shift) % 10
-            found.append("".join(map(str, other)))
-        return found
+        return near_values(rng.integers(0, 10, self.digits), self.distractors, rng)
 
     def _near_keys(self, key: str, rng: np.random.Generator) -> list[str]:
         """The key, and other keys that share its first or its second word. All are held out, or all are training keys."""
@@ -173,6 +164,34 @@ class NeedleTask:
 
     def _ids(self, text: str) -> list[int]:
         return encode(self.tokenizer, text)
+
+
+def near_values(digits: np.ndarray, count: int, rng: np.random.Generator) -> list[str]:
+    """A value, and `count` other values near it, all different, as strings of digits.
+
+    digits: int[n], of the value. The 9 n values that differ from it in one digit come first, in random order, then the 81 n (n - 1) / 2
+    that differ in two: 45 and 810 for five digits. A smaller count gives the first of the same values. ValueError for a count above both
+    together.
+    """
+    tiers = [list(itertools.combinations(range(len(digits)), changed)) for changed in (1, 2)]
+    sizes = [len(places) * 9**changed for changed, places in enumerate(tiers, 1)]
+    if count > sum(sizes):
+        raise ValueError(
+            f"{len(digits)} digits have {sum(sizes)} near misses ({sizes[0]} differ in one digit, {sizes[1]} in two), not {count}: "
+            "use fewer distractors"
+        )
+    found = ["".join(map(str, digits))]
+    for changed, (places, size) in enumerate(zip(tiers, sizes, strict=True), 1):
+        for change in rng.permutation(size)[: 1 + count - len(found)]:
+            which, shifts = divmod(int(change), 9**changed)
+            other = digits.copy()
+            for place in places[which]:
+                shifts, shift = divmod(shifts, 9)
+                other[place] = (other[place] + 1 + shift) % 10
+            found.append("".join(map(str, other)))
+        if len(found) > count:
+            break
+    return found
 
 
 def insert(text_ids: np.ndarray, places: Sequence[int], pieces: Sequence[Sequence[int]]) -> list[int]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvjax.bill.volume import step_bytes
 from kvjax.engine import Engine
-from kvjax.fidelity.certificate import can_certify, count_certified
+from kvjax.fidelity.certificate import can_certify, count_certified, declared_for
 from kvjax.fidelity.forcing import ALONE, exact_prefixes, force, text_windows
 from kvjax.fidelity.needle import encode_text, vocabulary_words
 from kvjax.fidelity.retrieval import ANSWER_ROOM, Answer, Arm, ask, forked, prefilled, prompt_start, step_seconds
@@ -284,7 +284,9 @@ class Panel:
             sizes = {"policies": tuple(own.values()), "batch_buckets": (1, batch, rows)}
             options |= sizes | {"cache_format": cache_format}
         pages = self._pages(length)
-        indexes = tuple(dict.fromkeys(spec for name in plan.policies for spec in parse(name).indexes()))
+        watched = [declared_for(policy) for policy in map(parse, options["policies"]) if can_certify(policy)]
+        options["policies"] = (*options["policies"], *watched)
+        indexes = tuple(dict.fromkeys(spec for each in options["policies"] for spec in parse(each).indexes()))
         room = memory_plan(self.model.config, page_size=plan.page_size, indexes=indexes, weights_bytes=0, cache_format=cache_format)
         fits = room.pages_that_fit
         if pages > fits:

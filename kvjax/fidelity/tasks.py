@@ -7,7 +7,7 @@
 
 Haystacks, from easy to hard: `loop` is one paragraph repeated. `prose` is a running text. `codes` is that text with facts of the same form
 under other keys. `near-miss` is the same, but each of these keys shares a word with the target's key, and each value differs from its value
-in one digit. Works with any tokenizer. Uses only numpy and strings.
+in one digit; beyond 9 facts for each digit, in two. Works with any tokenizer. Uses only numpy and strings.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from pallas_kernels.select_blocks.api import select_blocks, selection_width
 from pallas_kernels.select_blocks.coded import block_lse
+from pallas_kernels.select_blocks.shares import block_shares
 from pallas_kernels.select_blocks.xla import score_blocks, score_listed
 
-__all__ = ["block_lse", "score_blocks", "score_listed", "select_blocks", "selection_width"]
+__all__ = ["block_lse", "block_shares", "score_blocks", "score_listed", "select_blocks", "selection_width"]

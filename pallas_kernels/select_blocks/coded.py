@@ -21,12 +21,12 @@ TILE = 16
 def block_lse(
     q: Float[Array, "B T H D"], index: UInt8[Array, "N K nb R W"], places: Int[Array, "B T K n"], *, kind: str, sm_scale: float
 ) -> Float32[Array, "B T H n"]:
-    """The log-sum-exp of scaled logits of every key of listed blocks, per query head.
+    """The log-sum-exp of scaled logits of every key of listed blocks, per query head; -inf where there is none.
 
     Args:
         q: queries, heads of one KV head adjacent.
         index: `page_index` of a kind in `CODED`.
-        places: page * nb + block within the page; results of -1 mean nothing.
+        places: page * nb + block within the page; -1 where there is none.
         kind: of the index.
         sm_scale: multiplies the logits.
     """
@@ -44,4 +44,5 @@ def block_lse(
     tiles = at.reshape(*at.shape[:3], -1, TILE)
     found = jax.lax.map(of_tile, jnp.moveaxis(tiles, 3, 0))
     found = jnp.moveaxis(found, 0, 4).reshape(batch, num_queries, num_heads, -1)
-    return found[..., :count]
+    there = jnp.repeat(places >= 0, num_heads // num_kv_heads, axis=2)
+    return jnp.where(there, found[..., :count], -jnp.inf)

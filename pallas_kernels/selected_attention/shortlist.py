@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from pallas_kernels.gather_attention import gather_attention
-from pallas_kernels.select_blocks import block_lse
+from pallas_kernels.select_blocks import block_lse, block_shares
 from pallas_kernels.selected_attention.api import Call
 
 _NONE = jnp.iinfo(jnp.int32).max  # sorts behind every block
@@ -28,11 +28,7 @@ def refined_list(call: Call, q, pages, codes, table, lengths, frames, ids: Int[A
     page = jnp.take_along_axis(table[:, None, None], jnp.maximum(ids, 0) // per_page, axis=3)
     places = jnp.where(candidate, page * per_page + ids % per_page, -1)
     found = block_lse(q, codes, places, kind=call.codes_kind, sm_scale=call.sm_scale)
-    group = q.shape[2] // ids.shape[2]
-    found = jnp.where(jnp.repeat(candidate, group, axis=2), found, -jnp.inf)
-    total = jnp.logaddexp(near, jax.nn.logsumexp(found, axis=3))
-    shares = (found - total[..., None]).reshape(*ids.shape[:3], group, -1)
-    scores = jax.nn.logsumexp(shares, axis=3)
+    scores, _ = block_shares(near, found, ids.shape[2])
 
     lowest = jnp.finfo(jnp.float32).min
     scores = jnp.where(candidate, jnp.where(scores >= lowest, scores, lowest), -jnp.inf)  # NaN and -inf count as the lowest number

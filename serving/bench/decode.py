@@ -260,10 +260,12 @@ def bytes_read(plan: Plan, policy: DecodePolicy, length: int, keys: int, params:
     cache = plan.spec.on_mesh(plan.tensor).on_device(plan.tensor)
     own = plan.batch * ((length + drafted - 2) % PAGE_SIZE + 1)
     each = keys * cache.layers[0].copies / plan.devices / cache.kv_heads  # of a KV head of a layer: of all rows
-    selecting = [layer for number, layer in enumerate(cache.layers) if cache.group_of(number).window is None]
     pages = -(-plan.batch * pages_of(length) // plan.context)
-    sizes = [(pages, layer.kv_heads, PAGE_SIZE, layer.head_dim) for layer in selecting]
-    rows = sum(math.prod(spec.shape(*each)) for spec in policy.indexes() for each in sizes)
+    rows = sum(
+        math.prod(spec.shape(pages, layer.kv_heads, PAGE_SIZE, layer.head_dim))
+        for number, layer in enumerate(cache.layers)
+        for spec in cache.indexes_of(number, policy.indexes())
+    )
     kv = sum(token_bytes(layer, PAGE_SIZE, each, own) for layer in cache.layers)
     return {"weights": int(weights), "kv": round(kv), "index": rows * item}
 

@@ -66,7 +66,7 @@ def random_cache(plan: Plan, length: int) -> Cache:
     table = np.full((plan.batch, table_width(pages)), -1, np.int32)
     table[:, :pages] = _dealt_out(plan, pages, each, np.random.default_rng(length))
 
-    def make(kept: PagedSpec, *keys: Array) -> PagedKV:
+    def make(kept: PagedSpec, indexes: tuple[IndexSpec, ...], *keys: Array) -> PagedKV:
         if shards is not None:  # copies of a head are the same
             own = shards.number(TENSOR) // kept.copies * plan.context + shards.number(CONTEXT)
             keys = [jax.random.fold_in(key, own) for key in keys]
@@ -76,12 +76,12 @@ def random_cache(plan: Plan, length: int) -> Cache:
         if kept.formats != (None, None):
             opened = (plan.batch, pages_of_step(PAGE_SIZE), *shape[1:])
             rows = OpenRows(*(jax.random.normal(jax.random.fold_in(key, each), opened).astype(dtype) for key in keys))
-            return packed_layer(kept, k, v, plan.indexes, rows)
-        return PagedKV(Pages(k, v), {spec.name: page_index(k, kind=spec.kind, block_size=spec.block_size) for spec in plan.indexes})
+            return packed_layer(kept, k, v, indexes, rows)
+        return PagedKV(Pages(k, v), {spec.name: page_index(k, kind=spec.kind, block_size=spec.block_size) for spec in indexes})
 
     @functools.cache  # layers that are alike are one program
-    def maker(kept: PagedSpec) -> Callable[..., PagedKV]:
-        own = functools.partial(make, kept)
+    def maker(kept: PagedSpec, indexes: tuple[IndexSpec, ...]) -> Callable[..., PagedKV]:
+        own = functools.partial(make, kept, indexes)
         if shards is None:
             return own
         specs = (spec_of(()),) * 2, spec_of(("pages", "kv_heads"))
@@ -91,7 +91,7 @@ def random_cache(plan: Plan, length: int) -> Cache:
         kept = spec.on_device(plan.tensor).layers[number]
         if kept.share_with is not None:
             return None
-        return jax.block_until_ready(maker(kept)(*(jax.random.key(2 * number + i) for i in (0, 1))))
+        return jax.block_until_ready(maker(kept, spec.indexes_of(number, plan.indexes))(*(jax.random.key(2 * number + i) for i in (0, 1))))
 
     layers = tuple(layer(number) for number in range(len(spec.layers)))
     tables = {group.name: placed(shards, jnp.asarray(table)) for group in spec.groups}

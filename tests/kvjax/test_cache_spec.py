@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import jax
 import pytest
 
 from kvjax.cache import CacheSpec, GroupSpec, IndexSpec, LatentSpec, PagedSpec
+from kvjax.cache.types import without_covered
 
 FULL, NEAR = GroupSpec("full", 16), GroupSpec("window:40", 16, window=40)
 KEYS, WIDE = PagedSpec("full", 2, 8, "float32"), PagedSpec("window:40", 1, 32, "bfloat16")
@@ -45,6 +47,36 @@ def test_pages_are_as_declared_and_only_layers_that_read_all_tokens_have_indexes
 )
 def test_bytes_of_a_page_in_all_layers_of_its_group(group, indexes, expected):
     assert MIXED.bytes_per_page(group, indexes) == expected
+
+
+def test_an_index_of_every_nth_layer_is_kept_where_it_is_scanned():
+    """Layers with a window do not count. A layer that chooses may scan the pages of one that does not."""
+    full, every = (IndexSpec("bounds", 16, every=each) for each in (1, 2))
+    spec = CacheSpec((FULL, NEAR), (WIDE, KEYS, KEYS, WIDE, KEYS, KEYS))
+
+    def kept(spec, *indexes):
+        layers = spec.empty({"full": 2, "window:40": 2}, indexes)
+        return [number for number, layer in enumerate(layers) if layer is not None and layer.index]
+
+    assert kept(spec, full) == kept(spec, every, full) == [1, 2, 4, 5]
+    assert kept(spec, every) == [1, 4]
+    assert kept(spec, dataclasses.replace(every, every=3)) == [1, 5]
+    rows = [spec.bytes_per_page("full", (index,)) - spec.bytes_per_page("full") for index in (full, every)]
+    assert rows == [4 * 2 * 2 * 8 * 4, 2 * 2 * 2 * 8 * 4]
+    shared = CacheSpec((FULL, NEAR), (WIDE, KEYS, KEYS, dataclasses.replace(KEYS, share_with=2)))
+    assert kept(shared, every) == [1, 2]
+    assert kept(shared, dataclasses.replace(every, every=3)) == [1]
+
+
+def test_an_index_covers_another_where_it_is_there_in_all_its_layers():
+    four, two, unless = IndexSpec("keys4", 16, every=4), IndexSpec("keys4", 16, every=2), IndexSpec("keys4", 16, unless_packed=True)
+    assert two.covers(four)
+    assert not four.covers(two)
+    assert not unless.covers(two)
+    assert IndexSpec("keys4", 16).covers(unless)
+    assert not IndexSpec("keys4", 8).covers(two)
+    assert not IndexSpec("keys8", 16).covers(two)
+    assert without_covered((four, two, unless, two)) == (two, unless)
 
 
 def test_an_index_costs_its_rows():

@@ -329,9 +329,32 @@ def test_an_engine_builds_codes_as_pages_seal_unless_it_packs_keys(one_layer, te
     sealed = np.asarray(sequence.pages["full"][:5])
     for layer in engine._pool.layers:
         assert set(layer.index) == {"bounds8"} | ({"keys48"} if cache_format is None else set())
-        if cache_format is None:
-            wanted = page_index(layer.pages.k[sealed], kind="keys4", block_size=8)
-            assert np.array_equal(layer.index["keys48"][sealed], wanted)
+        for name, rows in layer.index.items() if cache_format is None else ():
+            assert np.array_equal(rows[sealed], page_index(layer.pages.k[sealed], kind=name[:-1], block_size=8))
+
+
+def test_where_keys_are_packed_one_policy_asks_for_codes_and_another_does_not(one_layer, text):
+    without, codes = (Cascade(1, 2, bits, sink=1, local=1, block_size=8) for bits in (None, 4))
+    sizes = {"pages": 12, "page_size": 16, "prefill_chunk": 32, "batch_buckets": (1,), "cache_format": "int8"}
+    for first, second in ((without, codes), (codes, without)):
+        engine = Engine(one_layer, first, policies=[second], **sizes)
+        (sequence,) = engine.prefill([text[:70]])
+        sealed = np.asarray(sequence.pages["full"][:4])
+        (layer,) = engine._pool.layers
+        keys = unpack(layer.pages.k_packed, layer.pages.k[sealed], None if layer.pages.k_scales is None else layer.pages.k_scales[sealed])
+        assert np.array_equal(layer.index["keys48"][sealed], page_index(keys, kind="keys4", block_size=8))
+
+
+def test_an_engine_says_which_index_it_lacks(one_layer):
+    policy, sizes = Cascade(1, 4, 4, **SMALL), {"pages": 12, "page_size": 16, "prefill_chunk": 32, "batch_buckets": (1,)}
+    engine = Engine(one_layer, "top:8", **sizes | {"page_size": 128, "prefill_chunk": 128})
+    said = r"policy cascade:4 needs the index keys4128 \(keys in 4 bits, in blocks of 128 tokens\), which this engine of top:8 does not "
+    with pytest.raises(ValueError, match=said + r"build: make the engine with Engine\(..., policies=\['cascade:4'\]\)"):
+        engine.warmup(policy="cascade:4")
+    anchors = Engine(one_layer, dataclasses.replace(policy, every=2), **sizes)
+    with pytest.raises(ValueError, match=r"needs the index bounds8 .* and the index keys48 \(keys in 4 bits, in blocks of 8 tokens\)"):
+        anchors.warmup(policy=policy)
+    assert Engine(one_layer, policy, **sizes).declared(anchors.declared(None)).every == 2
 
 
 @pytest.mark.parametrize("every", rest_long([1, 2], 2))
@@ -340,10 +363,31 @@ def test_layers_after_an_anchor_read_its_list(every, text):
     config = dataclasses.replace(model.config, layers=model.config.layers * 2)
     model = TinyModel(TransformerDecoder(config), model.params | {"layers": model.params["layers"] * 2}, model.tokenizer)
     policy = Cascade(1, 4, 4, sink=1, local=1, block_size=8, every=every)
-    engine = Engine(model, policy, pages=12, page_size=16, prefill_chunk=32, batch_buckets=(1,))
+    sizes = {"pages": 12, "page_size": 16, "prefill_chunk": 32, "batch_buckets": (1,)}
+    engine = Engine(model, policy, **sizes)
     layers = engine.inspect(engine.prefill([text[:120]]), [1]).layers
-    anchor, after = (layers[number].ids for number, mixer in enumerate(config.attention) if mixer.window is None)
-    assert np.array_equal(anchor, after) == (every == 2)
+    anchor, after = [number for number, mixer in enumerate(config.attention) if mixer.window is None]
+    assert np.array_equal(layers[anchor].ids, layers[after].ids) == (every == 2)
+    # Indexes stand in layers that choose alone, and count there.
+    assert [bool(layer.index) for layer in engine._pool.layers] == [number in (anchor, after)[: 3 - every] for number in range(4)]
+    everywhere = Engine(model, policy, policies=[dataclasses.replace(policy, every=1)], **sizes)
+    assert all(everywhere._pool.layers[number].index for number in (anchor, after))
+    of_layer = sum(rows[0].nbytes for rows in engine._pool.layers[anchor].index.values())
+    pages = [each.spec.bytes_per_page("full", each.indexes) for each in (engine, everywhere)]
+    assert pages[1] - pages[0] == of_layer * (every - 1)
+
+
+@pytest.mark.long
+def test_indexes_in_layers_that_do_not_choose_change_no_bits(text):
+    policy = Cascade(1, 4, 4, sink=1, local=1, block_size=8, every=2)
+    model, found = make_family("llama"), []
+    for others in ((), (dataclasses.replace(policy, every=1),)):
+        engine = Engine(model, policy, policies=others, pages=12, page_size=16, prefill_chunk=32, batch_buckets=(1,))
+        sequences = engine.prefill([text[:120]])
+        found.append(np.asarray([engine.decode(sequences, [token])[0] for token in text[120:140]]))
+    assert sum(bool(layer.index) for layer in engine._pool.layers) == len(engine._pool.layers) > 1
+    assert np.array_equal(*found)
+    assert not np.isnan(found[0]).any()
 
 
 class Packed(History):
@@ -360,6 +404,13 @@ def test_many_random_histories(kind, bits, tmp_path):
     assert run_histories(make_family("gemma3_text"), range(20), tmp_path, sizes, kind)["sequences compared"] > 3
 
 
+@pytest.mark.long
+def test_random_histories_of_a_policy_whose_every_second_layer_chooses(tmp_path):
+    register("cascade-of-anchors", lambda: Cascade(1, 2, 4, sink=1, local=1, block_size=8, every=2), replace=True)
+    sizes = Sizes(policies=("dense", "cascade-of-anchors"), drafts=(4,))
+    assert run_histories(make_family("llama"), range(6), tmp_path, sizes)["sequences compared"] > 3
+
+
 @pytest.mark.bits
 def test_random_histories_have_the_bits_of_each_sequence_alone(tmp_path):
     register("cascade-of-pages", lambda: Cascade(1, 2, 4, sink=1, local=1, block_size=16))
@@ -372,7 +423,7 @@ def test_the_bill_counts_what_the_choice_reads():
         step_bytes(QWEN_7B, parse(name), 131_072) for name in ("top:4", "cascade:4", "cascade:4/all+1bit", "cascade:4/all+cache")
     )
     tiles, near = 28 * 4, 28 * 4 * 5 * 128 * 128 * 2
-    assert (bits4.kv, bits4.index) == (top.kv + near, top.index + tiles * 32 * (128 + 8) * 64)
+    assert (bits4.kv, bits4.index) == (top.kv, top.index + tiles * 32 * (128 + 8) * 64)
     assert (bits1.kv, bits1.index) == (top.kv + near, tiles * 1019 * (128 + 32) * 16)
     assert (oracle.kv, oracle.index) == (top.kv + tiles * 1024 * 128 * 128 * 2, 0)
     packed = step_bytes(QWEN_7B, parse("cascade:4"), 131_072, cache_format="int8")
@@ -380,9 +431,12 @@ def test_the_bill_counts_what_the_choice_reads():
     assert packed.kv == tiles * scaled * 128 * (2 * 8 + 5 + 32) + unpacked
     assert packed.index == top.index
     anchors = step_bytes(QWEN_7B, parse("cascade:4+every4"), 131_072)
-    assert (anchors.kv, anchors.index) == (top.kv + near // 4, bits4.index // 4)
+    assert (anchors.kv, anchors.index) == (top.kv, bits4.index // 4)
+    # Where the choice is no part of one launch, sink and local keys are read to choose, and again to attend.
+    share = step_bytes(QWEN_7B, parse("cascade:4p0.9+every4"), 131_072)
+    assert (share.kv, share.index) == (top.kv + near // 4, anchors.index)
     on_mesh = step_bytes(QWEN_7B, parse("cascade:4"), 131_072, context=4)
-    assert (on_mesh.kv, on_mesh.index) == (bits4.kv // 4, bits4.index // 4)
+    assert (on_mesh.kv, on_mesh.index) == ((top.kv + near) // 4, bits4.index // 4)
     with pytest.raises(NotImplementedError, match=r"cascade:4.*in device memory alone"):
         step_bytes(QWEN_7B, parse("cascade:4"), 131_072, tier="host")
 

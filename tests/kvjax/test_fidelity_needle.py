@@ -1,6 +1,7 @@
 """Needle trials: what is hidden where, what is asked, and what counts as found."""
 
 import collections
+import dataclasses
 import itertools
 import math
 import re
@@ -119,6 +120,36 @@ def test_trials_are_drawn_from_the_seed_alone(task):
     free = [task.trial(400, rng) for _ in range(40)]
     assert {trial.template for trial in free} == {0, 1, 2}
     assert min(trial.depth for trial in free) < 0.2 < 0.8 < max(trial.depth for trial in free)
+
+
+def test_near_values_differ_in_one_digit_first_and_then_in_two():
+    digits = np.array([4, 8, 2, 1, 9])
+    value, *others = needle.near_values(digits, 855, np.random.default_rng(3))
+    assert value == "48219"
+    assert len(set(others) | {value}) == 856
+    changed = [sum(a != b for a, b in zip(value, other, strict=True)) for other in others]
+    assert changed == [1] * 45 + [2] * 810
+    # Fewer are the first of the same ones.
+    for count in (0, 1, 45, 46, 64):
+        assert needle.near_values(digits, count, np.random.default_rng(3)) == [value, *others[:count]]
+    with pytest.raises(ValueError, match=r"5 digits have 855 near misses \(45 differ in one digit, 810 in two\), not 856: use fewer"):
+        needle.near_values(digits, 856, np.random.default_rng(3))
+    assert len(needle.near_values(digits[:1], 9, np.random.default_rng(3))) == 10
+
+
+def test_the_embedded_models_words_give_every_key_224_near_ones(task):
+    hashes = np.array([needle.word_hash(word) for word in task.words])
+    held_out = needle.hashes_held_out(hashes[:, None], hashes)
+    near = held_out.sum(1)[:, None] + held_out.sum(0) - 2
+    assert near[held_out].min() == 224
+
+
+def test_trials_with_up_to_45_near_misses_are_those_that_were_measured(task):
+    """Committed panels name the seed and not the trials: what is drawn from it must not change."""
+    near = dataclasses.replace(task, near_miss=True, distractors=16)
+    rng = np.random.default_rng((0, 8))
+    assert near.values(rng)[:4] == ["37971", "37471", "37977", "17971"]
+    assert rng.integers(10**6) == 100336
 
 
 @pytest.mark.quick_but("change7-call7-do not give 201 different keys")

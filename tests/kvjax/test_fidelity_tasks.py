@@ -62,17 +62,21 @@ def test_a_loop_is_one_paragraph_with_one_fact(draw, tokenizer):
     assert len(told(tokenizer, draw("needle", "codes", distractors=7)[1])) == 8
 
 
-def test_near_misses_share_a_word_and_all_digits_but_one(draw, tokenizer):
-    for trial in draw("needle", "near-miss", distractors=9):
+@pytest.mark.parametrize(("distractors", "in_two"), [(9, 0), (64, 19)])
+def test_near_misses_share_a_word_and_all_digits_but_one_or_two(draw, tokenizer, distractors, in_two):
+    for trial in draw("needle", "near-miss", distractors=distractors, length=2400):
         facts = told(tokenizer, trial)
         (key,) = (key for key, values in facts.items() if values == [trial.answer])
         others = set(facts) - {key}
-        assert len(others) == 9
+        assert len(others) == distractors
+        assert len({value for values in facts.values() for value in values}) == 1 + distractors
+        changed = []
         for other in others:
             (value,) = facts[other]
             assert sum(a == b for a, b in zip(key.split(), other.split(), strict=True)) == 1
-            assert sum(a != b for a, b in zip(trial.answer, value, strict=True)) == 1
+            changed.append(sum(a != b for a, b in zip(trial.answer, value, strict=True)))
             assert is_held_out(*other.split())
+        assert sorted(changed) == [1] * (distractors - in_two) + [2] * in_two
 
 
 def test_multi_needle_asks_for_all_values_of_one_key(draw, tokenizer):
@@ -137,7 +141,7 @@ def test_every_value_counts_once_and_only_whole(draw):
         ({"task": "haiku"}, "task 'haiku' is not known; there are needle, multi-needle"),
         ({"task": "needle", "haystack": "hay"}, "haystack 'hay' is not known; there are loop"),
         ({"task": "multi-query", "length": 90}, r"20 facts and the questions take \d+ tokens, and a length of 90 is left for them"),
-        ({"task": "needle", "haystack": "near-miss", "distractors": 46, "length": 3000}, "45 near misses, not 46: use fewer distractors"),
+        ({"task": "needle", "haystack": "near-miss", "distractors": 400, "length": 9000}, "near misses, not 400: pass more `words`"),
     ],
 )
 def test_impossible_tasks_are_refused(draw, call, message):

@@ -23,7 +23,7 @@ from kvjax.policies.decode.top_blocks import TopBlocks
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.page_index import CODED, index_shape
 from pallas_kernels.pages import OpenPages, Pages
-from pallas_kernels.select_blocks import block_lse, score_listed, select_blocks
+from pallas_kernels.select_blocks import block_lse, block_shares, score_listed, select_blocks
 from pallas_kernels.selected_attention import selected_attention
 
 BITS = {bits: kind for kind, bits in CODED.items()}
@@ -101,17 +101,17 @@ class Cascade(Stateless):
         return self._listed.budgets() | ({} if self.shortlist == "all" else {"shortlist": (self.shortlist, self.block_size)})
 
     def indexes(self) -> tuple[IndexSpec, ...]:
-        """Bounds, if there is a shortlist, and the codes of keys."""
-        bounds = () if self.shortlist == "all" else (IndexSpec("bounds", self.block_size),)
+        """Bounds, if there is a shortlist, and the codes of keys; both in the layers that choose."""
+        bounds = () if self.shortlist == "all" else (IndexSpec("bounds", self.block_size, every=self.every),)
         return bounds if self.bits == "cache" else (*bounds, self._codes)
 
     @property
     def _codes(self) -> IndexSpec:
-        return IndexSpec(BITS[self.bits or 4], self.block_size, unless_packed=self.bits is None)
+        return IndexSpec(BITS[self.bits or 4], self.block_size, unless_packed=self.bits is None, every=self.every)
 
     def select(self, query, layer, ctx, state):
         """Sink + best distant + local blocks, ascending; or what an earlier layer listed."""
-        self._check(layer)
+        self._check(layer, ctx)
         if after := len(ctx.earlier) % self.every:
             return self._of_anchor(ctx.earlier[-after], layer), state
         sizes = {"block_size": self.block_size, "sink": self.sink, "local": self.local}
@@ -127,7 +127,7 @@ class Cascade(Stateless):
 
     def attend(self, query, layer, ctx, state):
         """Select and attend. A shortlist whose keys are in an index: in one op, which a kernel can do in one launch."""
-        self._check(layer)
+        self._check(layer, ctx)
         listed_before = bool(len(ctx.earlier) % self.every)
         if ctx.dealt_out or listed_before or not self._is_one_op(layer.pages.k_packed is not None):
             return select_and_attend(self, query, layer, ctx, state)
@@ -187,8 +187,8 @@ class Cascade(Stateless):
     def _shares(
         self, query, layer: PagedKV, ctx: SelectContext, candidates: Int[Array, "B T K C"], always: Int[Array, "B T K A"]
     ) -> tuple[Float32[Array, "B T K C"], Float32[Array, "B T K"]]:
-        """Log of the attention that each candidate gets, summed over the query heads of a KV head, and that of sink and local blocks. It
-        means nothing where a candidate is -1."""
+        """Log of the attention that each candidate gets, summed over the query heads of a KV head, and that of sink and local blocks.
+        -inf where a candidate is -1, or NaN."""
 
         def by_cache(ids: Int[Array, "B T K n"]) -> tuple[Array, Array]:
             given = query, _keys_only(layer.pages), ctx.frames, ctx.lengths
@@ -203,16 +203,12 @@ class Cascade(Stateless):
         else:
             places = rows_of_blocks(ctx.page_table, candidates, per_page)
             found = block_lse(query, layer.index[self._codes.name], places, kind=self._codes.kind, sm_scale=ctx.sm_scale)
-        group = query.shape[2] // candidates.shape[2]
-        found = jnp.where(jnp.repeat(candidates >= 0, group, axis=2), found, -jnp.inf)
-        parts = jnp.stack([by_cache(always)[0], jax.nn.logsumexp(found, axis=3)], axis=3)
+        near, total = by_cache(always)[0], None
         if ctx.dealt_out:
+            parts = jnp.stack([near, jax.nn.logsumexp(found, axis=3)], axis=3)
             parts = ctx.shards.candidates(parts)[0].reshape(*parts.shape[:3], -1, 2)
-            parts = jax.nn.logsumexp(parts, axis=3)
-        near, total = parts[..., :1], jax.nn.logsumexp(parts, axis=3, keepdims=True)
-        shares = (jnp.concatenate([near, found], axis=3) - total).reshape(*candidates.shape[:3], group, -1)
-        summed = jax.nn.logsumexp(shares, axis=3)
-        return summed[..., 1:], summed[..., 0]
+            near, total = jax.nn.logsumexp(parts[..., 0], axis=3), jax.nn.logsumexp(parts, axis=(3, 4))
+        return block_shares(near, found, candidates.shape[2], total=total)
 
     def _reads_cache(self, packed: bool) -> bool:
         """Whether the shortlist's keys are the cache's own. packed: whether those are packed."""
@@ -222,9 +218,11 @@ class Cascade(Stateless):
         """Whether `selected_attention` makes the list that `select` makes. packed: whether the cache's keys are."""
         return self.share is None and self.shortlist != "all" and not self._reads_cache(packed)
 
-    def _check(self, layer: LayerCache) -> None:
+    def _check(self, layer: LayerCache, ctx: SelectContext) -> None:
         if not isinstance(layer, PagedKV):
             raise ValueError(f"policy {self} reads keys of each KV head, which {type(layer).__name__} does not have: use dense or tokens:K")
+        if len(ctx.earlier) % self.every:
+            return  # the layer scans no index
         packed = layer.pages.k_packed is not None
         missing = [spec.name for spec in self.indexes() if spec.name not in layer.index and not (packed and spec.unless_packed)]
         if missing:
@@ -238,13 +236,18 @@ class Cascade(Stateless):
         """How many of `keys_read` are among the first `first` tokens, if distant blocks lie evenly between sinks and local ones."""
         return self._listed.keys_among(first, length, layer, page_size)
 
-    def reads_to_choose(self, length: int, page_size: int, head_dim: int, packed: bool) -> tuple[int, int, int]:
+    def reads_to_choose(self, length: int, page_size: int, head_dim: int, *, packed: bool, dealt_out: bool) -> tuple[int, int, int]:
         """What the choice reads per KV head and layer, in a sequence of `length` tokens: elements of bounds, bytes of codes, and numbers of
-        the cache's own keys. packed: whether those are packed."""
+        the cache's own keys that attention reads again.
+
+        Sink and local keys are among these where the choice is always a step of its own. Where `selected_attention` makes it, one launch
+        can read them once for both, and they are not; its plain form reads them twice. packed: whether the cache's keys are packed.
+        dealt_out: whether several devices have the pages.
+        """
         wide = dataclasses.replace(self._listed, k=-(-length // self.block_size) if self.shortlist == "all" else self.shortlist)
         sinks, listed, first_local = wide.parts(length, page_size)
         bounds = 0 if self.shortlist == "all" else -(-length // page_size) * page_size // self.block_size * 2 * head_dim
-        near = sinks * self.block_size + length - first_local * self.block_size
+        near = 0 if self._is_one_op(packed) and not dealt_out else sinks * self.block_size + length - first_local * self.block_size
         if self._reads_cache(packed):
             return bounds, 0, (near + listed * self.block_size) * head_dim
         rows, width = index_shape(self._codes.kind, self.block_size, head_dim)
