@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -60,6 +61,7 @@ class DeclaredPolicies:
     ):
         self.cache_format = parse_cache_format(cache_format, model.config.compute_dtype)
         self.model, self.page_size, self.prefill_chunk = model, page_size, prefill_chunk
+        self._shards = None if mesh is None else Shards(mesh)
         self._choosers: dict[ChoosesDecode, ChoosesDecode] = {}
         self._found: dict[str | DecodePolicy | None, DecodePolicy] = {}
         self._told: set[tuple[PrefillPolicy, bool]] = set()
@@ -69,7 +71,6 @@ class DeclaredPolicies:
         self.policy = self._bound(own_policies(model.config)[0] if policy is None else policy)
         others = (others,) if isinstance(others, str) or hasattr(others, "select") else listed(others, "policies", "a name, or several")
         self.policies = tuple(dict.fromkeys((self.policy, *map(self._bound, others))))
-        self._shards = None if mesh is None else Shards(mesh)
         sizes = {"page_size": page_size, "prefill_chunk": prefill_chunk, "tensor": 1 if mesh is None else self._shards.tensor}
         sizes |= {"packed": self.cache_format is not None}
         self.states = PolicyStates(self.policies, model.config, **sizes)
@@ -79,7 +80,7 @@ class DeclaredPolicies:
             self._check_format(each)
         _check_layers(f"prefill {self.prefill}", self.prefill, TopTokensPrefill, ChoosesPrefill, model.config)
         if isinstance(self.prefill, ChoosesPrefill):
-            self.prefill = self.prefill.bind(model, page_size=page_size, dtype=model.config.compute_dtype)
+            self.prefill = self.prefill.bind(model, **self._bound_to)
         scanned = [each.indexes() for each in self.policies] + [indexes_of(self.prefill)]
         self.indexes = tuple(dict.fromkeys(spec for indexes in scanned for spec in indexes))
         if isinstance(self.prefill, TileLists):
@@ -152,8 +153,14 @@ class DeclaredPolicies:
         if not isinstance(policy, ChoosesDecode):
             return policy
         if policy not in self._choosers:
-            self._choosers[policy] = policy.bind(self.model, page_size=self.page_size, dtype=self.model.config.compute_dtype)
+            self._choosers[policy] = policy.bind(self.model, **self._bound_to)
         return self._choosers[policy]
+
+    @property
+    def _bound_to(self) -> dict[str, Any]:
+        """What policies that choose are bound to, besides the model."""
+        sizes = {"page_size": self.page_size, "dtype": self.model.config.compute_dtype}
+        return sizes if self._shards is None else sizes | {"tensor": self._shards.tensor, "context": self._shards.context}
 
     def _check_format(self, policy: DecodePolicy | PrefillPolicy) -> None:
         """NotImplementedError for a policy that cannot read packed pages yet, where the engine has some."""
@@ -170,12 +177,8 @@ class DeclaredPolicies:
         shards = self._shards
         if shards is None:
             return
-        if isinstance(policy, ChoosesDecode | ChoosesPrefill) and shards.mesh.size > 1:
-            raise ValueError(
-                f"policy {policy} chooses by times of one device, and there are none of a mesh yet: name the policy that it is to choose"
-            )
-        if shards.context == 1 or not isinstance(policy, DecodePolicy):
-            return
+        if shards.context == 1 or not isinstance(policy, DecodePolicy) or isinstance(policy, ChoosesDecode):
+            return  # one that chooses has been bound to the mesh
         if not chooses_over_devices(policy) or not attends_by_list(policy):
             raise ValueError(
                 f"policy {policy} does not say that it chooses the same on every device where pages are dealt out (chooses_over_devices): "

@@ -258,7 +258,6 @@ REFUSED = {
     "no power of two": (lambda model: kvjax.mesh(context=3), "context is 3"),
     "no devices": (lambda model: kvjax.mesh(tensor=0), "tensor"),
     "not a mesh": (lambda model: Engine(model, mesh=(2, 2)), "kvjax.mesh"),
-    "auto": (lambda model: Engine(model, "auto", mesh=mesh_of(BOTH)), "none of a mesh"),
     "another's policy": (lambda model: Engine(model, Foreign(), mesh=mesh_of(BOTH)), "chooses_over_devices"),
 }
 

@@ -355,6 +355,21 @@ def test_the_committed_tables_are_found_for_the_embedded_model():
     assert "no prefill was timed on an abacus" in here.describe()
 
 
+def test_on_a_mesh_times_of_a_devices_heads_count_and_dealt_out_pages_are_refused():
+    model = kvjax.load("needle", dtype="bfloat16", tokenizer=False)
+    sizes = {"page_size": 128, "dtype": "bfloat16", "device": "NVIDIA H200"}
+    split = AutoPrefill().bind(model, **sizes, tensor=2)
+    assert split.bound.sizes == LayerSizes(4, 1, 64, "bfloat16", 128)
+    (reason,) = split.choose(30_720, 32_768).projection
+    assert reason.startswith("measured with 8/2 heads of 64 in bfloat16, pages of 128, not with 4/1 heads")
+    assert AutoPrefill().bind(model, **sizes).bind(model, **sizes, tensor=2) == split
+    for bound in (AutoPrefill(), split):
+        with pytest.raises(ValueError, match=r"context=2 devices: name the policy .* assured: dense,bounds:.*with context=1"):
+            bound.bind(model, **sizes, context=2)
+    here = AutoPrefill().bind(model, **(sizes | {"device": "an abacus"}), context=2)
+    assert here.choose(30_720, 32_768).policy == DensePrefill(), "there is nothing to choose"
+
+
 # In an engine
 
 PAGE, CHUNK, LONG = 64, 128, 1408
