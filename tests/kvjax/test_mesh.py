@@ -1,5 +1,6 @@
 """Engines over a mesh of simulated devices: the results of one device, whatever is split, and the same bits in any company."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -15,6 +16,7 @@ from tiny_models import random_model
 
 import kvjax
 from kvjax import Engine, attend, chunk_rows, steps
+from kvjax.cache.prefixes import Prefixes
 from kvjax.model import fingerprint
 from kvjax.policies.decode import Cascade, TopBlocks
 from kvjax.policies.decode.candidates import best_candidates
@@ -136,6 +138,40 @@ def test_bits_do_not_depend_on_the_device_where_a_sequence_begins(one_layer, tex
         found.append([np.asarray(engine.decode([sequence], [token]))[0] for token in range(4)])
     assert np.array_equal(found[0], found[1])
     assert np.array_equal(found[0], found[2])
+
+
+def fill(engine, prompts):
+    """How many of these prompts fit, one after the other, and how many pages of each device are then in use."""
+    allocator, held = engine.allocators["full"], []
+    with contextlib.suppress(kvjax.OutOfPages):
+        for prompt in prompts:
+            held += engine.prefill([prompt])
+    return len(held), [sum(allocator.owners(page) > 0 for page in range(part * 8, part * 8 + 8)) for part in range(4)]
+
+
+def by_digest(kept, group, digests, tokens):
+    """Mutant: where a prompt begins is drawn from what it begins with, once for all prompts with the same first page."""
+    return int.from_bytes(digests[0][:8]) % 4 if digests else None
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("mutant", [False, True], ids=["", "by digest"])
+def test_short_prompts_fill_all_devices(mutant, one_layer, text, monkeypatch):
+    """Two pages each. Without a common beginning they take all 32 pages; with a common first page, all but a copy of it on each device."""
+    if mutant:
+        monkeypatch.setattr(Prefixes, "_best_first", by_digest)
+    sizes = {"pages": 32, "page_size": PAGE, "prefill_chunk": PAGE, "batch_buckets": (1,), "reuse": True, "mesh": mesh_of("context 4")}
+    prompts = {"own": [[token, *text[:PAGE]] for token in range(20)], "common": [[*text[:PAGE], token] for token in range(40)]}
+    found = {}
+    for name, each in prompts.items():
+        engine = Engine(one_layer, **sizes)
+        found[name] = fill(engine, each)
+    assert engine.stats().device.pages == (1 if mutant else 4), "copies of the common page"
+    if mutant:
+        assert found["own"][0] < 16
+        assert (found["common"][0], sorted(found["common"][1])) == (8, [0, 0, 1, 8])
+    else:
+        assert found == {"own": (16, [8] * 4), "common": (28, [8] * 4)}
 
 
 @pytest.mark.parametrize(("mesh", "width"), [("context 2", 16), ("tensor 2", 64)])
@@ -282,12 +318,14 @@ def test_host_memory_of_running_sequences_is_refused(model):
 
 
 def test_a_full_pool_of_a_mesh_says_which_device_is_full_and_not_to_use_host_memory(one_layer, text):
-    engine = Engine(one_layer, pages=8, page_size=PAGE, prefill_chunk=PAGE, mesh=mesh_of("context 2"), reuse=True)
-    for token in range(4):  # all second pages lie on the device after that of the first one, which is shared
-        engine.prefill([[*text[:PAGE], token]])
+    engine = Engine(one_layer, pages=8, page_size=PAGE, prefill_chunk=PAGE, mesh=mesh_of("context 2"))
+    sequences = engine.prefill([text[:PAGE] for _ in range(8)])
+    for sequence in sequences[::2][:3]:
+        engine.free(sequence)
     with pytest.raises(kvjax.OutOfPages, match=r"1 needed on one of 2 devices, 0 free of its 4; (?!.*pool_host_bytes)"):
-        engine.prefill([[*text[:PAGE], 4]])
+        engine.prefill([text[: 2 * PAGE]])
     assert engine.allocators["full"].free == 3
+    engine.prefill([text[:PAGE]])
 
 
 @pytest.mark.bits
