@@ -13,6 +13,7 @@ from kvjax.cache.formats import CacheFormat, parse_cache_format
 from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.tables import table_width
 from kvjax.checks import listed
+from kvjax.chunk_rows import uneven_work
 from kvjax.learning import PolicyStates
 from kvjax.model import Model, ModelConfig
 from kvjax.policies.choice import Choice, ChoosesDecode, ChoosesPrefill
@@ -87,6 +88,8 @@ class DeclaredPolicies:
             self.prefill.check_pages(page_size)
         _check_remap(f"prefill {self.prefill}", self.prefill, model.config, page_size)
         self.reach = kept_from_the_start(self.policies, self.prefill, page_size)
+        if self._shards is not None and (said := self.uneven_work(self._shards.context)):
+            logger.warning("%s", said)
 
     def find(self, policy: str | DecodePolicy | None) -> DecodePolicy:
         """The policy of a call; None is the engine's own. ValueError if it scans an index that the engine does not build."""
@@ -133,6 +136,12 @@ class DeclaredPolicies:
         """The policy that prefills the chunk from position `start` on, in a new prompt."""
         policy = self.prefill
         return policy.choose(start, start + self.prefill_chunk).policy if isinstance(policy, ChoosesPrefill) else policy
+
+    def uneven_work(self, context: int) -> str:
+        """`kvjax.chunk_rows.uneven_work` of the prefill policy, on so many devices."""
+        if isinstance(self.prefill, ChoosesPrefill):
+            return ""  # with context it has nothing but dense to choose
+        return uneven_work(self.prefill, self.prefill_chunk, context, learns=bool(self.states.policies))
 
     def possible(self, policy: str | DecodePolicy | None, longest: int, batch: int) -> tuple[DecodePolicy, ...]:
         """The policies that may run for `batch` sequences of up to `longest` tokens when this one is named."""

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import re
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from kvjax.cache.prefixes import Prefixes
 from kvjax.model import fingerprint
 from kvjax.policies.decode import Cascade, TopBlocks
 from kvjax.policies.decode.candidates import best_candidates
-from kvjax.policies.prefill import BoundsBlocks, BoundsShare, DensePrefill, query_tile_of
+from kvjax.policies.prefill import BoundsBlocks, BoundsShare, DensePrefill, PrefillContext, parse_prefill, query_tile_of
 from kvjax.sharding import Shards, place_params
 
 PAGE, CHUNK = 16, 64
@@ -108,6 +109,78 @@ def test_every_prefill_policy_computes_the_same_on_a_mesh(case, one_layer, text)
     expected, _ = logits_of(one_layer, None, "dense", text[:203], steps=1, prefill=PREFILL[policy])
     found, _ = logits_of(one_layer, mesh_of(mesh), "dense", text[:203], steps=1, prefill=PREFILL[policy])
     check_near(found, expected)
+
+
+@pytest.mark.parametrize("count", [64, 40, 16])
+def test_each_tile_is_attended_to_once_as_a_whole(count):
+    """Of a chunk of `count` queries in tiles of 24 on four devices. A query's output is the sum of its tile and its position."""
+    shards = Shards(kvjax.mesh(context=4), (), 4)
+    query = np.random.default_rng(count).integers(0, 9, (1, count, 1, 2)).astype(np.float32)
+    ctx = PrefillContext(np.zeros((1, 1), np.int32), np.array([128], np.int32), np.array([128 + count], np.int32), 0, 1.0)
+    seen = []
+
+    def attends(x, ctx):
+        seen.append(x.shape[1])
+        tiles = x.reshape(1, -1, 24, 1, 2)
+        position = (ctx.starts[:, None] + np.arange(x.shape[1]))[..., None, None]
+        return jax.numpy.broadcast_to(tiles.sum(2, keepdims=True), tiles.shape).reshape(x.shape) + position
+
+    def on_device(x):
+        return chunk_rows.whole_rows(shards, chunk_rows.by_tiles(shards, attends, x, ctx, 24))
+
+    found = shards.run(on_device, (query,), (PartitionSpec(),), PartitionSpec())
+    padded = np.pad(query, ((0, 0), (0, -count % 24), (0, 0), (0, 0)))
+    assert np.array_equal(found, attends(padded, ctx)[:, :count])
+    assert seen[0] == 24, "three tiles, two, or one: a device has one at most"
+
+
+def test_uneven_work_is_said_with_the_remedy(one_layer, caplog):
+    even = [(DensePrefill(), 512, 4), (BoundsBlocks(32), 1024, 4), (BoundsBlocks(32), 16, 1), (parse_prefill("window:64+1024"), 64, 8)]
+    assert [chunk_rows.uneven_work(*each, learns=False) for each in even] == [""] * 4
+    said = {
+        (BoundsBlocks(32), 512): "prefill bounds:32 looks at 128 queries together: of 512 a device attends for up to 128, .* of 1,024, for",
+        (BoundsBlocks(32), 128): "looks at the 128 queries of a chunk together: each of the 4 devices along context attends for all",
+        (BoundsShare(), 1024): "looks at all queries of a chunk together",
+        (DensePrefill(), 20): "chunks of 20 tokens are no multiple of 8",
+    }
+    for (policy, chunk), words in said.items():
+        assert re.search(words, chunk_rows.uneven_work(policy, chunk, 4, learns=False))
+    sizes = {"pages": 64, "page_size": PAGE, "prefill_chunk": CHUNK, "mesh": mesh_of("context 2"), "batch_buckets": (1,)}
+    for policy, words in (("dense", ""), ("heavy:3", "a decode policy that learns from prefill looks at all queries of a chunk together")):
+        Engine(one_layer, policy, **sizes)
+        assert words in caplog.text
+        assert bool(caplog.text) == bool(words)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wrong", [False, True], ids=["", "mutant"])
+def test_tiles_that_do_not_divide_are_dealt_out(wrong, one_layer, text, monkeypatch):
+    """Three tiles of 24 queries over the four devices of a chunk of 64: each attends for one, the last one for none. The mutant's devices
+    all take the first tile. The prompt ends in the third one."""
+    prompt = text[:250]
+    asked = []
+
+    def noted(shards, attend, query, ctx, tile):
+        def seen(part, inner):
+            asked.append(part.shape[1])
+            return attend(part, inner.replace(starts=ctx.starts) if wrong else inner)
+
+        return honest(shards, seen, query, ctx, tile)
+
+    honest = attend.by_tiles
+    monkeypatch.setattr(attend, "by_tiles", noted)
+    prefill = dataclasses.replace(PREFILL["bounds"], chi=24)
+    jax.clear_caches()
+    try:
+        expected, _ = logits_of(one_layer, None, "dense", prompt, steps=1, prefill=prefill)
+        found, _ = logits_of(one_layer, mesh_of("context 4"), "dense", prompt, steps=1, prefill=prefill)
+    finally:
+        jax.clear_caches()
+    assert set(asked) == {24}
+    if wrong:
+        assert np.abs(found - expected).max() > 1e-3
+    else:
+        check_near(found, expected)
 
 
 class MeshHistory(History):
