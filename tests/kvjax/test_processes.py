@@ -126,8 +126,10 @@ def test_a_mesh_takes_all_processes_or_one(monkeypatch):
     with pytest.raises(ValueError, match="none of process 1"):
         sharding.check_mesh(mesh, None, {})
     monkeypatch.setattr(sharding.jax, "process_count", lambda: 1)
-    with pytest.raises(NotImplementedError, match="leave out reuse, or make the mesh of the devices of one process"):
-        sharding.check_mesh(mesh, None, {"reuse": True})
+    with pytest.raises(
+        NotImplementedError, match="reuse True, host_bytes 1,000 was given: leave out reuse, host_bytes, or make the mesh of"
+    ):
+        sharding.check_mesh(mesh, None, {"reuse": True, "host_bytes": 1000, "disk": None})
 
 
 def test_arguments_are_checked():
