@@ -325,8 +325,8 @@ class Prefixes:
         """On which device of a mesh the first page of a prompt best lies, in a group that keeps all tokens; None if no page is known.
 
         Where most of its beginning is found. But pages that it has for itself come after these, on the same devices for all prompts with
-        this beginning. So where those devices are twice as full as others could be, and more pages are free there than the beginning takes,
-        it begins elsewhere, once more. Each beginning is so computed at most once for each device.
+        this beginning. If fewer than half as many pages would stay free there as after pages on other devices, and the difference is more
+        than the beginning takes, it begins elsewhere, once more. There is at most one copy of a beginning for each device.
         """
         devices, allocator = self._devices(group), self._groups.allocators[group]
         if len(devices) == 1:

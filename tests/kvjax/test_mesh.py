@@ -247,6 +247,21 @@ def test_short_prompts_fill_all_devices(mutant, one_layer, text, monkeypatch):
         assert found == {"own": (16, [8] * 4), "common": (28, [8] * 4)}
 
 
+@pytest.mark.bits
+def test_what_a_sequence_writes_after_it_came_back_to_other_devices_is_found(one_layer, text):
+    """With the beginning that came back with it. Its first page was on the first device, and then the second one has more room."""
+    sizes = {"pages": 16, "page_size": PAGE, "prefill_chunk": PAGE, "batch_buckets": (1,), "reuse": True, "mesh": mesh_of("context 2")}
+    engine = Engine(one_layer, **sizes)
+    (sequence,) = engine.prefill([text[:40]])
+    allocator, first = engine.allocators["full"], sequence.pages["full"][0]
+    engine.suspend(sequence)
+    engine.prefill([text[100:105]])
+    engine.resume(sequence)
+    assert [allocator.part_of(page) for page in (first, sequence.pages["full"][0])] == [0, 1]
+    engine.extend(sequence, text[40:70])
+    assert engine.new_sequence(text[:70]).length == 64
+
+
 @pytest.mark.parametrize(("mesh", "width"), [("context 2", 16), ("tensor 2", 64)])
 def test_pages_of_the_chunk_alone_are_brought_together(mesh, width, one_layer, text):
     """Not those that are reserved for the rest of the prompt; but all of them to compile programs before."""
