@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -68,6 +69,10 @@ class Auto(ChoosesDecode, Stateless):
 
     def __post_init__(self):
         self.fidelity  # noqa: B018  so that a wrong level raises here, not at the first step
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes: the fields, without what was computed from them."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @property
     def fidelity(self) -> Fidelity:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+from typing import Any
 
 import jax
 
@@ -58,6 +59,10 @@ class AutoPrefill(ChoosesPrefill):
 
     def __post_init__(self):
         self.fidelity  # noqa: B018  so that a wrong level raises here, not at the first chunk
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes: the fields, without what was computed from them."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @property
     def fidelity(self) -> Fidelity:

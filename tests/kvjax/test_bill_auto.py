@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import pickle
 import time
 
 import jax
@@ -290,6 +291,13 @@ def test_what_may_be_chosen_up_to_a_length():
     assert [str(policy) for policy in auto().possible(2**20, 1)] == ["dense", "top:8"]
     assert auto().possible(1024, 1) == (Dense(),)
     assert {spec.name for spec in auto().indexes()} == {"bounds128"}
+
+
+def test_it_can_be_sent_to_other_processes_after_it_chose():
+    made = auto()
+    choice = made.choose([500_000])
+    sent = pickle.loads(pickle.dumps(made))
+    assert (sent, sent.choose([500_000])) == (made, choice)
 
 
 def test_unbound_it_cannot_choose():

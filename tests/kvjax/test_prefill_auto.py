@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -259,6 +260,13 @@ def test_names():
     assert "auto:fast prefill (mean KL to dense at most 0.1 nats" in parse_prefill("auto:fast").describe()
     with pytest.raises(ValueError, match="fidelity level 'sure' is not understood; there are assured, fast, or numbers"):
         parse_prefill("auto:sure")
+
+
+def test_it_can_be_sent_to_other_processes_after_it_chose():
+    made = auto()
+    choice = made.choose(15_872, 16_384)
+    sent = pickle.loads(pickle.dumps(made))
+    assert (sent, sent.choose(15_872, 16_384)) == (made, choice)
 
 
 def test_unbound_it_cannot_choose():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from process_job import alike, answers, brief, engine_of
+from process_job import alike, answers, auto, brief, engine_of
 
 import kvjax
 from kvjax import sharding
@@ -80,6 +80,16 @@ def test_several_processes_answer_as_one(count, tmp_path):
     results = [found_by(each) for each in run_job("brief", count, 1, tmp_path)]
     assert [each["shared"] for each in results] == ["from 0"] * count
     check_same(results[0]["answers"], brief(engine_of(count, "dense"))["answers"])
+
+
+@pytest.mark.long
+def test_auto_chooses_the_same_in_all_processes(tmp_path):
+    """The first one's choice, which the others compare with theirs; the policy is sent to them after it chose."""
+    first, second = (found_by(each) for each in run_job("auto", 2, 1, tmp_path))
+    expected = auto(engine_of(2, "auto"))
+    assert first["chosen"] == expected["chosen"] == ["quest:0", "dense"]
+    check_same(first["answers"], expected["answers"])
+    assert second["shared"] == "from 0"
 
 
 @pytest.mark.long
