@@ -283,11 +283,7 @@ def check_mesh(mesh: Mesh | None, pool_host_bytes: int | None, stores: Mapping[s
     if several_processes(mesh) and (left := set(range(jax.process_count())) - {each.process_index for each in mesh.devices.flat}):
         raise ValueError(f"the mesh has devices of several processes, but none of process {min(left)}: make it of all, or of one")
     if pool_host_bytes:
-        sizes = " x ".join(f"{name} {mesh.shape[name]}" for name in (TENSOR, CONTEXT))
-        raise NotImplementedError(
-            f"pool_host_bytes is {pool_host_bytes:,}, and running sequences of a mesh ({sizes}) are on its devices alone: leave out "
-            "pool_host_bytes, or make the engine without a mesh"
-        )
+        raise NotImplementedError("running sequences of a mesh are on its devices alone: leave out pool_host_bytes, or the mesh")
     if several_processes(mesh) and (given := {name: value for name, value in stores.items() if value}):
         values = ", ".join(f"{name} {value:,}" if type(value) is int else f"{name} {value}" for name, value in given.items())
         raise NotImplementedError(
