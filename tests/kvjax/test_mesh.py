@@ -413,6 +413,12 @@ def test_a_full_pool_of_a_mesh_says_which_device_is_full_and_not_to_use_host_mem
     with pytest.raises(kvjax.OutOfPages, match=r"1 needed on one of 2 devices, 0 free of its 4; (?!.*pool_host_bytes)"):
         engine.prefill([text[: 2 * PAGE]])
     assert engine.allocators["full"].free == 3
+    engine.check_room(PAGE)
+    grow = {engine.allocators["full"].part_of(each.pages["full"][0]): each for each in sequences if each in engine.sequences}
+    engine.check_room(PAGE, growing=[grow[1]] * 2)
+    for growing in ([grow[1]] * 3, [grow[0]]):  # those that begin on the first device need a page of the second one
+        with pytest.raises(kvjax.OutOfPages):
+            engine.check_room(PAGE, growing=growing)
     engine.prefill([text[:PAGE]])
 
 
