@@ -17,7 +17,7 @@ from kvjax.cache import OPEN, Cache, CacheSpec, IndexSpec, LatentPages, LayerCac
 from kvjax.cache.hot import Fetched, HotTiles, fetch
 from kvjax.cache.packed import append_chunk, append_packed
 from kvjax.cache.types import kept_in
-from kvjax.chunk_rows import by_queries, own_rows, whole_rows
+from kvjax.chunk_rows import by_queries, by_tiles, in_parts, own_rows, whole_rows
 from kvjax.learning import Learning, attend_and_learn
 from kvjax.model import Heads, Latents, Recurrence
 from kvjax.policies.decode import Blocks, Cascade, DecodePolicy, IndexerQuery, SelectContext, Stateless, TopBlocks, TopTokens, Window
@@ -94,10 +94,13 @@ def attend_chunk(
     if shards is None or shards.row_parts == 1:
         return attend(given.q, ctx)
     tile = 1 if given.window is not None else None if learning is not None else query_tile_of(policy)
-    if tile is not None and given.q.shape[1] % (2 * tile) == 0:
+    if in_parts(given.q.shape[1], tile):
         return by_queries(shards, lambda query, ctx: attend(query, ctx)[0], given.q, ctx), known
     query, indexer = jax.tree.map(lambda x: whole_rows(shards, x), (given.q, ctx.indexer))
-    out, states = attend(query, ctx.replace(indexer=indexer))
+    ctx = ctx.replace(indexer=indexer)
+    if tile is not None and query.shape[1] > tile:
+        return by_tiles(shards, lambda query, ctx: attend(query, ctx)[0], query, ctx, tile), known
+    out, states = attend(query, ctx)
     return own_rows(shards, out), states
 
 

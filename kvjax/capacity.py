@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvjax.cache import OutOfPages
 from kvjax.cache.groups import GroupPages
@@ -49,15 +49,11 @@ class Capacity:
             if count > (total := self._groups.allocators[name].total):
                 raise self._advised(OutOfPages(count, self._groups.allocators[name].free, total, group=name))
 
-    def check_room(self, tokens: int, spare: int, held: CachedSequence | None) -> None:
+    def check_room(self, tokens: int, sequence: CachedSequence | None, growing: Sequence[CachedSequence]) -> None:
         """`Engine.check_room`."""
-        if held is not None and held.suspended is not None:
-            needed, counts = self._groups.needed_again(held.held, held.length, tokens), {}
-        else:
-            needed = self._groups.needed(tokens)
-            counts = {} if held is None else {name: sum(page >= 0 for page in pages) for name, pages in held.pages.items()}
+        held = None if sequence is None or sequence.suspended is None else sequence.held
         with self.advice():
-            self._groups.check_free({name: count + spare - counts.get(name, 0) for name, count in needed.items()})
+            self._groups.check_room(tokens, sequence, held, growing)
 
     @contextlib.contextmanager
     def advice(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.model import Latents, LayerInput, Recurrence
-from kvjax.policies.prefill import PrefillContext
+from kvjax.policies.prefill import PrefillContext, PrefillPolicy, query_tile_of
 from kvjax.sharding import CONTEXT, Shards
 
 
@@ -69,3 +69,57 @@ def by_queries(
     starts = jnp.concatenate([ctx.starts + place for place in (mine * size, (2 * shards.context - 1 - mine) * size)])
     out = attend(apart(query), ctx.replace(**twice, starts=starts, indexer=jax.tree.map(apart, ctx.indexer)))
     return jnp.concatenate([out[:batch], out[batch:]], axis=1)
+
+
+def by_tiles(
+    shards: Shards, attend: Callable[[Array, PrefillContext], Array], query: Float[Array, "B T H D"], ctx: PrefillContext, tile: int
+) -> Float[Array, "B T/n H D"]:
+    """This device's rows of `attend(query, ctx)`, for a policy whose tiles of `tile` queries do not divide the parts of `by_queries`: each
+    device attends for `tiles_each` neighbouring tiles, the last ones for fewer, and every device gets the output of all.
+
+    query, ctx: of the whole chunk, on every device.
+    """
+    count = query.shape[1]
+    size = tiles_each(count, tile, shards.context) * tile
+    first = shards.number(CONTEXT) * size
+
+    def part(x: Array) -> Array:
+        padded = jnp.pad(x, ((0, 0), (0, shards.context * size - count), *[(0, 0)] * (x.ndim - 2)))
+        return jax.lax.dynamic_slice_in_dim(padded, first, size, axis=1)
+
+    out = attend(part(query), ctx.replace(starts=ctx.starts + first, indexer=jax.tree.map(part, ctx.indexer)))
+    return own_rows(shards, jax.lax.all_gather(out, CONTEXT, axis=1, tiled=True)[:, :count])
+
+
+def in_parts(rows: int, tile: int | None) -> bool:
+    """Whether `by_queries` can attend for a device's rows of a chunk: both of its parts are whole tiles."""
+    return tile is not None and rows % (2 * tile) == 0
+
+
+def tiles_each(tokens: int, tile: int, devices: int) -> int:
+    """For how many tiles of a chunk each device attends in `by_tiles`."""
+    return -(-tokens // (tile * devices))
+
+
+def uneven_work(policy: PrefillPolicy, chunk: int, context: int, *, learns: bool) -> str:
+    """What several devices along context compute of a chunk of prefill without need, or unevenly, and the remedy; "" where each of them
+    computes an equal part.
+
+    learns: whether a decode policy learns from prefill, which looks at all queries of a chunk together.
+    """
+    tile, all_of_it = None if learns else query_tile_of(policy), f"each of the {context} devices along context attends for all of them"
+    if context == 1 or (chunk % (2 * context) == 0 and in_parts(chunk // context, tile)):
+        return ""
+    if chunk % (2 * context):
+        return (
+            f"chunks of {chunk:,} tokens are no multiple of {2 * context}, twice context: each of its devices computes all of them; "
+            "choose a prefill_chunk that is one"
+        )
+    if tile is None:
+        who = "a decode policy that learns from prefill" if learns else f"prefill {policy}"
+        return f"{who} looks at all queries of a chunk together: {all_of_it}"
+    better = f"choose a prefill_chunk that is a multiple of {2 * tile * context:,}, for equal parts and fewer exchanges"
+    if chunk <= tile:
+        return f"prefill {policy} looks at the {chunk:,} queries of a chunk together: {all_of_it}; {better}"
+    most = tiles_each(chunk, tile, context) * tile
+    return f"prefill {policy} looks at {tile:,} queries together: of {chunk:,} a device attends for up to {most:,}, in one piece; {better}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -14,6 +15,7 @@ from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.tables import table_width
 from kvjax.cache.types import without_covered
 from kvjax.checks import listed
+from kvjax.chunk_rows import uneven_work
 from kvjax.learning import PolicyStates
 from kvjax.model import Model, ModelConfig
 from kvjax.policies.choice import Choice, ChoosesDecode, ChoosesPrefill
@@ -62,6 +64,7 @@ class DeclaredPolicies:
     ):
         self.cache_format = parse_cache_format(cache_format, model.config.compute_dtype)
         self.model, self.page_size, self.prefill_chunk = model, page_size, prefill_chunk
+        self._shards = None if mesh is None else Shards(mesh)
         self._choosers: dict[ChoosesDecode, ChoosesDecode] = {}
         self._found: dict[str | DecodePolicy | None, DecodePolicy] = {}
         self._told: set[tuple[PrefillPolicy, bool]] = set()
@@ -71,7 +74,6 @@ class DeclaredPolicies:
         self.policy = self._bound(own_policies(model.config)[0] if policy is None else policy)
         others = (others,) if isinstance(others, str) or hasattr(others, "select") else listed(others, "policies", "a name, or several")
         self.policies = tuple(dict.fromkeys((self.policy, *map(self._bound, others))))
-        self._shards = None if mesh is None else Shards(mesh)
         sizes = {"page_size": page_size, "prefill_chunk": prefill_chunk, "tensor": 1 if mesh is None else self._shards.tensor}
         sizes |= {"packed": self.cache_format is not None}
         self.states = PolicyStates(self.policies, model.config, **sizes)
@@ -81,13 +83,15 @@ class DeclaredPolicies:
             self._check_format(each)
         _check_layers(f"prefill {self.prefill}", self.prefill, TopTokensPrefill, ChoosesPrefill, model.config)
         if isinstance(self.prefill, ChoosesPrefill):
-            self.prefill = self.prefill.bind(model, page_size=page_size, dtype=model.config.compute_dtype)
+            self.prefill = self.prefill.bind(model, **self._bound_to)
         scanned = [each.indexes() for each in self.policies] + [indexes_of(self.prefill)]
         self.indexes = without_covered(itertools.chain.from_iterable(scanned))
         if isinstance(self.prefill, TileLists):
             self.prefill.check_pages(page_size)
         _check_remap(f"prefill {self.prefill}", self.prefill, model.config, page_size)
         self.reach = kept_from_the_start(self.policies, self.prefill, page_size)
+        if self._shards is not None and (said := self.uneven_work(self._shards.context)):
+            logger.warning("%s", said)
 
     def find(self, policy: str | DecodePolicy | None) -> DecodePolicy:
         """The policy of a call; None is the engine's own. ValueError if it scans an index that the engine does not build."""
@@ -136,6 +140,12 @@ class DeclaredPolicies:
         policy = self.prefill
         return policy.choose(start, start + self.prefill_chunk).policy if isinstance(policy, ChoosesPrefill) else policy
 
+    def uneven_work(self, context: int) -> str:
+        """`kvjax.chunk_rows.uneven_work` of the prefill policy, on so many devices."""
+        if isinstance(self.prefill, ChoosesPrefill):
+            return ""  # with context it has nothing but dense to choose
+        return uneven_work(self.prefill, self.prefill_chunk, context, learns=bool(self.states.policies))
+
     def possible(self, policy: str | DecodePolicy | None, longest: int, batch: int) -> tuple[DecodePolicy, ...]:
         """The policies that may run for `batch` sequences of up to `longest` tokens when this one is named."""
         policy = self.find(policy)
@@ -155,8 +165,14 @@ class DeclaredPolicies:
         if not isinstance(policy, ChoosesDecode):
             return policy
         if policy not in self._choosers:
-            self._choosers[policy] = policy.bind(self.model, page_size=self.page_size, dtype=self.model.config.compute_dtype)
+            self._choosers[policy] = policy.bind(self.model, **self._bound_to)
         return self._choosers[policy]
+
+    @property
+    def _bound_to(self) -> dict[str, Any]:
+        """What policies that choose are bound to, besides the model."""
+        sizes = {"page_size": self.page_size, "dtype": self.model.config.compute_dtype}
+        return sizes if self._shards is None else sizes | {"tensor": self._shards.tensor, "context": self._shards.context}
 
     def _check_format(self, policy: DecodePolicy | PrefillPolicy) -> None:
         """NotImplementedError for a policy that cannot read packed pages yet, where the engine has some."""
@@ -173,12 +189,8 @@ class DeclaredPolicies:
         shards = self._shards
         if shards is None:
             return
-        if isinstance(policy, ChoosesDecode | ChoosesPrefill) and shards.mesh.size > 1:
-            raise ValueError(
-                f"policy {policy} chooses by times of one device, and there are none of a mesh yet: name the policy that it is to choose"
-            )
-        if shards.context == 1 or not isinstance(policy, DecodePolicy):
-            return
+        if shards.context == 1 or not isinstance(policy, DecodePolicy) or isinstance(policy, ChoosesDecode):
+            return  # one that chooses has been bound to the mesh
         if not chooses_over_devices(policy) or not attends_by_list(policy):
             raise ValueError(
                 f"policy {policy} does not say that it chooses the same on every device where pages are dealt out (chooses_over_devices): "

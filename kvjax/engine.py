@@ -181,12 +181,12 @@ class Engine:
         run = self._runs.get(sequence)
         return len(self._prefiller.slices) - (0 if run is None else run.done)
 
-    def check_room(self, tokens: int, spare: int = 0, held: CachedSequence | None = None) -> None:
-        """OutOfPages unless a sequence of `tokens` tokens fits, and `spare` pages of each layer group stay free.
+    def check_room(self, tokens: int, sequence: CachedSequence | None = None, growing: Sequence[CachedSequence] = ()) -> None:
+        """OutOfPages unless a sequence of `tokens` tokens fits, and those of `growing` find one page more each.
 
-        held: the sequence, if it is not new: the pages that it holds are not needed, and if it is suspended, only those that it held are.
+        sequence: None: a new one. The pages that it holds are not needed, and if it is suspended, only those that it held are.
         """
-        self._capacity.check_room(tokens, spare, held)
+        self._capacity.check_room(tokens, sequence, growing)
 
     # Sequences
 
@@ -227,9 +227,8 @@ class Engine:
             self.check_length(len(prompt))
             self.check_length(len(prompt) + reserve, self.policy)
         if self._reuse is None:  # else prompts may share pages
-            needed = [self._groups.needed(len(prompt) + reserve) for prompt in prompts]
             with self._capacity.advice():
-                self._groups.check_free({name: sum(each[name] for each in needed) for name in self.allocators})
+                self._groups.check_new([len(prompt) + reserve for prompt in prompts])
         sequences = [self._release.new_sequence() for _ in prompts]
         with self._kept(*sequences):
             for sequence, prompt in zip(sequences, prompts, strict=True):

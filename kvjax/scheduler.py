@@ -263,10 +263,10 @@ class Scheduler:
 
     def _begin(self, entry: Handle | Sample) -> None:
         """Resume or start the first that waits, or begin its prefill. OutOfPages changes nothing."""
-        # One spare page for each sample that will need another, so that a request is not suspended right after its admission.
-        spare = sum(self.engine.grows(each.sequence, each.sampling.max_new_tokens - each.issued) for each in self._running())
+        # Samples that will need another page find one, so that a request is not suspended right after its admission.
+        growing = [one.sequence for one in self._running() if self.engine.grows(one.sequence, one.sampling.max_new_tokens - one.issued)]
         if isinstance(entry, Sample):
-            self.engine.check_room(entry.sequence.length + 1, spare, entry.sequence)
+            self.engine.check_room(entry.sequence.length + 1, entry.sequence, growing)
             self.engine.resume(entry.sequence)
             self._waiting.remove(entry)
             self._run(entry, np.array(entry.ids[-1:], np.int32))
@@ -275,7 +275,7 @@ class Scheduler:
         else:
             sequence = entry._given or self.engine.new_sequence(entry._ids, cache_salt=entry.request.cache_salt)
             try:
-                self.engine.check_room(len(entry._ids) + (entry.request.sampling.max_new_tokens > 1), spare, sequence)
+                self.engine.check_room(len(entry._ids) + (entry.request.sampling.max_new_tokens > 1), sequence, growing)
                 if sequence.suspended is not None:
                     self.engine.resume(sequence)
                 self.engine.reserve([sequence], len(entry._ids) - sequence.length)

@@ -111,9 +111,9 @@ class CachedSequence:
         return None if self.keeping is None else self.keeping.reach
 
     @property
-    def start(self) -> int | None:
-        """On which device of a mesh its first page lies (`kvjax.cache.groups.Holder`)."""
-        return None if self.prefix is None else self.prefix.start
+    def firsts(self) -> dict[str, int]:
+        """On which device of a mesh its first page is to lie (`kvjax.cache.groups.Holder`)."""
+        return {} if self.prefix is None else self.prefix.firsts
 
     @property
     def growth(self) -> Growth | None:

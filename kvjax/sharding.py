@@ -284,10 +284,11 @@ def check_mesh(mesh: Mesh | None, pool_host_bytes: int | None, stores: Mapping[s
         raise ValueError(f"the mesh has devices of several processes, but none of process {min(left)}: make it of all, or of one")
     if pool_host_bytes:
         raise NotImplementedError("running sequences of a mesh are on its devices alone: leave out pool_host_bytes, or the mesh")
-    if several_processes(mesh) and (given := [name for name, value in stores.items() if value]):
+    if several_processes(mesh) and (given := {name: value for name, value in stores.items() if value}):
+        values = ", ".join(f"{name} {value:,}" if type(value) is int else f"{name} {value}" for name, value in given.items())
         raise NotImplementedError(
-            f"pages of a mesh of several processes do not outlive their sequences: leave out {', '.join(given)}, or make the mesh of the "
-            "devices of one process"
+            f"pages of a mesh of several processes do not outlive their sequences, and {values} was given: leave out {', '.join(given)}, "
+            "or make the mesh of the devices of one process"
         )
 
 

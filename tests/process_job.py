@@ -19,12 +19,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny_models import make_family, shallow
 
 import kvjax
+from kvjax.bill import Auto, Bill, Bound, Evidence
+from kvjax.bill.exchanges import KINDS
+from kvjax.bill.mesh_terms import Latency, MeshRange, MeshTerms
+from kvjax.bill.step_bill import Price, sizes_of
 from kvjax.model import fingerprint
 from kvjax.policies.decode import HeavyPages, Stateless, TopBlocks
 
 PAGE, CHUNK, STEPS = 16, 64, 10
 POLICIES = {2: TopBlocks(k=3, sink=1, local=2, block_size=16), 4: HeavyPages(3)}
 MESHES = {2: {"tensor": 2}, 4: {"tensor": 2, "context": 2}}
+POLICY_OF = {"brief": "dense", "auto": "auto"}
+"""Of the engines of some scenarios."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +55,21 @@ def prompts_of(model):
 def engine_of(devices, policy=None):
     """An engine whose pool is too small for all prompts at once."""
     sizes = {"pages": 20, "page_size": PAGE, "prefill_chunk": CHUNK, "batch_buckets": (4,)}
-    return kvjax.Engine(shallow(make_family("llama")), policy or POLICIES[devices], mesh=kvjax.mesh(**MESHES[devices]), **sizes)
+    model = shallow(make_family("llama"))
+    if policy == "auto":
+        policy, sizes["pages"] = chooses(model.config), 80
+    return kvjax.Engine(model, policy or POLICIES[devices], mesh=kvjax.mesh(**MESHES[devices]), **sizes)
+
+
+def chooses(config):
+    """`auto` by a planted bill: long sequences are faster with lists, also on a mesh."""
+    free = tuple((kind, Latency(0.0, 0.0, (2, 4))) for kind in KINDS)
+    measured = tuple(MeshRange(2, 1, batch, 1, 2**20) for batch in (1, 64))
+    terms = MeshTerms("it", "log2", free, 1e11, 0.0, ("dense", "quest:0"), measured, 0.0, "planted")
+    sizes = {"device": "chip", "model": "it", "sizes": sizes_of(config), "dtype": "float32", "bytes_per_s": 1e6, "c0": 0.0, "mesh": terms}
+    bill = Bill(**sizes, c1=(("quest:0", Price(0.0)),), measured=((1, 1, 2**20), (64, 1, 2**20)), error=0.0, source="planted")
+    row = Evidence("m", "f", "quest:0", 2**20, kl=0.01, task="needle", haystack="codes", valid=200, lost=0, source="planted")
+    return Auto("assured", Bound(config, "float32", PAGE, "f", bill, (row,)))
 
 
 def alike(engine, folder):
@@ -135,6 +155,15 @@ def brief(engine):
     return {"answers": [[list(found.token_ids), list(found.logprobs)]]}
 
 
+def auto(engine):
+    """A long answer and a short one, and what `auto` chose for each."""
+    prompt, found = np.random.default_rng(5).integers(0, engine.model.config.vocab_size, 900).tolist(), []
+    for length in (900, 50):
+        (answer,) = kvjax.generate(engine, [prompt[:length]], max_new_tokens=6, logprobs=True, details=True)
+        found.append([str(engine.last_choice.policy), list(answer.token_ids), list(answer.logprobs)])
+    return {"answers": [each[1:] for each in found], "chosen": [each[0] for each in found]}
+
+
 def endless(engine):
     """Steps without an end."""
     scheduler = kvjax.Scheduler(engine)
@@ -149,7 +178,7 @@ def fails(engine):
     kvjax.generate(engine, [[1, 2, 3]], policy=Fails(False), max_new_tokens=4)
 
 
-SCENARIOS = {"job": job, "brief": brief, "endless": endless, "fails": fails}
+SCENARIOS = {"job": job, "brief": brief, "auto": auto, "endless": endless, "fails": fails}
 
 
 def main():
@@ -157,7 +186,7 @@ def main():
     jax.config.update("jax_num_cpu_devices", devices)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background
     with kvjax.start_processes(f"localhost:{port}", count, number) as processes:
-        engine = engine_of(count * devices, "dense" if scenario == "brief" else None)
+        engine = engine_of(count * devices, POLICY_OF.get(scenario))
         found = {"alike": alike(engine, folder)} if scenario == "job" else {}
         found["shared"] = processes.share(f"from {number}")
         if number:

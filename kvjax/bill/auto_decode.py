@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -21,7 +22,7 @@ from kvjax.cache.spanning import FrameCounts
 from kvjax.model import Model, ModelConfig, fingerprint
 from kvjax.packing import FormatOf, packing_of
 from kvjax.policies.choice import Choice, ChoosesDecode
-from kvjax.policies.decode.base import DecodePolicy, Stateless
+from kvjax.policies.decode.base import DecodePolicy, Stateless, chooses_over_devices
 from kvjax.policies.decode.dense import Dense
 from kvjax.policies.decode.naming import parse
 
@@ -35,7 +36,7 @@ _calibrated: dict[tuple[str, tuple[str, ...], int], Bill] = {}
 class Bound:
     """The evidence and the bill by which an `Auto` decides, for one model. If `bill` is None, every step is dense, and `lacking` says why.
     `lacking` is empty where no policy but dense meets the level, so that no bill was needed. weights: how they are packed, as for
-    `step_bytes`."""
+    `step_bytes`. tensor, context: of the engine's mesh."""
 
     config: ModelConfig
     dtype: str
@@ -45,6 +46,13 @@ class Bound:
     evidence: tuple[Evidence, ...]
     lacking: str = ""
     weights: str | FormatOf | None = None
+    tensor: int = 1
+    context: int = 1
+
+    @property
+    def on_mesh(self) -> bool:
+        """Whether steps run on several devices."""
+        return self.tensor * self.context > 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,23 +70,30 @@ class Auto(ChoosesDecode, Stateless):
     def __post_init__(self):
         self.fidelity  # noqa: B018  so that a wrong level raises here, not at the first step
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes: the fields, without what was computed from them."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
     @property
     def fidelity(self) -> Fidelity:
         """The level in numbers."""
         return parse_level(self.level)
 
-    def bind(self, model: Model, *, page_size: int, dtype: str) -> Auto:
+    def bind(self, model: Model, *, page_size: int, dtype: str, tensor: int = 1, context: int = 1) -> Auto:
         """This policy for a model. Evidence is looked up by the model's fingerprint. If some policy has evidence that it meets the level,
         a bill is needed: the built-in bill of this model and device, or else a calibration. A calibration runs steps for about 20 seconds,
         once in a process for a model, its candidates and a page size.
 
-        A policy that is bound already is returned as it is.
+        tensor, context: of the engine's mesh. Nothing is calibrated on a mesh of several devices: the bill must have terms of a mesh
+        (`kvjax.bill.mesh_terms`). ValueError if a bill is needed there and has none.
+
+        A policy that is bound already keeps its bill and its evidence.
         """
         if self.bound is not None:
-            return self
+            return _checked(dataclasses.replace(self, bound=dataclasses.replace(self.bound, tensor=tensor, context=context)))
         mark = fingerprint(model)
         evidence, weights = tuple(row for row in recorded_evidence() if row.fingerprint == mark), packing_of(model.params)
-        bound = Bound(model.config, dtype, page_size, mark, None, evidence, weights=weights)
+        bound = Bound(model.config, dtype, page_size, mark, None, evidence, weights=weights, tensor=tensor, context=context)
         found = dataclasses.replace(self, bound=bound)
         if names := found.candidates:
             named = OWN if callable(weights) else weights
@@ -87,6 +102,7 @@ class Auto(ChoosesDecode, Stateless):
             # Another model's bill would be a guess.
             if bill is None or (bill.sizes, bill.dtype, bill.weights, bill.cache_format) != same:
                 bill = None
+            if bill is None and not bound.on_mesh:
                 try:
                     bill = _calibrated.get((mark, names, page_size)) or calibrate(model, names, page_size=page_size)
                     _calibrated[mark, names, page_size] = bill
@@ -94,7 +110,7 @@ class Auto(ChoosesDecode, Stateless):
                     lacking = f"there is no built-in bill of this model on this device, and none can be measured: {error}"
                     logger.warning("%s: %s; every step is dense", self, lacking)
             bill = None if bill is None else with_known_bus(bill)
-            found = dataclasses.replace(self, bound=dataclasses.replace(bound, bill=bill, lacking=lacking))
+            found = _checked(dataclasses.replace(self, bound=dataclasses.replace(bound, bill=bill, lacking=lacking)))
         return found
 
     @functools.cached_property
@@ -162,6 +178,41 @@ class Auto(ChoosesDecode, Stateless):
         return self.bound
 
 
+def _checked(auto: Auto) -> Auto:
+    """ValueError for a policy that would choose by times of one device on a mesh of several. Where nothing but dense is on record, no times
+    are needed."""
+    bound, names = auto.bound, auto.candidates
+    if not bound.on_mesh or not names or (bound.bill is not None and bound.bill.mesh is not None):
+        return auto
+    device = jax.local_devices()[0].device_kind if bound.bill is None else bound.bill.device
+    named, mesh = ",".join(names), f"tensor {bound.tensor} x context {bound.context}"
+    measured = (
+        f"kvjax bench decode --shape MODEL --policies dense,{named} --tensor 1,{bound.tensor} --context 1,{bound.context} --json FILE"
+    )
+    raise ValueError(
+        f"policy {auto} chooses by times of steps, and the mesh is {mesh}: no bill of this model on {device} has terms of a mesh. Name the "
+        f"policy that it is to choose (on record as {auto.level}: {named}), or measure them: {measured}, then kvjax bill fit FILE --json "
+        "BILLS, and put BILLS into kvjax/bill/bills of a checkout"
+    )
+
+
+def _why_unpriced(bound: Bound, name: str) -> str:
+    """Why the bill cannot price steps of a policy on the mesh; "" if it can."""
+    if not bound.bill.has_price(name):
+        return f"{name} has no c1"
+    if bound.context > 1 and not chooses_over_devices(parse(name)):
+        return f"{name} does not choose over the devices of context"
+    try:
+        bound.bill.predict(bound.config, name, bound.page_size, **_mesh_sizes(bound))
+    except (NotImplementedError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def _mesh_sizes(bound: Bound) -> dict[str, int]:
+    return {"tensor": bound.tensor, "context": bound.context}
+
+
 def _choose(auto: Auto, mean: int, longest: int, batch: int, frames: FrameCounts | None) -> Choice:
     bound, level = auto.bound, auto.level
     if not bound.evidence:
@@ -178,13 +229,16 @@ def _choose(auto: Auto, mean: int, longest: int, batch: int, frames: FrameCounts
         return Choice(Dense(), f"nothing is on record as {level} for {longest:,} tokens; recorded lengths: {recorded}")
     if bound.bill is None:
         return Choice(Dense(), bound.lacking)
-    priced = [name for name in names if bound.bill.has_price(name)]
+    unpriced = {name: why for name in ("dense", *names) if (why := _why_unpriced(bound, name))}
+    priced = [name for name in names if name not in unpriced]
+    if bound.on_mesh and ("dense" in unpriced or not priced):
+        return Choice(Dense(), f"the bill of {bound.bill.device} cannot price steps on this mesh: {'; '.join(unpriced.values())}")
     if not priced:
         advice = f"measure it: kvjax bench decode --policies dense,{','.join(names)} --json FILE, then kvjax bill fit FILE"
         unpriced = f"on record as {level} are {', '.join(names)}, for which the bill of {bound.bill.device} has no c1"
         return Choice(Dense(), f"{unpriced}; {advice}")
-    sizes = {"dtype": bound.dtype, "weights": bound.weights, "page_size": bound.page_size}
-    error, unknown = bound.bill.error, ()
+    sizes = {"dtype": bound.dtype, "weights": bound.weights, "page_size": bound.page_size} | _mesh_sizes(bound)
+    error, unknown = max(bound.bill.error, bound.bill.mesh.error if bound.on_mesh else 0.0), ()
     if frames is not None and not bound.bill.knows_bus:
         unknown = (f"the bill of {bound.bill.device} has no terms for pages in host memory, and counts them as on the device",)
     elif frames is not None:
@@ -197,6 +251,8 @@ def _choose(auto: Auto, mean: int, longest: int, batch: int, frames: FrameCounts
         f"the bill of {bound.bill.device} gives {best}, the fastest on record as {level}, {seconds[best] * 1e3:.3f} ms against "
         f"{seconds['dense'] * 1e3:.3f} dense ({seconds['dense'] / seconds[best]:.3f}x) at {mean:,} tokens, batch {batch}"
     )
+    if bound.on_mesh:
+        times += f", tensor {bound.tensor} x context {bound.context}"
     if "frames" in sizes:
         pages = batch * -(-mean // bound.page_size)
         times += f", {pages_on_host(frames, mean, batch, bound.page_size):,} of {pages:,} pages in host memory"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+from typing import Any
 
 import jax
 
@@ -59,25 +60,45 @@ class AutoPrefill(ChoosesPrefill):
     def __post_init__(self):
         self.fidelity  # noqa: B018  so that a wrong level raises here, not at the first chunk
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes: the fields, without what was computed from them."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
     @property
     def fidelity(self) -> Fidelity:
         """The level in numbers."""
         return parse_level(self.level)
 
-    def bind(self, model: Model, *, page_size: int, dtype: str, device: str | None = None) -> AutoPrefill:
+    def bind(
+        self, model: Model, *, page_size: int, dtype: str, device: str | None = None, tensor: int = 1, context: int = 1
+    ) -> AutoPrefill:
         """This policy for a model, with the evidence of its fingerprint and the built-in times of a device (None: the first one here).
 
-        Nothing is timed. A policy that is bound already is returned as it is.
+        Nothing is timed. A policy that is bound already keeps its times and its evidence.
+
+        tensor, context: of the engine's mesh. Each device along tensor attends with its part of the heads, and exchanges the same for every
+        policy, so times of layers with as many heads count. Over context, pages are brought together and queries dealt out, and nothing was
+        timed so: ValueError there, if there is anything to choose.
         """
         if self.bound is not None:
-            return self
+            own = self.bound.sizes if tensor == 1 else layer_sizes(model.config.on_shards(tensor), dtype, page_size)
+            return dataclasses.replace(self, bound=dataclasses.replace(self.bound, sizes=own))._checked(context)
         mark = fingerprint(model)
         device = jax.local_devices()[0].device_kind if device is None else device
         rows = tuple(row for row in recorded_prefill_evidence() if row.fingerprint == mark)
-        sizes = layer_sizes(model.config, dtype, page_size)
+        sizes = layer_sizes(model.config.on_shards(tensor), dtype, page_size)
         bills = tuple(bill for bill in known_prefill_bills() if bill.device == device)
         unusable = _unusable(dict.fromkeys(row.policy for row in rows), page_size)
-        return dataclasses.replace(self, bound=PrefillBound(sizes, mark, device, bills, rows, unusable))
+        return dataclasses.replace(self, bound=PrefillBound(sizes, mark, device, bills, rows, unusable))._checked(context)
+
+    def _checked(self, context: int) -> AutoPrefill:
+        if context > 1 and self.candidates:
+            names = ",".join(("dense", *self.candidates))
+            raise ValueError(
+                f"prefill {self} chooses by times of one device, and no prompt was timed with its pages on context={context} devices: name "
+                f"the policy that it is to choose (on record as {self.level}: {names}), or use a mesh with context=1"
+            )
+        return self
 
     @functools.cached_property
     def candidates(self) -> tuple[str, ...]:

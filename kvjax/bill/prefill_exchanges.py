@@ -20,6 +20,7 @@ from kvjax.bill.mesh_terms import MeshTerms
 from kvjax.cache.spec import LatentSpec, LayerSpec, RecurrentSpec
 from kvjax.cache.tables import staged_width
 from kvjax.cache.types import IndexSpec
+from kvjax.chunk_rows import in_parts, tiles_each
 from kvjax.layers import LatentLayer
 from kvjax.model import ModelConfig
 from kvjax.policies.prefill import BoundsBlocks, DensePrefill, MeasureOnceMaskOnce, PrefillPolicy, SinkWindow, indexes_of, query_tile_of
@@ -29,6 +30,7 @@ PREFILL_PARTS = {
     "products": "sums of the embedding and of every o and down projection",
     "keys": "keys and values of the chunk, latents, or inputs of recurrences",
     "queries": "queries of the chunk, where a policy looks at more of them than a device has",
+    "outputs": "outputs of attention, where a device's part of the chunk is not whole tiles of the policy",
     "places": "which device has which page",
     "pages": "keys and values of all pages up to the chunk's end, and their indexes",
     "hidden": "the last layer's output, after the last chunk",
@@ -106,10 +108,13 @@ def chunk_exchanges(
         for size in _brought(kept, pages // context, page_size, indexes_of(policy) if window is None else ()):
             gathered("pages", CONTEXT, size)
         tile = query_tile_of(policy) if window is None else 1
-        if dealt and (tile is None or rows % (2 * tile)):
+        if dealt and not in_parts(rows, tile):
             gathered("queries", CONTEXT, rows * layer.mixer.num_heads * _query_width(kept) * item)
             for width, each in _asked(layer.mixer, item):
                 gathered("queries", CONTEXT, rows * width * each)
+            if tile is not None and chunk > tile:
+                width = kept.latent_dim if isinstance(kept, LatentSpec) else kept.head_dim
+                gathered("outputs", CONTEXT, tiles_each(chunk, tile, context) * tile * layer.mixer.num_heads * width * item)
     if last:
         gathered("logits", TENSOR, -(-config.vocab_size // tensor) * 4)
     if last and dealt:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvjax.cache.recency import Recency
 from kvjax.checks import whole_number
@@ -57,11 +57,6 @@ class PageAllocator:
         return sum(map(self._free_of, range(self.parts)))
 
     @property
-    def room(self) -> int:
-        """Pages that a sequence could take, whichever device its first one lies on: those of the fullest device, times the devices."""
-        return self.parts * min(map(self._free_of, range(self.parts)))
-
-    @property
     def kept(self) -> int:
         """Pages whose content is kept, with owners or without."""
         return len(self._kept)
@@ -79,9 +74,16 @@ class PageAllocator:
         """The device that has a page."""
         return page // self.each
 
-    def part_of_first(self) -> int:
-        """The device with most free pages, and of these the one with fewest idle ones: a new sequence begins there."""
-        return max(range(self.parts), key=lambda part: (self._free_of(part), len(self._free[part])))
+    def part_of_first(self, numbers: Sequence[int] = (0,), taken: Mapping[int, int] | None = None) -> int:
+        """The device on which a sequence best begins that takes pages at these logical numbers: so that most pages are left on the fullest
+        one of the devices that it takes some of (`left`). Of equal ones that with most free pages, and then with fewest idle ones."""
+        return max(range(self.parts), key=lambda first: (self.left(first, numbers, taken), self._free_of(first), len(self._free[first])))
+
+    def left(self, first: int, numbers: Sequence[int], taken: Mapping[int, int] | None = None) -> int:
+        """Free pages of the fullest one of the devices of which a sequence took pages at these logical numbers, if it began on device
+        `first`; below 0 if it cannot. taken: pages of each device that others take before."""
+        counts, before = Counter((first + number) % self.parts for number in numbers), taken or {}
+        return min((self._free_of(part) - before.get(part, 0) - count for part, count in counts.items()), default=0)
 
     def lacking(self, parts: Sequence[int]) -> bool:
         """Whether any device has too few pages for one on each of these devices."""
@@ -94,7 +96,7 @@ class PageAllocator:
 
     def take(self, count: int) -> list[int]:
         """Take `count` pages of neighbouring devices, as a new sequence does, with one owner each. After OutOfPages none were taken."""
-        first = self.part_of_first()
+        first = self.part_of_first(range(count))
         return self.take_from([(first + number) % self.parts for number in range(count)])
 
     def take_from(self, parts: Sequence[int]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -10,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from kvjax.cache.allocator import OutOfPages, PageAllocator
+from kvjax.cache.allocator import PageAllocator
 from kvjax.cache.frames import Frames
 from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.spec import MOST_TOKENS, WHOLE, CacheSpec, GroupSpec
@@ -26,6 +27,9 @@ PageIds = dict[str, list[int]]
 """The pages of one sequence, by group: logical page -> page id, including reserved ones; -1 for a page that a window gave back."""
 
 
+Numbers = Mapping[str, Sequence[int]]
+"""Logical pages by group."""
+
 Reach = tuple[int, int]
 """(sink_tokens, window_tokens): the first tokens of a sequence, and the last ones up to a query, its own included."""
 
@@ -33,7 +37,8 @@ Reach = tuple[int, int]
 class Holder(Protocol):
     """A sequence: its number of written tokens, its pages, and what it keeps in groups without a window of their own; None: every page.
 
-    start: on which device its first page lies, modulo the devices over which pages are dealt out; None: on the one with most free pages.
+    firsts: by layer group, on which device of a mesh its first page is to lie if it holds no page of the group; where a group is missing,
+    where most pages are free.
     """
 
     length: int
@@ -43,7 +48,11 @@ class Holder(Protocol):
     def reach(self) -> Reach | None: ...
 
     @property
-    def start(self) -> int | None: ...
+    def firsts(self) -> Mapping[str, int]: ...
+
+
+Wanted = tuple[Holder | None, Sequence[int]]
+"""A sequence, None for one that holds no page, and the numbers of logical pages that it is to get."""
 
 
 class GroupPages:
@@ -119,21 +128,34 @@ class GroupPages:
         pages that no later query reads. They take at most the pages of the next token's chunk, or of one step."""
         for sequence in sequences:
             self.give_back(sequence)
-        wanted = {group.name: [self._missing(group, each, tokens) for each in sequences] for group in self.spec.groups}
-        dealt = {name: self._parts(name, zip(sequences, counts, strict=True)) for name, counts in wanted.items()}
-        self.check_parts({name: [part for each in parts for part in each] for name, parts in dealt.items()})
+        dealt = self._checked(lambda group: [(each, self._next(each, group, self._missing(group, each, tokens))) for each in sequences])
         for name, parts in dealt.items():
             for sequence, each in zip(sequences, parts, strict=True):
                 sequence.pages[name] += self.allocators[name].take_from(each)
 
-    def check_free(self, needed: Mapping[str, int]) -> None:
-        """OutOfPages unless every group has `needed` free pages."""
-        if self.on_short is not None and any(count > self.allocators[name].room for name, count in needed.items()):
-            self.on_short()
-        for name, count in needed.items():
-            allocator = self.allocators[name]
-            if count > allocator.room:
-                raise OutOfPages(count, allocator.room, allocator.total, group=name)
+    def check_new(self, tokens: Sequence[int]) -> None:
+        """OutOfPages unless new sequences of so many tokens fit, one after the other."""
+        needed = [self.needed(count) for count in tokens]
+        self._checked(lambda group: [(None, range(each[group.name])) for each in needed])
+
+    def check_room(self, tokens: int, sequence: Holder | None, held: Numbers | None, growing: Sequence[Holder]) -> None:
+        """OutOfPages unless a sequence fits that grows to `tokens` tokens, and those of `growing` find a page more each.
+
+        sequence: None: a new one. held: if it is suspended, the logical pages that it gets back.
+        """
+        needed = self.needed(tokens)
+
+        def wanted(group: GroupSpec) -> list[Wanted]:
+            others = [] if group.page_size == WHOLE else [(each, self._next(each, group, 1)) for each in growing]
+            if held is not None:
+                back, length = held[group.name], pages_for(sequence.length, group)
+                return [(None, [*back, *range(length, pages_for(tokens, group))]), *others]
+            if sequence is None:
+                return [(None, range(needed[group.name])), *others]
+            lacking = needed[group.name] - sum(page >= 0 for page in sequence.pages[group.name])
+            return [(sequence, self._next(sequence, group, max(0, lacking))), *others]
+
+        self._checked(wanted)
 
     def check_parts(self, needed: Mapping[str, Sequence[int]]) -> None:
         """OutOfPages unless every group has one free page on each of these devices."""
@@ -147,11 +169,6 @@ class GroupPages:
         """The most pages of each group that a new sequence of `tokens` tokens takes."""
         most = {group.name: most_pages(group, self.chunk, self.reach) for group in self.spec.groups}
         return {group.name: min(pages_for(tokens, group), most[group.name]) for group in self.spec.groups}
-
-    def needed_again(self, held: Mapping[str, Sequence[int]], length: int, tokens: int) -> dict[str, int]:
-        """The pages of each group that a sequence of `length` tokens takes, if it gets its logical pages `held` back and grows to
-        `tokens`."""
-        return {group.name: len(held[group.name]) + pages_for(tokens, group) - pages_for(length, group) for group in self.spec.groups}
 
     def give_back(self, sequence: Holder, *, narrowed: bool = False) -> None:
         """Release the pages that no later query reads: those between the sinks and the window of the chunk that holds the next token.
@@ -193,13 +210,12 @@ class GroupPages:
         counts = {group.name: pages_for(length, group) for group in self.spec.groups}
         self.keep(sequence, {name: max(count, (least or {}).get(name, 0)) for name, count in counts.items()})
 
-    def fill(self, sequence: Holder, numbers: Mapping[str, Sequence[int]]) -> None:
-        """Take pages for these logical pages, ascending, of a sequence that holds none."""
-        parts = {name: self.parts_from(name, sequence.start, each) for name, each in numbers.items()}
-        self.check_parts(parts)
+    def fill(self, sequence: Holder, numbers: Numbers) -> None:
+        """Take pages for these logical pages, ascending, of a sequence that holds none, beginning where most pages are free."""
+        dealt = self._checked(lambda group: [(None, numbers[group.name])])
         for name, each in numbers.items():
             ids = [-1] * (each[-1] + 1 if each else 0)
-            for number, page in zip(each, self.allocators[name].take_from(parts[name]), strict=True):
+            for number, page in zip(each, self.allocators[name].take_from(dealt[name][0]), strict=True):
                 ids[number] = page
             sequence.pages[name] = ids
 
@@ -261,27 +277,49 @@ class GroupPages:
         dealt_out = self.shards is not None and name in dict(self.shards.pages)
         return PageAllocator(total, self.shards.context if dealt_out else 1)
 
-    def parts_from(self, name: str, start: int | None, numbers: Sequence[int]) -> list[int]:
-        """The devices of these logical pages of a sequence that holds no page of a group. start: as in `Holder`."""
-        allocator = self.allocators[name]
-        first = allocator.part_of_first() if start is None else start
-        return [(first + number) % allocator.parts for number in numbers]
+    def first_of(self, name: str, sequence: Holder) -> int | None:
+        """On which device the first page of a sequence lies, or would lie where it was given back; None if it holds no page of a group."""
+        allocator, ids = self.allocators[name], sequence.pages[name]
+        held = next((number for number, page in enumerate(ids) if page >= 0), None)
+        return None if held is None else (allocator.part_of(ids[held]) - held) % allocator.parts
 
-    def _parts(self, name: str, wanted: Iterable[tuple[Holder, int]]) -> list[list[int]]:
-        """For each sequence and number of pages, the devices of its next pages of a group."""
-        allocator = self.allocators[name]
+    def parts_from(self, name: str, first: int, numbers: Iterable[int]) -> list[int]:
+        """The devices of these logical pages of a sequence whose first page lies on device `first`."""
+        return [(first + number) % self.allocators[name].parts for number in numbers]
+
+    def _next(self, sequence: Holder, group: GroupSpec, count: int) -> range:
+        """The next logical pages of a sequence."""
+        done = len(sequence.pages[group.name])
+        return range(done, done + count)
+
+    def _checked(self, wanted: Callable[[GroupSpec], Sequence[Wanted]]) -> dict[str, list[list[int]]]:
+        """By group, the devices of the pages that sequences want of it, in turn. OutOfPages if one of them has too few."""
+
+        def dealt() -> dict[str, list[list[int]]]:
+            return {group.name: self._dealt(group.name, wanted(group)) for group in self.spec.groups}
+
+        found = dealt()
+        flat = {name: [part for each in parts for part in each] for name, parts in found.items()}
+        if self.on_short is not None and any(self.allocators[name].lacking(parts) for name, parts in flat.items()):
+            self.on_short()
+            found = dealt()  # pages came back: sequences may begin elsewhere
+            flat = {name: [part for each in parts for part in each] for name, parts in found.items()}
+        self.check_parts(flat)
+        return found
+
+    def _dealt(self, name: str, wanted: Sequence[Wanted]) -> list[list[int]]:
+        """The devices of the pages that each sequence wants of a group."""
+        allocator, found, taken = self.allocators[name], [], Counter()
         if allocator.parts == 1:
-            return [[0] * count for _, count in wanted]
-        found, fresh = [], allocator.part_of_first()
-        for sequence, count in wanted:
-            ids = sequence.pages[name]
-            held = next((number for number, page in enumerate(ids) if page >= 0), None)
-            if held is not None:
-                first = allocator.part_of(ids[held]) - held
-            else:
-                first = fresh if sequence.start is None else sequence.start
-                fresh += sequence.start is None
-            found.append([(first + number) % allocator.parts for number in range(len(ids), len(ids) + count)])
+            return [[0] * len(numbers) for _, numbers in wanted]
+        for sequence, numbers in wanted:
+            first = None if sequence is None else self.first_of(name, sequence)
+            if first is None and sequence is not None:
+                first = sequence.firsts.get(name)
+            if first is None:
+                first = allocator.part_of_first(numbers, taken)
+            found.append(self.parts_from(name, first, numbers))
+            taken.update(found[-1])
         return found
 
     def _missing(self, group: GroupSpec, sequence: Holder, tokens: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvjax.cache.groups import PageIds
@@ -48,8 +48,9 @@ class Pins:
         """Layer group and key of every pinned state."""
         return [each for pin in self._pins.values() for each in pin.states.items()]
 
-    def add(self, digests: Sequence[bytes]) -> int:
-        """Pin the prefix of these grains, all of which are known. Returns its tokens. Pinning it again changes nothing.
+    def add(self, digests: Sequence[bytes], firsts: Mapping[str, int]) -> int:
+        """Pin the prefix of these grains, all of which are known. Returns its tokens. Pinning it again changes nothing. firsts: on which
+        device of a mesh its first page lies (`kvjax.cache.prefixes.Chain`).
 
         ValueError if more than one page in SHARE of a store would be pinned, or if a page turns out to be damaged; OutOfPages.
         """
@@ -57,9 +58,9 @@ class Pins:
         if last in self._pins:
             return self._pins[last].length
         pin = Pin(len(digests) * prefixes.grain, {}, prefixes.state_keys(digests))
-        self._check_device(digests)
+        self._check_device(digests, firsts)
         self._check_stores(pin.states)
-        if not prefixes.take(pin, digests, to_pin=True):
+        if not prefixes.take(pin, digests, firsts, to_pin=True):
             raise ValueError("a page of this prefix was damaged or lost, so it cannot be pinned: prefill the prompt again first")
         self._pins[last] = pin
         for key in pin.states.values():
@@ -82,9 +83,9 @@ class Pins:
         )
         raise ValueError(f"no prefix of this prompt is pinned; {pinned}")
 
-    def _check_device(self, digests: Sequence[bytes]) -> None:
+    def _check_device(self, digests: Sequence[bytes], firsts: Mapping[str, int]) -> None:
         held = self.pages
-        for name, (resident, absent) in self._prefixes.places(digests).items():
+        for name, (resident, absent) in self._prefixes.places(digests, firsts).items():
             allocator = self._prefixes.allocator(name)
             counts = Counter([*map(allocator.part_of, held[name] | set(resident)), *absent])
             if (count := max(counts.values(), default=0)) > (most := allocator.each // SHARE):

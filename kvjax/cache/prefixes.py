@@ -15,8 +15,9 @@ import functools
 import hashlib
 import time
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,17 +38,24 @@ STATE_CHUNKS = 4
 """States of recurrent layers are kept after every so many chunks of prefill."""
 
 
+class Place(NamedTuple):
+    """By what a page on the device is found: on which device of a mesh the first page of its prompt lies, and the page's key."""
+
+    first: int
+    key: bytes
+
+
 @dataclasses.dataclass
 class Chain:
     """What prefix a sequence begins with. root: the digest before the first grain. path: that of `kvjax.dispatch`, which root covers.
-    digests: of its full grains. length: how many of its first tokens are such as prefill of a new prompt writes them. start: on which
-    device of a mesh its first page lies (`Holder`); None for a prompt that is shorter than a grain."""
+    digests: of its full grains. length: how many of its first tokens are such as prefill of a new prompt writes them. firsts: by layer
+    group, on which device of a mesh its first page lies or is to lie (`Holder`)."""
 
     root: bytes
     path: str | None = None
     digests: list[bytes] = dataclasses.field(default_factory=list)
     length: int = 0
-    start: int | None = None
+    firsts: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def copy(self) -> Chain:
         return dataclasses.replace(self, digests=list(self.digests))
@@ -121,8 +129,8 @@ class Prefixes:
         self.host, self.disk, self.grain = host, disk, grain
         self._pool, self._groups, self._indexes, self.spec = pool, groups, indexes, groups.spec
         self._page_size = min(group.page_size for group in self.spec.groups)
-        self._device: dict[str, dict[bytes, int]] = {group.name: {} for group in self.spec.groups}
-        self._keys: dict[str, dict[int, bytes]] = {group.name: {} for group in self.spec.groups}
+        self._device: dict[str, dict[Place, int]] = {group.name: {} for group in self.spec.groups}
+        self._keys: dict[str, dict[int, Place]] = {group.name: {} for group in self.spec.groups}
         for group in self.spec.groups:
             # Weakly, so that an engine that nobody holds any more gives its stores back at once.
             groups.allocators[group.name].on_evict = functools.partial(_tell_evicted, weakref.ref(self), group.name)
@@ -166,12 +174,15 @@ class Prefixes:
         self._seen.prompts += 1
         self._seen.tokens += len(tokens)
         digests = self._digests(chain.root, tokens[: len(tokens) - 1], how)
-        chain.start = _start(digests)
         started = time.monotonic()
-        while count := self._known(digests):
+        while True:
+            count, chain.firsts = self._found(digests, len(tokens))
+            if not count:
+                break
             try:
-                taken = self.take(sequence, digests[:count])
+                taken = self.take(sequence, digests[:count], chain.firsts)
             except OutOfPages:
+                chain.firsts = {}  # it may begin where there is room
                 break
             if taken:
                 self._seen.found_tokens += count * self.grain
@@ -187,8 +198,13 @@ class Prefixes:
         for start in range(known * self.grain, last - self.grain + 1, self.grain):
             before = chain.digests[-1] if chain.digests else chain.root
             chain.digests.append(_digest(before, tokens[start : start + self.grain], how(start)))
+        held = {group.name: self._groups.first_of(group.name, sequence) for group in self.spec.groups}
+        firsts = chain.firsts | {name: first for name, first in held.items() if first is not None}
+        if any(chain.firsts.get(name, first) != first for name, first in firsts.items()):
+            known = 0  # it was suspended, and came back to other devices: so did its earlier pages
+        chain.firsts = firsts
         for number in range(known, len(chain.digests)):
-            self._keep(sequence, number, chain.digests)
+            self._keep(sequence, number, chain)
 
     def written_state(self, sequence: Holder, chain: Chain) -> None:
         """Prefill has just written a sequence's last tokens: keep the state of its recurrent layers, if it ends at a border of chunks."""
@@ -207,13 +223,14 @@ class Prefixes:
             raise ValueError(
                 f"{length:,} tokens cannot be pinned: give at least {border * self.grain:,}, because that many are kept together"
             )
-        if (known := self._known(digests[:count])) < count:
+        known, firsts = self._found(digests[:count], None)
+        if known < count:
             held = f"the first {known * self.grain:,}" if known else "none"
             raise ValueError(
                 f"{count * self.grain:,} tokens cannot be pinned: the engine has pages of {held} of them. Prefill the prompt first, "
                 "with the same cache_salt"
             )
-        return self.pins.add(digests[:count])
+        return self.pins.add(digests[:count], firsts)
 
     def digests(self, chain: Chain, tokens: Sequence[int], how: Callable[[int], str]) -> list[bytes]:
         """Of the full grains of a prompt. how: as in `adopt`."""
@@ -227,14 +244,15 @@ class Prefixes:
         """Key of the state after these grains, for each layer group that has states."""
         return {name: _named(digests[-1], name, 0) for name in self.spec.state_groups}
 
-    def places(self, digests: Sequence[bytes]) -> dict[str, tuple[list[int], list[int]]]:
+    def places(self, digests: Sequence[bytes], firsts: Mapping[str, int]) -> dict[str, tuple[list[int], list[int]]]:
         """Of the pages of these grains, by layer group: those on the device, and of those that are elsewhere the devices of a mesh that
-        they would be copied to. States are left out."""
+        they would be copied to. firsts: as in `Chain`. States are left out."""
         found = {}
-        for name, first in self._first(len(digests)).items():
+        for name, start in self._first(len(digests)).items():
             if name not in self.spec.row_groups:
-                keys, here = self._units(name, digests, first), self._device[name]
-                found[name] = [here[key] for key in keys if key in here], self._parts_of(name, digests, first, keys, here)
+                keys = self._units(name, digests, start)
+                here = self._resident(name, keys, firsts[name])
+                found[name] = list(here.values()), self._parts_of(name, start, keys, here, firsts[name])
         return found
 
     def release(self, pages: PageIds) -> None:
@@ -257,40 +275,90 @@ class Prefixes:
         each = self.grain // self._page_size
         return [_named(digests[page // each], group, page % each) for page in range(first, len(digests) * each)]
 
-    def _there(self, group: str, key: bytes) -> bool:
-        return key in self._device[group] or any(key in store for store in self.stores)
+    def _there(self, group: str, key: bytes, first: int) -> bool:
+        return Place(first, key) in self._device[group] or any(key in store for store in self.stores)
+
+    def _resident(self, group: str, keys: Sequence[bytes], first: int) -> dict[bytes, int]:
+        """Pages on the device, by key, of a prompt whose first page lies on device `first` of a mesh."""
+        here = self._device[group]
+        return {key: here[place] for key in keys if (place := Place(first, key)) in here}
 
     def _first(self, count: int) -> dict[str, int]:
         """The first page of each group that a sequence of `count` grains needs."""
         return {group.name: first_stored(group, count * self.grain) for group in self.spec.groups}
 
-    def _known(self, digests: list[bytes]) -> int:
-        """The most grains whose pages are all there."""
-        each = self.grain // self._page_size
+    def _found(self, digests: list[bytes], tokens: int | None) -> tuple[int, dict[str, int]]:
+        """The most grains whose pages are all there, and on which device of a mesh the first page of each group is to lie (`Chain.firsts`).
+
+        tokens: of the prompt; None: one that is not continued, whose pages lie where most of them are.
+        """
         whole = [group.name for group in self.spec.groups if group.window is None and group.name not in self.spec.row_groups]
-        longest = 0
-        for digest in digests:
-            if not all(self._there(name, _named(digest, name, page)) for name in whole for page in range(each)):
-                break
-            longest += 1
+        firsts = {name: first for name in whole if (first := self._best_first(name, digests, tokens)) is not None}
+        known = [self._known(name, digests, first) for name, first in firsts.items()]
+        longest = min(known, default=len(digests)) if len(firsts) == len(whole) else 0
         others = [group.name for group in self.spec.groups if group.name not in (*whole, OPEN)]
         for count in range(longest, 0, -1):
-            first = self._first(count)
-            if all(self._there(name, key) for name in others for key in self._units(name, digests[:count], first[name])):
-                return count
-        return 0
+            start, found = self._first(count), dict(firsts)
+            for name in others:
+                keys = self._units(name, digests[:count], start[name])
+                there = [first for first in self._devices(name) if all(self._there(name, key, first) for key in keys)]
+                if not there:
+                    break
+                found[name] = max(there, key=lambda first, name=name, keys=keys: len(self._resident(name, keys, first)))
+            else:
+                return count, found
+        return 0, firsts
 
-    def take(self, sequence: Holder, digests: list[bytes], *, to_pin: bool = False) -> bool:
+    def _devices(self, group: str) -> range:
+        """The devices over which pages of a group are dealt out."""
+        return range(self._groups.allocators[group].parts)
+
+    def _known(self, group: str, digests: Sequence[bytes], first: int) -> int:
+        """The most grains whose pages of a group that keeps all tokens are there, for a prompt that begins on device `first`."""
+        each = self.grain // self._page_size
+        for count, digest in enumerate(digests):
+            if not all(self._there(group, _named(digest, group, page), first) for page in range(each)):
+                return count
+        return len(digests)
+
+    def _best_first(self, group: str, digests: Sequence[bytes], tokens: int | None) -> int | None:
+        """On which device of a mesh the first page of a prompt best lies, in a group that keeps all tokens; None if no page is known.
+
+        Where most of its beginning is found. But pages that it has for itself come after these, on the same devices for all prompts with
+        this beginning. If fewer than half as many pages would stay free there as after pages on other devices, and the difference is more
+        than the beginning takes, it begins elsewhere, once more. There is at most one copy of a beginning for each device.
+        """
+        devices, allocator = self._devices(group), self._groups.allocators[group]
+        if len(devices) == 1:
+            return 0
+        each = self.grain // self._page_size
+        known = {first: self._known(group, digests, first) for first in devices}
+        if not any(known.values()):
+            return None
+        keys = {first: self._units(group, digests[: known[first]], 0) for first in devices}
+        held = {first: len(self._resident(group, keys[first], first)) for first in devices}
+        if tokens is None:
+            return max(devices, key=lambda first: (known[first], held[first]))
+        pages = tokens // self._page_size + 1
+        own = range(max(known.values()) * each, pages)
+        left = {first: allocator.left(first, own) for first in devices}
+        best = max(devices, key=lambda first: (known[first], held[first], left[first]))
+        other = max(devices, key=left.__getitem__)
+        spent, gained = held[best] - held[other], left[other] - left[best]
+        fits = allocator.left(other, range(held[other], pages)) >= 0
+        return other if fits and 2 * left[best] < left[other] and spent < gained else best
+
+    def take(self, sequence: Holder, digests: list[bytes], firsts: Mapping[str, int], *, to_pin: bool = False) -> bool:
         """Give a sequence the pages of these grains. False if a page turned out to be lost or damaged: then it has none. OutOfPages if
         there are too few free pages for those that have to be copied. to_pin: for a pin, which takes no states of recurrent layers. No
-        prompt has asked for its pages, so they do not count as found."""
+        prompt has asked for its pages, so they do not count as found. firsts: as in `Chain`."""
         first = self._first(len(digests))
         names = [name for name in first if name != OPEN and (not to_pin or name not in self.spec.row_groups)]
         rows = {OPEN: [0]} if OPEN in first and not to_pin else {}  # for the pages to come: a prefix ends with a sealed one
         wanted = {name: self._units(name, digests, first[name]) for name in names}
-        resident = {name: {key: self._device[name][key] for key in keys if key in self._device[name]} for name, keys in wanted.items()}
+        resident = {name: self._resident(name, keys, firsts.get(name, 0)) for name, keys in wanted.items()}
         absent = {name: [key for key in keys if key not in resident[name]] for name, keys in wanted.items()}
-        parts = {name: self._parts_of(name, digests, first[name], keys, resident[name]) for name, keys in wanted.items()} | rows
+        parts = {name: self._parts_of(name, first[name], keys, resident[name], firsts.get(name, 0)) for name, keys in wanted.items()} | rows
         owned: dict[str, list[int]] = {}
         try:
             for name, pages in resident.items():  # first, so that none of these makes room for the others
@@ -312,7 +380,7 @@ class Prefixes:
             copied = dict(zip(absent[name], taken[name], strict=True))
             if name not in self.spec.row_groups:  # a row of state changes with the next token
                 for key, page in copied.items():
-                    self._enter(name, key, page)
+                    self._enter(name, Place(firsts[name], key), page)
             at = resident[name] | copied
             sequence.pages[name] = [-1] * first[name] + [at[key] for key in keys]
             self._seen.device.hits += 0 if to_pin else len(resident[name])
@@ -354,15 +422,14 @@ class Prefixes:
         self._seen.host.bytes_in += block.nbytes
         return copied
 
-    def _parts_of(self, group: str, digests: Sequence[bytes], first: int, keys: Sequence[bytes], but: Container[bytes]) -> list[int]:
-        """The devices of the pages of these grains, from the logical page `first` on, but for some."""
-        numbers = [number for number, key in enumerate(keys, first) if key not in but]
-        return self._groups.parts_from(group, _start(digests), numbers)
+    def _parts_of(self, group: str, start: int, keys: Sequence[bytes], but: Container[bytes], first: int) -> list[int]:
+        """The devices of pages from the logical page `start` on, but for some. first: the device of the first page."""
+        return self._groups.parts_from(group, first, [number for number, key in enumerate(keys, start) if key not in but])
 
-    def _keep(self, sequence: Holder, number: int, digests: Sequence[bytes]) -> None:
-        """A sequence has written grain `number` of these. Pages are found on the device only if they lie where a prompt that begins with
-        the same grain needs them: it needs all of its pages dealt out in turn, whoever wrote them."""
-        each, digest = self.grain // self._page_size, digests[number]
+    def _keep(self, sequence: Holder, number: int, chain: Chain) -> None:
+        """A sequence has written grain `number` of its prefix. On a mesh a prompt needs its pages dealt out in turn, whoever wrote them: so
+        they are found on the device by the device where the sequence begins, too."""
+        each, digest = self.grain // self._page_size, chain.digests[number]
         for group in self.spec.groups:
             if group.name in self.spec.row_groups:
                 continue
@@ -372,9 +439,9 @@ class Prefixes:
                 key = _named(digest, group.name, place)
                 if page < 0:
                     continue  # it left the window while the grain was written
-                here = self._groups.parts_from(group.name, _start(digests), [number * each + place])
-                if key not in self._device[group.name] and [self._groups.allocators[group.name].part_of(page)] == here:
-                    self._enter(group.name, key, page)
+                at = Place(chain.firsts[group.name], key)
+                if at not in self._device[group.name]:
+                    self._enter(group.name, at, page)
                 new[key] = page
             self._copy(group.name, new)
 
@@ -391,8 +458,8 @@ class Prefixes:
             if self.disk is not None and key not in self.disk:
                 self.disk.put(key, group, there)
 
-    def _enter(self, group: str, key: bytes, page: int) -> None:
-        self._device[group][key], self._keys[group][page] = page, key
+    def _enter(self, group: str, place: Place, page: int) -> None:
+        self._device[group][place], self._keys[group][page] = page, place
         self._groups.allocators[group].keep(page)
 
     def _evicted(self, group: str, page: int) -> None:
@@ -410,11 +477,6 @@ def _digest(before: bytes, tokens: Sequence[int], how: str) -> bytes:
     digest.update(how.encode())
     digest.update(np.asarray(tokens, np.int32).tobytes())
     return digest.digest()
-
-
-def _start(digests: Sequence[bytes]) -> int | None:
-    """`Chain.start` of these grains: prompts that begin with the same one begin on the same device."""
-    return int.from_bytes(digests[0][:8]) if digests else None
 
 
 def _named(digest: bytes, group: str, place: int) -> bytes:

@@ -40,8 +40,9 @@ class ChoosesDecode(abc.ABC):
     """A decode policy that chooses among others by lengths and batch. A subclass is also a decode policy."""
 
     @abc.abstractmethod
-    def bind(self, model: Model, *, page_size: int, dtype: str) -> Self:
-        """This policy, ready to choose for a model with pages of `page_size` tokens in `dtype`. Already bound, it is returned as it is."""
+    def bind(self, model: Model, *, page_size: int, dtype: str, tensor: int = 1, context: int = 1) -> Self:
+        """This policy, ready to choose for a model with pages of `page_size` tokens in `dtype`, on a mesh of these sizes. ValueError if it
+        cannot choose there."""
 
     @abc.abstractmethod
     def indexes(self) -> tuple[IndexSpec, ...]:
@@ -61,8 +62,9 @@ class ChoosesPrefill(abc.ABC):
     """A prefill policy that chooses another one for each chunk. A subclass is also a prefill policy."""
 
     @abc.abstractmethod
-    def bind(self, model: Model, *, page_size: int, dtype: str) -> Self:
-        """This policy, ready to choose for a model with pages of `page_size` tokens in `dtype`. Already bound, it is returned as it is."""
+    def bind(self, model: Model, *, page_size: int, dtype: str, tensor: int = 1, context: int = 1) -> Self:
+        """This policy, ready to choose for a model with pages of `page_size` tokens in `dtype`, on a mesh of these sizes. ValueError if it
+        cannot choose there."""
 
     @abc.abstractmethod
     def indexes(self) -> tuple[IndexSpec, ...]:

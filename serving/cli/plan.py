@@ -102,6 +102,7 @@ def plan_command(
     lines += _kept_lines(plan, spec, host_memory, disk_size) if keeps else ()
     if tensor * context > 1:
         lines.append(f"on each of {tensor * context} devices: bytes are those of one device, pages those of all")
+    lines += filter(None, [declared.uneven_work(context)])
     packed = f", weights {weights.value}" if weights is not None else "" if stored is None else ", weights packed as stored"
     packed += f", pages packed as {declared.cache_format}" if declared.cache_format else ""
     policies = f"{declared.policy.describe()}, {declared.prefill.describe()}"

@@ -364,7 +364,7 @@ class SessionCore:
                     raise ResourceExhausted(str(short)) from short
 
     def _promote(self, record: Record) -> None:
-        self.engine.check_room(record.sequence.length, 0, record.sequence)
+        self.engine.check_room(record.sequence.length, record.sequence)
         self.engine.resume(record.sequence)
 
     def _give_room(self, needing: CachedSequence | None) -> bool:

@@ -43,7 +43,7 @@ def test_pages_of_a_device_are_taken_and_given_up_there():
     allocator.on_evict = gone.append
     pages = allocator.take_from([2, 0, 1, 2])
     assert [allocator.part_of(page) for page in pages] == [2, 0, 1, 2]
-    assert (allocator.free, allocator.room, allocator.part_of_first()) == (2, 0, 0)
+    assert (allocator.free, allocator.part_of_first()) == (2, 0)
     with pytest.raises(OutOfPages, match="1 needed on one of 3 devices, 0 free of its 2; free sequences"):
         allocator.take_from([0, 2])  # one page of the first is free
     with pytest.raises(OutOfPages, match="3 needed on one of 3 devices, and each has only 2; make the engine"):
@@ -51,12 +51,24 @@ def test_pages_of_a_device_are_taken_and_given_up_there():
     for page in pages:
         allocator.keep(page)
     allocator.release(pages)
-    assert (allocator.free, allocator.room, gone) == (6, 6, [])
+    assert (allocator.free, gone) == (6, [])
     allocator.own(pages[:1])
     assert allocator.take_from([2]) == gone == pages[3:]  # the idle page of that device
     allocator.release(pages[:1])
     with pytest.raises(ValueError, match="6 pages cannot be dealt out over 4 devices evenly"):
         PageAllocator(6, 4)
+
+
+def test_a_sequence_begins_where_its_pages_fit():
+    """Where most pages are free is not enough: the next device may be full."""
+    allocator = PageAllocator(12, 4)
+    allocator.take_from([1, 1, 1, 3])
+    assert [allocator.part_of_first(range(count)) for count in (1, 2, 3, 4)] == [0, 2, 2, 0]
+    assert [allocator.left(first, range(2)) for first in range(4)] == [-1, -1, 1, 1]
+    assert allocator.part_of_first(range(2), {2: 3}) == 3
+    allocator.take(2)
+    with pytest.raises(OutOfPages, match="1 needed on one of 4 devices, 0 free of its 3"):
+        allocator.take(4)
 
 
 @given(st.lists(st.tuples(st.sampled_from("tsr"), st.integers(0, 5)), max_size=40))

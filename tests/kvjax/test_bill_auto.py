@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import pickle
 import time
 
 import jax
@@ -16,6 +17,8 @@ import kvjax
 from kvjax import Engine
 from kvjax.bill import Auto, Bill, Bound, Evidence, Fidelity, auto_decode, calibration, parse_level, step_bytes
 from kvjax.bill.evidence import LEVELS, qualified, read_evidence, with_panel, write_evidence
+from kvjax.bill.exchanges import KINDS
+from kvjax.bill.mesh_terms import Latency, MeshRange, MeshTerms
 from kvjax.bill.step_bill import Price, sizes_of
 from kvjax.model import fingerprint
 from kvjax.policies.decode import DecodePolicy, Dense, parse
@@ -290,11 +293,69 @@ def test_what_may_be_chosen_up_to_a_length():
     assert {spec.name for spec in auto().indexes()} == {"bounds128"}
 
 
+def test_it_can_be_sent_to_other_processes_after_it_chose():
+    made = auto()
+    choice = made.choose([500_000])
+    sent = pickle.loads(pickle.dumps(made))
+    assert (sent, sent.choose([500_000])) == (made, choice)
+
+
 def test_unbound_it_cannot_choose():
     with pytest.raises(RuntimeError, match="not bound to a model"):
         Auto().choose([1])
     with pytest.raises(RuntimeError, match="run it through an Engine"):
         Auto().select(None, None, None, ())
+
+
+# On a mesh
+
+
+def terms(**changed):
+    """Of a mesh of four devices: 10 us an exchange of two devices, and 100 us of a layer that chooses over devices."""
+    fields = {"model": "it", "law": "log2", "latency": tuple((kind, Latency(0.0, 1e-5, (2, 4))) for kind in KINDS), "link_per_s": 1e11}
+    fields |= {"choose_s": 1e-4, "policies": ("dense", "top:8", "top:32"), "error": 0.02, "source": "planted"}
+    measured = tuple(MeshRange(*mesh, batch, 1, 2**20) for mesh in ((2, 2), (4, 1)) for batch in (1, 64))
+    return MeshTerms(**(fields | {"measured": measured} | changed))
+
+
+def test_on_a_mesh_the_bill_counts_exchanges_and_the_bytes_of_one_device():
+    made, chosen = bill(mesh=terms()), {}
+    for tensor, context in ((1, 1), (4, 1), (2, 2)):
+        for length in (2**15, 2**17, 2**19):
+            choice = auto(made=made, tensor=tensor, context=context).choose([length] * 4)
+            times = {name: made.predict(QWEN_7B, name, length, 4, tensor=tensor, context=context) for name in ("dense", "top:8")}
+            assert choice.dense_seconds == times["dense"].seconds
+            asked = 0.02 if tensor * context > 1 else 0.01  # the larger of both errors
+            pays = times["dense"].seconds / times["top:8"].seconds > 1 + asked
+            assert str(choice.policy) == ("top:8" if pays else "dense")
+            assert ("tensor 2 x context 2" in choice.why) == (context == 2)
+            chosen[tensor, context, length] = pays
+    assert [chosen[1, 1, 2**17], chosen[4, 1, 2**17], chosen[2, 2, 2**17]] == [True, True, False], "choosing over devices costs too much"
+    assert chosen[2, 2, 2**19]
+
+
+def test_a_mesh_that_was_not_measured_is_a_projection():
+    free = tuple((kind, Latency(0.0, 0.0, (2, 4))) for kind in KINDS)
+    made = bill(mesh=terms(latency=free, choose_s=0.0), c1=(("top:8", Price(0.0)),))
+    gains = []
+    for mesh in ({"tensor": 2, "context": 2}, {"tensor": 1, "context": 4}):
+        for length in range(2**13, 2**17, 2**11):
+            choice = auto(made=made, **mesh).choose([length] * 8)
+            if str(choice.policy) == "top:8":
+                gains.append(choice.dense_seconds / choice.seconds)
+                assert any("was not measured" in why for why in choice.projection) == (mesh["context"] == 4)
+                break
+    assert 1.02 < gains[0] < 1.1 < gains[1]
+
+
+def test_what_the_terms_of_a_mesh_cannot_price_is_not_chosen():
+    rows = [row("heavy:8", 2**20), row("top:8", 2**20)]
+    made = bill(mesh=terms(), c1=(("top:8", Price(0.0)), ("heavy:8", Price(0.0))))
+    assert str(auto(rows, made=made, tensor=2, context=2).choose([500_000] * 4).policy) == "top:8"
+    without = bill(mesh=terms(choose_s=None))
+    choice = auto(made=without, tensor=2, context=2).choose([500_000])
+    assert (choice.policy, "the choice over the devices of context was not measured" in choice.why) == (Dense(), True)
+    assert str(auto(made=without, tensor=4).choose([500_000] * 4).policy) == "top:8", "nothing is chosen over devices there"
 
 
 # In an engine
@@ -338,6 +399,43 @@ def test_a_step_is_the_chosen_policys_own(engine, text, caplog):
             assert str(engine.last_choice.policy) == name
     assert decode_step._cache_size() == compiled, "nothing new was compiled"
     assert ["quest:0" in caplog.messages[0], "dense" in caplog.messages[1]] == [True, True]
+
+
+@pytest.mark.parametrize(("mesh", "policy"), [((2, 2), "quest:0"), ((1, 4), "dense")])
+def test_on_a_mesh_a_step_is_the_chosen_policys_own(mesh, policy, small, text):
+    """It is chosen once, on the host. By this bill, an exchange of four devices along context takes so long that lists do not pay."""
+    (tensor, context), slow = mesh, Latency(0.0, 1.0, (2, 4))
+    latency = tuple((kind, slow if context == 4 and kind == "all_gather" else Latency(0.0, 0.0, (2, 4))) for kind in KINDS)
+    places = tuple(MeshRange(*mesh, 1, 1, 2**20) for mesh in ((2, 2), (1, 4)))
+    planted = terms(latency=latency, choose_s=0.0, policies=("dense", "quest:0"), measured=places)
+    made = bill(small.config, dtype="float32", bytes_per_s=1e7, c0=0.0, c1=(("quest:0", Price(0.0)),), mesh=planted)
+    bound = {"fingerprint": fingerprint(small), "dtype": "float32", "page_size": 64}
+    chooses = auto([row("quest:0", 2048)], config=small.config, made=made, **bound)
+    sizes = {"pages": 48, "page_size": 64, "prefill_chunk": 64, "batch_buckets": (1,)}
+    engine = Engine(small, chooses, policies=["quest:0"], mesh=kvjax.mesh(tensor=tensor, context=context), **sizes)
+    (sequence,) = engine.prefill([(text * 3)[:800]])
+    named = engine.decode([engine.fork(sequence)], [5], policy), engine.last_reads.keys.tolist()
+    assert engine.last_choice is None
+    logits = engine.decode([engine.fork(sequence)], [5])
+    assert str(engine.last_choice.policy) == policy
+    np.testing.assert_array_equal(logits, named[0])
+    assert engine.last_reads.keys.tolist() == named[1]
+
+
+def test_a_mesh_without_terms_is_refused_by_name(model, monkeypatch):
+    """But not where nothing could be chosen: then every step is dense, as on one device."""
+    monkeypatch.setattr(auto_decode, "calibrate", lambda *_, **__: pytest.fail("a calibration times one device"))
+    sizes = {"pages": 8, "page_size": PAGE, "prefill_chunk": PAGE, "mesh": kvjax.mesh(tensor=2, context=2)}
+    assert "nothing else is on record" in Engine(model, "auto", **sizes).policy.describe()
+    monkeypatch.setattr(auto_decode, "recorded_evidence", lambda: (row("quest:0", 2048, fingerprint=fingerprint(model)),))
+    said = (
+        r"policy auto .* tensor 2 x context 2: no bill of this model on cpu .* assured: quest:0\).*"
+        "--policies dense,quest:0 --tensor 1,2 --context 1,2 --json FILE, then kvjax bill fit FILE"
+    )
+    with pytest.raises(ValueError, match=said):
+        Engine(model, "auto", **sizes)
+    with pytest.raises(ValueError, match="no bill of this model on chip has terms"):
+        Engine(model, auto([row("quest:0", 2048)], config=model.config), **sizes)
 
 
 def test_warming_up_compiles_whatever_may_be_chosen(engine, text):

@@ -1,8 +1,10 @@
 """Engines over a mesh of simulated devices: the results of one device, whatever is split, and the same bits in any company."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
+import re
 
 import jax
 import numpy as np
@@ -15,10 +17,11 @@ from tiny_models import random_model
 
 import kvjax
 from kvjax import Engine, attend, chunk_rows, steps
+from kvjax.cache.prefixes import Prefixes
 from kvjax.model import fingerprint
 from kvjax.policies.decode import Cascade, TopBlocks
 from kvjax.policies.decode.candidates import best_candidates
-from kvjax.policies.prefill import BoundsBlocks, BoundsShare, DensePrefill, query_tile_of
+from kvjax.policies.prefill import BoundsBlocks, BoundsShare, DensePrefill, PrefillContext, parse_prefill, query_tile_of
 from kvjax.sharding import Shards, place_params
 
 PAGE, CHUNK = 16, 64
@@ -108,6 +111,78 @@ def test_every_prefill_policy_computes_the_same_on_a_mesh(case, one_layer, text)
     check_near(found, expected)
 
 
+@pytest.mark.parametrize("count", [64, 40, 16])
+def test_each_tile_is_attended_to_once_as_a_whole(count):
+    """Of a chunk of `count` queries in tiles of 24 on four devices. A query's output is the sum of its tile and its position."""
+    shards = Shards(kvjax.mesh(context=4), (), 4)
+    query = np.random.default_rng(count).integers(0, 9, (1, count, 1, 2)).astype(np.float32)
+    ctx = PrefillContext(np.zeros((1, 1), np.int32), np.array([128], np.int32), np.array([128 + count], np.int32), 0, 1.0)
+    seen = []
+
+    def attends(x, ctx):
+        seen.append(x.shape[1])
+        tiles = x.reshape(1, -1, 24, 1, 2)
+        position = (ctx.starts[:, None] + np.arange(x.shape[1]))[..., None, None]
+        return jax.numpy.broadcast_to(tiles.sum(2, keepdims=True), tiles.shape).reshape(x.shape) + position
+
+    def on_device(x):
+        return chunk_rows.whole_rows(shards, chunk_rows.by_tiles(shards, attends, x, ctx, 24))
+
+    found = shards.run(on_device, (query,), (PartitionSpec(),), PartitionSpec())
+    padded = np.pad(query, ((0, 0), (0, -count % 24), (0, 0), (0, 0)))
+    assert np.array_equal(found, attends(padded, ctx)[:, :count])
+    assert seen[0] == 24, "three tiles, two, or one: a device has one at most"
+
+
+def test_uneven_work_is_said_with_the_remedy(one_layer, caplog):
+    even = [(DensePrefill(), 512, 4), (BoundsBlocks(32), 1024, 4), (BoundsBlocks(32), 16, 1), (parse_prefill("window:64+1024"), 64, 8)]
+    assert [chunk_rows.uneven_work(*each, learns=False) for each in even] == [""] * 4
+    said = {
+        (BoundsBlocks(32), 512): "prefill bounds:32 looks at 128 queries together: of 512 a device attends for up to 128, .* of 1,024, for",
+        (BoundsBlocks(32), 128): "looks at the 128 queries of a chunk together: each of the 4 devices along context attends for all",
+        (BoundsShare(), 1024): "looks at all queries of a chunk together",
+        (DensePrefill(), 20): "chunks of 20 tokens are no multiple of 8",
+    }
+    for (policy, chunk), words in said.items():
+        assert re.search(words, chunk_rows.uneven_work(policy, chunk, 4, learns=False))
+    sizes = {"pages": 64, "page_size": PAGE, "prefill_chunk": CHUNK, "mesh": mesh_of("context 2"), "batch_buckets": (1,)}
+    for policy, words in (("dense", ""), ("heavy:3", "a decode policy that learns from prefill looks at all queries of a chunk together")):
+        Engine(one_layer, policy, **sizes)
+        assert words in caplog.text
+        assert bool(caplog.text) == bool(words)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wrong", [False, True], ids=["", "mutant"])
+def test_tiles_that_do_not_divide_are_dealt_out(wrong, one_layer, text, monkeypatch):
+    """Three tiles of 24 queries over the four devices of a chunk of 64: each attends for one, the last one for none. The mutant's devices
+    all take the first tile. The prompt ends in the third one."""
+    prompt = text[:250]
+    asked = []
+
+    def noted(shards, attend, query, ctx, tile):
+        def seen(part, inner):
+            asked.append(part.shape[1])
+            return attend(part, inner.replace(starts=ctx.starts) if wrong else inner)
+
+        return honest(shards, seen, query, ctx, tile)
+
+    honest = attend.by_tiles
+    monkeypatch.setattr(attend, "by_tiles", noted)
+    prefill = dataclasses.replace(PREFILL["bounds"], chi=24)
+    jax.clear_caches()
+    try:
+        expected, _ = logits_of(one_layer, None, "dense", prompt, steps=1, prefill=prefill)
+        found, _ = logits_of(one_layer, mesh_of("context 4"), "dense", prompt, steps=1, prefill=prefill)
+    finally:
+        jax.clear_caches()
+    assert set(asked) == {24}
+    if wrong:
+        assert np.abs(found - expected).max() > 1e-3
+    else:
+        check_near(found, expected)
+
+
 class MeshHistory(History):
     """On a mesh, against the same mesh with nothing else on it."""
 
@@ -136,6 +211,55 @@ def test_bits_do_not_depend_on_the_device_where_a_sequence_begins(one_layer, tex
         found.append([np.asarray(engine.decode([sequence], [token]))[0] for token in range(4)])
     assert np.array_equal(found[0], found[1])
     assert np.array_equal(found[0], found[2])
+
+
+def fill(engine, prompts):
+    """How many of these prompts fit, one after the other, and how many pages of each device are then in use."""
+    allocator, held = engine.allocators["full"], []
+    with contextlib.suppress(kvjax.OutOfPages):
+        for prompt in prompts:
+            held += engine.prefill([prompt])
+    return len(held), [sum(allocator.owners(page) > 0 for page in range(part * 8, part * 8 + 8)) for part in range(4)]
+
+
+def by_digest(kept, group, digests, tokens):
+    """Mutant: where a prompt begins is drawn from what it begins with, once for all prompts with the same first page."""
+    return int.from_bytes(digests[0][:8]) % 4 if digests else None
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("mutant", [False, True], ids=["", "by digest"])
+def test_short_prompts_fill_all_devices(mutant, one_layer, text, monkeypatch):
+    """Two pages each. Without a common beginning they take all 32 pages; with a common first page, all but a copy of it on each device."""
+    if mutant:
+        monkeypatch.setattr(Prefixes, "_best_first", by_digest)
+    sizes = {"pages": 32, "page_size": PAGE, "prefill_chunk": PAGE, "batch_buckets": (1,), "reuse": True, "mesh": mesh_of("context 4")}
+    prompts = {"own": [[token, *text[:PAGE]] for token in range(20)], "common": [[*text[:PAGE], token] for token in range(40)]}
+    found = {}
+    for name, each in prompts.items():
+        engine = Engine(one_layer, **sizes)
+        found[name] = fill(engine, each)
+    assert engine.stats().device.pages == (1 if mutant else 4), "copies of the common page"
+    if mutant:
+        assert found["own"][0] < 16
+        assert (found["common"][0], sorted(found["common"][1])) == (8, [0, 0, 1, 8])
+    else:
+        assert found == {"own": (16, [8] * 4), "common": (28, [8] * 4)}
+
+
+@pytest.mark.bits
+def test_what_a_sequence_writes_after_it_came_back_to_other_devices_is_found(one_layer, text):
+    """With the beginning that came back with it. Its first page was on the first device, and then the second one has more room."""
+    sizes = {"pages": 16, "page_size": PAGE, "prefill_chunk": PAGE, "batch_buckets": (1,), "reuse": True, "mesh": mesh_of("context 2")}
+    engine = Engine(one_layer, **sizes)
+    (sequence,) = engine.prefill([text[:40]])
+    allocator, first = engine.allocators["full"], sequence.pages["full"][0]
+    engine.suspend(sequence)
+    engine.prefill([text[100:105]])
+    engine.resume(sequence)
+    assert [allocator.part_of(page) for page in (first, sequence.pages["full"][0])] == [0, 1]
+    engine.extend(sequence, text[40:70])
+    assert engine.new_sequence(text[:70]).length == 64
 
 
 @pytest.mark.parametrize(("mesh", "width"), [("context 2", 16), ("tensor 2", 64)])
@@ -258,7 +382,6 @@ REFUSED = {
     "no power of two": (lambda model: kvjax.mesh(context=3), "context is 3"),
     "no devices": (lambda model: kvjax.mesh(tensor=0), "tensor"),
     "not a mesh": (lambda model: Engine(model, mesh=(2, 2)), "kvjax.mesh"),
-    "auto": (lambda model: Engine(model, "auto", mesh=mesh_of(BOTH)), "none of a mesh"),
     "another's policy": (lambda model: Engine(model, Foreign(), mesh=mesh_of(BOTH)), "chooses_over_devices"),
 }
 
@@ -283,12 +406,20 @@ def test_host_memory_of_running_sequences_is_refused(model):
 
 
 def test_a_full_pool_of_a_mesh_says_which_device_is_full_and_not_to_use_host_memory(one_layer, text):
-    engine = Engine(one_layer, pages=8, page_size=PAGE, prefill_chunk=PAGE, mesh=mesh_of("context 2"), reuse=True)
-    for token in range(4):  # all second pages lie on the device after that of the first one, which is shared
-        engine.prefill([[*text[:PAGE], token]])
+    engine = Engine(one_layer, pages=8, page_size=PAGE, prefill_chunk=PAGE, mesh=mesh_of("context 2"))
+    sequences = engine.prefill([text[:PAGE] for _ in range(8)])
+    for sequence in sequences[::2][:3]:
+        engine.free(sequence)
     with pytest.raises(kvjax.OutOfPages, match=r"1 needed on one of 2 devices, 0 free of its 4; (?!.*pool_host_bytes)"):
-        engine.prefill([[*text[:PAGE], 4]])
+        engine.prefill([text[: 2 * PAGE]])
     assert engine.allocators["full"].free == 3
+    engine.check_room(PAGE)
+    grow = {engine.allocators["full"].part_of(each.pages["full"][0]): each for each in sequences if each in engine.sequences}
+    engine.check_room(PAGE, growing=[grow[1]] * 2)
+    for growing in ([grow[1]] * 3, [grow[0]]):  # those that begin on the first device need a page of the second one
+        with pytest.raises(kvjax.OutOfPages):
+            engine.check_room(PAGE, growing=growing)
+    engine.prefill([text[:PAGE]])
 
 
 @pytest.mark.bits

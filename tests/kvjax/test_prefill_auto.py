@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -261,6 +262,13 @@ def test_names():
         parse_prefill("auto:sure")
 
 
+def test_it_can_be_sent_to_other_processes_after_it_chose():
+    made = auto()
+    choice = made.choose(15_872, 16_384)
+    sent = pickle.loads(pickle.dumps(made))
+    assert (sent, sent.choose(15_872, 16_384)) == (made, choice)
+
+
 def test_unbound_it_cannot_choose():
     with pytest.raises(RuntimeError, match="not bound to a model"):
         AutoPrefill().choose(0, 512)
@@ -353,6 +361,21 @@ def test_the_committed_tables_are_found_for_the_embedded_model():
     here = AutoPrefill().bind(model, page_size=128, dtype="bfloat16", device="an abacus")
     assert here.indexes() == ()
     assert "no prefill was timed on an abacus" in here.describe()
+
+
+def test_on_a_mesh_times_of_a_devices_heads_count_and_dealt_out_pages_are_refused():
+    model = kvjax.load("needle", dtype="bfloat16", tokenizer=False)
+    sizes = {"page_size": 128, "dtype": "bfloat16", "device": "NVIDIA H200"}
+    split = AutoPrefill().bind(model, **sizes, tensor=2)
+    assert split.bound.sizes == LayerSizes(4, 1, 64, "bfloat16", 128)
+    (reason,) = split.choose(30_720, 32_768).projection
+    assert reason.startswith("measured with 8/2 heads of 64 in bfloat16, pages of 128, not with 4/1 heads")
+    assert AutoPrefill().bind(model, **sizes).bind(model, **sizes, tensor=2) == split
+    for bound in (AutoPrefill(), split):
+        with pytest.raises(ValueError, match=r"context=2 devices: name the policy .* assured: dense,bounds:.*with context=1"):
+            bound.bind(model, **sizes, context=2)
+    here = AutoPrefill().bind(model, **(sizes | {"device": "an abacus"}), context=2)
+    assert here.choose(30_720, 32_768).policy == DensePrefill(), "there is nothing to choose"
 
 
 # In an engine

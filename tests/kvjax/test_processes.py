@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from process_job import alike, answers, brief, engine_of
+from process_job import alike, answers, auto, brief, engine_of
 
 import kvjax
 from kvjax import sharding
@@ -83,6 +83,16 @@ def test_several_processes_answer_as_one(count, tmp_path):
 
 
 @pytest.mark.long
+def test_auto_chooses_the_same_in_all_processes(tmp_path):
+    """The first one's choice, which the others compare with theirs; the policy is sent to them after it chose."""
+    first, second = (found_by(each) for each in run_job("auto", 2, 1, tmp_path))
+    expected = auto(engine_of(2, "auto"))
+    assert first["chosen"] == expected["chosen"] == ["quest:0", "dense"]
+    check_same(first["answers"], expected["answers"])
+    assert second["shared"] == "from 0"
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [(2, 1), (4, 1), (2, 2)], ids=lambda sizes: f"{sizes[0]} processes of {sizes[1]}")
 def test_the_first_process_schedules_for_all(sizes, tmp_path):
     """Prompts are suspended, forked, cancelled and interrupted on the way."""
@@ -126,8 +136,10 @@ def test_a_mesh_takes_all_processes_or_one(monkeypatch):
     with pytest.raises(ValueError, match="none of process 1"):
         sharding.check_mesh(mesh, None, {})
     monkeypatch.setattr(sharding.jax, "process_count", lambda: 1)
-    with pytest.raises(NotImplementedError, match="leave out reuse, or make the mesh of the devices of one process"):
-        sharding.check_mesh(mesh, None, {"reuse": True})
+    with pytest.raises(
+        NotImplementedError, match="reuse True, host_bytes 1,000 was given: leave out reuse, host_bytes, or make the mesh of"
+    ):
+        sharding.check_mesh(mesh, None, {"reuse": True, "host_bytes": 1000, "disk": None})
 
 
 def test_arguments_are_checked():

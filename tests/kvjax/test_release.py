@@ -302,14 +302,15 @@ def test_a_suspended_sequence_needs_only_the_pages_that_it_had(model):
     for _ in range(30):
         engine.decode([sequence], [[1] * 16])
     with pytest.raises(OutOfPages, match="30 needed, and the pool has only 12"):
-        engine.check_room(sequence.length + 1, 0, sequence)
+        engine.check_room(sequence.length + 1, sequence)
     most = len(held(sequence))
     engine.suspend(sequence)
     count = len(sequence.held["full"])
     assert 4 < count <= most
-    engine.check_room(sequence.length + 1, 12 - count, sequence)
+    growing = [engine.new_sequence() for _ in range(13 - count)]
+    engine.check_room(sequence.length + 1, sequence, growing[1:])
     with pytest.raises(OutOfPages, match="13 needed"):
-        engine.check_room(sequence.length + 1, 13 - count, sequence)
+        engine.check_room(sequence.length + 1, sequence, growing)
     engine.resume(sequence)
     assert len(held(sequence)) == count
 

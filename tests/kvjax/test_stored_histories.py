@@ -217,9 +217,9 @@ def test_busy_histories_of_a_mesh_bring_pages_back(mesh, tmp_path, totals, monke
 
 
 def test_the_comparison_sees_a_page_on_another_device(tmp_path, monkeypatch):
-    """Pages of a prompt that are found on any device of a mesh are not dealt out in turn."""
+    """Pages of a prompt that are found wherever it begins are not dealt out in turn."""
     monkeypatch.setattr(BusyMeshHistory, "shared", {"mesh": mesh_of("context 2")})
-    monkeypatch.setattr(prefixes, "_start", lambda digests: None)
+    monkeypatch.setattr(prefixes, "Place", lambda first, key: key)
     with pytest.raises(AssertionError, match="differ"):
         run_histories(model_of("llama"), range(40), tmp_path, ONE_POLICY, BusyMeshHistory)
 

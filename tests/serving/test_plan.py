@@ -97,6 +97,13 @@ def test_host_memory_of_another_machine_may_be_larger_than_that_of_this_one(plan
     assert (status, "2,000,000 is more than this machine's memory" in " ".join(err.split())) == (2, True)
 
 
+def test_a_chunk_that_devices_cannot_share_evenly_is_said(plan):
+    mesh = "--memory", 1, "--context", 2, "--prefill", "bounds:2"
+    said = "prefill bounds:2 looks at 128 queries together: of 256 a device attends for up to 128, in one piece; choose a prefill_chunk"
+    assert said in plan(*mesh, "--page-size", 128, "--prefill-chunk", 256)
+    assert "looks at" not in plan(*mesh, "--page-size", 128, "--prefill-chunk", 512)
+
+
 def test_kept_pages_of_windows_are_those_of_the_pool(plan):
     assert figure("kept on the device", plan(*ROLLING, "--prefill", "window:16+40", "--memory", 1, "--reuse")) == 2 * MOST
 
