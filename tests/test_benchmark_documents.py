@@ -134,6 +134,13 @@ def test_the_table_of_reuse_is_what_the_results_make():
     assert said in " ".join(text.split())
     assert f"takes {windows['staged_bytes'] / windows['rate']:.1f} s for its copies" in text
     assert f"peak memory was {windows['peak_bytes'] / 1e9:.1f} GB" in text
+    prompts = {
+        name: json.loads((RESULTS / f"{name}.json").read_text())["rows"][0] for name in ("tiers-prompts", "designs-tiers-prompts-2gb")
+    }
+    first, *others = prompts["tiers-prompts"]["chunks_s"]
+    said = f"Of the {first + sum(others):.1f} s of `bounds:32` from host memory, the first chunk took {first:.1f} s, because"
+    assert f"{said} it compiled a program: the other 31 chunks took {sum(others):.1f} s" in " ".join(text.split())
+    assert f"{prompts['designs-tiers-prompts-2gb']['seconds']:.1f} s (`designs-tiers-prompts-2gb.json`)" in text
     (words,) = report.load([RESULTS.parent / "h100" / "designs-reuse-words.json"])
     computed, found = (
         [row["median_s"] for row in words["rows"] if (row["store"], row["op"]) == ("host", op)] for op in ("computed", "found")
@@ -142,13 +149,41 @@ def test_the_table_of_reuse_is_what_the_results_make():
     assert f"and {found[0]:.2f} s to find them" in text
 
 
-@pytest.mark.parametrize(("document", "part"), [("formats", "packed-matrices"), ("cache-formats", "packed-attention")])
-def test_the_tables_of_packed_numbers_are_what_the_results_make(document, part):
+PACKED = {"formats": {"packed-matrices": "packed-matrices", "packed-steps": "decode-step"}}
+PACKED |= {"cache-formats": {"packed-attention": "packed-attention", "packed-chunks": "packed-prefill"}}
+"""By document, the results that it shows and the table that they make."""
+
+
+@pytest.mark.parametrize("document", PACKED)
+def test_the_tables_of_packed_numbers_are_what_the_results_make(document):
     text = (ROOT / "docs" / f"{document}.md").read_text(encoding="utf-8")
-    assert f"<!-- bench:{part} -->" in text
-    assert report.rendered(text, report.load(RESULTS.parent.glob(f"*/{part}*.json"))) == text
-    cases = [row["case"] for run in report.load(RESULTS.parent.glob(f"*/{part}*.json")) for row in run["rows"]]
+    for table in PACKED[document].values():
+        assert f"<!-- bench:{table} -->" in text
+    runs = [run for name in PACKED[document] for run in report.load(RESULTS.parent.glob(f"*/{name}*.json"))]
+    assert report.rendered(text, runs) == text
+    cases = [row["case"] for run in runs for row in run["rows"] if "case" in row]
+    assert cases
     assert not [case for case in cases if f"| {case} |" not in text]
+
+
+def test_sentences_on_packed_steps_are_what_the_results_say():
+    text = " ".join((ROOT / "docs" / "formats.md").read_text(encoding="utf-8").split())
+    (run,) = report.load([RESULTS / "packed-steps.json"])
+    found = {(row["tokens"], row["policy"], row["cache_format"]): row for row in run["rows"]}
+    row, packed = found[2**17, "top:32", None], found[2**20, "top:32", "int8"]
+    assert f"with `int8` weights {row['median_s'] * 1e3:.2f} ms, {row['profile']['median_s'] * 1e3:.2f} on the device" in text
+    products, attention = (kernel["total_s"] * 1e3 for kernel in row["profile"]["kernels"][:2])
+    assert f"Products with weights take {products:.2f} ms of it, the 28 launches of attention {attention:.2f}" in text
+    assert f"at 1M tokens {packed['median_s'] * 1e3:.2f} ms, of which {packed['profile']['median_s'] * 1e3:.2f} on the device" in text
+
+
+def test_sentences_on_the_cascade_are_what_the_results_say():
+    text = " ".join((ROOT / "docs" / "decode-kernels.md").read_text(encoding="utf-8").split())
+    (run,) = report.load([RESULTS / "cascade-ops.json"])
+    times = {(row["tokens"], row["policy"]): f"{row['median_s'] * 1e6:.2f}" for row in run["rows"]}
+    short, long = 2**17, 2**20
+    assert f"takes {times[short, 'cascade:4']} us at 128K tokens and {times[long, 'cascade:4']} us at 1M" in text
+    assert f"beside {times[short, 'top:32']} and {times[long, 'top:32']} us of `top:32`" in text
 
 
 def test_the_table_of_exchanges_is_what_the_results_make():

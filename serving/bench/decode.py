@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.bill.exchanges import counts_in
-from kvjax.bill.volume import rows_bytes, token_bytes
+from kvjax.bill.volume import rows_bytes, step_bytes, token_bytes
 from kvjax.cache import OPEN, Cache, CacheSpec, IndexSpec
 from kvjax.cache.formats import CacheFormat
 from kvjax.decoding import DRAFTS
@@ -38,7 +38,7 @@ from kvjax.models.loading import read_config
 from kvjax.outcomes import Reads
 from kvjax.packing import format_function, table_shape, weights_bytes
 from kvjax.policies.choice import ChoosesDecode
-from kvjax.policies.decode import DecodePolicy, name_of, parse
+from kvjax.policies.decode import Cascade, DecodePolicy, name_of, parse
 from kvjax.sampling import SamplingRows
 from kvjax.serving.bench.random_model import placed, random_cache, random_params
 from kvjax.sharding import Shards, mesh
@@ -251,13 +251,19 @@ def cache_bytes(plan: Plan, length: int) -> int:
 def bytes_read(plan: Plan, policy: DecodePolicy, length: int, keys: int, params: Params, drafted: int = 1) -> dict[str, int]:
     """Bytes that one step has to read: all weights, but of the embedding one row per token (all of it if it is also the head); K and V of
     `keys` tokens, a sum over layers, KV heads and rows; and the policy's indexes of whole sequences. On a mesh, those of one device: its
-    weights, an equal share of the keys, and the indexes of its pages. The open page of each row is not packed."""
+    weights, an equal share of the keys, and the indexes of its pages. The open page of each row is not packed. Of `Cascade`, what
+    `kvjax.bill.volume.step_bytes` counts: it reads a part of its second index."""
     config, item = plan.config, jnp.dtype(plan.config.compute_dtype).itemsize
     weights = sum(map(_bytes_of, jax.tree.leaves(params)))
     if not config.tie_embeddings:
         table = sum(map(_bytes_of, jax.tree.leaves(params["embed"])))
         weights += rows_bytes(table, table_shape(config, plan.tensor)[0], plan.batch * drafted) - table
     cache = plan.spec.on_mesh(plan.tensor).on_device(plan.tensor)
+    if isinstance(policy, Cascade):
+        measured = keys / (plan.batch * len(cache.layers) * cache.layers[0].kv_heads * plan.tensor / cache.layers[0].copies)
+        sizes = {"cache_format": plan.cache_format, "page_size": PAGE_SIZE, "tensor": plan.tensor, "context": plan.context}
+        counted = step_bytes(config, policy, length, plan.batch, measured_keys=measured, **sizes)
+        return {"weights": int(weights), "kv": counted.kv, "index": counted.index}
     own = plan.batch * ((length + drafted - 2) % PAGE_SIZE + 1)
     each = keys * cache.layers[0].copies / plan.devices / cache.kv_heads  # of a KV head of a layer: of all rows
     pages = -(-plan.batch * pages_of(length) // plan.context)
