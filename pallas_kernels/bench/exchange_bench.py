@@ -9,7 +9,6 @@ sum. The same chain without exchanges is timed too. On GPUs the clock is that of
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fnmatch
 import os
@@ -26,7 +25,7 @@ from jaxtyping import Array
 
 from pallas_kernels import dispatch
 from pallas_kernels.all_reduce import all_reduce
-from pallas_kernels.bench.formats import markdown
+from pallas_kernels.bench.formats import markdown, stages
 from pallas_kernels.bench.options import JsonOption
 from pallas_kernels.bench.results import write_result
 from pallas_kernels.bench.timing import Timing, device_time
@@ -198,11 +197,7 @@ def bench(
     if list_cases:
         typer.echo("\n".join(case.name for case in (chosen if cases else all_cases())))
         return
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    with console.status("") if console.is_terminal else contextlib.nullcontext() as status:
-        say = status.update if status else lambda what: console.print(what, highlight=False)
+    with stages() as say:
         rows = run(chosen, calls=calls, json_out=json_out, say=say)
     print(table(rows))
     for kind in ("skipped", "failed"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.markdown import Markdown
@@ -10,6 +12,24 @@ from rich.table import Table
 
 TEXT_WIDTH = 220
 """Width in characters of a table that goes to a file or a pipe."""
+
+
+@contextlib.contextmanager
+def stages(what: str = "") -> Iterator[Callable[[str], None]]:
+    """Shows on standard error what runs now, and yields a function that says so. On a terminal it is one line that changes. In a log each is
+    a line of its own, with the seconds since the start: it tells how far a run came that was ended."""
+    console, began = Console(stderr=True), time.monotonic()
+    if console.is_terminal:
+        with console.status(what) as status:
+            yield status.update
+        return
+
+    def say(what: str) -> None:
+        console.print(f"{time.monotonic() - began:6.1f} s  {what}", highlight=False, markup=False, soft_wrap=True)
+
+    if what:
+        say(what)
+    yield say
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, left: int = 1) -> Table:

@@ -7,7 +7,6 @@ block_mass does half of the multiplications of flash_attention, so at the same r
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fnmatch
 import functools
@@ -26,7 +25,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch
 from pallas_kernels.bench import checks
 from pallas_kernels.bench.cases import PAGE_SIZE, SHAPES, Shape
-from pallas_kernels.bench.formats import markdown, tokens_text
+from pallas_kernels.bench.formats import markdown, stages, tokens_text
 from pallas_kernels.bench.inputs import QUERY_SCALE, pool_pages, random_pages
 from pallas_kernels.bench.options import JsonOption
 from pallas_kernels.bench.results import write_result
@@ -235,11 +234,7 @@ def bench(
     if list_cases:
         typer.echo("\n".join(case.name for case in (chosen if cases else all_cases())))
         return
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    with console.status("") if console.is_terminal else contextlib.nullcontext() as status:
-        say = status.update if status else lambda what: console.print(what, highlight=False)
+    with stages() as say:
         rows = run(chosen, implementation, calls=calls, json_out=json_out, say=say)
     print(table(rows))
     failed = [row for row in rows if "failed" in row]

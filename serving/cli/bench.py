@@ -99,13 +99,11 @@ def decode_command(
     kinds = itertools.product(dict.fromkeys(meshes), _packed(weights, cache_format))
     plans = [Plan(shape, config, *sizes, *mesh, scheme, parse_cache_format(pages, dtype)) for mesh, (scheme, pages) in kinds]
 
-    from rich.console import Console
-
     from pallas_kernels.bench.formats import show
     from pallas_kernels.bench.report import drafts_table, step_table
 
     with forced_to(implementation):
-        rows = _measured(plans, json_out, Console(stderr=True), implementation)
+        rows = _measured(plans, json_out, implementation)
     show(step_table(rows) if plans[0].drafts == (1,) else drafts_table(rows))
     if any("failed" in row for row in rows):
         raise typer.Exit(1)
@@ -279,16 +277,17 @@ def transformers_command(
     scheduling.run(json_out, "transformers", lambda say: comparison_rows(plan, say))
 
 
-def _measured(plans: Sequence[Any], json_out: Path | None, console: Any, implementation: str | None) -> list[dict[str, Any]]:
+def _measured(plans: Sequence[Any], json_out: Path | None, implementation: str | None) -> list[dict[str, Any]]:
     """Run the plans, show their progress, and write rows as they arrive."""
     from kvjax.serving.bench.decode import run_plan
+    from pallas_kernels.bench.formats import stages
     from pallas_kernels.bench.measure import copy_rate
     from pallas_kernels.bench.results import write_result
 
     rows: list[dict[str, Any]] = []
-    with console.status("copy bandwidth") as status:
+    with stages("copy bandwidth") as say:
         copy = copy_rate()
-        for row in itertools.chain.from_iterable(run_plan(plan, copy["bytes_per_s"], status.update) for plan in plans):
+        for row in itertools.chain.from_iterable(run_plan(plan, copy["bytes_per_s"], say) for plan in plans):
             rows.append(row)
             if json_out is not None:
                 kind = "decode" if plans[0].drafts == (1,) else "drafts"  # no bill is fitted to rows of drafts

@@ -15,7 +15,7 @@ from kvjax.cache.formats import parse_cache_format
 from kvjax.serving.bench.decode import PAGE_SIZE, config_of
 from kvjax.serving.bench.prefill import PrefillPlan, dense_at, policies_of, run_prefill_plan
 from kvjax.serving.cli.options import named_run, parse_lengths, read_text
-from pallas_kernels.bench.formats import show_markdown
+from pallas_kernels.bench.formats import show_markdown, stages
 from pallas_kernels.bench.prefill import report as prefill_report
 from pallas_kernels.bench.results import write_result
 
@@ -186,17 +186,17 @@ def measures_run(
 def show(run: Run, json_out: Path | None, implementation: str | None = None) -> list[dict[str, Any]]:
     """Run, show progress, write rows as they arrive, print the table. Returns the rows. implementation: the forced implementation of ops,
     for the file."""
-    console, rows = Console(stderr=True), []
-    with console.status("") as status:
-        begun = run.begin(status.update)
-        for row in run.rows(status.update, begun):
+    rows = []
+    with stages() as say:
+        begun = run.begin(say)
+        for row in run.rows(say, begun):
             rows.append(row)
             if json_out is not None:
                 write_result(json_out, named_run(run.kind, implementation) | begun | {"rows": rows})
     show_markdown(run.table(rows))
     for row in rows:
         if "failed" in row:
-            console.print(f"{row['op']} {row['tokens']:,} {row['policy']} failed: {row['failed']}")
+            typer.echo(f"{row['op']} {row['tokens']:,} {row['policy']} failed: {row['failed']}", err=True)
     jax.clear_caches()
     return rows
 

@@ -214,15 +214,13 @@ def plan_of(kind: type, *args: Any, **fields: Any) -> Any:
 
 def run(json_out: Path | None, kind: str, rows_of: Callable[[Callable[[str], None]], Iterable[dict[str, Any]]]) -> None:
     """Show progress, write rows as they arrive, and print their table."""
-    from rich.console import Console
-
     from pallas_kernels.bench import scheduling
-    from pallas_kernels.bench.formats import show, table
+    from pallas_kernels.bench.formats import show, stages, table
     from pallas_kernels.bench.results import write_result
 
     rows: list[dict[str, Any]] = []
-    with Console(stderr=True).status(kind) as status:
-        for row in rows_of(status.update):
+    with stages(kind) as say:
+        for row in rows_of(say):
             rows.append(row)
             if json_out is not None:
                 write_result(json_out, {"bench": kind, "rows": rows})

@@ -7,7 +7,6 @@ the L2 before each of them, which is not counted. So each op reads its input fro
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import itertools
@@ -27,6 +26,7 @@ import typer
 from pallas_kernels import dispatch
 from pallas_kernels.bench import inputs, timing
 from pallas_kernels.bench.checks import same_bits
+from pallas_kernels.bench.formats import stages
 from pallas_kernels.bench.measure import copy_rate
 from pallas_kernels.bench.options import JsonOption
 from pallas_kernels.bench.results import write_result
@@ -338,13 +338,9 @@ def bench(
     if list_cases:
         typer.echo("\n".join(case.name for case in (chosen if cases else everything)))
         return
-    from rich.console import Console
-
     from pallas_kernels.bench.top_k import report as top_k_report
 
-    console = Console(stderr=True)
-    with console.status("") if console.is_terminal else contextlib.nullcontext() as status:
-        say = status.update if status else lambda what: console.print(what, highlight=False)
+    with stages() as say:
         found = run(chosen, implementation, files, json_out=json_out, say=say, jobs=jobs, earlier=earlier)
     print(top_k_report.main_table(found))
     if on_gpu():

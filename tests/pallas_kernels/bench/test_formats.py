@@ -47,3 +47,11 @@ def test_tables_and_intervals_are_written_nowhere_else():
     sources = {str(file.relative_to(ROOT)): file.read_text() for folder in folders for file in (ROOT / folder).rglob("*.py")}
     assert [name for name, text in sources.items() if re.search(r"\}-\{[^}]*:[^}]*[efg]\}", text)] == []
     assert [name for name, text in sources.items() if re.search(r"\bTable\(", text)] == ["pallas_kernels/bench/formats.py"]
+
+
+def test_a_log_has_a_line_for_each_stage(capsys):
+    with formats.stages("weights") as say:
+        say("2,048 tokens: [cache]")
+    printed = capsys.readouterr()
+    assert re.fullmatch(r" +0\.\d s  weights\n +0\.\d s  2,048 tokens: \[cache\]\n", printed.err)
+    assert not printed.out
