@@ -16,8 +16,8 @@ TEXT_WIDTH = 220
 
 @contextlib.contextmanager
 def stages(what: str = "") -> Iterator[Callable[[str], None]]:
-    """Shows on standard error what runs now, and yields a function that says so. On a terminal it is one line that changes. In a log each is
-    a line of its own, with the seconds since the start: it tells how far a run came that was ended."""
+    """Shows on standard error what runs now, and yields a function that says so. On a terminal it is one line that changes. In a log each
+    is a line of its own, with the seconds since the start, so that the log of a run that was ended says how far it came."""
     console, began = Console(stderr=True), time.monotonic()
     if console.is_terminal:
         with console.status(what) as status:
