@@ -370,4 +370,6 @@ class Prefiller:
         run.ahead = coming if reads_ahead else run.ahead
         run.learned.append(learned)
         run.done += 1  # before anything else can fail: the slice has run
+        if run.done == len(self.slices):
+            run.ahead = None  # nobody reads it, and the copies of the next chunk need its memory
         self._pool.expect_none(missing)

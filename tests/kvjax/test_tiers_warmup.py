@@ -10,6 +10,7 @@ from kvjax import Engine
 from kvjax.cache import staging
 from kvjax.cache.frames import Frames
 from kvjax.cache.spanning import FrameCounts
+from kvjax.chunks import Prefiller
 from kvjax.memory import memory_plan
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.sampling import SamplingRows
@@ -42,6 +43,24 @@ def test_a_prompt_compiles_nothing_after_warming_up():
         assert compiled, "the listener hears compilations"
     finally:
         jax.monitoring.clear_event_listeners()
+
+
+def test_a_chunk_that_has_run_keeps_no_copies(monkeypatch):
+    """They may take gigabytes, and the next chunk makes its own."""
+    config = altered(TINY, num_layers=1, max_positions=2000)
+    model = TinyModel(TransformerDecoder(config), init_params(config, jax.random.key(7)))
+    frame = memory_plan(config, page_size=16).frame_bytes
+    engine = Engine(model, "quest:2", page_size=16, prefill_chunk=64, batch_buckets=(1,), pages=24, pool_host_bytes=100 * frame)
+    kept, next_slice = [], Prefiller._next_slice
+
+    def looked_at(self, run):
+        next_slice(self, run)
+        kept.append((run.staged is not None, run.ahead))
+
+    monkeypatch.setattr(Prefiller, "_next_slice", looked_at)
+    engine.prefill([np.random.default_rng(0).integers(0, 97, 600).tolist()])
+    assert sum(staged for staged, _ in kept) > 1, "chunks copied pages"
+    assert [ahead for _, ahead in kept] == [None] * 10
 
 
 @settings(max_examples=40, deadline=None)
