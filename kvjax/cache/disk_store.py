@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "kvjax pages 1"
 READERS = 8
+"""Blocks that are read at a time. As many others that were read may be checked meanwhile, so that the disk does not wait for digests."""
 PATIENCE = 2.0
 """Seconds to wait for a folder: an engine that nobody holds any more may still be writing its last pages."""
 PENDING_BYTES = 1 << 28
@@ -68,7 +69,8 @@ class DiskStore:
         self._pending: dict[bytes, Block] = {}
         self._pending_bytes = 0
         self._writer = ThreadPoolExecutor(1, "kvjax disk writer")
-        self._readers = ThreadPoolExecutor(READERS, "kvjax disk reader")
+        self._readers = ThreadPoolExecutor(2 * READERS, "kvjax disk reader")
+        self._reading = threading.Semaphore(READERS)
 
     def _open(self) -> None:
         if not self.folder.absolute().parent.is_dir():
@@ -254,7 +256,9 @@ class DiskStore:
         group, slot, digest = place
         data = np.empty(self.blocks[group], np.uint8)
         try:
-            whole = _read_at(self._files[group].fileno(), data, slot * self.blocks[group]) and _digest(key, data) == digest
+            with self._reading:
+                whole = _read_at(self._files[group].fileno(), data, slot * self.blocks[group])
+            whole = whole and _digest(key, data) == digest
         except OSError as error:
             logger.warning("%s cannot be read: %s", self.folder, error)
             whole = False
