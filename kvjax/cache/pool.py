@@ -190,10 +190,14 @@ class Pool:
 
     def any_on_host(self, pages: Mapping[str, Sequence[int]]) -> bool:
         """Whether any of these pages lies in host memory. By layer group; ids below 0 are skipped."""
-        return any(
-            (frames.frame_of[[page for page in pages[name] if page >= 0]] >= frames.counts.border).any()
-            for name, frames in self.frames.items()
-        )
+        return any(self.count_on_host(name, [page for page in pages[name] if page >= 0]) for name in self.frames)
+
+    def count_on_host(self, group: str, pages: Collection[int]) -> int:
+        """How many of these pages of a layer group lie in host memory."""
+        if group not in self.frames or not pages:
+            return 0
+        frames = self.frames[group]
+        return int((frames.frame_of[np.fromiter(pages, np.int64, len(pages))] >= frames.counts.border).sum())
 
     def frames_of(self, group: str, pages: Any) -> Int[np.ndarray, "..."]:
         """The frames of pages of a layer group, which must have some. Ids outside the pool, which writes skip, stay as they are."""

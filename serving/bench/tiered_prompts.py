@@ -58,7 +58,9 @@ def tiered_prompt_rows(plan: TieredPrompts, say: Callable[[str], None] = lambda 
     for device_bytes in plan.device_bytes:
         for policy in plan.policies:
             pages = -(-max(plan.tokens) // PAGE_SIZE) + 1
-            sizes = {"pages": pages} if device_bytes is None else {"device_bytes": device_bytes, "pool_host_bytes": pages * frame}
+            sizes = (
+                {"pages": pages} if device_bytes is None else {"device_bytes": device_bytes, "host_bytes": pages * frame, "reuse": False}
+            )
             if device_bytes is None:
                 free = {"available_bytes": int(MOST * (stats["bytes_limit"] - stats["bytes_in_use"]))} if (stats := memory_stats()) else {}
                 spec = {"page_size": PAGE_SIZE, "indexes": indexes_of(policy), "prefill_chunk": plan.chunk}

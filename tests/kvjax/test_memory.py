@@ -84,12 +84,12 @@ def test_the_plan_says_per_group_what_fits():
 def test_a_full_pool_names_host_memory_where_it_can_be_used(model, monkeypatch):
     engine = Engine(model, pages=4, batch_buckets=(1,), **SIZES)
     host = engine.memory_plan().frame_bytes
-    named = rf"Others can lie in host memory, {host:,} bytes each: give the engine \(more\) pool_host_bytes, or .* --pool-host-memory$"
+    named = rf"Others can lie in host memory, {host:,} bytes each: give the engine \(more\) host_bytes, or .* --host-memory$"
     with pytest.raises(OutOfPages, match=named):
         engine.prefill([[1] * 90])
     with pytest.raises(OutOfPages, match=named):
-        Engine(model, pages=4, pool_host_bytes=2 * host, batch_buckets=(1,), **SIZES).prefill([[1] * 120])
-    Engine(model, pages=4, pool_host_bytes=4 * host, batch_buckets=(1,), **SIZES).prefill([[1] * 120])
+        Engine(model, pages=4, host_bytes=2 * host, batch_buckets=(1,), **SIZES).prefill([[1] * 120])
+    Engine(model, pages=4, host_bytes=4 * host, batch_buckets=(1,), **SIZES).prefill([[1] * 120])
     rolling = Engine(model, "window:4+16+release", prefill="window:4+16", pages=1, batch_buckets=(1,), **SIZES)
     with pytest.raises(OutOfPages, match=r"memory has room for [\d,]+ more$"):  # pages of windows stay on the device
         rolling.prefill([[1] * 90])

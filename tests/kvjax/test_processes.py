@@ -124,10 +124,10 @@ def test_a_mesh_takes_all_processes_or_one(monkeypatch):
     monkeypatch.setattr(sharding, "several_processes", lambda mesh: True)
     monkeypatch.setattr(sharding.jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="none of process 1"):
-        sharding.check_mesh(mesh, None, {})
+        sharding.check_mesh(mesh, {})
     monkeypatch.setattr(sharding.jax, "process_count", lambda: 1)
     with pytest.raises(NotImplementedError, match="leave out reuse, or make the mesh of the devices of one process"):
-        sharding.check_mesh(mesh, None, {"reuse": True})
+        sharding.check_mesh(mesh, {"reuse": True})
 
 
 def test_arguments_are_checked():
