@@ -77,7 +77,8 @@ class GroupPages:
         self.shards = None if mesh is None else _shards(mesh, spec, totals, chunk)
         self.allocators = {group.name: self._allocator(group.name, totals[group.name]) for group in spec.groups}
         for name, frames in self.frames.items():
-            self.allocators[name].on_free = frames.release
+            pages = self.allocators[name]
+            pages.on_free, pages.on_idle, pages.on_used, frames.evict = frames.release, frames.idle, frames.used, pages.evict
         self.has_windows = any(group.window is not None for group in spec.groups)
         self.on_short: Callable[[], None] | None = None
 

@@ -64,6 +64,8 @@ class PoolStats:
 
 BACK = 16
 """How many pages come back to the device at a time: 117 MB of a 7B model."""
+EXCHANGED = 64
+"""How many pages change places before a step. A step waits for them, so they are few; a dense one reads each over the bus otherwise."""
 
 
 class Pool:
@@ -172,12 +174,17 @@ class Pool:
         self._moving.add(group, self.frames[group].copy_ahead(sealed, count))
 
     def bring_back(self, sealed: Callable[[str], Iterable[int]]) -> None:
-        """If the device has room, begin to copy sealed pages back there. sealed: those of a layer group, the first ones to come first. No
-        program that is launched from now on may write to them, unless they are bound again."""
+        """If the device has room, begin to copy sealed pages back there. If it has none, but pages that no sequence holds, they change
+        places: before the next program that is launched. sealed: those of a layer group, the first ones to come first. No program that is
+        launched from now on may write to them, unless they are bound again."""
         for name, frames in self.frames.items():
             if frames.room:
                 _ = self.layers  # moves that wait may read the frames that are free
                 self._moving.add(name, frames.bring_back(sealed(name), BACK))
+            elif frames.exchangeable:
+                _ = self.layers
+                for moves in frames.exchange(sealed(name), EXCHANGED):
+                    self._move(name, moves)
 
     def advance_copies(self) -> None:
         """Begin copies that were asked for, and let pages that have come back be on the device, as far as this needs no waiting. For the
