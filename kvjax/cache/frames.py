@@ -155,7 +155,8 @@ class Frames:
         """Let up to `count` of the sealed pages, the first ones of those in host memory, change places with pages on the device that no
         sequence holds. Returns frames whose bytes have to be copied, from and to, one array after the other; in none of them a frame is
         both read and written. No move may be left to take. If no frame is free, a few pages are evicted to have one on the way."""
-        wanted = [page for page in dict.fromkeys(sealed) if self.frame_of[page] >= self.counts.border][:count]
+        there = (page for page in sealed if self.frame_of[page] >= self.counts.border)
+        wanted = list(dict.fromkeys(itertools.islice(there, count)))
         if wanted and not (self._free_device or self._free_host):
             self.evict(1 + len(self.frame_of) // EVICTED)
         pairs = list(zip(wanted, [page for page in self._idle if page not in self._ahead], strict=False))

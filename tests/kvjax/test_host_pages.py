@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import itertools
+import time
 from typing import ClassVar
 
 import jax
@@ -18,10 +20,11 @@ from kvjax.cache import MissingPages, hot
 from kvjax.cache.frames import Frames
 from kvjax.cache.pool import Pool
 from kvjax.cache.spanning import FrameCounts
+from kvjax.cache.transfer import block_bytes
 from kvjax.chunks import Prefiller
 from kvjax.fidelity.needle import NeedleTask, documentation_text, encode_text, vocabulary_words
 from kvjax.fidelity.retrieval import needle_exact_match, prompt_start
-from kvjax.memory import memory_plan
+from kvjax.memory import host_memory, memory_plan
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode import TopBlocks, Window
 
@@ -41,15 +44,24 @@ class HostHistory(History):
     def make_engine(self):
         frame = memory_plan(self.model.config, page_size=self.sizes.page).frame_bytes
         few = dataclasses.replace(self.sizes, pages=FRAMES.device + (0 if self.model.config.latent else FRAMES.hot))
-        stores = ({"reuse": False}, {"reuse": True}, {"reuse": False})[self.random.integers(3)]
-        return engine_for(self.model, few, host_bytes=FRAMES.host * frame, **stores)
+        stores = ({"reuse": False}, {}, {"disk": self.folder / f"pages-{time.monotonic_ns()}"})[self.random.integers(3)]
+        spec, total = self.model.config.cache_spec(self.sizes.page), FRAMES.host * frame
+        if "disk" in stores:
+            stores["disk_bytes"] = 9 * sum(block_bytes(spec, group.name) for group in spec.groups)
+        if "reuse" not in stores:  # a part is a store for windows and states
+            plan = memory_plan(self.model.config, page_size=self.sizes.page, prefill_chunk=self.sizes.chunk)
+            given = itertools.count(total, frame // 8)
+            total = next(each for each in given if host_memory(plan, each, spec, chunk=self.sizes.chunk).pages == FRAMES.host)
+        return engine_for(self.model, few, host_bytes=total, **stores)
 
     def differences(self):
         frames, held = self.engine._pool.frames["full"], self.engine._pool._hot
         buffers = [] if held is None else [each for each in held.tiles if each is not None]
         assert frames.counts == (dataclasses.replace(FRAMES, hot=0) if self.model.config.latent else FRAMES)
         self.totals.update({"moved": frames.moved, "hot tiles": sum(int((each.tags >= 0).sum()) for each in buffers)})
-        return super().differences()
+        found = super().differences()
+        self.engine.close()
+        return found
 
 
 @pytest.fixture
@@ -415,7 +427,7 @@ def test_heavy_hitters_in_host_memory_have_the_same_bits():
 def test_a_prompt_that_copies_much_in_small_chunks_is_warned_about_once(monkeypatch, caplog):
     model = shallow(make_family("llama"))
     frame = memory_plan(model.config, page_size=16).frame_bytes
-    engine = Engine(model, page_size=16, prefill_chunk=32, pages=6, host_bytes=20 * frame)
+    engine = Engine(model, page_size=16, prefill_chunk=32, pages=6, host_bytes=20 * frame, reuse=False)
     # The first chunk with pages in host memory begins at token 96: then 96, 128, 160 and 192 tokens are copied.
     copied = (96 + 128 + 160 + 192) * frame // 16
     monkeypatch.setattr("kvjax.chunks.MUCH_COPIED", copied)
