@@ -352,8 +352,9 @@ def most_pages(group: GroupSpec, chunk: int, reach: Reach | None = None) -> int 
 
 def frame_counts(pages: int, host: int, chunk: int, *, hot: bool) -> FrameCounts:
     """Frames of a layer group that has memory for `pages` pages, for `host` of them in host memory. chunk: pages of a chunk of prefill.
-    hot: whether steps list pages, so that a part of the device's is worth more as a hot buffer."""
-    copies = hot_frames(pages - host, chunk) if hot else 0
+    hot: whether steps list pages, so that a part of the device's is worth more as a hot buffer: no larger than host memory, so that this
+    never makes the pool smaller."""
+    copies = min(hot_frames(pages - host, chunk), host // WAYS * WAYS) if hot else 0
     return FrameCounts(pages - host - copies, copies, host)
 
 

@@ -184,3 +184,11 @@ def test_host_memory_alone_keeps_pages_unless_a_policy_learns_from_prefill(model
     assert "no pages are kept for later prompts: policy heavy:2 learns from prefill" in caplog.text
     with pytest.raises(ValueError, match="heavy:2 learns from prefill, and a prompt whose pages are reused is not prefilled"):
         Engine(model, "heavy:2", reuse=True, **sizes)
+
+
+def test_host_memory_never_makes_the_pool_smaller(model):
+    """The hot buffer takes places of pages on the device: no more than host memory has."""
+    frame = memory_plan(model.config, **SIZES).frame_bytes
+    for host in (1, 10, 100):
+        engine = Engine(model, "quest:1", pages=40, host_bytes=host * frame, batch_buckets=(1,), **SIZES)
+        assert engine.allocators["full"].total >= 40
