@@ -171,8 +171,8 @@ def test_the_comparison_sees_a_page_that_was_given_to_others(tmp_path, monkeypat
 class BusyHistory(StoredHistory):
     """Prompts come and go, so that most of what is found comes back from another store."""
 
-    stores: ClassVar[tuple[tuple[int, int], ...]] = ((12, 24),)
-    texts_drawn: ClassVar[int] = 4
+    stores: ClassVar[tuple[tuple[int, int], ...]] = ((8, 24),)
+    texts_drawn: ClassVar[int] = 8
 
     def possible_calls(self):
         return ["prefill"] if len(self.held) < 2 else ["prefill", "free", "free", "decode"]
