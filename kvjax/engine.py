@@ -27,7 +27,7 @@ from kvjax.declared import DeclaredPolicies
 from kvjax.decoding import DecodeRunner, Launched, padded_rows
 from kvjax.guard import CallGuard, guarded
 from kvjax.inspection import StepRead, inspect
-from kvjax.memory import MemoryPlan, memory_plan, plan_with_weights, pool_pages
+from kvjax.memory import MemoryPlan, host_memory, memory_plan, plan_with_weights, pool_pages
 from kvjax.model import Model
 from kvjax.outcomes import Reads
 from kvjax.plans import Chunk, Decoded, DecodeGroup, StepPlan, StepResult, check_plan
@@ -35,7 +35,7 @@ from kvjax.policies.choice import Choice
 from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import PrefillPolicy
 from kvjax.release import PageRelease
-from kvjax.reuse import StoreOptions, make_reuse, reusing
+from kvjax.reuse import StoreOptions, check_stores, make_reuse, reusing
 from kvjax.sampling import Sampled, Sampling, SamplingRows
 from kvjax.sequence_copies import SequenceCopies
 from kvjax.sequences import CachedSequence, check_usable
@@ -57,10 +57,9 @@ class Engine:
     prefill_chunk: in tokens; the chunk is a multiple of the page. prefill: the prefill policy, or its name (`parse_prefill`); None as for
     policy. batch_buckets: decode batches are padded to the next of these sizes; a sequence's bits are the same in every batch of a bucket.
     cache_format: how full pages are packed, as "int8" or "k=int8,v=int4"; None: not at all (docs/cache-formats.md).
-    sequences: those not freed yet. device_bytes: size of the pool in bytes, in place of pages. pool_host_bytes: host memory for pages of
-    running sequences that the device has no room for; there they are read in place (docs/tiers.md). mesh: `kvjax.mesh(...)`, over whose
-    devices weights and pages are split (docs/devices.md). stores: reuse, host_bytes, disk,
-    disk_bytes say which pages outlive their sequences: see `kvjax.reuse.StoreOptions`.
+    sequences: those not freed yet. device_bytes: size of the pool on the device in bytes, in place of pages. mesh: `kvjax.mesh(...)`, over
+    whose devices weights and pages are split (docs/devices.md). stores: host_bytes, disk and disk_bytes are room for pages besides the
+    device, and with reuse say which pages outlive their sequences: see `kvjax.reuse.StoreOptions` and docs/tiers.md.
 
     Use it from one thread at a time. A call while another thread is in a method raises RuntimeError, and does not disturb the other call.
     Ctrl-C takes effect between chunks of prefill and after other methods, so pages and lengths stay consistent (`kvjax.guard`). If a step
@@ -81,13 +80,12 @@ class Engine:
         batch_buckets: tuple[int, ...] = BATCH_BUCKETS,
         cache_format: str | None = None,
         device_bytes: int | None = None,
-        pool_host_bytes: int | None = None,
         mesh: Mesh | None = None,
         **stores: Unpack[StoreOptions],
     ):
         check_model(model, "Engine")
-        check_mesh(mesh, pool_host_bytes, stores)
-        packed = check_cache_format(cache_format, model.config.compute_dtype, 1 if mesh is None else mesh.size, pool_host_bytes)
+        check_mesh(mesh, stores)
+        packed = check_cache_format(cache_format, model.config.compute_dtype, 1 if mesh is None else mesh.size)
         self.guard, self.mesh = CallGuard("this engine"), mesh
         self.model, self.config = model if mesh is None else place_model(model, mesh), model.config
         self.page_size, self.prefill_chunk, self.batch_buckets = engine_sizes(page_size, prefill_chunk, batch_buckets)
@@ -102,7 +100,12 @@ class Engine:
         # No method of this engine: one that nobody holds any more should go at once, and its stores with it.
         self._plan_beside_weights = functools.partial(memory_plan, self.config, **sizes, indexes=self.indexes, weights_bytes=0)
         plan = self._plan_beside_weights()
-        totals = pool_pages(plan, self.config, pages, device_bytes, pool_host_bytes, mesh=mesh)
+        kept_in = check_stores(self._declared.states.policies, **stores)
+        keeps = {"chunk": self.prefill_chunk, "keeps_none": kept_in.keeps_none}
+        host = host_memory(plan, kept_in.host_bytes, self.spec, **keeps)
+        if host.why:
+            logger.info("%s bytes of host memory are a store of pages and states for later prompts: %s", f"{host.store_bytes:,}", host.why)
+        totals = pool_pages(plan, self.config, pages, device_bytes, host.pages, mesh=mesh)
         kept = {"hot": bool(self.indexes), "reach": self._declared.reach, "mesh": mesh}
         self._groups = GroupPages(self.spec, *totals, self.prefill_chunk, **kept)
         self._declared.frames = next((each.counts for each in self._groups.frames.values()), None)
@@ -110,7 +113,7 @@ class Engine:
         self._capacity = Capacity(self.config, self._groups, self._plan_beside_weights)
         self._pool = Pool(self._groups.empty(self.indexes), self.spec, self._groups.frames, self._groups.shards)
         self._prefiller = Prefiller(self.model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)
-        self._reuse = make_reuse(model, self._pool, self._groups, self._declared, self._prefiller, **stores)
+        self._reuse = make_reuse(model, self._pool, self._groups, self._declared, self._prefiller, kept_in, host)
         self._capacity.pinned = None if self._reuse is None else self._reuse.pinned
         self._runs: dict[CachedSequence, ChunkRun] = {}
         copied = self._pool, self._groups, self._capacity, self._release, self.indexes
@@ -426,18 +429,18 @@ class Engine:
         """Compile the steps that `batch` sequences decoded together need before the first real call.
 
         It compiles prefill, and greedy decoding in the batch bucket of `batch`, for every page-table width up to that of `tokens` tokens
-        (None: one page), and with `pool_host_bytes` the copies of pages (docs/tiers.md). Steps in which a row draws at random are compiled
+        (None: one page), and with `host_bytes` the copies of pages (docs/tiers.md). Steps in which a row draws at random are compiled
         when first used. Raises as `prefill` does.
         """
         warm_up(self, batch=whole_number("batch", batch, 1), tokens=tokens, policy=policy)
 
     @guarded
     def pin(self, prefix: CachedSequence | Sequence[int], cache_salt: str | None = None) -> int:
-        """Keep the pages of a prompt's beginning on the device until `unpin`, and return how many tokens they hold.
+        """Keep the pages of a prompt's beginning in the pool until `unpin`, and return how many tokens they hold.
 
-        prefix: token ids, all of whose full pages were prefilled before and are still known, or a sequence, for its own prompt. Pages in
-        other stores are copied back. Pinning twice changes nothing. At most half of the pages can be pinned. ValueError for more than that,
-        for a prefix that is not known, and for an engine without reuse; OutOfPages.
+        prefix: token ids, all of whose full pages were prefilled before and are still known, or a sequence, for its own prompt. Pages that
+        are not in the pool are copied back. Pinning twice changes nothing. At most half of the pages can be pinned. ValueError for more
+        than that, for a prefix that is not known, and for an engine without reuse; OutOfPages.
         """
         with self._capacity.advice():
             return reusing(self._reuse).pin(self._prefix(prefix), cache_salt)
@@ -452,7 +455,7 @@ class Engine:
         return None if self._reuse is None else self._reuse.stats()
 
     def pool_stats(self) -> PoolStats | None:
-        """Where pages of the pool lie, and what has moved; None without `pool_host_bytes`. Waits for the device."""
+        """Where pages of the pool lie, and what has moved; None where none may lie in host memory. Waits for the device."""
         return self._pool.stats()
 
     @guarded

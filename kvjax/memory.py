@@ -6,15 +6,17 @@ import bisect
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import Mesh
 
-from kvjax.cache import OPEN, WHOLE, IndexSpec, OutOfPages
+from kvjax.cache import OPEN, WHOLE, CacheSpec, IndexSpec, OutOfPages
 from kvjax.cache.formats import CacheFormat, parse_cache_format
 from kvjax.cache.groups import Reach, frame_counts, most_pages, window_of
+from kvjax.cache.prefixes import STATE_CHUNKS
 from kvjax.cache.spanning import FrameCounts, supported
+from kvjax.cache.transfer import block_bytes
 from kvjax.checks import whole_number
 from kvjax.model import ModelConfig, Params
 from kvjax.packing import FormatOf, format_function
@@ -61,15 +63,15 @@ class MemoryPlan:
     """All sizes are bytes. `available_bytes` is what weights, pages and states may take. groups: the model's layer groups.
 
     sequences: how many are live at a time. Groups with a window need pages for that many windows, and recurrent groups that many states,
-    however long the sequences are. spans: whether pages of running sequences may lie in host memory, too: not those of a mesh, or packed
-    ones.
+    however long the sequences are. stays: why no page of the pool may lie in host memory, as those of a mesh and packed ones; "": those of
+    layers that keep all tokens may.
     """
 
     weights_bytes: int
     available_bytes: int
     groups: tuple[GroupPlan, ...]
     sequences: int
-    spans: bool = True
+    stays: str = ""
 
     @property
     def page_size(self) -> int:
@@ -128,11 +130,11 @@ class MemoryPlan:
             return f"A page of this group is the state of one sequence: there are {error.total}, for the largest of batch_buckets"
         more = max(0, self.available_bytes - self.weights_bytes) // group.page_bytes
         said = f"A page holds {group.page_size} tokens and takes {group.page_bytes:,} bytes; memory has room for {more:,} more"
-        if group.most is not None or not self.spans or not supported():
+        if group.most is not None or self.stays or not supported():
             return said
         return (
-            f"{said}. Others can lie in host memory, {self.frame_bytes:,} bytes each: give the engine (more) pool_host_bytes, "
-            "or kvjax batch --pool-host-memory"
+            f"{said}. Others can lie in host memory, {self.frame_bytes:,} bytes each: give the engine (more) host_bytes, "
+            "or kvjax batch --host-memory"
         )
 
     def __repr__(self) -> str:
@@ -217,7 +219,10 @@ def memory_plan(
         sizes = len(spec.layers_of(group.name)), group.page_size, *bytes_of, None if window is None else window[1]
         groups.append(GroupPlan(group.name, *sizes, None if math.isinf(most) else most))
     available = min(map(free_bytes, devices or jax.local_devices()[:1])) if available_bytes is None else available_bytes
-    return MemoryPlan(weights_bytes, available, tuple(groups), sequences, tensor * context == 1 and cache_format is None)
+    stays = "packed pages lie on the device alone" if cache_format is not None else ""
+    if tensor * context > 1 or devices:
+        stays = "pages of a mesh lie on its devices alone"
+    return MemoryPlan(weights_bytes, available, tuple(groups), sequences, stays)
 
 
 def plan_with_weights(beside: MemoryPlan, params: Params) -> MemoryPlan:
@@ -233,53 +238,94 @@ def default_pages(plan: MemoryPlan, config: ModelConfig) -> int:
     return max(1, min(wanted, plan.pages_that_fit))
 
 
-def pool_size(
-    plan: MemoryPlan,
-    config: ModelConfig,
-    pages: int | None,
-    device_bytes: int | None,
-    pool_host_bytes: int | None = None,
-    *,
-    here: bool = True,
-) -> tuple[int, int]:
-    """The pages of an engine's pool on the device, and in host memory. On the device: `pages`, or as many as `device_bytes` hold beside the
-    indexes of all pages, or the default. In host memory: as many as `pool_host_bytes` hold. here: whether this machine has to have so much.
+@dataclasses.dataclass(frozen=True)
+class HostMemory:
+    """What `host_bytes` are in an engine. pages: of layers that keep all tokens, in the pool's part in host memory. store_bytes: of a store
+    of kept pages and states beside the pool (`kvjax.cache.host_store`). stored: bytes of its blocks, by layer group. why: why not all of it
+    is the pool's; "" if it is."""
 
-    ValueError for both of the first two, or for sizes in which no page fits.
+    pages: int = 0
+    store_bytes: int = 0
+    stored: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    why: str = ""
+
+
+def host_memory(
+    plan: MemoryPlan,
+    host_bytes: int | None,
+    spec: CacheSpec | None = None,
+    *,
+    chunk: int = 512,
+    keeps_none: str = "",
+    here: bool = True,
+) -> HostMemory:
+    """What an engine makes of `host_bytes`.
+
+    It is the pool's part in host memory, as far as pages may lie there. Those that may not, and states of recurrent layers, go to a store
+    beside the pool, where an engine keeps them for later prompts. If it has both, each gets what the tokens of a prompt take there.
+
+    Args:
+        plan: the engine's.
+        host_bytes: None: no host memory.
+        spec: the engine's cache, over all devices of a mesh; for the sizes of what the store holds. Needed only if the engine keeps pages.
+        chunk: tokens of a chunk of prefill; states are kept at some borders of chunks.
+        keeps_none: why the engine keeps no pages for later prompts, as "reuse is False"; "": it does.
+        here: whether this machine has to have so much, and has to read it.
+
+    Raises ValueError for a size that holds no page, that is more than the machine has, or that nothing would use.
     """
-    host = 0
-    if pool_host_bytes is not None:
-        pool_host_bytes = whole_number("pool_host_bytes", pool_host_bytes, 1, 2**63)
-        if here:
-            check_host_bytes("pool_host_bytes", pool_host_bytes)
-        host = _host_pages(plan, pool_host_bytes)
+    if host_bytes is None:
+        return HostMemory()
+    host_bytes = whole_number("host_bytes", host_bytes, 1, 2**63)
+    if here:
+        _check_host_bytes(host_bytes)
+    stays, frame = plan.stays, plan.frame_bytes
+    if here and not stays and not supported():
+        stays = f"kernels do not read host memory on {jax.devices()[0].platform}"
+    if not frame and not stays:
+        stays = "every layer of this model, or what the engine's policies keep of it, is a window or a state, which stays on the device"
+    if stays and keeps_none:
+        raise ValueError(f"host_bytes would be of no use: {stays}, and no pages are kept for later prompts ({keeps_none}): leave it out")
+    if stays:
+        frame = 0
+    beside = [] if keeps_none else [group for group in plan.groups if group.name != OPEN and (stays or group.most is not None)]
+    stored = {group.name: block_bytes(spec, group.name) for group in beside}
+    least = sum(stored.values())
+    if host_bytes < least + frame:
+        raise ValueError(f"host_bytes of {host_bytes:,} is less than one page of every layer group, {least + frame:,} bytes: give more")
+    if not frame:
+        return HostMemory(0, host_bytes, stored, stays)
+    if not stored:
+        return HostMemory(host_bytes // frame)
+    per_token = sum(stored[group.name] / (STATE_CHUNKS * chunk if group.page_size == WHOLE else group.page_size) for group in beside)
+    share = per_token / (per_token + frame / plan.page_size)
+    store = min(max(least, int(share * host_bytes)), host_bytes - frame)
+    return HostMemory((host_bytes - store) // frame, store, stored, "pages of windows, and states of recurrent layers, stay on the device")
+
+
+def pool_size(plan: MemoryPlan, config: ModelConfig, pages: int | None, device_bytes: int | None, host_pages: int = 0) -> tuple[int, int]:
+    """The pages of an engine's pool on the device, and in host memory. On the device: `pages`, or as many as `device_bytes` hold beside the
+    indexes of all pages, or the default. In host memory: `host_pages`, those of `host_memory`.
+
+    ValueError for both of pages and device_bytes, or for a size in which no page fits.
+    """
     if device_bytes is not None:
         device_bytes = whole_number("device_bytes", device_bytes, 1, 2**63)
     if pages is not None and device_bytes is not None:
         raise ValueError(f"pages {pages} and device_bytes {device_bytes:,} both give the pool's size: leave one of them out")
     if device_bytes is not None:
-        return _device_pages(plan, device_bytes, host), host
-    return default_pages(plan, config) if pages is None else check_pool(plan, whole_number("pages", pages, 1, 2**63)), host
+        return _device_pages(plan, device_bytes, host_pages), host_pages
+    device = default_pages(plan, config) if pages is None else check_pool(plan, whole_number("pages", pages, 1, 2**63))
+    return device, host_pages
 
 
-def pool_frames(plan: MemoryPlan, device_bytes: int, pool_host_bytes: int, *, prefill_chunk: int = 512, hot: bool) -> FrameCounts:
+def pool_frames(plan: MemoryPlan, device_bytes: int, host_bytes: int, *, prefill_chunk: int = 512, hot: bool) -> FrameCounts:
     """The frames that an engine of these sizes has for pages of layers that keep all tokens, on any machine: how much memory this one has
-    does not count. hot: whether a policy of the engine needs an index. ValueError for sizes in which no page fits."""
-    host = _host_pages(plan, whole_number("pool_host_bytes", pool_host_bytes, 1, 2**63))
+    does not count. All of host_bytes is the pool's, as in an engine without reuse. hot: whether a policy of the engine needs an index.
+    ValueError for sizes in which no page fits."""
+    host = host_memory(plan, host_bytes, keeps_none="only running sequences count here", here=False).pages
     pages = _device_pages(plan, whole_number("device_bytes", device_bytes, 1, 2**63), host) + host
     return frame_counts(pages, host, -(-prefill_chunk // plan.page_size), hot=hot)
-
-
-def _host_pages(plan: MemoryPlan, pool_host_bytes: int) -> int:
-    """Pages that so much host memory holds."""
-    if not plan.frame_bytes:
-        raise ValueError(
-            "every layer of this model, or what the engine's policies keep of it, is a window or a state, whose pages stay on the "
-            "device: leave pool_host_bytes out"
-        )
-    if pool_host_bytes < plan.frame_bytes:
-        raise ValueError(f"pool_host_bytes of {pool_host_bytes:,} holds no page: give at least {plan.frame_bytes:,}")
-    return pool_host_bytes // plan.frame_bytes
 
 
 def _device_pages(plan: MemoryPlan, device_bytes: int, host: int) -> int:
@@ -303,11 +349,11 @@ def pool_pages(plan: MemoryPlan, *sizes, mesh: Mesh | None = None) -> tuple[dict
     return {name: count if name in rows else -(-count // context) * context for name, count in counts.items()}, host
 
 
-def check_host_bytes(name: str, total: int) -> None:
-    """ValueError for more host memory than the machine has. name: that of the argument."""
+def _check_host_bytes(total: int) -> None:
+    """ValueError for more host memory than the machine has."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if total > memory:
-        raise ValueError(f"{name} of {total:,} is more than this machine's memory, {memory:,} bytes: give less")
+        raise ValueError(f"host_bytes of {total:,} is more than this machine's memory, {memory:,} bytes: give less")
 
 
 def free_bytes(device: jax.Device) -> int:

@@ -28,8 +28,9 @@ from kvjax.cache.spec import MOST_TOKENS, OPEN
 from kvjax.cache.transfer import block_bytes, read_blocks
 from kvjax.checks import check_salt, whole_number
 from kvjax.declared import DeclaredPolicies
-from kvjax.memory import check_host_bytes
+from kvjax.memory import HostMemory
 from kvjax.model import Model, fingerprint
+from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import identity
 from kvjax.sequences import CachedSequence
 from pallas_kernels import dispatch
@@ -41,15 +42,18 @@ logger = logging.getLogger(__name__)
 
 
 class StoreOptions(TypedDict, total=False):
-    """Which pages an engine keeps after their sequences are gone.
+    """Where pages may lie besides the device, and which of them an engine keeps after their sequences are gone.
 
     A new prompt takes the pages of the longest beginning that is known, whole pages only, and prefills the rest. These pages hold the bits
     that the prompt would write itself, so its answer does not change.
 
-    reuse: keep pages on the device until others need their room. None, the default: only where host_bytes or disk is given. "any": find
-    pages of the same tokens however they were written: by other policies, in other chunks, by decode steps. Answers may then differ a
-    little. host_bytes: copy them to so many bytes of host memory, too, as soon as they are written. disk, disk_bytes: copy them to this
-    folder, too. It takes so many bytes at once. Its pages outlive the process.
+    host_bytes: so many bytes of host memory hold pages that the device has no room for, those of running sequences, too; these are read in
+    place. Where kernels cannot do so (on a mesh, for packed pages, windows and states of recurrent layers, on other devices than CPUs and
+    NVIDIA GPUs), host memory holds copies of kept pages alone, which come back to the device to be used; the log says so. reuse: keep pages
+    until others need their room. None, the default: where disk is given, and where host_bytes is, unless a policy learns from prefill.
+    False: then host_bytes serve running sequences alone, and are refused where they cannot. "any": find pages of the same tokens however
+    they were written: by other policies, in other chunks, by decode steps. Answers may then differ a little. disk, disk_bytes: copy kept
+    pages to this folder as soon as they are written. It takes so many bytes at once. Its pages outlive the process.
     """
 
     reuse: bool | Literal["any"] | None
@@ -58,51 +62,71 @@ class StoreOptions(TypedDict, total=False):
     disk_bytes: int | None
 
 
-def make_reuse(
-    model: Model,
-    pool: Pool,
-    groups: GroupPages,
-    declared: DeclaredPolicies,
-    prefiller: Prefiller,
+@dataclasses.dataclass(frozen=True)
+class Stores:
+    """`StoreOptions`, checked. keeps_none: why no pages are kept after their sequences are gone; "": they are."""
+
+    reuse: bool | Literal["any"]
+    host_bytes: int | None
+    disk: str | Path | None
+    disk_bytes: int | None
+    keeps_none: str
+
+
+def check_stores(
+    learning: Sequence[DecodePolicy],
     *,
     reuse: bool | Literal["any"] | None = None,
     host_bytes: int | None = None,
     disk: str | Path | None = None,
     disk_bytes: int | None = None,
     **unknown: object,
-) -> Reuse | None:
-    """What `Engine` explains; None where nothing is reused. ValueError for sizes and policies that do not fit together."""
+) -> Stores:
+    """The options of an engine's stores. learning: its policies that learn from prefill. ValueError for options that do not fit together,
+    or not with these policies."""
     if unknown:
         name = next(iter(unknown))
         near = difflib.get_close_matches(name, StoreOptions.__annotations__, n=1)
         raise TypeError(f"Engine has no argument {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
+    learns = f"policy {learning[0]} learns from prefill" if learning else ""
+    given = reuse
     if reuse is None:
-        reuse = host_bytes is not None or disk is not None
+        reuse = disk is not None or (host_bytes is not None and not learning)
     if not isinstance(reuse, bool) and reuse != "any":
         raise ValueError(f"reuse must be True, False, None, or 'any', got {reuse!r:.60}")
-    if not reuse and (host_bytes is not None or disk is not None):
-        raise ValueError("host_bytes and disk keep pages for reuse, and reuse is False: leave one of them out")
+    if not reuse and disk is not None:
+        raise ValueError("disk keeps pages for reuse, and reuse is False: leave one of them out")
     if (disk is None) != (disk_bytes is None):
         raise ValueError(f"disk and disk_bytes go together, got disk {disk!r} and disk_bytes {disk_bytes!r}: give both, or neither")
-    if not reuse:
-        return None
-    if learning := declared.states.policies:
+    if reuse and learning:
         raise ValueError(
-            f"policy {learning[0]} learns from prefill, and a prompt whose pages are reused is not prefilled: name another policy, or "
-            "make the engine without reuse of pages"
+            f"{learns}, and a prompt whose pages are reused is not prefilled: name another policy, or make the engine without reuse or disk"
         )
-    device = _device_of(pool)
-    sizes = {group.name: block_bytes(groups.spec, group.name) for group in groups.spec.groups if group.name != OPEN}
-    host = None
-    if host_bytes is not None:
-        check_host_bytes("host_bytes", whole_number("host_bytes", host_bytes, 1, 2**63))
-        if host_bytes < (page := sum(sizes.values())):
-            raise ValueError(f"host_bytes of {host_bytes:,} is less than one page of every layer group, {page:,} bytes: give more")
-        host = HostStore(host_bytes, device, sizes)
-    store = None
-    if disk is not None:
-        store = DiskStore(disk, whole_number("disk_bytes", disk_bytes, 1, 2**63), sizes)
-    kept = Reuse(model, pool, groups, declared, host, store, prefiller, exact=reuse != "any")
+    keeps_none = "" if reuse else learns if learns and given is None else "reuse is False"
+    if host_bytes is not None and keeps_none == learns != "":
+        logger.info("no pages are kept for later prompts: %s", learns)
+    return Stores(reuse, host_bytes, disk, disk_bytes, keeps_none)
+
+
+def make_reuse(
+    model: Model,
+    pool: Pool,
+    groups: GroupPages,
+    declared: DeclaredPolicies,
+    prefiller: Prefiller,
+    stores: Stores,
+    host: HostMemory,
+) -> Reuse | None:
+    """The cache of prefixes of an engine; None where nothing is reused. host: what `stores.host_bytes` are. ValueError for a size of the
+    disk in which no page fits, and for host memory that cannot be pinned."""
+    if not stores.reuse:
+        return None
+    store = HostStore(host.store_bytes, _device_of(pool), host.stored) if host.stored else None
+    disk = None
+    if stores.disk is not None:
+        sizes = {group.name: block_bytes(groups.spec, group.name) for group in groups.spec.groups if group.name != OPEN}
+        disk = DiskStore(stores.disk, whole_number("disk_bytes", stores.disk_bytes, 1, 2**63), sizes)
+    kept = Reuse(model, pool, groups, declared, store, disk, prefiller, exact=stores.reuse != "any")
     prefiller.on_written = kept.written
     return kept
 
@@ -193,7 +217,7 @@ class Reuse:
         return self.prefixes.pin(self._digests(prefix, salt), length)
 
     def pinned(self) -> dict[str, int]:
-        """How many pages of each layer group are pinned on the device."""
+        """How many pages of each layer group are pinned."""
         return {name: len(pages) for name, pages in self.prefixes.pins.pages.items()}
 
     def unpin(self, prefix: CachedSequence | Sequence[int], salt: str | None) -> int:

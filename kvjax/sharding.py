@@ -274,7 +274,7 @@ def on_mesh(
     return shards.run(on_device, (params, cache, *arrays), (of_params, places, *of_arrays), (places, *results))
 
 
-def check_mesh(mesh: Mesh | None, pool_host_bytes: int | None, stores: Mapping[str, Any]) -> None:
+def check_mesh(mesh: Mesh | None, stores: Mapping[str, Any]) -> None:
     """NotImplementedError for options of an engine that do not go together with a mesh (one of a single device only says which), and
     ValueError for a mesh of several processes that leaves others out: processes agree on sizes and files together."""
     if mesh is None:
@@ -282,8 +282,6 @@ def check_mesh(mesh: Mesh | None, pool_host_bytes: int | None, stores: Mapping[s
     mesh = Shards(mesh).mesh
     if several_processes(mesh) and (left := set(range(jax.process_count())) - {each.process_index for each in mesh.devices.flat}):
         raise ValueError(f"the mesh has devices of several processes, but none of process {min(left)}: make it of all, or of one")
-    if pool_host_bytes:
-        raise NotImplementedError("running sequences of a mesh are on its devices alone: leave out pool_host_bytes, or the mesh")
     if several_processes(mesh) and (given := {name: value for name, value in stores.items() if value}):
         values = ", ".join(f"{name} {value:,}" if type(value) is int else f"{name} {value}" for name, value in given.items())
         raise NotImplementedError(

@@ -215,10 +215,10 @@ class History:
 
     def fail(self):
         """A call that must be refused, and must change nothing."""
-        vocabulary, longest = self.model.config.vocab_size, self.sizes.pages * self.sizes.page
+        vocabulary, longest = self.model.config.vocab_size, self.engine._groups.longest
         calls = [lambda: self.engine.prefill([[1, vocabulary]]), lambda: self.engine.prefill([[]]), lambda: self.engine.prefill([[1.5]])]
         if self.engine._release.reach is None:  # else a prompt of any length fits
-            calls += [lambda: self.engine.prefill([[1] * (longest + 1)])]
+            calls += [lambda: self.engine.prefill([[1] * (int(longest) + 1)])]
         if self.held:
             sequence = self.pick().sequence
             calls += [lambda: self.engine.extend(sequence, [-1]), lambda: self.engine.decode([sequence, sequence], [1, 2])]

@@ -46,6 +46,8 @@ def read_before_arrived(patch):
     write, waiting = prefixes.write_blocks, []
 
     def later(pool, *args, **kwargs):
+        _, group, ids, _ = args
+        pool.bind({group: ids})  # a page without a frame would be seen by the steps themselves
         waiting.append((pool, args, kwargs))
         while len(waiting) > 1:
             other, args, kwargs = waiting.pop(0)
@@ -58,9 +60,12 @@ def read_before_arrived(patch):
 def place_for_a_page(patch):
     """Blocks come back to the pages whose ids are their places in the list: a place where a page is meant."""
     write = prefixes.write_blocks
-    patch.setattr(
-        prefixes, "write_blocks", lambda pool, spec, group, ids, *args, **kw: write(pool, spec, group, range(len(ids)), *args, **kw)
-    )
+
+    def misplaced(pool, spec, group, ids, *args, **kwargs):
+        pool.bind({group: ids})  # a page without a frame would be seen by the steps themselves
+        write(pool, spec, group, range(len(ids)), *args, **kwargs)
+
+    patch.setattr(prefixes, "write_blocks", misplaced)
 
 
 def page_for_a_slot(patch):

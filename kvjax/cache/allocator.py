@@ -33,7 +33,8 @@ class PageAllocator:
 
     A page that is kept (`keep`) holds something that may be wanted again. Without owners it is idle: it counts as free, and is handed out
     only when no other page is left. on_evict: called then with the page, whose content is lost. on_free: called with each page whose
-    content nobody needs any more, evicted ones included.
+    content nobody needs any more, evicted ones included. on_idle, on_used: called with pages that become idle, and with those of them that
+    get an owner again.
 
     parts: over how many devices the pages are dealt out. Each has `each` of them: pages [d * each, (d + 1) * each) are those of device d. A
     caller that takes pages says of which device it needs each one.
@@ -46,6 +47,8 @@ class PageAllocator:
         self.parts, self.each = parts, total // parts
         self.on_evict: Callable[[int], None] | None = None
         self.on_free: Callable[[Sequence[int]], None] | None = None
+        self.on_idle: Callable[[Sequence[int]], None] = lambda pages: None
+        self.on_used: Callable[[Sequence[int]], None] = lambda pages: None
         self._free = [list(range((part + 1) * self.each - 1, part * self.each - 1, -1)) for part in range(parts)]
         self._idle: list[Recency[int]] = [Recency() for _ in range(parts)]
         self._owners = [0] * total
@@ -122,9 +125,11 @@ class PageAllocator:
         for page in pages:
             if page not in self._kept:
                 raise ValueError(f"page {page} is not kept: nobody knows what it holds")
+        idle = [page for page in pages if self._owners[page] == 0]
+        for page in idle:
+            self._idle[self.part_of(page)].remove(page)
+        self.on_used(idle)
         for page in pages:
-            if self._owners[page] == 0:
-                self._idle[self.part_of(page)].remove(page)
             self._owners[page] += 1
             self._kept[page] = True
 
@@ -152,6 +157,14 @@ class PageAllocator:
             self.on_free(freed)
         for page in reversed(idle):
             self._idle[self.part_of(page)].add(page, used=self._kept[page])
+        self.on_idle(idle[::-1])
+
+    def evict(self, count: int) -> None:
+        """Free up to `count` idle pages, those that were of use longest ago on their device."""
+        for part in range(self.parts):
+            for _ in range(min(count, len(self._idle[part]))):
+                self._evict(part)
+                count -= 1
 
     def _free_of(self, part: int) -> int:
         """Pages of a device without an owner."""

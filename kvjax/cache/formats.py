@@ -85,14 +85,12 @@ def parse_cache_format(text: str | CacheFormat | None, dtype: str) -> CacheForma
         raise ValueError(f"cache format {text!r} cannot be read: {error}. Give {GRAMMAR}") from None
 
 
-def check_cache_format(text: str | CacheFormat | None, dtype: str, devices: int, pool_host_bytes: int | None) -> CacheFormat | None:
+def check_cache_format(text: str | CacheFormat | None, dtype: str, devices: int) -> CacheFormat | None:
     """The cache format of an engine; None: pages are not packed. dtype: as in `parse_cache_format`. devices: of its mesh. ValueError for a
-    text that cannot be read, NotImplementedError for options that do not go together with packed pages yet."""
+    text that cannot be read, NotImplementedError for a mesh, whose pages cannot be packed yet."""
     packed = parse_cache_format(text, dtype)
-    if packed is not None:
-        options = {"a mesh of several devices": devices > 1, "pool_host_bytes": pool_host_bytes}
-        if given := [name for name, value in options.items() if value]:
-            raise NotImplementedError(f"cache_format does not work with {given[0]} yet: leave out one of them")
+    if packed is not None and devices > 1:
+        raise NotImplementedError("cache_format does not work with a mesh of several devices yet: leave out one of them")
     return packed
 
 

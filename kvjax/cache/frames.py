@@ -1,19 +1,24 @@
 """Where the pages of a layer group lie: in frames of device memory, or in frames of host memory, which kernels read in place.
 
-A page gets a frame when it is first written, on the device. When the device has none left, the page that has been there longest moves to
-host memory. A page's id stays the same for its life; only its frame changes. Pages that were copied there ahead go first: these only change
-their frame. When the device has room again, pages come back.
+A page gets a frame when it is first written, on the device. When the device has none left, another one moves to host memory: one that no
+sequence holds any more, or else the one that has been there longest. A page's id stays the same for its life; only its frame changes. Pages
+that were copied there ahead go first: these only change their frame. When the device has room again, pages come back. They also change
+places with pages there that no sequence holds.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 from jaxtyping import Int
 
 from kvjax.cache.spanning import FrameCounts
+
+EVICTED = 256
+"""Where every frame is taken, one page in so many is evicted, so that others can change places."""
 
 
 class Frames:
@@ -22,8 +27,9 @@ class Frames:
     spare: frames of the device that pages do not come back to, because new pages need them soon.
 
     frame_of: by page id, -1 for a page without a frame. changed: whether that has changed since the caller last set this to False. moved,
-    returned: pages that moved to host memory so far, and that came back. arrived: says whether all copies of pages are there. arrive: waits
-    until they are. give_up: called with a frame whose copy is not wanted; afterwards nothing may write to it (`kvjax.cache.moving`).
+    returned: pages that moved to host memory so far, and that came back. evict: releases so many of the pages that no sequence holds, as
+    far as there are any. arrived: says whether all copies of pages are there. arrive: waits until they are. give_up: called with a frame
+    whose copy is not wanted; afterwards nothing may write to it (`kvjax.cache.moving`).
     """
 
     def __init__(self, counts: FrameCounts, spare: int = 0):
@@ -35,9 +41,11 @@ class Frames:
         self._bound: set[int] = set()  # as many as there are pages at most, however long nobody asks
         self._there: dict[int, None] = {}  # pages on the device, those that have been there longest first
         self._moves: dict[int, tuple[int, int]] = {}  # by page: its frame before, and the one that its bytes have to be copied to
+        self._idle: dict[int, None] = {}  # pages on the device that no sequence holds, the first ones to go first
         self._ahead: dict[int, int] = {}  # by page that is on the device: the frame that it is copied to ahead
         self._back: dict[int, int] = {}  # by page in host memory: the frame of the device that it is copied to
         self._searched = False  # whether no page was found that may come back, and nothing has changed since
+        self.evict: Callable[[int], None] = lambda count: None
         self.arrived: Callable[[], bool] = lambda: True
         self.arrive: Callable[[], None] = lambda: None
         self.give_up: Callable[[int], None] = lambda frame: None
@@ -79,8 +87,23 @@ class Frames:
             self._forget_copy(page)
             self._moves.pop(page, None)
             self._there.pop(page, None)
+            self._idle.pop(page, None)
             heapq.heappush(self._free_device if frame < self.counts.device else self._free_host, frame)
             self.frame_of[page], self.changed, self._searched = -1, True, False
+
+    def idle(self, pages: Iterable[int]) -> None:
+        """No sequence holds these pages any more, but what they hold is kept: on the device they make room first, in this order."""
+        for page in pages:
+            if page in self._back:
+                self._forget_copy(page)
+            if page in self._there:
+                self._idle[page] = None
+            self._searched = False
+
+    def used(self, pages: Iterable[int]) -> None:
+        """A sequence holds these pages again."""
+        for page in pages:
+            self._idle.pop(page, None)
 
     def take_moves(self) -> Int[np.ndarray, "n 2"]:
         """Frames whose bytes have to be copied, from and to, before anything is written to a page that was bound since the last call. No
@@ -93,9 +116,12 @@ class Frames:
         return max(0, min(count - len(self._free_device) - len(self._ahead), len(self._free_host)))
 
     def copy_ahead(self, sealed: Collection[int], count: int) -> Int[np.ndarray, "n 2"]:
-        """Choose up to `count` of the sealed pages, those that have been on the device longest, to make room there. Returns frames whose
-        bytes have to be copied, from and to, before `arrive` returns. Until `bind` needs the room, these pages stay where they are."""
-        chosen = [page for page in self._there if page in sealed and page not in self._ahead][: min(count, len(self._free_host))]
+        """Choose up to `count` of the sealed pages to make room on the device: those that no sequence holds, then those that have been
+        there longest. Returns frames whose bytes have to be copied, from and to, before `arrive` returns. Until `bind` needs the room,
+        these pages stay where they are."""
+        most = min(count, len(self._free_host))
+        ordered = dict.fromkeys(itertools.chain(self._idle, self._there))
+        chosen = [page for page in ordered if page in sealed and page not in self._ahead][:most]
         for page in chosen:
             self._ahead[page] = heapq.heappop(self._free_host)
         return np.array([(self.frame_of[page], self._ahead[page]) for page in chosen], np.int32).reshape(-1, 2)
@@ -119,6 +145,45 @@ class Frames:
                 self._back[page] = heapq.heappop(self._free_device)
         self._searched = not self._back
         return np.array([(self.frame_of[page], target) for page, target in self._back.items()], np.int32).reshape(-1, 2)
+
+    @property
+    def exchangeable(self) -> int:
+        """How many pages in host memory may change places with pages on the device now. 0 as `room` is."""
+        return 0 if self._back or self._searched else min(len(self._idle), self.on_host)
+
+    def exchange(self, sealed: Iterable[int], count: int) -> list[Int[np.ndarray, "n 2"]]:
+        """Let up to `count` of the sealed pages, the first ones of those in host memory, change places with pages on the device that no
+        sequence holds. Returns frames whose bytes have to be copied, from and to, one array after the other; in none of them a frame is
+        both read and written. No move may be left to take. If no frame is free, a few pages are evicted to have one on the way."""
+        there = (page for page in sealed if self.frame_of[page] >= self.counts.border)
+        wanted = list(dict.fromkeys(itertools.islice(there, count)))
+        if wanted and not (self._free_device or self._free_host):
+            self.evict(1 + len(self.frame_of) // EVICTED)
+        pairs = list(zip(wanted, [page for page in self._idle if page not in self._ahead], strict=False))
+        self._searched, copies = not pairs, []
+        outwards_first = len(self._free_host) >= len(self._free_device)
+        each = max(len(self._free_host), len(self._free_device))
+        for start in range(0, len(pairs) if each else 0, each or 1):
+            part = pairs[start : start + each]
+            for outwards in (outwards_first, not outwards_first):
+                copies.append(self._moved([other if outwards else page for page, other in part], outwards=outwards))
+        return copies
+
+    def _moved(self, pages: Sequence[int], *, outwards: bool) -> Int[np.ndarray, "n 2"]:
+        """Give these pages free frames in host memory, or of the device. Returns their frames before and after."""
+        here, there = (self._free_device, self._free_host) if outwards else (self._free_host, self._free_device)
+        frames = [(int(self.frame_of[page]), heapq.heappop(there)) for page in pages]
+        for page, (before, after) in zip(pages, frames, strict=True):
+            heapq.heappush(here, before)
+            self.frame_of[page] = after
+            if outwards:
+                del self._there[page], self._idle[page]
+            else:
+                self._there[page] = None
+        self.changed = True
+        self.moved += len(pages) if outwards else 0
+        self.returned += 0 if outwards else len(pages)
+        return np.array(frames, np.int32).reshape(-1, 2)
 
     @property
     def coming(self) -> bool:
@@ -145,14 +210,16 @@ class Frames:
 
     def _move_out(self, kept: Collection[int], wait: bool) -> None:
         """Make room on the device, without the pages of `kept`. A page that was on its way there stays in host memory; or else one that was
-        copied ahead moves there; or else the one that has been on the device longest. Nothing if none is left, or host memory is full."""
+        copied ahead moves there; or else one that no sequence holds; or else the one that has been on the device longest. Nothing if none
+        is left, or host memory is full."""
         if self._back:
             self._forget_copy(next(iter(self._back)))
             return
         copied = next((page for page in self._ahead if page not in kept), None)
         other = None
         if self._free_host and (copied is None or not (wait or self.arrived())):
-            other = next((page for page in self._there if page not in kept and page not in self._ahead), None)
+            chain = itertools.chain(self._idle, self._there)
+            other = next((page for page in chain if page not in kept and page not in self._ahead), None)
         if other is not None:
             page, after = other, heapq.heappop(self._free_host)
             self._moves[page] = (int(self.frame_of[page]), after)
@@ -162,6 +229,7 @@ class Frames:
         else:
             return
         del self._there[page]
+        self._idle.pop(page, None)
         heapq.heappush(self._free_device, int(self.frame_of[page]))
         self.frame_of[page] = after
         self.moved += 1

@@ -86,7 +86,8 @@ class GroupPages:
         self.shards = None if mesh is None else _shards(mesh, spec, totals, chunk)
         self.allocators = {group.name: self._allocator(group.name, totals[group.name]) for group in spec.groups}
         for name, frames in self.frames.items():
-            self.allocators[name].on_free = frames.release
+            pages = self.allocators[name]
+            pages.on_free, pages.on_idle, pages.on_used, frames.evict = frames.release, frames.idle, frames.used, pages.evict
         self.has_windows = any(group.window is not None for group in spec.groups)
         self.on_short: Callable[[], None] | None = None
 
@@ -389,8 +390,9 @@ def most_pages(group: GroupSpec, chunk: int, reach: Reach | None = None) -> int 
 
 def frame_counts(pages: int, host: int, chunk: int, *, hot: bool) -> FrameCounts:
     """Frames of a layer group that has memory for `pages` pages, for `host` of them in host memory. chunk: pages of a chunk of prefill.
-    hot: whether steps list pages, so that a part of the device's is worth more as a hot buffer."""
-    copies = hot_frames(pages - host, chunk) if hot else 0
+    hot: whether steps list pages, so that a part of the device's is worth more as a hot buffer: no larger than host memory, so that this
+    never makes the pool smaller."""
+    copies = min(hot_frames(pages - host, chunk), host // WAYS * WAYS) if hot else 0
     return FrameCounts(pages - host - copies, copies, host)
 
 

@@ -1,4 +1,4 @@
-"""Prefixes that stay: their pages are held on the device, and states of recurrent layers in the stores that have them."""
+"""Prefixes that stay: their pages are held in the pool, and states of recurrent layers in the stores that have them."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ class Pins:
             allocator = self._prefixes.allocator(name)
             counts = Counter([*map(allocator.part_of, held[name] | set(resident)), *absent])
             if (count := max(counts.values(), default=0)) > (most := allocator.each // SHARE):
-                where = "the device" if allocator.parts == 1 else "one device"
+                where = "in the pool" if allocator.parts == 1 else "on one device"
                 raise ValueError(
-                    f"{count:,} pages of layer group {name!r} would be pinned on {where}, and at most {most:,} of its {allocator.each:,} "
+                    f"{count:,} pages of layer group {name!r} would be pinned {where}, and at most {most:,} of its {allocator.each:,} "
                     "can be, so that sequences have room: unpin another prefix, pin a shorter one, or make the engine with more pages"
                 )
 

@@ -64,6 +64,8 @@ class PoolStats:
 
 BACK = 16
 """How many pages come back to the device at a time: 117 MB of a 7B model."""
+EXCHANGED = 64
+"""How many pages change places before a step. A step waits for them, so they are few; a dense one reads each over the bus otherwise."""
 
 
 class Pool:
@@ -172,12 +174,17 @@ class Pool:
         self._moving.add(group, self.frames[group].copy_ahead(sealed, count))
 
     def bring_back(self, sealed: Callable[[str], Iterable[int]]) -> None:
-        """If the device has room, begin to copy sealed pages back there. sealed: those of a layer group, the first ones to come first. No
-        program that is launched from now on may write to them, unless they are bound again."""
+        """If the device has room, begin to copy sealed pages back there. If it has none, but pages that no sequence holds, they change
+        places: before the next program that is launched. sealed: those of a layer group, the first ones to come first. No program that is
+        launched from now on may write to them, unless they are bound again."""
         for name, frames in self.frames.items():
             if frames.room:
                 _ = self.layers  # moves that wait may read the frames that are free
                 self._moving.add(name, frames.bring_back(sealed(name), BACK))
+            elif frames.exchangeable:
+                _ = self.layers
+                for moves in frames.exchange(sealed(name), EXCHANGED):
+                    self._move(name, moves)
 
     def advance_copies(self) -> None:
         """Begin copies that were asked for, and let pages that have come back be on the device, as far as this needs no waiting. For the
@@ -190,10 +197,14 @@ class Pool:
 
     def any_on_host(self, pages: Mapping[str, Sequence[int]]) -> bool:
         """Whether any of these pages lies in host memory. By layer group; ids below 0 are skipped."""
-        return any(
-            (frames.frame_of[[page for page in pages[name] if page >= 0]] >= frames.counts.border).any()
-            for name, frames in self.frames.items()
-        )
+        return any(self.count_on_host(name, [page for page in pages[name] if page >= 0]) for name in self.frames)
+
+    def count_on_host(self, group: str, pages: Collection[int]) -> int:
+        """How many of these pages of a layer group lie in host memory."""
+        if group not in self.frames or not pages:
+            return 0
+        frames = self.frames[group]
+        return int((frames.frame_of[np.fromiter(pages, np.int64, len(pages))] >= frames.counts.border).sum())
 
     def frames_of(self, group: str, pages: Any) -> Int[np.ndarray, "..."]:
         """The frames of pages of a layer group, which must have some. Ids outside the pool, which writes skip, stay as they are."""

@@ -4,8 +4,10 @@ A prompt is cut into grains: pages, or whole chunks of prefill where a chunk's q
 digest before it, its tokens, and the policy that wrote it; the first one of everything else that bits depend on. So a grain's digest names
 all that its pages depend on, and a page that is found by it holds the bits that prefill would write.
 
-A page may be in several stores at once. It is copied to host memory and to disk as soon as it has been written, so that taking it away from
-the device costs nothing. A state of recurrent layers is copied at some borders of chunks, and only to those stores.
+A page stays in the pool, which may span device and host memory, until others need its room. It is copied to disk as soon as it has been
+written, so that giving it up costs nothing. What the pool cannot hold in host memory (pages of windows, of meshes, packed ones, and states
+of recurrent layers) is copied to a store there, too (`kvjax.cache.host_store`). A state is copied at some borders of chunks, and only to
+stores.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class Chain:
 @dataclasses.dataclass
 class StoreStats:
     """Pages of a store, how many of them are pinned, and what happened to them: found there, given up for others, bytes copied to it and
-    from it."""
+    from it. The device and host memory share a page of the pool: it counts where it lies now, or lay then. What the pool moves between both
+    is in `PoolStats`."""
 
     pages: int = 0
     pinned: int = 0
@@ -102,7 +105,8 @@ class PrefixStats:
         ]
         for name in ("device", "host", "disk"):
             if (each := getattr(self, name)) is not None:
-                moved = "" if name == "device" else f"; {each.bytes_in / 1e6:,.0f} MB written, {each.bytes_out / 1e6:,.0f} MB read"
+                moved = f"; {each.bytes_in / 1e6:,.0f} MB written, {each.bytes_out / 1e6:,.0f} MB read"
+                moved = moved if name == "disk" or each.bytes_in else ""
                 damaged = f", {self.damaged:,} dropped because they were damaged" if name == "disk" and self.damaged else ""
                 pinned = f", {each.pinned:,} of them pinned" if each.pinned else ""
                 held = f"{each.pages:,} pages kept ({each.bytes / 1e6:,.0f} MB){pinned}"
@@ -113,7 +117,8 @@ class PrefixStats:
 class Prefixes:
     """The pages of prefixes. Pool, groups and indexes are the engine's.
 
-    grain: tokens that one digest covers, a multiple of the page size.
+    grain: tokens that one digest covers, a multiple of the page size. host: for the layer groups of its `blocks`; None: if pages are in
+    host memory, they are the pool's.
     """
 
     def __init__(
@@ -147,13 +152,22 @@ class Prefixes:
     def stats(self) -> PrefixStats:
         """What happened so far."""
         device, host, disk = (dataclasses.replace(each) for each in (self._seen.device, self._seen.host, self._seen.disk))
-        device.pages = sum(map(len, self._device.values()))
-        device.bytes = sum(len(each) * self.spec.bytes_per_page(name, self._indexes) for name, each in self._device.items())
-        device.pinned = sum(map(len, self.pins.pages.values()))
+        for name, known in self._device.items():
+            there = self._pool.count_on_host(name, known.values())
+            device.pages += len(known) - there
+            device.bytes += (len(known) - there) * self.spec.bytes_per_page(name, self._indexes)
+            host.pages += there
+            host.bytes += there * self.spec.bytes_per_frame(name)
+        for name, pages in self.pins.pages.items():
+            there = self._pool.count_on_host(name, pages)
+            device.pinned += len(pages) - there
+            host.pinned += there
         for store, each in ((self.host, host), (self.disk, disk)):
-            each.pinned = 0 if store is None else sum(key in store for _, key in self.pins.states)
+            each.pinned += 0 if store is None else sum(key in store for _, key in self.pins.states)
         if self.host is not None:
-            host.pages, host.bytes, host.evictions = len(self.host), self.host.used_bytes, self.host.evictions
+            host.pages += len(self.host)
+            host.bytes += self.host.used_bytes
+            host.evictions += self.host.evictions
         if self.disk is not None:
             disk.pages, disk.bytes, disk.evictions = len(self.disk), self.disk.used_bytes, self.disk.evictions
             disk.bytes_in, disk.bytes_out = self.disk.written_bytes, self.disk.read_bytes
@@ -161,7 +175,7 @@ class Prefixes:
             self._seen,
             damaged=0 if self.disk is None else self.disk.damaged,
             device=device,
-            host=None if self.host is None else host,
+            host=host if self.host is not None or self._pool.frames else None,
             disk=None if self.disk is None else disk,
         )
 
@@ -383,7 +397,9 @@ class Prefixes:
                     self._enter(name, Place(firsts[name], key), page)
             at = resident[name] | copied
             sequence.pages[name] = [-1] * first[name] + [at[key] for key in keys]
-            self._seen.device.hits += 0 if to_pin else len(resident[name])
+            if not to_pin:
+                self._seen.host.hits += (there := self._pool.count_on_host(name, resident[name].values()))
+                self._seen.device.hits += len(resident[name]) - there
             for store in self.stores:
                 store.used(reversed(absent[name]))  # the beginning of a prompt is of more use than its end
         return True
@@ -401,18 +417,18 @@ class Prefixes:
             from_host = [here[key].nbytes for key in piece if key in here]
             self._seen.host.hits += counted * len(from_host)
             self._seen.host.bytes_out += sum(from_host)
-            blocks = [here.pop(key) if key in here else self._from_disk(key, reads.pop(key, None)) for key in piece]
+            blocks = [here.pop(key) if key in here else self._from_disk(group, key, reads.pop(key, None)) for key in piece]
             self._seen.disk.hits += counted * (sum(block is not None for block in blocks) - len(from_host))
             if any(block is None for block in blocks):
                 return False
             write_blocks(self._pool, self.spec, group, pages[start : start + PIECE], blocks, indexes=self._indexes)
         return True
 
-    def _from_disk(self, key: bytes, read: Future | None) -> Block | None:
-        """A block that `read` has begun to read. It goes to host memory, too."""
+    def _from_disk(self, group: str, key: bytes, read: Future | None) -> Block | None:
+        """A block that `read` has begun to read. It goes to the store in host memory, too, if that takes its layer group."""
         if read is None or (data := read.result()) is None:
             return None
-        return data if self.host is None else self._to_host(key, data)
+        return self._to_host(key, data) if self.host in self._stores(group) else data
 
     def _to_host(self, key: bytes, block: Block) -> Block:
         """The copy of a block in host memory, or the block where there is no room."""
@@ -421,6 +437,10 @@ class Prefixes:
             return block
         self._seen.host.bytes_in += block.nbytes
         return copied
+
+    def _stores(self, group: str) -> list[HostStore | DiskStore]:
+        """The stores of a layer group, besides the pool."""
+        return [each for each in self.stores if group in each.blocks]
 
     def _parts_of(self, group: str, start: int, keys: Sequence[bytes], but: Container[bytes], first: int) -> list[int]:
         """The devices of pages from the logical page `start` on, but for some. first: the device of the first page."""
@@ -451,10 +471,10 @@ class Prefixes:
 
     def _copy(self, group: str, pages: dict[bytes, int]) -> None:
         """Copy pages to the stores that do not have them. Does not wait for the device."""
-        stores = [each for each in self.stores if each.takes]
-        absent = [key for key in pages if any(key not in store for store in stores)]
+        stores = self._stores(group)
+        absent = [key for key in pages if any(key not in store for store in stores if store.takes)]
         for key, block in zip(absent, read_blocks(self._pool, self.spec, group, [pages[key] for key in absent]), strict=True):
-            there = block if self.host is None or key in self.host else self._to_host(key, block)
+            there = self._to_host(key, block) if self.host in stores and key not in self.host else block
             if self.disk is not None and key not in self.disk:
                 self.disk.put(key, group, there)
 
@@ -464,7 +484,9 @@ class Prefixes:
 
     def _evicted(self, group: str, page: int) -> None:
         del self._device[group][self._keys[group].pop(page)]
-        self._seen.device.evictions += 1
+        there = self._pool.count_on_host(group, [page])
+        self._seen.host.evictions += there
+        self._seen.device.evictions += 1 - there
 
 
 def _tell_evicted(prefixes: weakref.ref[Prefixes], group: str, page: int) -> None:

@@ -78,9 +78,7 @@ def empty(shape: tuple[int, ...], dtype: jnp.dtype, device_rows: int) -> Array:
     if platform == "cpu" or device_rows >= shape[0]:
         return jnp.zeros(shape, dtype)
     if not supported():
-        raise NotImplementedError(
-            f"pages in host memory are read in place on CPUs and NVIDIA GPUs, not on {platform}: give no pool_host_bytes"
-        )
+        raise NotImplementedError(f"pages in host memory are read in place on CPUs and NVIDIA GPUs, not on {platform}: give no host_bytes")
     _check_donation()
     return _mapped(shape, jnp.dtype(dtype), device_rows)
 
@@ -142,9 +140,7 @@ def _check_donation() -> None:
     del array, after
     _free_all([_ranges.pop(before)])
     if not in_place:
-        raise NotImplementedError(
-            f"JAX {jax.__version__} copies a donated array that spans device and host memory: give no pool_host_bytes"
-        )
+        raise NotImplementedError(f"JAX {jax.__version__} copies a donated array that spans device and host memory: give no host_bytes")
 
 
 def _mapped(shape: tuple[int, ...], dtype: jnp.dtype, device_rows: int) -> Array:
@@ -187,7 +183,7 @@ def _cuda() -> ctypes.CDLL:
     """CUDA's driver. NotImplementedError if the device cannot map memory to reserved addresses."""
     driver = ctypes.CDLL("libcuda.so.1")
     if not _attribute(driver, DEVICE_VMM):
-        raise NotImplementedError("this GPU's driver maps no memory to reserved addresses: give no pool_host_bytes")
+        raise NotImplementedError("this GPU's driver maps no memory to reserved addresses: give no host_bytes")
     return driver
 
 
@@ -277,7 +273,7 @@ class _Range:
         try:
             advice = "JAX holds most of it: set XLA_PYTHON_CLIENT_MEM_FRACTION to less before JAX starts, or give less device_bytes; it"
             self._map(device, first, f"device memory for {device_bytes:,} bytes of pages beside what JAX holds ({advice})")
-            self._map(host, self.bytes - first, f"host memory for {host_bytes:,} bytes of pages (give less pool_host_bytes); it")
+            self._map(host, self.bytes - first, f"host memory for {host_bytes:,} bytes of pages (give less host_bytes); it")
             access = _Access(_Place(ON_DEVICE, 0), 3)
             self._call("cuMemSetAccess", ctypes.c_ulonglong(self.address), _size(self.bytes), ctypes.byref(access), _size(1))
         except BaseException:

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 class Setup:
     """A model and the arguments of its engine. It can be sent to another process.
 
-    model: folder, hub id or "needle". dtype, weights, max_positions: as in `kvjax.load`. slots: sequences decoded together. stores: which
-    pages are kept. tensor, context: of a mesh (`kvjax.mesh`). data: how many engines, each on devices of its own (`kvjax.replicas`). The
-    others: as in `Engine`. pages, device_bytes: if both are None, the pool has the pages that the job needs, or as many as fit.
+    model: folder, hub id or "needle". dtype, weights, max_positions: as in `kvjax.load`. slots: sequences decoded together. stores: where
+    pages may lie besides the device, and whether they are kept. tensor, context: of a mesh (`kvjax.mesh`). data: how many engines, each on
+    devices of its own (`kvjax.replicas`). The others: as in `Engine`. pages, device_bytes: if both are None, the pool has the pages that
+    the job needs, or as many as fit.
     """
 
     model: str
@@ -42,7 +43,6 @@ class Setup:
     page_size: int = 128
     prefill_chunk: int = 512
     device_bytes: int | None = None
-    pool_host_bytes: int | None = None
     tensor: int = 1
     context: int = 1
     data: int = 1
@@ -58,10 +58,10 @@ class Setup:
         """The model, on its devices. Call it before JAX starts: it sets the flags that pages in host memory need."""
         from kvjax.models.loading import load
 
-        if self.pool_host_bytes is not None:
-            allow_host_pages()
         if (host_bytes := self.stores.get("host_bytes")) is not None:
             allow_pinned(host_bytes)
+            if self.tensor * self.context * self.data == 1 and self.cache_format is None:  # else none of the pool lies there
+                allow_host_pages()
         return load(self.model, dtype=self.dtype, weights=self.weights, max_positions=self.max_positions, mesh=self.mesh())
 
     def sized(self, model: Model, source: Path, defaults: Defaults) -> Setup:
@@ -75,8 +75,8 @@ class Setup:
 
     def engines(self, model: Model) -> list[Engine]:
         """New engines for the loaded model."""
-        sizes = {"pages": self.pages, "device_bytes": self.device_bytes, "pool_host_bytes": self.pool_host_bytes}
-        sizes |= {"page_size": self.page_size, "prefill_chunk": self.prefill_chunk, "prefill": self.prefill}
+        sizes = {"pages": self.pages, "device_bytes": self.device_bytes, "prefill": self.prefill}
+        sizes |= {"page_size": self.page_size, "prefill_chunk": self.prefill_chunk}
         sizes |= {"batch_buckets": (self.slots,), "cache_format": self.cache_format, **self.stores}
         if self.data == 1:
             return [Engine(model, self.policy, mesh=self.mesh(), **sizes)]

@@ -105,8 +105,10 @@ def _first_token(engine: Engine, shared: list[int], plan: Reused) -> float:
 def _found(engine: Engine, store: str, shared: list[int], plan: Reused, folder: Path) -> tuple[float, float]:
     """Seconds of the prompt, and those of them that it waited for its pages. The device does not have them, unless it is the store."""
     if store != "device":
-        held = engine.new_sequence()
-        engine.reserve([held], engine.allocators["full"].total * PAGE_SIZE)  # everything else has to go
+        held, frames = engine.new_sequence(), engine._pool.frames.get("full")
+        there = engine.allocators["full"].total if frames is None else frames.counts.device
+        engine.reserve([held], there * PAGE_SIZE)  # everything else has to go
+        engine._pool.bind(held.pages)
         engine.free(held)
     if store == "disk":
         for file in folder.glob("*.bin"):

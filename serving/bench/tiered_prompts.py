@@ -61,7 +61,7 @@ def tiered_prompt_rows(plan: TieredPrompts, say: Callable[[str], None] = lambda 
         for policy in plan.policies:
             pages = -(-max(plan.tokens) // PAGE_SIZE) + 1
             in_host = ROOM * pages * frame // 100
-            sizes = {"pages": pages} if device_bytes is None else {"device_bytes": device_bytes, "pool_host_bytes": in_host}
+            sizes = {"pages": pages} if device_bytes is None else {"device_bytes": device_bytes, "host_bytes": in_host, "reuse": False}
             if device_bytes is None:
                 free = {"available_bytes": int(MOST * (stats["bytes_limit"] - stats["bytes_in_use"]))} if (stats := memory_stats()) else {}
                 spec = {"page_size": PAGE_SIZE, "indexes": indexes_of(policy), "prefill_chunk": plan.chunk}

@@ -101,7 +101,9 @@ def tiered_rows(plan: Tiered, say: Callable[[str], None] = lambda what: None) ->
         if not lengths:
             continue
         pages = plan.pages(max(lengths))
-        sizes = {"pages": pages + 1} if device_bytes is None else {"device_bytes": device_bytes, "pool_host_bytes": pages * frame}
+        sizes = (
+            {"pages": pages + 1} if device_bytes is None else {"device_bytes": device_bytes, "host_bytes": pages * frame, "reuse": False}
+        )
         say("pages")
         engine = HollowEngine(model, policies=plan.policies, batch_buckets=(1,), **sizes)
         engine.fill_pages()

@@ -23,7 +23,6 @@ from kvjax.serving.cli.options import (
     ModelOption,
     PageSizeOption,
     PolicyOption,
-    PoolHostMemoryOption,
     PrefillOption,
     ProcessesOption,
     ProcessOption,
@@ -78,14 +77,13 @@ def batch_command(
     weights: WeightsOption = None,
     max_positions: MaxPositionsOption = None,
     device_memory: DeviceMemoryOption = None,
-    pool_host_memory: PoolHostMemoryOption = None,
     tensor: TensorOption = 1,
     context: ContextOption = 1,
     data: DataOption = 1,
     coordinator: CoordinatorOption = None,
     processes: ProcessesOption = None,
     process: ProcessOption = None,
-    reuse: ReuseOption = False,
+    reuse: ReuseOption = None,
     reuse_any: ReuseAnyOption = False,
     host_memory: HostMemoryOption = None,
     disk: DiskOption = None,
@@ -132,12 +130,11 @@ def batch_command(
     if coordinator is None:  # else the first process does so
         check_paths(source, out, overwrite)
     kept = stores(reuse, reuse_any, host_memory, disk, disk_size)
-    shown = any(kept.values()) or pool_host_memory is not None
     cluster = {"replicas": replicas, "gpus_per_replica": gpus_per_replica, "cpus_per_replica": cpus_per_replica}
     given = {name: value for name, value in cluster.items() if value is not None}
-    _check_together(given, ray=ray, data=data, coordinator=coordinator, disk=disk, progress=progress, shown=shown)
-    sizes = {"pages": pages, "device_bytes": device_memory, "pool_host_bytes": pool_host_memory}
-    sizes |= {"page_size": page_size, "prefill_chunk": prefill_chunk, "stores": kept, "weights": weights and weights.value}
+    _check_together(given, ray=ray, data=data, coordinator=coordinator, disk=disk, progress=progress, shown=any(kept.values()))
+    sizes = {"pages": pages, "device_bytes": device_memory, "page_size": page_size, "prefill_chunk": prefill_chunk}
+    sizes |= {"stores": kept, "weights": weights and weights.value}
     sizes |= {"tensor": tensor, "context": context, "data": data, "cache_format": cache_format}
     setup = Setup(model, dtype and dtype.value, max_positions, policy, prefill, max_batch, **sizes)
     options = {"defaults": Defaults(max_new_tokens, temperature, seed), "overwrite": overwrite, "console": Console(stderr=True)}
@@ -166,9 +163,7 @@ def _check_together(
     """typer.BadParameter for options that do not go together. cluster: those for Ray that were given. shown: whether there is something
     that `--progress` shows."""
     if progress and not shown:
-        raise typer.BadParameter(
-            "shows where pages are: give --reuse, --host-memory, --disk or --pool-host-memory, too", param_hint="--progress"
-        )
+        raise typer.BadParameter("shows where pages are: give --reuse, --host-memory or --disk, too", param_hint="--progress")
     if cluster and not ray:
         raise typer.BadParameter("is for a job on a Ray cluster: give --ray, too", param_hint=f"--{next(iter(cluster)).replace('_', '-')}")
     if ray and data > 1:
@@ -211,8 +206,6 @@ def _report(summary: Summary, out: Path, fail_on_error: bool) -> None:
     if summary.errors > len(summary.first_errors):
         typer.echo(f"and {summary.errors - len(summary.first_errors):,} more with an error; see {out}", err=True)
     if no_room := summary.nothing_fitted:
-        typer.echo(
-            "no record fits into the pool: give more --pages, --device-memory or --pool-host-memory, or fewer --max-new-tokens", err=True
-        )
+        typer.echo("no record fits into the pool: give more --pages, --device-memory or --host-memory, or fewer --max-new-tokens", err=True)
     if no_room or (fail_on_error and summary.errors):
         raise typer.Exit(1)

@@ -88,15 +88,15 @@ DeviceShareOption = Annotated[
     int | None,
     typer.Option(
         "--device-memory",
-        help="What an engine's cache takes on the device, as 8GB, with --pool-host-memory for pages that it has no room for.",
+        help="What an engine's cache takes on the device, as 8GB, with --host-memory for pages that it has no room for.",
         show_default=False,
         **byte_count(),
     ),
 ]
-PoolShareOption = Annotated[
+HostShareOption = Annotated[
     int | None,
     typer.Option(
-        "--pool-host-memory", help="Host memory for pages of an engine, as 56GB, with --device-memory.", show_default=False, **byte_count()
+        "--host-memory", help="Host memory for pages of an engine, as 56GB, with --device-memory.", show_default=False, **byte_count()
     ),
 ]
 HitsOption = Annotated[
@@ -111,7 +111,7 @@ PackedWeightsOption = Annotated[
     Weights | None,
     typer.Option("--weights", help="How weights are packed. [default: not packed]", show_default=False, **one_of(Weights)),
 ]
-OF_STEPS = ("policies", "batches", "devices", "tier", "hits", "device_memory", "pool_host_memory", "bandwidth", "no_overhead")
+OF_STEPS = ("policies", "batches", "devices", "tier", "hits", "device_memory", "host_memory", "bandwidth", "no_overhead")
 """Parameters of `kvjax bill predict` that do not change what prompts exchange."""
 NOT_PACKED: dict[str, str | None] = {"weights": None, "cache_format": None}
 LinkOption = Annotated[
@@ -198,7 +198,7 @@ def predict_command(
     tier: Annotated[str, typer.Option(help="Where keys and values are: device, host or disk.")] = "device",
     link: LinkOption = None,
     device_memory: DeviceShareOption = None,
-    pool_host_memory: PoolShareOption = None,
+    host_memory: HostShareOption = None,
     hits: HitsOption = None,
     bandwidth: BandwidthOption = None,
     no_overhead: NoOverheadOption = False,
@@ -240,12 +240,12 @@ def predict_command(
         raise typer.BadParameter(f"keys and values on {tier!r} need --link, the GB/s from there", param_hint="--tier")
     config, named = config_of(shape), _named(policies)
     computed = dataclasses.replace(config, compute_dtype=dtype or bill.dtype)
-    frames = _frames(computed, named, page_size, device_memory, pool_host_memory, hits)
+    frames = _frames(computed, named, page_size, device_memory, host_memory, hits)
     if frames is not None and tier != "device":
         raise typer.BadParameter(f"{tier!r} puts all keys and values there: leave out --device-memory", param_hint="--tier")
     if link is not None:
         if frames is None and tier == "device":
-            raise typer.BadParameter("needs --tier host or disk, or --device-memory and --pool-host-memory", param_hint="--link")
+            raise typer.BadParameter("needs --tier host or disk, or --device-memory and --host-memory", param_hint="--link")
         bill = bill.with_link("host" if frames is not None else tier, link)
     bill = with_links(bill, exchange_latency, link_bandwidth, network_latency, network_bandwidth, host_devices)
     cells = [(length, batch) for length in parse_lengths(lengths) for batch in parse_lengths(batches, "batches")]
@@ -326,23 +326,23 @@ def choose_command(
     dtype: DtypeOption = None,
     max_positions: MaxPositionsOption = None,
     device_memory: DeviceShareOption = None,
-    pool_host_memory: PoolShareOption = None,
+    host_memory: HostShareOption = None,
 ) -> None:
     """Print which policy `auto` would run on this device, and why. For decoding, a device without a built-in bill is calibrated.
 
-    With --device-memory and --pool-host-memory, it is the choice of an engine of these sizes.
+    With --device-memory and --host-memory, it is the choice of an engine of these sizes.
     """
 
     from kvjax.bill import Auto, AutoPrefill
 
     if device is not None and not prefill:
         raise typer.BadParameter("needs --prefill: decoding is calibrated on this device", param_hint="--device")
-    if prefill and (device_memory or pool_host_memory):
+    if prefill and (device_memory or host_memory):
         raise typer.BadParameter("is about decoding, and --prefill is not", param_hint="--device-memory")
     if prefill:
         refuse_given(ctx, "is about decoding, and --prefill is not", "batches")
     elif device_memory is None:
-        refuse_given(ctx, "needs --prefill, or --device-memory and --pool-host-memory", "prefill_chunk")
+        refuse_given(ctx, "needs --prefill, or --device-memory and --host-memory", "prefill_chunk")
     cells = [(length, batch) for length in parse_lengths(lengths) for batch in parse_lengths(batches, "batches")]
     auto = AutoPrefill(level) if prefill else Auto(level)
     loaded = load_model(model, dtype, max_positions)
@@ -356,7 +356,7 @@ def choose_command(
         return
     auto = auto.bind(loaded, **sizes)
     typer.echo(auto.describe())
-    frames = _frames(loaded.config, (auto,), 128, device_memory, pool_host_memory, chunk=prefill_chunk)
+    frames = _frames(loaded.config, (auto,), 128, device_memory, host_memory, chunk=prefill_chunk)
     for length, batch in cells:
         typer.echo(f"{length:,} tokens, batch {batch}: {auto.choose([length] * batch, frames)}")
 
@@ -453,7 +453,7 @@ def regime_map_command(
         list[Path] | None, typer.Option(help="Results of kvjax bench decode, whose cells are marked; may be given several times.")
     ] = None,
     device_memory: DeviceShareOption = None,
-    pool_host_memory: PoolShareOption = None,
+    host_memory: HostShareOption = None,
     hits: HitsOption = None,
     link: LinkOption = None,
     bandwidth: BandwidthOption = None,
@@ -465,7 +465,7 @@ def regime_map_command(
 ) -> None:
     """Draw where sparse decoding is faster than dense, over length and batch, from a fitted bill. Projections are pale.
 
-    With --device-memory and --pool-host-memory, steps read pages in host memory where the device has no room for them.
+    With --device-memory and --host-memory, steps read pages in host memory where the device has no room for them.
     """
     needs_extras("kvjax regime-map", "plots")
     import numpy as np
@@ -484,11 +484,11 @@ def regime_map_command(
     bill, config = _bill(fit, device, shape, bandwidth, no_overhead, packed), config_of(shape)
     grid, sizes_drawn = ([int(n) for n in dict.fromkeys(np.geomspace(*pair, 65).round().astype(int))] for pair in (ends, sizes))
     held, named = None if memory is None else int(memory * 2**30), _named(policies)
-    frames = _frames(dataclasses.replace(config, compute_dtype=bill.dtype), named, 128, device_memory, pool_host_memory, hits)
+    frames = _frames(dataclasses.replace(config, compute_dtype=bill.dtype), named, 128, device_memory, host_memory, hits)
     if memory is not None and frames is not None:
         raise typer.BadParameter("says what fits on the device, as --device-memory does: leave one of them out", param_hint="--memory")
     if link is not None and frames is None:
-        raise typer.BadParameter("needs --device-memory and --pool-host-memory", param_hint="--link")
+        raise typer.BadParameter("needs --device-memory and --host-memory", param_hint="--link")
     if link is not None:
         bill = bill.with_link("host", link)
     dots: set[tuple[int, int]] = set()
@@ -498,7 +498,7 @@ def regime_map_command(
     maps = [regime_map(bill, config, policy, grid, sizes_drawn, memory_bytes=held, model=Path(shape).name, **tiers) for policy in named]
     if frames is not None and not any(found.fits.any() for found in maps):
         raise typer.BadParameter(
-            f"{frames.device + frames.host:,} pages do not hold a sequence of {ends[0]:,} tokens", param_hint="--pool-host-memory"
+            f"{frames.device + frames.host:,} pages do not hold a sequence of {ends[0]:,} tokens", param_hint="--host-memory"
         )
     if not any(found.fits.any() for found in maps):
         raise typer.BadParameter(f"{memory:g} GiB do not hold the weights and one sequence of {ends[0]:,} tokens", param_hint="--memory")
@@ -534,23 +534,23 @@ def _frames(
     policies: Sequence[DecodePolicy],
     page_size: int,
     device_memory: int | None,
-    pool_host_memory: int | None,
+    host_memory: int | None,
     hits: float | None = None,
     chunk: int = 512,
 ) -> FrameCounts | None:
     """The frames of an engine of these sizes that declares dense and these policies; None without sizes."""
     from kvjax.memory import memory_plan, pool_frames
 
-    if (device_memory is None) != (pool_host_memory is None):
-        raise typer.BadParameter("are only together the sizes of an engine", param_hint="--device-memory and --pool-host-memory")
+    if (device_memory is None) != (host_memory is None):
+        raise typer.BadParameter("are only together the sizes of an engine", param_hint="--device-memory and --host-memory")
     if device_memory is None:
         if hits is not None:
-            raise typer.BadParameter("needs --device-memory and --pool-host-memory", param_hint="--hits")
+            raise typer.BadParameter("needs --device-memory and --host-memory", param_hint="--hits")
         return None
     indexes = tuple(dict.fromkeys(spec for policy in policies for spec in policy.indexes()))
     plan = memory_plan(config, page_size=page_size, indexes=indexes, weights_bytes=0, available_bytes=0, prefill_chunk=chunk)
     with named_as_options():
-        return pool_frames(plan, device_memory, pool_host_memory, prefill_chunk=chunk, hot=bool(indexes))
+        return pool_frames(plan, device_memory, host_memory, prefill_chunk=chunk, hot=bool(indexes))
 
 
 def _named(policies: str) -> tuple[DecodePolicy, ...]:

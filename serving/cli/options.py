@@ -231,21 +231,12 @@ ProcessesOption = Annotated[int | None, typer.Option(help="With --coordinator: h
 ProcessOption = Annotated[
     int | None, typer.Option(help="With --coordinator: the number of this one, from 0.", show_default=False, **whole(0, 2**12))
 ]
-PoolHostMemoryOption = Annotated[
-    int | None,
-    typer.Option(
-        "--pool-host-memory",
-        help="Host memory for pages that the device has no room for, as 56GB: sequences can be larger than the device. Answers do not "
-        "change. Steps read there what the policy lists, over the bus.",
-        show_default=False,
-        **byte_count(),
-    ),
-]
 HostMemoryOption = Annotated[
     int | None,
     typer.Option(
         "--host-memory",
-        help="Host memory in which pages are kept for later prompts that begin the same way, as 64GB. Answers do not change.",
+        help="Host memory for pages that the device has no room for, as 64GB: sequences can be larger than the device, and pages stay "
+        "there for later prompts that begin the same way. Answers do not change. Steps read there what the policy lists, over the bus.",
         show_default=False,
         **byte_count(),
     ),
@@ -266,11 +257,12 @@ DiskSizeOption = Annotated[
     ),
 ]
 ReuseOption = Annotated[
-    bool,
+    bool | None,
     typer.Option(
-        "--reuse",
-        help="Keep pages on the device for later prompts that begin the same way, until others need the room. --host-memory and --disk "
-        "do so, too. A larger --device-memory keeps more.",
+        "--reuse/--no-reuse",
+        help="Keep pages for later prompts that begin the same way, until others need the room. --host-memory and --disk do so, too, and "
+        "make the room larger; with --no-reuse, --host-memory is for running sequences alone.",
+        show_default=False,
     ),
 ]
 ReuseAnyOption = Annotated[
@@ -302,11 +294,13 @@ def named_run(kind: str, implementation: str | None) -> dict[str, str]:
     return {"bench": kind} if implementation is None else {"bench": f"{kind}-forced", "implementation": implementation}
 
 
-def stores(reuse: bool, reuse_any: bool, host_memory: int | None, disk: Path | None, disk_size: int | None) -> StoreOptions:
+def stores(reuse: bool | None, reuse_any: bool, host_memory: int | None, disk: Path | None, disk_size: int | None) -> StoreOptions:
     """The stores of an engine."""
     if (disk is None) != (disk_size is None):
         raise typer.BadParameter("--disk and --disk-size go together: give both, or neither", param_hint="--disk")
-    return {"reuse": "any" if reuse_any else reuse or None, "host_bytes": host_memory, "disk": disk, "disk_bytes": disk_size}
+    if reuse is False and (reuse_any or disk is not None):
+        raise typer.BadParameter(f"does not go together with {'--reuse-any' if reuse_any else '--disk'}", param_hint="--no-reuse")
+    return {"reuse": "any" if reuse_any else reuse, "host_bytes": host_memory, "disk": disk, "disk_bytes": disk_size}
 
 
 OPTION_OF = {
@@ -315,7 +309,6 @@ OPTION_OF = {
     "prefill_chunk": "--prefill-chunk",
     "cache_format": "--cache-format",
     "device_bytes": "--device-memory",
-    "pool_host_bytes": "--pool-host-memory",
     "host_bytes": "--host-memory",
     "disk_bytes": "--disk-size",
     "batch_buckets": "--max-batch",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,11 +17,11 @@ from kvjax.serving.cli.options import (
     ContextOption,
     DeviceMemoryOption,
     DtypeOption,
+    HostMemoryOption,
     MaxPositionsOption,
     ModelOption,
     PageSizeOption,
     PolicyOption,
-    PoolHostMemoryOption,
     PrefillOption,
     ReuseOption,
     TensorOption,
@@ -29,13 +30,14 @@ from kvjax.serving.cli.options import (
     check_context,
     named_as_options,
     number,
+    stores,
     whole,
 )
 
 if TYPE_CHECKING:
     from kvjax.cache import CacheSpec
     from kvjax.declared import DeclaredPolicies
-    from kvjax.memory import MemoryPlan
+    from kvjax.memory import HostMemory, MemoryPlan
     from kvjax.model import ModelConfig
 
 
@@ -55,11 +57,8 @@ def plan_command(
         typer.Option(help="GiB to plan for. [default: what the first device has free]", show_default=False, **number(above=0, most=2**30)),
     ] = None,
     device_memory: DeviceMemoryOption = None,
-    pool_host_memory: PoolHostMemoryOption = None,
-    reuse: ReuseOption = False,
-    host_memory: Annotated[
-        int | None, typer.Option(help="Host memory for kept pages, as 64GB.", show_default=False, **byte_count())
-    ] = None,
+    reuse: ReuseOption = None,
+    host_memory: HostMemoryOption = None,
     disk_size: Annotated[int | None, typer.Option(help="Disk for kept pages, as 200GB.", show_default=False, **byte_count())] = None,
     tensor: TensorOption = 1,
     context: ContextOption = 1,
@@ -69,25 +68,23 @@ def plan_command(
     With kvjax batch --data, each replica takes this on its own devices.
     """
     from kvjax.cache.formats import check_cache_format
+    from kvjax.memory import host_memory as host_parts
+    from kvjax.memory import pool_size
     from kvjax.models.loading import read_config, read_packing
+    from kvjax.reuse import check_stores
     from kvjax.serving.batch.setup import planned
 
     check_context(context)
     config = read_config(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions)
     with named_as_options():
-        check_cache_format(cache_format, config.compute_dtype, tensor * context, pool_host_memory)
+        check_cache_format(cache_format, config.compute_dtype, tensor * context)
         declared = _declared(config, policy, prefill, page_size, prefill_chunk, cache_format)
-    keeps = reuse or host_memory is not None or disk_size is not None
-    if tensor * context > 1 and pool_host_memory is not None:
-        raise typer.BadParameter(
-            f"running sequences of a mesh of {tensor * context} devices are on its devices alone: leave out --pool-host-memory, or "
-            "--tensor and --context"
-        )
-    if keeps and declared.states.policies:
-        raise typer.BadParameter(
-            f"{declared.policy} learns from prefill, and a prompt whose pages are reused is not prefilled: leave one of them out",
-            param_hint="--policy",
-        )
+    disk = None if disk_size is None else Path("unnamed")  # where it is does not matter
+    kept_in = stores(reuse, False, host_memory, disk, disk_size)
+    try:
+        kept = check_stores(declared.states.policies, **kept_in)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--policy") from None
     stored = read_packing(model)
     if stored is not None and weights is not None:
         raise typer.BadParameter(f"{model} holds packed weights already: leave it out", param_hint="--weights")
@@ -96,10 +93,14 @@ def plan_command(
     room = plan.available_bytes
     if device_memory is not None:
         plan = dataclasses.replace(plan, available_bytes=plan.weights_bytes + device_memory)
-    sizes = device_memory, pool_host_memory
-    lines = [*_pool_lines(plan, config, room, *sizes, here=memory is None), *_release_lines(declared)]
     spec = config.cache_spec(page_size, declared.cache_format).on_mesh(tensor)
-    lines += _kept_lines(plan, spec, host_memory, disk_size) if keeps else ()
+    with named_as_options():
+        host = host_parts(plan, host_memory, spec, chunk=prefill_chunk, keeps_none=kept.keeps_none, here=memory is None)
+        device = plan.pages_that_fit
+        if device_memory is not None or host.pages:
+            device, _ = pool_size(plan, config, None, max(1, plan.available_bytes - plan.weights_bytes), host.pages)
+    lines = [*_pool_lines(plan, room, device, host.pages), *_release_lines(declared)]
+    lines += _kept_lines(plan, spec, host, device, disk_size) if kept.reuse else ()
     if tensor * context > 1:
         lines.append(f"on each of {tensor * context} devices: bytes are those of one device, pages those of all")
     lines += filter(None, [declared.uneven_work(context)])
@@ -131,18 +132,10 @@ def _declared(
     return DeclaredPolicies(without_weights, policy, (), prefill, **sizes)
 
 
-def _pool_lines(
-    plan: MemoryPlan, config: ModelConfig, room: int, device_memory: int | None, pool_host_memory: int | None, *, here: bool
-) -> Iterator[str]:
-    """What the sizes of the pool come to. room: bytes that weights and cache may take. here: on this machine, whose memory then counts."""
-    from kvjax.memory import pool_size
-
-    if device_memory is None and pool_host_memory is None:
-        return
+def _pool_lines(plan: MemoryPlan, room: int, device: int, host: int) -> Iterator[str]:
+    """What the sizes of the pool come to. room: bytes that weights and cache may take. device, host: pages of the pool."""
     if plan.available_bytes > room:
         yield f"does not fit         weights and --device-memory take {plan.available_bytes:,} bytes; there is room for {room:,}"
-    with named_as_options():
-        device, host = pool_size(plan, config, None, max(1, plan.available_bytes - plan.weights_bytes), pool_host_memory, here=here)
     if host:
         more = f"with {device:,} on the device, beside the indexes of all: {(device + host) * plan.page_size:,} tokens"
         yield f"pool in host memory  {host:>12,}  ({more})"
@@ -167,17 +160,27 @@ def _release_lines(declared: DeclaredPolicies) -> Iterator[str]:
             )
 
 
-def _kept_lines(plan: MemoryPlan, spec: CacheSpec, host_memory: int | None, disk_size: int | None) -> Iterator[str]:
-    """Where pages are kept for later prompts, and how many."""
+def _kept_lines(plan: MemoryPlan, spec: CacheSpec, host: HostMemory, device: int, disk_size: int | None) -> Iterator[str]:
+    """Where pages are kept for later prompts, and how many. device: pages of the pool there."""
     from kvjax.cache import OPEN, WHOLE
     from kvjax.cache.transfer import block_bytes
 
-    counts = plan.pool_pages(plan.pages_that_fit)
+    counts = plan.pool_pages(device)
     pages = max(counts[group.name] for group in plan.groups if group.page_size != WHOLE)
-    yield f"kept on the device   {pages:>12,}  (less those that running sequences need)"
-    if host_memory is None and disk_size is None and spec.state_groups:
+    less = "(less those that running sequences need)"
+    yield f"kept on the device   {pages:>12,}  {less}"
+    if not host.stored and disk_size is None and spec.state_groups:
         yield "nothing is found     without --host-memory or --disk, which keep the states of this model's recurrent layers"
-    for name, size in (("kept in host memory", host_memory), ("kept on disk", disk_size)):
-        if size is not None:
-            count = size // sum(block_bytes(spec, group.name) for group in spec.groups if group.name != OPEN)
+    if host.pages:
+        yield f"kept in host memory  {host.pages:>12,}  {less}"
+    for name, size in host.stored.items() if host.pages else ():
+        kind = "states" if name in spec.state_groups else "pages"
+        yield f"beside the pool      {host.store_bytes // size:>12,}  (at most, {kind} of layer group {name} in {host.store_bytes:,} bytes)"
+    whole = {"kept in host memory": (host.stored, 0 if host.pages else host.store_bytes)}
+    whole["kept on disk"] = {group.name: block_bytes(spec, group.name) for group in spec.groups if group.name != OPEN}, disk_size or 0
+    for name, (blocks, size) in whole.items():
+        if size:
+            count = size // sum(blocks.values())
             yield f"{name:<20} {count:>12,}  ({count * plan.page_size:,} tokens)"
+    if host.why:
+        yield f"not all of --host-memory is the pool's: {host.why}"

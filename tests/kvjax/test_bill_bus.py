@@ -46,7 +46,7 @@ def test_pages_lie_where_they_did_on_an_h100(name):
 def test_an_engine_has_the_frames_that_its_sizes_say(model):
     hot = []
     for chunk in (16, 160):  # a larger one leaves less for the hot buffer
-        engine = Engine(model, "quest:2", device_bytes=300_000, pool_host_bytes=200_000, page_size=16, prefill_chunk=chunk)
+        engine = Engine(model, "quest:2", device_bytes=300_000, host_bytes=200_000, page_size=16, prefill_chunk=chunk)
         (frames,) = engine._pool.frames.values()
         plan = memory_plan(model.config, page_size=16, indexes=engine.indexes, weights_bytes=0, available_bytes=0, prefill_chunk=chunk)
         assert frames.counts == pool_frames(plan, 300_000, 200_000, prefill_chunk=chunk, hot=True)
@@ -54,7 +54,7 @@ def test_an_engine_has_the_frames_that_its_sizes_say(model):
         hot.append(frames.counts.hot)
     assert hot[0] > hot[1]
     assert pool_frames(plan, 10**12, 10**13, prefill_chunk=16, hot=False).hot == 0, "of any machine's memory"
-    with pytest.raises(ValueError, match="pool_host_bytes of 1 holds no page"):
+    with pytest.raises(ValueError, match="host_bytes of 1 is less than one page"):
         pool_frames(plan, 300_000, 1, hot=True)
 
 
@@ -360,7 +360,7 @@ def test_an_engine_tells_auto_its_frames(model, text):
     made = Bill("chip", "it", sizes_of(model.config), "float32", 1e9, 0.0, (("quest:2", Price(1.0)),), ((1, 1, 4096),), 0.0, "x", bus=bus)
     policy = auto(made, model.config, [evidence("quest:2", 4096, mark)], PAGE, mark, "float32")
     frame = model.config.cache_spec(PAGE).bytes_per_frame("full")
-    tiered = engine_of(model, policy, device_bytes=20 * frame, pool_host_bytes=60 * frame)
+    tiered = engine_of(model, policy, device_bytes=20 * frame, host_bytes=60 * frame)
     plain = engine_of(model, policy, pages=80)
     found = {}
     for name, engine in (("tiered", tiered), ("plain", plain)):

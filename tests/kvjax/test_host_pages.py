@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import itertools
+import time
 from typing import ClassVar
 
 import jax
@@ -18,10 +20,11 @@ from kvjax.cache import MissingPages, hot
 from kvjax.cache.frames import Frames
 from kvjax.cache.pool import Pool
 from kvjax.cache.spanning import FrameCounts
+from kvjax.cache.transfer import block_bytes
 from kvjax.chunks import Prefiller
 from kvjax.fidelity.needle import NeedleTask, documentation_text, encode_text, vocabulary_words
 from kvjax.fidelity.retrieval import needle_exact_match, prompt_start
-from kvjax.memory import memory_plan
+from kvjax.memory import host_memory, memory_plan
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode import TopBlocks, Window
 
@@ -41,15 +44,24 @@ class HostHistory(History):
     def make_engine(self):
         frame = memory_plan(self.model.config, page_size=self.sizes.page).frame_bytes
         few = dataclasses.replace(self.sizes, pages=FRAMES.device + (0 if self.model.config.latent else FRAMES.hot))
-        stores = ({}, {"reuse": True}, {"host_bytes": 5 * frame})[self.random.integers(3)]
-        return engine_for(self.model, few, pool_host_bytes=FRAMES.host * frame, **stores)
+        stores = ({"reuse": False}, {}, {"disk": self.folder / f"pages-{time.monotonic_ns()}"})[self.random.integers(3)]
+        spec, total = self.model.config.cache_spec(self.sizes.page), FRAMES.host * frame
+        if "disk" in stores:
+            stores["disk_bytes"] = 9 * sum(block_bytes(spec, group.name) for group in spec.groups)
+        if "reuse" not in stores:  # a part is a store for windows and states
+            plan = memory_plan(self.model.config, page_size=self.sizes.page, prefill_chunk=self.sizes.chunk)
+            given = itertools.count(total, frame // 8)
+            total = next(each for each in given if host_memory(plan, each, spec, chunk=self.sizes.chunk).pages == FRAMES.host)
+        return engine_for(self.model, few, host_bytes=total, **stores)
 
     def differences(self):
         frames, held = self.engine._pool.frames["full"], self.engine._pool._hot
         buffers = [] if held is None else [each for each in held.tiles if each is not None]
         assert frames.counts == (dataclasses.replace(FRAMES, hot=0) if self.model.config.latent else FRAMES)
         self.totals.update({"moved": frames.moved, "hot tiles": sum(int((each.tags >= 0).sum()) for each in buffers)})
-        return super().differences()
+        found = super().differences()
+        self.engine.close()
+        return found
 
 
 @pytest.fixture
@@ -99,7 +111,7 @@ def answers(length: int, trials: int, batch: int, policies: tuple[str, ...], sha
     sizes = {"pages": pages}
     if share is not None:
         there = int(pages * share)
-        sizes = {"pages": there, "pool_host_bytes": (pages - there // 4) * memory_plan(model.config).frame_bytes}
+        sizes = {"pages": there, "host_bytes": (pages - there // 4) * memory_plan(model.config).frame_bytes}
     engine = Engine(model, policies=policies, prefill_chunk=256, batch_buckets=(batch,), **sizes)
     trials = task.trials(length - 64, trials, seed=3)
     results = needle_exact_match(engine, trials, policies, tokenizer, batch=batch)
@@ -286,7 +298,7 @@ def test_counters_go_beyond_32_bits():
 def test_a_drafted_step_may_write_to_several_small_pages(page_size, host):
     """16 tokens over pages of 4 or 8: more than the page of the next token and the one after it."""
     model, tokens = shallow(make_family("llama")), np.random.default_rng(0).integers(0, 97, 78).tolist()
-    places = {"pool_host_bytes": host * memory_plan(model.config, page_size=page_size).frame_bytes} if host else {}
+    places = {"host_bytes": host * memory_plan(model.config, page_size=page_size).frame_bytes} if host else {}
     engine = Engine(model, page_size=page_size, prefill_chunk=2 * page_size, batch_buckets=(1,), pages=6 if host else 60, **places)
     (sequence,) = engine.prefill([tokens[:30]])
     for start in range(30, 78, 16):
@@ -321,7 +333,7 @@ def test_pages_that_move_between_slices_of_a_chunk_change_no_bits(monkeypatch):
         assert len(prefiller.slices) > 2
         return np.asarray(sequence.logits), moved, engine
 
-    tiered, moved, engine = logits(pages=10, pool_host_bytes=50 * frame)
+    tiered, moved, engine = logits(pages=10, host_bytes=50 * frame)
     assert moved > 4, "pages move while a chunk runs"
     assert engine.pool_stats().copied_bytes > 0
     np.testing.assert_array_equal(tiered, logits(pages=60)[0])
@@ -332,7 +344,7 @@ def test_bytes_that_prefill_copies_are_those_of_the_layers_that_read_them(monkey
     moved between two slices."""
     model = make_family("shared")  # four layers, of which two keep all tokens and one of these two owns the pages
     frame = memory_plan(model.config, page_size=16).frame_bytes
-    engine = Engine(model, page_size=16, prefill_chunk=32, batch_buckets=(1,), pages=6, pool_host_bytes=80 * frame)
+    engine = Engine(model, page_size=16, prefill_chunk=32, batch_buckets=(1,), pages=6, host_bytes=80 * frame)
     honest, found = Prefiller._stage, []
     monkeypatch.setattr(Prefiller, "_stage", lambda *given: found.append(honest(*given)) or found[-1])
     engine.free(*engine.prefill([[1] * 200]))
@@ -343,7 +355,7 @@ def test_bytes_that_prefill_copies_are_those_of_the_layers_that_read_them(monkey
     config = altered(TINY, num_layers=3)
     model = TinyModel(TransformerDecoder(config), init_params(config, jax.random.key(7), std=0.15))
     frame = memory_plan(model.config, page_size=16).frame_bytes
-    engine = Engine(model, page_size=16, prefill_chunk=32, batch_buckets=(1,), pages=6, pool_host_bytes=80 * frame)
+    engine = Engine(model, page_size=16, prefill_chunk=32, batch_buckets=(1,), pages=6, host_bytes=80 * frame)
     sequence = engine.prefill([[1] * 128])[0]
     engine.reserve([sequence], 32)
     found.clear()
@@ -359,7 +371,7 @@ def test_decode_tells_of_missing_pages(monkeypatch):
     """Pages that got no frame are an error in calls of `decode` too, as soon as the count is known."""
     model = shallow(make_family("llama"))
     frame = memory_plan(model.config, page_size=16).frame_bytes
-    engine = Engine(model, page_size=16, prefill_chunk=32, batch_buckets=(1,), pages=6, pool_host_bytes=6 * frame)
+    engine = Engine(model, page_size=16, prefill_chunk=32, batch_buckets=(1,), pages=6, host_bytes=6 * frame)
     (sequence,) = engine.prefill([[3] * 16])
     monkeypatch.setattr(Pool, "bind", lambda pool, pages, **how: None)
 
@@ -374,10 +386,10 @@ def test_decode_tells_of_missing_pages(monkeypatch):
 def test_sizes_that_cannot_be_are_refused():
     model = make_family("llama")
     for sizes, message in (
-        ({"pool_host_bytes": 1}, "pool_host_bytes of 1 holds no page: give at least"),
-        ({"pool_host_bytes": 2**62}, "more than this machine's memory"),
-        ({"pool_host_bytes": 10**6, "device_bytes": 1}, "device_bytes of 1 holds no page: give at least .* and the indexes of"),
-        ({"pool_host_bytes": 0}, "pool_host_bytes"),
+        ({"host_bytes": 1}, "host_bytes of 1 is less than one page of every layer group, [0-9,]+ bytes: give more"),
+        ({"host_bytes": 2**62}, "more than this machine's memory"),
+        ({"host_bytes": 10**6, "device_bytes": 1}, "device_bytes of 1 holds no page: give at least .* and the indexes of"),
+        ({"host_bytes": 0}, "host_bytes"),
     ):
         with pytest.raises(ValueError, match=message):
             Engine(model, "quest:1", page_size=16, prefill_chunk=32, **sizes)
@@ -388,7 +400,7 @@ class ReleasingHistory(History):
 
     def make_engine(self):
         frame = memory_plan(self.model.config, page_size=self.sizes.page).frame_bytes
-        return engine_for(self.model, dataclasses.replace(self.sizes, pages=FRAMES.device), pool_host_bytes=FRAMES.host * frame)
+        return engine_for(self.model, dataclasses.replace(self.sizes, pages=FRAMES.device), host_bytes=FRAMES.host * frame)
 
 
 @pytest.mark.long
@@ -403,7 +415,7 @@ def test_heavy_hitters_in_host_memory_have_the_same_bits():
     model, text = make_family("llama"), [3, 5, 8, 13] * 40
     frame = memory_plan(model.config, page_size=16).frame_bytes
     sizes = {"page_size": 16, "prefill_chunk": 32, "batch_buckets": (1,)}
-    here, there = Engine(model, "heavy:2", pages=40, **sizes), Engine(model, "heavy:2", pages=8, pool_host_bytes=32 * frame, **sizes)
+    here, there = Engine(model, "heavy:2", pages=40, **sizes), Engine(model, "heavy:2", pages=8, host_bytes=32 * frame, **sizes)
     (one,), (two,) = here.prefill([text]), there.prefill([text])
     for token in text[:60]:
         np.testing.assert_array_equal(here.decode([one], [token]), there.decode([two], [token]))
@@ -415,7 +427,7 @@ def test_heavy_hitters_in_host_memory_have_the_same_bits():
 def test_a_prompt_that_copies_much_in_small_chunks_is_warned_about_once(monkeypatch, caplog):
     model = shallow(make_family("llama"))
     frame = memory_plan(model.config, page_size=16).frame_bytes
-    engine = Engine(model, page_size=16, prefill_chunk=32, pages=6, pool_host_bytes=20 * frame)
+    engine = Engine(model, page_size=16, prefill_chunk=32, pages=6, host_bytes=20 * frame, reuse=False)
     # The first chunk with pages in host memory begins at token 96: then 96, 128, 160 and 192 tokens are copied.
     copied = (96 + 128 + 160 + 192) * frame // 16
     monkeypatch.setattr("kvjax.chunks.MUCH_COPIED", copied)

@@ -28,7 +28,7 @@ def text(model):
 def engine_of(model, policy, **stores):
     frame = memory_plan(model.config, page_size=PAGE).frame_bytes
     hot = 8 if policy == "quest:2" else 0
-    engine = Engine(model, policy, pages=DEVICE + hot, pool_host_bytes=HOST * frame, **SIZES, **{"reuse": True} | stores)
+    engine = Engine(model, policy, pages=DEVICE + hot, host_bytes=HOST * frame, **SIZES, **stores)
     counts = engine._groups.frames["full"].counts
     assert (counts.device, counts.hot, counts.host) == (DEVICE, hot, HOST)
     return engine
@@ -69,7 +69,7 @@ def test_pinned_pages_move_to_host_memory_and_stay_found_with_their_bits(model, 
     for _ in range(2):
         crowd(engine, text)
         assert in_host_memory(engine) == PREFIX // PAGE
-        assert engine.stats().device.pinned == PREFIX // PAGE
+        assert (engine.stats().device.pinned, engine.stats().host.pinned) == (0, PREFIX // PAGE)
         np.testing.assert_array_equal(answer(engine, prompt, PREFIX), expected)
     assert engine.unpin(prompt) == PREFIX
     engine.free(*engine.prefill([text[10 : 10 + (DEVICE + HOST) * PAGE]]))  # the whole pool
@@ -105,22 +105,21 @@ def test_at_most_half_of_the_whole_pool_is_pinned(model, text):
     engine.free(*engine.prefill([text[:200]]))
     assert engine.pin(text[:192]) == 192
     engine.free(*engine.prefill([text[200:240]]))
-    with pytest.raises(ValueError, match="14 pages of layer group 'full' would be pinned on the device, and at most 12 of its 24 can be"):
+    with pytest.raises(ValueError, match="14 pages of layer group 'full' would be pinned in the pool, and at most 12 of its 24 can be"):
         engine.pin(text[200:232])
 
 
 @pytest.mark.long
-def test_a_pin_brings_pages_from_the_store_to_a_pool_that_has_room_only_in_host_memory(model, text):
-    """The store of kept pages and the pool's part in host memory are two places."""
+def test_a_pin_brings_pages_from_disk_to_a_pool_that_has_room_only_in_host_memory(model, text, tmp_path):
     prompt = text[: PREFIX + 5]
     expected = answer(Engine(model, pages=20, **SIZES), prompt, 0)
-    engine = engine_of(model, "dense", host_bytes=10**6)
+    engine = engine_of(model, "dense", disk=tmp_path / "pages", disk_bytes=10**7)
     engine.free(*engine.prefill([prompt]))
     crowd(engine, text)
     (running,) = engine.prefill([text[300:390]])  # its pages are newer than those of the pin will be
-    before = engine.stats().host.bytes_out
+    before = engine.stats().disk.bytes_out
     assert engine.pin(prompt) == PREFIX
-    assert engine.stats().host.bytes_out > before
+    assert engine.stats().disk.bytes_out > before
     engine.free(running)
     crowd(engine, text)
     assert in_host_memory(engine) == PREFIX // PAGE

@@ -11,7 +11,9 @@ from tiny_models import RECURRENT, TINY, TinyModel, altered
 
 from kvjax import Engine, OutOfPages, memory
 from kvjax.cache import WHOLE
-from kvjax.memory import MOST_PAGES, check_pool, default_pages, memory_plan
+from kvjax.cache.prefixes import STATE_CHUNKS
+from kvjax.cache.transfer import block_bytes
+from kvjax.memory import MOST_PAGES, HostMemory, check_pool, default_pages, host_memory, memory_plan
 from kvjax.models.decoder import TransformerDecoder, init_params
 
 
@@ -84,12 +86,12 @@ def test_the_plan_says_per_group_what_fits():
 def test_a_full_pool_names_host_memory_where_it_can_be_used(model, monkeypatch):
     engine = Engine(model, pages=4, batch_buckets=(1,), **SIZES)
     host = engine.memory_plan().frame_bytes
-    named = rf"Others can lie in host memory, {host:,} bytes each: give the engine \(more\) pool_host_bytes, or .* --pool-host-memory$"
+    named = rf"Others can lie in host memory, {host:,} bytes each: give the engine \(more\) host_bytes, or .* --host-memory$"
     with pytest.raises(OutOfPages, match=named):
         engine.prefill([[1] * 90])
     with pytest.raises(OutOfPages, match=named):
-        Engine(model, pages=4, pool_host_bytes=2 * host, batch_buckets=(1,), **SIZES).prefill([[1] * 120])
-    Engine(model, pages=4, pool_host_bytes=4 * host, batch_buckets=(1,), **SIZES).prefill([[1] * 120])
+        Engine(model, pages=4, host_bytes=2 * host, batch_buckets=(1,), **SIZES).prefill([[1] * 120])
+    Engine(model, pages=4, host_bytes=4 * host, batch_buckets=(1,), **SIZES).prefill([[1] * 120])
     rolling = Engine(model, "window:4+16+release", prefill="window:4+16", pages=1, batch_buckets=(1,), **SIZES)
     with pytest.raises(OutOfPages, match=r"memory has room for [\d,]+ more$"):  # pages of windows stay on the device
         rolling.prefill([[1] * 90])
@@ -137,3 +139,56 @@ def test_memory_follows_the_actual_context():
     engine.free(sequence)
     engine.free(fork)
     assert engine.used_bytes == {"window:1000": 0, "full": 0}
+
+
+@pytest.mark.parametrize("config", [TINY, MIXED, RECURRENT], ids=["full", "windows", "states"])
+def test_host_memory_is_the_pool_s_but_for_what_stays_on_the_device(config):
+    """What has both kinds divides it: the store has room for windows and states of as many tokens of prompts as the pool has pages."""
+    plan, spec = memory_plan(config, **SIZES, weights_bytes=0, available_bytes=0), config.cache_spec(16)
+    total = 200 * sum(block_bytes(spec, group.name) for group in spec.groups)
+    alone = host_memory(plan, total, keeps_none="reuse is False")
+    assert alone == HostMemory(total // plan.frame_bytes)
+    both = host_memory(plan, total, spec, chunk=32)
+    assert both.store_bytes + both.pages * plan.frame_bytes <= total < both.store_bytes + (both.pages + 1) * plan.frame_bytes
+    others = {group.name for group in spec.groups} - {"full"}
+    assert (set(both.stored), both.why == "") == (others, not others)
+    for name in others:
+        tokens = STATE_CHUNKS * 32 if name in spec.row_groups else 16
+        assert both.store_bytes // both.stored[name] * tokens == pytest.approx(16 * both.pages, rel=0.05)
+
+
+def test_host_memory_is_a_store_where_no_page_of_the_pool_can_lie_there(model, caplog):
+    page = block_bytes(model.config.cache_spec(16), "full")
+    plans = {"a mesh": {"context": 2}, "packed pages": {"cache_format": "int8"}, "every layer": {"reach": (16, 16)}}
+    for why, sizes in plans.items():
+        plan = memory_plan(model.config, **SIZES, **sizes, weights_bytes=0, available_bytes=0)
+        store = host_memory(plan, 10 * page, model.config.cache_spec(16))
+        assert (store.pages, store.store_bytes, store.why.count(why)) == (0, 10 * page, 1)
+        with pytest.raises(ValueError, match=rf"host_bytes would be of no use: .*{why}.* \(reuse is False\)"):
+            host_memory(plan, 10 * page, keeps_none="reuse is False")
+        with pytest.raises(ValueError, match="is less than one page of every layer group"):
+            host_memory(plan, 10, model.config.cache_spec(16))
+    with caplog.at_level("INFO"):
+        engine = Engine(model, pages=4, host_bytes=10**6, cache_format="int8", batch_buckets=(1,), **SIZES)
+    assert "1,000,000 bytes of host memory are a store of pages and states for later prompts: packed pages" in caplog.text
+    assert (engine.pool_stats(), engine.stats().host.pages) == (None, 0)
+
+
+def test_host_memory_alone_keeps_pages_unless_a_policy_learns_from_prefill(model, caplog):
+    sizes = {"pages": 4, "host_bytes": 10**6, "batch_buckets": (1,)} | SIZES
+    assert Engine(model, **sizes).stats().host is not None
+    assert Engine(model, reuse=False, **sizes).stats() is None
+    with caplog.at_level("INFO"):
+        engine = Engine(model, "heavy:2", **sizes)
+    assert (engine.stats(), engine.pool_stats() is None) == (None, False)
+    assert "no pages are kept for later prompts: policy heavy:2 learns from prefill" in caplog.text
+    with pytest.raises(ValueError, match="heavy:2 learns from prefill, and a prompt whose pages are reused is not prefilled"):
+        Engine(model, "heavy:2", reuse=True, **sizes)
+
+
+def test_host_memory_never_makes_the_pool_smaller(model):
+    """The hot buffer takes places of pages on the device: no more than host memory has."""
+    frame = memory_plan(model.config, **SIZES).frame_bytes
+    for host in (1, 10, 100):
+        engine = Engine(model, "quest:1", pages=40, host_bytes=host * frame, batch_buckets=(1,), **SIZES)
+        assert engine.allocators["full"].total >= 40

@@ -401,8 +401,8 @@ def test_what_a_mesh_cannot_do_is_refused(case, model):
 
 
 def test_host_memory_of_running_sequences_is_refused(model):
-    with pytest.raises(NotImplementedError, match="leave out pool_host_bytes"):
-        Engine(model, mesh=mesh_of(BOTH), pool_host_bytes=10**6)
+    with pytest.raises(ValueError, match=r"host_bytes would be of no use: pages of a mesh lie on its devices alone, and .*reuse is False"):
+        Engine(model, mesh=mesh_of(BOTH), host_bytes=10**6, reuse=False)
 
 
 def test_a_full_pool_of_a_mesh_says_which_device_is_full_and_not_to_use_host_memory(one_layer, text):
@@ -410,7 +410,7 @@ def test_a_full_pool_of_a_mesh_says_which_device_is_full_and_not_to_use_host_mem
     sequences = engine.prefill([text[:PAGE] for _ in range(8)])
     for sequence in sequences[::2][:3]:
         engine.free(sequence)
-    with pytest.raises(kvjax.OutOfPages, match=r"1 needed on one of 2 devices, 0 free of its 4; (?!.*pool_host_bytes)"):
+    with pytest.raises(kvjax.OutOfPages, match=r"1 needed on one of 2 devices, 0 free of its 4; (?!.*host_bytes)"):
         engine.prefill([text[: 2 * PAGE]])
     assert engine.allocators["full"].free == 3
     engine.check_room(PAGE)

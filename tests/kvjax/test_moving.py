@@ -34,7 +34,7 @@ def engine_of(model, scale: int = 1, **places) -> Engine:
 
 def tiered(model, scale: int = 1) -> Engine:
     frame = memory_plan(model.config, page_size=scale * PAGE).frame_bytes
-    return engine_of(model, scale, pages=DEVICE, pool_host_bytes=HOST * frame)
+    return engine_of(model, scale, pages=DEVICE, host_bytes=HOST * frame, reuse=False)
 
 
 def run(engine: Engine, seed: int, count: int = 24) -> list[np.ndarray]:

@@ -415,7 +415,6 @@ def test_other_texts_are_refused_with_the_grammar(text):
 REFUSED = {
     "latents": ("deepseek_v32", {}, "keeps latents"),
     "shared layers": ("shared", {}, "read pages of others"),
-    "host memory": ("llama", {"pool_host_bytes": 1 << 20}, "pool_host_bytes"),
     "a mesh": ("llama", {"mesh": 2}, "a mesh of several devices"),
     "auto": ("llama", {"policy": "auto"}, "policy auto chooses by times"),
     "prefill auto": ("llama", {"prefill": "auto"}, "prefill auto chooses by times"),

@@ -81,9 +81,10 @@ def test_pins_that_overlap_are_separate(model, text):
         engine.unpin(text)
 
 
-def test_pins_bring_pages_back_to_the_device(model, text, tmp_path):
-    page = sum(block_bytes(model.config.cache_spec(PAGE), group.name) for group in model.config.cache_spec(PAGE).groups)
-    engine = Engine(model, pages=20, host_bytes=200 * page, **SIZES)
+def test_pins_bring_pages_back_to_the_device(model, text):
+    """From a store beside the pool, such as packed pages have."""
+    engine = Engine(model, pages=20, host_bytes=10**7, cache_format="int8", **SIZES)
+    page = block_bytes(engine.spec, "full")
     prefill(engine, text[:100])
     crowd(engine, text)
     before = engine.stats()
@@ -93,7 +94,7 @@ def test_pins_bring_pages_back_to_the_device(model, text, tmp_path):
     before = engine.stats().host.hits
     assert found(engine, text[:100]) == 96
     assert engine.stats().host.hits == before
-    expected = prefill(Engine(model, pages=20, **SIZES), text[:101])
+    expected = prefill(Engine(model, pages=20, cache_format="int8", **SIZES), text[:101])
     np.testing.assert_array_equal(engine.prefill([text[:101]])[0].logits, expected)
 
 
@@ -149,7 +150,7 @@ def test_at_most_half_is_pinned_and_the_rest_runs(model, text):
     prefill(engine, text[:100])
     engine.pin(text[:100])
     prefill(engine, text[200:300])
-    with pytest.raises(ValueError, match="12 pages of layer group 'full' would be pinned on the device, and at most 10 of its 20 can be"):
+    with pytest.raises(ValueError, match="12 pages of layer group 'full' would be pinned in the pool, and at most 10 of its 20 can be"):
         engine.pin(text[200:300])
     engine.pin(text[200:264])
     assert engine.stats().device.pinned == 10
@@ -185,8 +186,8 @@ def test_states_of_recurrent_layers_are_pinned_where_they_are(tmp_path):
     disk = {"disk": tmp_path / "pages", "disk_bytes": 6 * page}
     assert [surviving(pinned, **host) for pinned in (True, False)] == [128, 0]
     assert surviving(True, **disk) == 128
-    state, page = (block_bytes(spec, name) for name in ("recurrent", "full"))
-    engine = Engine(model, pages=40, host_bytes=2 * state + 2 * page, **SIZES)
+    engine = Engine(model, pages=40, **host, **SIZES)
+    assert 2 <= engine._reuse.prefixes.host.capacity("recurrent") <= 3
     prefill(engine, text[:70])
     engine.pin(text[:64])
     prefill(engine, text[100:170])

@@ -134,12 +134,12 @@ def test_a_mesh_takes_all_processes_or_one(monkeypatch):
     monkeypatch.setattr(sharding, "several_processes", lambda mesh: True)
     monkeypatch.setattr(sharding.jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="none of process 1"):
-        sharding.check_mesh(mesh, None, {})
+        sharding.check_mesh(mesh, {})
     monkeypatch.setattr(sharding.jax, "process_count", lambda: 1)
     with pytest.raises(
         NotImplementedError, match="reuse True, host_bytes 1,000 was given: leave out reuse, host_bytes, or make the mesh of"
     ):
-        sharding.check_mesh(mesh, None, {"reuse": True, "host_bytes": 1000, "disk": None})
+        sharding.check_mesh(mesh, {"reuse": True, "host_bytes": 1000, "disk": None})
 
 
 def test_arguments_are_checked():

@@ -84,7 +84,7 @@ def test_device_memory_comes_first_and_ends_at_a_whole_piece(driver, monkeypatch
     ("room", "message"),
     [
         ({"device": GRAIN}, "device memory for 4,194,304 bytes .* give less device_bytes"),
-        ({"host": GRAIN}, "host memory .* pool_host_bytes"),
+        ({"host": GRAIN}, "host memory .* host_bytes"),
     ],
 )
 def test_what_was_mapped_is_given_back_where_memory_does_not_suffice(driver, monkeypatch, room, message):

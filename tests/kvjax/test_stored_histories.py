@@ -77,6 +77,7 @@ class StoredHistory(History):
         for name in ("device", "host", "disk"):
             if (store := getattr(stats, name)) is not None:
                 self.totals.update({f"{name} hits": store.hits, f"{name} evictions": store.evictions})
+        self.totals["pages back on the device"] += sum(frames.returned for frames in self.engine._pool.frames.values())
         self.engine.close()
         return found
 
@@ -170,8 +171,8 @@ def test_the_comparison_sees_a_page_that_was_given_to_others(tmp_path, monkeypat
 class BusyHistory(StoredHistory):
     """Prompts come and go, so that most of what is found comes back from another store."""
 
-    stores: ClassVar[tuple[tuple[int, int], ...]] = ((12, 24),)
-    texts_drawn: ClassVar[int] = 4
+    stores: ClassVar[tuple[tuple[int, int], ...]] = ((8, 24),)
+    texts_drawn: ClassVar[int] = 8
 
     def possible_calls(self):
         return ["prefill"] if len(self.held) < 2 else ["prefill", "free", "free", "decode"]
@@ -183,7 +184,8 @@ class BusyHistory(StoredHistory):
 def test_busy_histories_are_right_and_bring_pages_back(tmp_path, totals):
     """Where nothing is taken out."""
     run_histories(make_family("llama"), range(6), tmp_path, SHORT_CHUNKS, BusyHistory)
-    assert min(totals[what] for what in ("host hits", "disk hits", "device evictions", "host evictions")) > 0
+    seen = "host hits", "disk hits", "device evictions", "host evictions", "pages back on the device"
+    assert min(totals[what] for what in seen) > 0, dict(totals)
 
 
 ON_MESHES = {" ".join(each): each for each in itertools.product(MODELS, MESHES)} | {"momo context 4": ("momo", "context 4")}
@@ -228,6 +230,9 @@ def test_the_comparison_sees_a_page_on_another_device(tmp_path, monkeypatch):
 @pytest.mark.parametrize("mutant", store_mutants.CORRUPTING)
 def test_the_comparison_sees_a_barrier_that_is_missing(mutant, tmp_path, monkeypatch):
     store_mutants.CORRUPTING[mutant](monkeypatch)
+    if mutant in ("refilled_while_copied", "host_block_refilled"):  # the pool's frames would tell of the first, and are no such store
+        monkeypatch.setattr(BusyHistory, "shared", PackedStoredHistory.shared)
+        monkeypatch.setattr(BusyHistory, "against_forward", False)
     with pytest.raises(AssertionError, match="differ"):
         run_histories(make_family("llama"), range(40), tmp_path, SHORT_CHUNKS, BusyHistory)
 

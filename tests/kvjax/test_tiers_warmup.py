@@ -23,7 +23,7 @@ def test_a_prompt_compiles_nothing_after_warming_up():
     config = altered(TINY, num_layers=1, max_positions=2000)
     model = TinyModel(TransformerDecoder(config), init_params(config, jax.random.key(7)))
     frame = memory_plan(config, page_size=16).frame_bytes
-    engine = Engine(model, "quest:2", page_size=16, prefill_chunk=64, batch_buckets=(1,), pages=24, pool_host_bytes=100 * frame)
+    engine = Engine(model, "quest:2", page_size=16, prefill_chunk=64, batch_buckets=(1,), pages=24, host_bytes=100 * frame)
     assert engine._pool.frames["full"].counts.hot > 0
     engine.warmup(tokens=480)
     stats = engine.pool_stats()
@@ -50,7 +50,7 @@ def test_a_chunk_that_has_run_keeps_no_copies(monkeypatch):
     config = altered(TINY, num_layers=1, max_positions=2000)
     model = TinyModel(TransformerDecoder(config), init_params(config, jax.random.key(7)))
     frame = memory_plan(config, page_size=16).frame_bytes
-    engine = Engine(model, "quest:2", page_size=16, prefill_chunk=64, batch_buckets=(1,), pages=24, pool_host_bytes=100 * frame)
+    engine = Engine(model, "quest:2", page_size=16, prefill_chunk=64, batch_buckets=(1,), pages=24, host_bytes=100 * frame)
     kept, next_slice = [], Prefiller._next_slice
 
     def looked_at(self, run):

@@ -137,7 +137,7 @@ def test_batch_finds_what_records_share_and_says_so(kvjax, model_folder, tmp_pat
     assert status == 0, err
     assert re.search(r"prompt tokens .*\([0-9]+ of this run were found, not computed\)", out)
     assert re.search(r"with computed prompt tokens, [0-9.,]+ with all prompt tokens", out)
-    assert re.search(r"^[1-4]/4 records, .* found.*\n.*fetching them took.*\ndevice: .*\nhost: .*MB written", err, re.MULTILINE)
+    assert re.search(r"^[1-4]/4 records, .* found.*\n.*fetching them took.*\ndevice: .*\nhost: .*pages kept", err, re.MULTILINE)
     assert kvjax(*arguments, "--out", tmp_path / "plain.jsonl")[0] == 0
     assert lines(tmp_path / "out.jsonl") == lines(tmp_path / "plain.jsonl")
 
@@ -161,19 +161,19 @@ def test_stores_are_shown_only_where_there_are_any(kvjax, model_folder, tmp_path
     source = write(tmp_path / "in.jsonl", RECORDS[:1])
     status, _, err = kvjax("batch", source, "--out", tmp_path / "out.jsonl", "--model", model_folder, "--progress")
     assert status == 2
-    assert "give --reuse, --host-memory, --disk or --pool-host-memory, too" in " ".join(err.split())
+    assert "give --reuse, --host-memory or --disk, too" in " ".join(err.split())
 
 
-@pytest.mark.parametrize("kept", [(), ("--reuse",)])
+@pytest.mark.parametrize("kept", [("--no-reuse",), ()])
 def test_progress_shows_where_the_pages_of_the_pool_lie(kvjax, model_folder, tmp_path, monkeypatch, kept):
     from kvjax.serving import progress
 
     monkeypatch.setattr(progress, "LOG_SECONDS", -1.0)
     source = write(tmp_path / "in.jsonl", [{"id": n, "prompt": "lantern marble " * 40, "max_new_tokens": 3} for n in range(2)])
-    sizes = ("--max-batch", 1, "--page-size", 16, "--prefill-chunk", 16, "--pages", 2, "--pool-host-memory", "1MB")
+    sizes = ("--max-batch", 1, "--page-size", 16, "--prefill-chunk", 16, "--pages", 2, "--host-memory", "1MB")
     status, _, err = kvjax("batch", source, "--out", tmp_path / "out.jsonl", "--model", model_folder, *sizes, *kept, "--progress")
     assert status == 0, err
-    above = "device: .*\n" if kept else "[0-2]/2 records, .*\n"
+    above = "[0-2]/2 records, .*\n" if kept else "host: .*\n"
     shown = re.findall(rf"^{above}pool: 2 pages on the device, ([0-9]+) in host memory; [0-9.,]+ MB moved", err, re.MULTILINE)
     assert len(shown) > 3, "at every line of the log, not only at the end"
 
@@ -204,7 +204,7 @@ def test_a_pool_too_small_for_every_record_fails(kvjax, model_folder, tmp_path):
     arguments = ("batch", source, "--out", tmp_path / "out.jsonl", "--model", model_folder, "--pages", 1, *PAGES)
     status, _, err = kvjax(*arguments)
     assert status == 1
-    assert "no record fits into the pool: give more --pages, --device-memory or --pool-host-memory" in err
+    assert "no record fits into the pool: give more --pages, --device-memory or --host-memory" in err
     write(source, [*records, {"id": "short", "prompt": "amber", "max_new_tokens": 2}])
     assert kvjax(*arguments, "--overwrite")[0] == 0
 

@@ -135,7 +135,7 @@ def test_a_fitted_bill_predicts_and_draws(kvjax, runs):
 
 
 PROMPTS = ("--tensor", "2", "--prefill", "dense")
-TIERS = ("--device-memory", "8GB", "--pool-host-memory", "60GB")
+TIERS = ("--device-memory", "8GB", "--host-memory", "60GB")
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_evidence_is_recorded_and_the_choice_explained(kvjax, model, model_folde
     status, out, _ = kvjax("bill", "choose", "--model", model_folder, "--lengths", "512", "--batches", "1", "--level", "fast")
     assert status == 0
     assert "512 tokens, batch 1: window:4+8: the bill of chip gives window:4+8, the fastest on record as fast" in out
-    arguments = ("--lengths", "512", "--batches", "1", "--level", "fast", "--device-memory", "1MB", "--pool-host-memory", "4MB")
+    arguments = ("--lengths", "512", "--batches", "1", "--level", "fast", "--device-memory", "1MB", "--host-memory", "4MB")
     status, out, err = kvjax("bill", "choose", "--model", model_folder, *arguments)
     assert (status, "the bill of chip has no terms for pages in host memory" in out) == (0, True), err
 
@@ -306,9 +306,9 @@ def test_calibrate_writes_a_bill(kvjax, model_folder, monkeypatch):
         (("bill", "predict", "--policies", "dense,mean:3"), "has no c1 for mean:3"),
         (("bill", "predict", "--tier", "host"), "keys and values on 'host' need --link"),
         (("bill", "predict", "--device-memory", "8GB"), "are only together the sizes of an engine"),
-        (("bill", "predict", "--hits", "0.5"), "--hits: needs --device-memory and --pool-host-memory"),
+        (("bill", "predict", "--hits", "0.5"), "--hits: needs --device-memory and --host-memory"),
         (("bill", "predict", *TIERS), "no bandwidth for the tier 'host'; fit one to rows of kvjax bench tiers"),
-        (("bill", "predict", *TIERS[:3], "1KB"), "--pool-host-memory of 1,000 holds no page"),
+        (("bill", "predict", *TIERS[:3], "1KB"), "--host-memory of 1,000 is less than one page"),
         (("bill", "predict", *TIERS, "--tier", "host", "--link", "52"), "leave out --device-memory"),
         (("bill", "predict", "--link", "52"), "--link: needs --tier host or disk"),
         (("bill", "predict", "--tier", "tape", "--link", "52"), "'tape' is not one of device, host, disk"),
@@ -324,7 +324,7 @@ def test_calibrate_writes_a_bill(kvjax, model_folder, monkeypatch):
         (("generate", "x", "--model", "needle", "--dtype", "float64"), "must be one of float32, bfloat16, float16, got float64"),
         (("bill", "choose", "--model", "needle", "--prefill", *TIERS), "is about decoding, and --prefill is not"),
         (("regime-map", *TIERS, "--memory", "80"), "as --device-memory does: leave one of them out"),
-        (("regime-map", "--link", "52"), "needs --device-memory and --pool-host-memory"),
+        (("regime-map", "--link", "52"), "needs --device-memory and --host-memory"),
         (("bill", "fit", "old.json"), "earlier version's; measure it again"),
         (("regime-map", "--batches", "4"), "the smallest and the largest"),
         (("regime-map", "--lengths", "1m,4k"), "the smallest and the largest"),

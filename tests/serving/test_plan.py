@@ -91,7 +91,7 @@ def test_pages_that_are_kept_are_counted(plan, options):
 
 def test_host_memory_of_another_machine_may_be_larger_than_that_of_this_one(plan, kvjax, model_folder, monkeypatch):
     monkeypatch.setattr("kvjax.memory.os.sysconf", lambda name: 1000)  # pages, and their bytes
-    options = "--pool-host-memory", "2MB", "--device-memory", "1MB"
+    options = "--host-memory", "2MB", "--device-memory", "1MB"
     assert figure("pool in host memory", plan("--memory", 1, *options)) > 1
     status, _, err = kvjax("plan", "--model", model_folder, *options)
     assert (status, "2,000,000 is more than this machine's memory" in " ".join(err.split())) == (2, True)
@@ -116,9 +116,10 @@ def test_kept_pages_of_windows_are_those_of_the_pool(plan):
         (("--prefill", "window:4+0"), "prefill policy 'window:4+0'"),
         (("--page-size", 100), "--prefill-chunk 32 must be a multiple of --page-size 100"),
         (("--device-memory", "1KB"), "--device-memory of 1,000 holds no page"),
-        ((*ROLLING, "--prefill", "window:16+40", "--pool-host-memory", "1MB"), "leave --pool-host-memory out"),
+        ((*ROLLING, "--prefill", "window:16+40", "--host-memory", "1MB", "--no-reuse"), "--host-memory would be of no use: every layer"),
         (("--policy", "window:4+40+remap"), "they must be whole pages of 16 tokens"),
-        (("--tensor", 2, "--pool-host-memory", "1MB"), "running sequences of a mesh of 2 devices are on its devices alone"),
+        (("--tensor", 2, "--host-memory", "1MB", "--no-reuse"), "of no use: pages of a mesh lie on its devices alone"),
+        (("--disk-size", "1MB", "--no-reuse"), "--no-reuse: does not go together with --disk"),
         (("--context", 3), "is 3, and pages are dealt out over a power of two devices"),
     ],
 )

@@ -65,7 +65,7 @@ def test_pages_lie_and_are_read_where_the_bill_says(rows):
 def test_pages_of_a_hollow_sequence_lie_where_prefill_would_leave_them():
     """The newest ones on the device; pages of a sequence that is bound at once would lie there the other way round."""
     frame = CONFIG.cache_spec(128).bytes_per_frame("full")
-    engine = HollowEngine(random_model(CONFIG), "dense", device_bytes=10 * frame, pool_host_bytes=40 * frame, batch_buckets=(1,))
+    engine = HollowEngine(random_model(CONFIG), "dense", device_bytes=10 * frame, host_bytes=40 * frame, batch_buckets=(1,))
     sequence = engine.hollow_sequence(4096)
     places = engine.frames["full"].frame_of[sequence.pages["full"]]
     assert (places < engine.frames["full"].counts.border).tolist() == [False] * 22 + [True] * 10
