@@ -15,7 +15,7 @@ from kvjax.cache import OPEN, WHOLE, CacheSpec, IndexSpec, OutOfPages
 from kvjax.cache.formats import CacheFormat, parse_cache_format
 from kvjax.cache.groups import Reach, frame_counts, most_pages, window_of
 from kvjax.cache.prefixes import STATE_CHUNKS
-from kvjax.cache.spanning import FrameCounts, supported
+from kvjax.cache.spanning import FrameCounts, device_room, supported
 from kvjax.cache.transfer import block_bytes
 from kvjax.checks import whole_number
 from kvjax.model import ModelConfig, Params
@@ -305,7 +305,8 @@ def host_memory(
 
 def pool_size(plan: MemoryPlan, config: ModelConfig, pages: int | None, device_bytes: int | None, host_pages: int = 0) -> tuple[int, int]:
     """The pages of an engine's pool on the device, and in host memory. On the device: `pages`, or as many as `device_bytes` hold beside the
-    indexes of all pages, or the default. In host memory: `host_pages`, those of `host_memory`.
+    indexes of all pages, or the default. In host memory: `host_pages`, those of `host_memory`. With these, the default is no more than
+    there is device memory beside JAX for (`kvjax.cache.spanning.device_room`).
 
     ValueError for both of pages and device_bytes, or for a size in which no page fits.
     """
@@ -315,7 +316,11 @@ def pool_size(plan: MemoryPlan, config: ModelConfig, pages: int | None, device_b
         raise ValueError(f"pages {pages} and device_bytes {device_bytes:,} both give the pool's size: leave one of them out")
     if device_bytes is not None:
         return _device_pages(plan, device_bytes, host_pages), host_pages
-    device = default_pages(plan, config) if pages is None else check_pool(plan, whole_number("pages", pages, 1, 2**63))
+    if pages is not None:
+        return check_pool(plan, whole_number("pages", pages, 1, 2**63)), host_pages
+    device = default_pages(plan, config)
+    if host_pages and (room := device_room()) is not None:
+        device = max(1, min(device, int(DEVICE_SHARE * room) // plan.frame_bytes))
     return device, host_pages
 
 

@@ -83,6 +83,16 @@ def empty(shape: tuple[int, ...], dtype: jnp.dtype, device_rows: int) -> Array:
     return _mapped(shape, jnp.dtype(dtype), device_rows)
 
 
+def device_room() -> int | None:
+    """Bytes of device memory that JAX does not hold, where `empty` takes its device memory beside JAX; None where it does not."""
+    if jax.devices()[0].platform != "gpu" or not supported():
+        return None
+    driver, free, total = _cuda(), ctypes.c_size_t(), ctypes.c_size_t()
+    with _context_of_jax(driver):
+        _check(driver, driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)), "cuMemGetInfo")
+    return free.value
+
+
 def free_with(owner: Any, arrays: Iterable[Array]) -> None:
     """Give the memory of these arrays back when their owner is gone. Nothing else may use them, or what they become when they are donated,
     any longer than that. Arrays that `empty` did not map are left alone.

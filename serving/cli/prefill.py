@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import typer
 from rich.console import Console
 
 from kvjax.cache.formats import parse_cache_format

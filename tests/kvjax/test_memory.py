@@ -13,7 +13,7 @@ from kvjax import Engine, OutOfPages, memory
 from kvjax.cache import WHOLE
 from kvjax.cache.prefixes import STATE_CHUNKS
 from kvjax.cache.transfer import block_bytes
-from kvjax.memory import MOST_PAGES, HostMemory, check_pool, default_pages, host_memory, memory_plan
+from kvjax.memory import MOST_PAGES, HostMemory, check_pool, default_pages, host_memory, memory_plan, pool_size
 from kvjax.models.decoder import TransformerDecoder, init_params
 
 
@@ -27,6 +27,18 @@ def test_a_pool_larger_than_all_memory_is_refused_before_it_is_made(model):
     check_pool(plan, most)
     with pytest.raises(ValueError, match="give at most"):
         check_pool(plan, most + 1)
+
+
+def test_a_default_pool_with_host_memory_fits_beside_jax(model, monkeypatch):
+    """Its pages on the device are allocated beside what JAX holds."""
+    plan = memory_plan(model.config, weights_bytes=0)
+    usual, _ = pool_size(plan, model.config, None, None, 10)
+    monkeypatch.setattr(memory, "device_room", lambda: 20 * plan.frame_bytes)
+    assert pool_size(plan, model.config, None, None, 10) == (17, 10)
+    assert pool_size(plan, model.config, None, None) == (usual, 0), "pages of JAX alone"
+    assert pool_size(plan, model.config, 30, None, 10) == (30, 10), "as asked for"
+    monkeypatch.setattr(memory, "device_room", lambda: 1 << 60)
+    assert pool_size(plan, model.config, None, None, 10) == (usual, 10)
 
 
 def windowed(config, window, *numbers):

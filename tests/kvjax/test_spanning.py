@@ -50,6 +50,10 @@ class Driver:
         self.calls.append(("create", kind, size.value))
         return 0
 
+    def cuMemGetInfo_v2(self, free, total):
+        free._obj.value = self.room[spanning.ON_DEVICE]
+        return 0
+
     def cuMemMap(self, place, size, *rest):
         self.mapped.append((place.value, size.value))
         return 0
@@ -63,6 +67,15 @@ def driver(monkeypatch):
         return made
 
     return use
+
+
+def test_the_room_beside_jax_is_what_the_driver_says(driver, monkeypatch):
+    made = driver(device=5 * GRAIN)
+    assert spanning.device_room() is None, "on a CPU both memories are the same"
+    gpu = SimpleNamespace(platform="gpu", client=SimpleNamespace(platform_version="cuda 13"))
+    monkeypatch.setattr(spanning.jax, "devices", lambda: [gpu])
+    assert spanning.device_room() == 5 * GRAIN
+    assert made.names()[-2:] == ["cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"]
 
 
 def test_device_memory_comes_first_and_ends_at_a_whole_piece(driver, monkeypatch):
