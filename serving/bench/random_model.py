@@ -43,16 +43,30 @@ def random_params(config: ModelConfig, shards: Shards | None = None, weights: st
     decoder, whole = TransformerDecoder(config), jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     cuts, specs = decoder.cuts(whole, shards.tensor), param_specs(decoder, whole, shards.tensor)
 
-    def make() -> Params:
-        """The part of one device; all of them make the same numbers, which takes no longer to multiply with."""
+    def fitted(how: Cut | None, leaf: Array) -> Array:  # `o` has fewer heads than q where devices share KV heads
+        return leaf if how is None else jax.lax.slice_in_dim(leaf, 0, len(how.rows[0]), axis=how.axis)
 
-        def fitted(how: Cut | None, leaf: Array) -> Array:  # `o` has fewer heads than q where devices share KV heads
-            return leaf if how is None else jax.lax.slice_in_dim(leaf, 0, len(how.rows[0]), axis=how.axis)
+    def made(number: int | None, key: Array) -> Params:
+        """One device's part of a layer, or of what is in no layer. All devices make the same numbers: products take no longer."""
+        params = init_params(own.of_layers(number or 0, (number or 0) + 1), key)
+        part = _without_layers(params) if number is None else params["layers"][0]
+        how = _without_layers(cuts) if number is None else cuts["layers"][number]
+        return jax.tree.map(fitted, how, part, is_leaf=lambda node: node is None or isinstance(node, Cut))
 
-        made = init_params(own, jax.random.key(0))
-        return jax.tree.map(fitted, cuts, made, is_leaf=lambda node: node is None or isinstance(node, Cut))
+    programs: dict[Any, Callable[[Array], Params]] = {}  # one program for all layers that are alike: a program of the whole takes minutes
 
-    return jax.block_until_ready(jax.jit(lambda: shards.run(make, (), (), specs))())
+    def on_devices(number: int | None) -> Params:
+        kind = None if number is None else own.layers[number]
+        if kind not in programs:
+            split = _without_layers(specs) if number is None else specs["layers"][number]
+            programs[kind] = jax.jit(lambda key: shards.run(functools.partial(made, number), (key,), (spec_of(()),), split))
+        return jax.block_until_ready(programs[kind](jax.random.key(0 if number is None else number + 1)))
+
+    return on_devices(None) | {"layers": tuple(map(on_devices, range(config.num_layers)))}
+
+
+def _without_layers(params: Params) -> Params:
+    return {name: each for name, each in params.items() if name != "layers"}
 
 
 def random_cache(plan: Plan, length: int) -> Cache:
