@@ -159,7 +159,7 @@ class DeclaredPolicies:
     def _bound(self, policy: str | DecodePolicy) -> DecodePolicy:
         """The policy of a name. A policy that chooses another, such as `auto`, is bound to this model, once."""
         policy = parse(policy)
-        check_budgets(policy, table_width(-(-self.model.config.max_positions // self.page_size)) * self.page_size)
+        check_budgets(policy, table_width(-(-self.model.config.max_positions // self.page_size)) * self.page_size, self.page_size)
         _check_layers(f"policy {policy}", policy, TopTokens, ChoosesDecode, self.model.config)
         _check_remap(f"policy {policy}", policy, self.model.config, self.page_size)
         if not isinstance(policy, ChoosesDecode):

@@ -306,6 +306,7 @@ def test_the_models_positions_are_the_limit(model_factory, text):
             {"policy": "top:8", "page_size": 64, "prefill_chunk": 64},
             "does not divide page_size 64: use a page_size that is a multiple of 128",
         ),
+        ({"policies": ["cascade:2/all+cache"], "page_size": 64, "prefill_chunk": 64}, "block_size 128 does not divide page_size 64"),
         ({"batch_buckets": (4, 2)}, "ascending"),
         ({"pages": 0}, "pages must be at least 1, got 0"),
         ({"policy": "best:8"}, "not understood"),

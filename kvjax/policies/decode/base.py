@@ -289,11 +289,16 @@ LEAST_ROOM = 2**20
 """A policy may always keep so many tokens. On a model with fewer positions it then reads everything."""
 
 
-def check_budgets(policy: DecodePolicy, room: int) -> None:
-    """ValueError if a policy keeps more than `room` tokens, the most that an engine's page table can name. Up to
-    `LEAST_ROOM` any number is allowed."""
+def check_budgets(policy: DecodePolicy, room: int, page_size: int) -> None:
+    """ValueError if a policy keeps more than `room` tokens, the most that an engine's page table can name, or if its blocks do not divide
+    pages of `page_size` tokens. Up to `LEAST_ROOM` any number is allowed."""
     room = max(room, LEAST_ROOM)
     for name, (value, tokens) in policy.budgets().items() if isinstance(policy, Stateless) else ():
+        if page_size % tokens:  # an index says so too, but not every policy has one
+            raise ValueError(
+                f"policy {policy}: block_size {tokens} does not divide page_size {page_size}: use a page_size that is a multiple of "
+                f"{tokens}, or a policy of smaller blocks"
+            )
         if value * tokens > room:
             raise ValueError(
                 f"policy {policy}: {name} {value} is more than any page table of this model needs, {room // tokens}: "
