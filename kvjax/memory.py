@@ -339,7 +339,7 @@ def _device_pages(plan: MemoryPlan, device_bytes: int, host: int) -> int:
     if pages < 1:
         smallest = plan.pool_bytes(host + 1) - host * plan.frame_bytes
         beside = f", for one page and the indexes of {host:,} pages in host memory" if host else ""
-        raise ValueError(f"device_bytes of {device_bytes:,} holds no page: give at least {smallest:,}{beside}")
+        raise ValueError(f"device_bytes of {device_bytes:,} holds no page: give at least {smallest:,} bytes{beside}")
     return pages
 
 

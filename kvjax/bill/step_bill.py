@@ -265,7 +265,7 @@ class Bill:
         except KeyError:
             raise ValueError(
                 f"the bill of {self.device} has no bandwidth for the tier {tier!r}; fit one to rows of kvjax bench tiers (host), or "
-                f'put one in: bill.projected("a {tier} link of 52 GB/s", links=(({tier!r}, 52e9),))'
+                f'put one in: --link 52, or in Python bill.projected("a {tier} link of 52 GB/s", links=(({tier!r}, 52e9),))'
             ) from None
 
 

@@ -82,7 +82,9 @@ BandwidthOption = Annotated[
     float | None,
     typer.Option(help="Memory bandwidth of another chip, TB/s. Every figure is then a projection.", show_default=False, **number(above=0)),
 ]
-NoOverheadOption = Annotated[bool, typer.Option("--no-overhead", help="Set c0 to 0. Every figure is then a projection.")]
+NoOverheadOption = Annotated[
+    bool, typer.Option("--no-overhead", help="Leave out c0, a step's fixed time. Every figure is then a projection.")
+]
 
 DeviceShareOption = Annotated[
     int | None,
@@ -477,9 +479,9 @@ def regime_map_command(
     from pallas_kernels.bench.results import write_result
 
     ends, sizes = parse_lengths(lengths), parse_lengths(batches, "batches")
-    for option, pair in (("--lengths", ends), ("--batches", sizes)):
+    for option, pair, given, example in (("--lengths", ends, lengths, "4k,1m"), ("--batches", sizes, batches, "1,64")):
         if len(pair) != 2 or not 1 <= pair[0] < pair[1]:
-            raise typer.BadParameter(f"needs the smallest and the largest, as 4,64; got {pair}", param_hint=option)
+            raise typer.BadParameter(f"needs the smallest and the largest, as {example}; got {given}", param_hint=option)
     packed = _packed(weights, cache_format)
     bill, config = _bill(fit, device, shape, bandwidth, no_overhead, packed), config_of(shape)
     grid, sizes_drawn = ([int(n) for n in dict.fromkeys(np.geomspace(*pair, 65).round().astype(int))] for pair in (ends, sizes))
@@ -542,7 +544,7 @@ def _frames(
     from kvjax.memory import memory_plan, pool_frames
 
     if (device_memory is None) != (host_memory is None):
-        raise typer.BadParameter("are only together the sizes of an engine", param_hint="--device-memory and --host-memory")
+        raise typer.BadParameter("go together: give both, or neither", param_hint="--device-memory and --host-memory")
     if device_memory is None:
         if hits is not None:
             raise typer.BadParameter("needs --device-memory and --host-memory", param_hint="--hits")

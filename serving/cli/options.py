@@ -299,7 +299,8 @@ def stores(reuse: bool | None, reuse_any: bool, host_memory: int | None, disk: P
     if (disk is None) != (disk_size is None):
         raise typer.BadParameter("--disk and --disk-size go together: give both, or neither", param_hint="--disk")
     if reuse is False and (reuse_any or disk is not None):
-        raise typer.BadParameter(f"does not go together with {'--reuse-any' if reuse_any else '--disk'}", param_hint="--no-reuse")
+        other = "--reuse-any" if reuse_any else "--disk and --disk-size"
+        raise typer.BadParameter(f"does not go together with {other}, which keep pages: leave one of them out", param_hint="--no-reuse")
     return {"reuse": "any" if reuse_any else reuse, "host_bytes": host_memory, "disk": disk, "disk_bytes": disk_size}
 
 

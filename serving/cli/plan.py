@@ -54,7 +54,11 @@ def plan_command(
     weights: WeightsOption = None,
     memory: Annotated[
         float | None,
-        typer.Option(help="GiB to plan for. [default: what the first device has free]", show_default=False, **number(above=0, most=2**30)),
+        typer.Option(
+            help="GiB of the device, for weights and cache. [default: what the first device has free]",
+            show_default=False,
+            **number(above=0, most=2**30),
+        ),
     ] = None,
     device_memory: DeviceMemoryOption = None,
     reuse: ReuseOption = None,

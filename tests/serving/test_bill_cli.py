@@ -305,7 +305,7 @@ def test_calibrate_writes_a_bill(kvjax, model_folder, monkeypatch):
         (("bill", "predict", "--batches", "many"), "batches 'many' are not understood"),
         (("bill", "predict", "--policies", "dense,mean:3"), "has no c1 for mean:3"),
         (("bill", "predict", "--tier", "host"), "keys and values on 'host' need --link"),
-        (("bill", "predict", "--device-memory", "8GB"), "are only together the sizes of an engine"),
+        (("bill", "predict", "--device-memory", "8GB"), "go together: give both, or neither"),
         (("bill", "predict", "--hits", "0.5"), "--hits: needs --device-memory and --host-memory"),
         (("bill", "predict", *TIERS), "no bandwidth for the tier 'host'; fit one to rows of kvjax bench tiers"),
         (("bill", "predict", *TIERS[:3], "1KB"), "--host-memory of 1,000 is less than one page"),
