@@ -133,8 +133,12 @@ def test_a_failed_reservation_takes_no_page(engine, text):
         (lambda e, s: e.decode([s, s], [1, 2]), "appears twice"),
         (lambda e, s: e.decode([], []), "at least one sequence"),
         (
+            lambda e, s: e.decode([s], [1], TopBlocks(block_size=8)),
+            r"the index bounds8 \(largest and smallest keys.*\), which this engine of .* does not build",
+        ),
+        (
             lambda e, s: e.decode([s], [1], "top:8"),
-            r"the index bounds128 \(largest and smallest keys.*\), which this engine of .* does not build",
+            "policy top:8: block_size 128 does not divide page_size 16: use a page_size that is a multiple of 128",
         ),
         (lambda e, s: e.decode([s], [1, 2]), "2 tokens for 1 sequences"),
         (lambda e, s: e.prefill([1, 2]), "token ids must be a list, got 1"),
