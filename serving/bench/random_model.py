@@ -53,7 +53,7 @@ def random_params(config: ModelConfig, shards: Shards | None = None, weights: st
         how = _without_layers(cuts) if number is None else cuts["layers"][number]
         return jax.tree.map(fitted, how, part, is_leaf=lambda node: node is None or isinstance(node, Cut))
 
-    programs: dict[Any, Callable[[Array], Params]] = {}  # one program for all layers that are alike: a program of the whole takes minutes
+    programs: dict[Any, Callable[[Array], Params]] = {}  # one for all layers that are alike: one of the whole model is large
 
     def on_devices(number: int | None) -> Params:
         kind = None if number is None else own.layers[number]

@@ -10,6 +10,8 @@ import jax
 import pytest
 from quick_cases import rest_long
 
+from pallas_kernels.hopper import query_tiles
+
 
 @pytest.mark.timeout(600)
 @pytest.mark.long
@@ -96,3 +98,11 @@ def test_it_takes_no_config(on_hopper, picked, case):
     op, arrays, static = SPILL_FREE[case]
     with pytest.raises(ValueError, match=f"'mosaic_gpu' of {op} takes no config, got 3"):
         picked((op, arrays, static | {"config": 3}), implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("registers", [(208, 96), (232, 48)])
+def test_warpgroups_cannot_ask_for_more_registers_than_a_cta_has(registers):
+    """They would wait for ever, which only a GPU shows."""
+    with pytest.raises(ValueError, match="2 x the first . the second must be at most 504"):
+        query_tiles.Fetcher(registers, query_tiles.fetch)
+    assert query_tiles.Fetcher((208, 88), query_tiles.fetch).registers == (208, 88)
