@@ -103,6 +103,6 @@ def test_it_takes_no_config(on_hopper, picked, case):
 @pytest.mark.parametrize("registers", [(208, 96), (232, 48)])
 def test_warpgroups_cannot_ask_for_more_registers_than_a_cta_has(registers):
     """They would wait for ever, which only a GPU shows."""
-    with pytest.raises(ValueError, match="2 x the first . the second must be at most 504"):
+    with pytest.raises(ValueError, match=r"2 x the first \+ the second must be at most 504"):
         query_tiles.Fetcher(registers, query_tiles.fetch)
     assert query_tiles.Fetcher((208, 88), query_tiles.fetch).registers == (208, 88)
