@@ -147,13 +147,15 @@ def tiered_prefill_cells(row: Row) -> tuple[str, ...]:
     there = "everything" if device is None else f"{device / 1e9:.1f} GB"
     sizes = tokens_text(row["tokens"]), f"`{row['policy']}`", f"{row['chunk']:,}", there
     if "skipped" in row:
-        return shape, *sizes, "does not fit", *["-"] * 5
+        return shape, *sizes, "does not fit", *["-"] * 6
     speed = f"{row['seconds']:.1f}", f"{row['tokens'] / row['seconds']:,.0f}"
     peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.1f}"
     if not row["staged_bytes"]:
-        return shape, *sizes, *speed, peak, "-", "-", "-"
+        return shape, *sizes, *speed, peak, "-", "-", "-", "-"
     moved = f"{row['staged_bytes'] / 1e9:,.0f}", f"{row['staged_bytes'] / row['rate']:.1f}", f"{row['moved_bytes'] / 1e9:,.1f}"
-    return shape, *sizes, *speed, peak, *moved
+    rates = row.get("copy_rates")
+    copies = " / ".join(f"{rates[way] / 1e9:.1f}" if way in rates else "-" for way in ("in", "out", "both")) if rates else "-"
+    return shape, *sizes, *speed, peak, *moved, copies
 
 
 def lists_cells(row: Row) -> tuple[str, ...]:
@@ -250,6 +252,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
             "from host GB",
             "bus s",
             "to host GB",
+            "in / out / both GB/s",
         ),
         tiered_prefill_cells,
     ),

@@ -29,12 +29,13 @@ PAUSE = 3e-3
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """One kernel, copy or memset that ran on the device; times in nanoseconds of the trace. graph: number of the CUDA graph that launched
-    it, None if it was launched by itself."""
+    it, None if it was launched by itself. size: bytes of a copy, where the trace tells them."""
 
     name: str
     start: float
     end: float
     graph: int | None = None
+    size: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,11 +109,17 @@ def read_kernels(profile: ProfileData) -> list[Kernel]:
     planes = {plane.name: list(plane.lines) for plane in profile.planes}
     lines = planes.get("/device:GPU:0", [])
     events = [event for line in lines if line.name.startswith("Stream") for event in line.events]
-    kernels = [Kernel(e.name, e.start_ns, e.start_ns + e.duration_ns, dict(e.stats).get("cuda_graph_id")) for e in events]
+    kernels = [_kernel_of(event) for event in events]
     if not kernels:
         found = {name: [line.name for line in lines] for name, lines in planes.items()}
         raise RuntimeError(f"the trace holds no kernel of /device:GPU:0; its planes and lines are {found}")
     return sorted(kernels, key=lambda kernel: (kernel.start, kernel.end))
+
+
+def _kernel_of(event: Any) -> Kernel:
+    stats = dict(event.stats)
+    size = re.search(r"\bsize:(\d+)", str(stats.get("memcpy_details", "")))
+    return Kernel(event.name, event.start_ns, event.start_ns + event.duration_ns, stats.get("cuda_graph_id"), size and int(size[1]))
 
 
 def kernel_timing(kernels: Sequence[Kernel], calls: int, chain: int) -> Timing:

@@ -20,6 +20,7 @@ from kvjax.serving.bench.decode import PAGE_SIZE
 from kvjax.serving.bench.hollow import HollowEngine, random_model, random_prompt
 from kvjax.serving.bench.prefill import longest
 from kvjax.serving.bench.tiers import copy_rate
+from pallas_kernels.bench.copies import traced_copy_rates
 from pallas_kernels.bench.timing import record
 
 MOST = 0.93
@@ -50,9 +51,9 @@ class TieredPrompts:
 
 def tiered_prompt_rows(plan: TieredPrompts, say: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
     """A row for each size of the device, length and policy: seconds of the prompt, and of its chunks, and on a GPU of the kernels of the
-    last one; bytes that its chunks copied from host memory; bytes that moved there; the rate of a plain copy from there;
-    and the most bytes of device memory that the process has taken so far, weights left out and pages of `device_bytes` included. `skipped`
-    is set if everything on the device does not fit there."""
+    last two, with the rates of their copies (`traced_copy_rates`); bytes that its chunks copied from host memory; bytes that moved there;
+    the rate of a plain copy from there; and the most bytes of device memory that the process has taken so far, weights left out and pages
+    of `device_bytes` included. `skipped` is set if everything on the device does not fit there."""
     say("weights")
     model = random_model(plan.config)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
@@ -129,10 +130,12 @@ def _time_prompt(engine: HollowEngine, tokens: int) -> dict[str, Any]:
     seconds = time.perf_counter() - clock[0]
     after = engine.pool_stats()
     engine.free(sequence)
-    kernels = None
+    kernels, rates = None, {}
     if jax.default_backend() == "gpu":
-        last = engine.hollow_sequence((tokens - 1) // engine.prefill_chunk * engine.prefill_chunk)
-        kernels = longest([record(lambda: jax.block_until_ready(engine.extend(last, prompt[last.length :])))])
+        # Two chunks: while the first computes, pages leave the device for the second.
+        last = engine.hollow_sequence(max(0, (tokens - 1) // engine.prefill_chunk - 1) * engine.prefill_chunk)
+        ran = record(lambda: jax.block_until_ready(engine.extend(last, prompt[last.length :])))
+        kernels, rates = longest([ran]), traced_copy_rates(ran)
         engine.free(last)
     chunks = [end - start for start, end in itertools.pairwise(clock)]
     return {
@@ -141,5 +144,6 @@ def _time_prompt(engine: HollowEngine, tokens: int) -> dict[str, Any]:
         "median_chunk_s": statistics.median(chunks),
         "staged_bytes": 0 if after is None else after.copied_bytes - before.copied_bytes,
         "moved_bytes": 0 if after is None else after.moved_bytes - before.moved_bytes,
-        "last_chunk_kernels_s": kernels,
+        "last_chunks_kernels_s": kernels,
+        "copy_rates": rates,
     }

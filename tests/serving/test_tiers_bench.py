@@ -47,7 +47,7 @@ def test_rows_of_every_length_size_and_policy(rows):
 def test_pages_lie_and_are_read_where_the_bill_says(rows):
     run = {"bench": "tiers", "provenance": {"device": "cpu"}, "rows": rows}
     ((key, (_, tiered)),) = read_tier_cells(run, lambda *_: CONFIG).items()
-    assert key == ("cpu", "tiny", 1, "float32")
+    assert key == ("cpu", "tiny", 1, "float32", None, None)
     for row, cell in zip(rows, tiered, strict=True):
         frames = FrameCounts(*row["frames"])
         assert row["host_pages"] == pages_on_host(frames, row["mean_length"]) > 0
@@ -124,7 +124,7 @@ def test_a_prompt_copies_its_earlier_pages_once_for_each_chunk(monkeypatch):
     assert tiered["staged_bytes"] == frame * sum(16 if pages <= 16 else host for pages in moved)
     assert (resident["staged_bytes"], resident["moved_bytes"]) == (0, 0)
     assert [len(row["chunks_s"]) for row in (tiered, resident)] == [8, 8]
-    assert all(len(tiered_prefill_cells(row)) == 11 for row in (tiered, resident))
+    assert all(len(tiered_prefill_cells(row)) == 12 for row in (tiered, resident))
     with pytest.raises(ValueError, match="chunk 500 must be a multiple of the page size 128"):
         tiered_prompts.TieredPrompts(**fields | {"chunk": 500}, device_bytes=(None,))
 

@@ -57,10 +57,11 @@ def test_streams_are_merged_and_derived_lines_left_out():
         'planes { name: "/device:GPU:0" '
         'lines { name: "Stream #13(Kernel)" events { metadata_id: 1 offset_ps: 5000 duration_ps: 1000 } } '
         'lines { name: "XLA Ops" events { metadata_id: 1 offset_ps: 0 duration_ps: 9000 } } '
-        'lines { name: "Stream #14(MemcpyD2D)" events { metadata_id: 1 offset_ps: 2000 duration_ps: 1000 } } '
-        'event_metadata { key: 1 value { id: 1 name: "k" } } }'
+        'lines { name: "Stream #14(MemcpyD2D)" events { metadata_id: 1 offset_ps: 2000 duration_ps: 1000 '
+        'stats { metadata_id: 9 str_value: "kind_src:pinned kind_dst:device size:4096 dest:0 async:1" } } } '
+        'event_metadata { key: 1 value { id: 1 name: "k" } } stat_metadata { key: 9 value { id: 9 name: "memcpy_details" } } }'
     )
-    assert [(k.start, k.end) for k in read_kernels(profile)] == [(2, 3), (5, 6)]
+    assert [(k.start, k.end, k.size) for k in read_kernels(profile)] == [(2, 3, 4096), (5, 6, None)]
 
 
 def test_a_trace_without_kernels_says_what_it_has():
