@@ -38,6 +38,9 @@ from pallas_kernels.project_tokens.shape import RowsAhead, Shape
 
 MOST_TOKENS, MOST_TOKENS_PACKED = 8, 16
 
+LINES = 256
+"""Bytes of packed weights that memory should bring together: a warp copies 64 of a row, and the others of its CTA the next to them."""
+
 AHEAD_BYTES = 16 << 20
 """Of matrices that follow: what memory brings in the four microseconds or so between the last loads of a launch and the first of the next,
 and less than the L2 cache holds."""
@@ -208,7 +211,8 @@ class _Tiles:
 
         for part in range(s.parts):
             start = slot + part * s.stride * s.row_words
-            lane_copies.copy_rows_async(ring_s, start, weight_row(part), rows=s.stride, row_bytes=row_bytes)
+            around = LINES if s.format else None
+            lane_copies.copy_rows_async(ring_s, start, weight_row(part), rows=s.stride, row_bytes=row_bytes, around=around)
         small = s.tokens + (s.norm_eps is not None)
 
         def small_row(row):
