@@ -366,7 +366,7 @@ class _Tiles:
                 for m in range(s.rows // 16):
                     for half in range(2):
                         row = lanes.warp() * s.rows + (16 * m + 8 * half) + g
-                        at = buffer + row * s.columns + (t * 2 + 8 * column)
+                        at = buffer + row * s.sum_columns + (t * 2 + 8 * column)
                         lanes.store_shared(sums_s, at, *acc[4 * (m * tiles + column) + 2 * half :][:2])
         with lanes.when(tile == s.tiles - 1):
             self._bring_following()
@@ -376,18 +376,18 @@ class _Tiles:
             return
         # Each CTA of the team finishes one half of the rows. The barrier also keeps what was sent for the tile before from being written
         # over: two buffers alternate here, too.
-        others_s, others = self.scratch["others_s"], tile % 2 * (s.rows * s.columns)
+        others_s, others = self.scratch["others_s"], tile % 2 * (s.rows * s.sum_columns)
 
         def is_mine(row):
             return (row // 2 < -(-s.stride // 4)) == (self.rank == 0)
 
         def send(token, row, unit):
             for one in (row + (part * s.stride + n) for part in range(s.parts) for n in range(2)):
-                lanes.store_cluster(1 - self.rank, others_s, others + one * s.columns + token, self._total(buffer, one, token))
+                lanes.store_cluster(1 - self.rank, others_s, others + one * s.sum_columns + token, self._total(buffer, one, token))
 
         def finish(token, row, unit):
             def total(row):
-                other = lanes.load_shared(others_s, others + row * s.columns + token, "f32")[0]
+                other = lanes.load_shared(others_s, others + row * s.sum_columns + token, "f32")[0]
                 return self._total(buffer, row, token) + other
 
             self._write(total, token, row, unit)
@@ -422,8 +422,8 @@ class _Tiles:
     def _total(self, buffer, row, token):
         """The sum of the warps' sums of a row of the tile."""
         s = self.s
-        at = buffer + row * s.columns + token
-        parts = [lanes.load_shared(self.scratch["sums_s"], at + w * s.rows * s.columns, "f32")[0] for w in range(s.warps)]
+        at = buffer + row * s.sum_columns + token
+        parts = [lanes.load_shared(self.scratch["sums_s"], at + w * s.rows * s.sum_columns, "f32")[0] for w in range(s.warps)]
         return functools.reduce(lambda a, b: a + b, parts)
 
     def _write(self, total, token, row, unit) -> None:

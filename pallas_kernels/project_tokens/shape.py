@@ -73,6 +73,11 @@ class Shape:
         return _round_up(self.tokens, 8)
 
     @property
+    def sum_columns(self) -> int:
+        """Columns of which the sums are kept: those of tokens, and an even number, as lanes store two."""
+        return _round_up(self.tokens, 2)
+
+    @property
     def in_blocks(self) -> bool:
         """Whether scales or zeros belong to parts of a row, or zeros to rows: then a chunk needs its own."""
         return self.format is not None and (self.format.columns is not None or self.zeros)
@@ -140,13 +145,13 @@ class Shape:
     @property
     def sums_words(self) -> int:
         """Words of the sums of all warps over a tile."""
-        return self.warps * self.rows * self.columns
+        return self.warps * self.rows * self.sum_columns
 
     def scratch_words(self) -> dict[str, int]:
         """Words of shared memory: the ring, the sums of two tiles, the sums of squares of all warps, and what the other CTA of the team
         adds to two tiles."""
         words = {"ring_s": self.warps * self.depth * self.slot_words, "sums_s": 2 * self.sums_words, "squares_s": self.warps * self.tokens}
-        return words | ({"others_s": 2 * self.rows * self.columns} if self.split > 1 else {})
+        return words | ({"others_s": 2 * self.rows * self.sum_columns} if self.split > 1 else {})
 
     def fitted(self) -> Shape:
         """The same with tiles and a ring that fit into shared memory, and in teams where tokens would be a large part of what is copied.
