@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from paging import append_tokens
 
-from pallas_kernels.page_index import INDEX_ROWS, page_index
+from pallas_kernels.page_index import CODED, coded_keys, index_dtype, index_shape, page_index
 
 XLA = functools.partial(append_tokens, implementation="xla")
 """The base of the mutants."""
@@ -70,6 +70,15 @@ CASES = {
     "head dim 256": Case(starts=(63, 127), page_size=64, head_dim=256, kinds=(("bounds", 64), ("mean", 16))),
     "head dim 6": Case(head_dim=6, num_tokens=2),
     "a chunk": Case(starts=(0, 26), num_tokens=70),
+    "codes": Case(kinds=(("keys4", 16), ("bounds", 16), ("keys1", 4)), head_dim=64, dtype="bfloat16", num_tokens=2),
+    "codes, a NaN shows": Case(
+        starts=(15, 31, 14), kinds=(("keys8", 1), ("keys4", 8)), content="nan", dtype="bfloat16", num_tokens=2, head_dim=32
+    ),
+    "codes, float16": Case(kinds=(("keys2", 8), ("keys8", 16)), dtype="float16", head_dim=48, num_tokens=2, kv_heads=1),
+    "codes of pages of 128": Case(
+        starts=(127, 100, 383), page_size=128, head_dim=128, kinds=(("bounds", 128), ("keys4", 128)), dtype="bfloat16", kv_heads=1
+    ),
+    "codes of float32": Case(kinds=(("keys4", 16),), num_tokens=2),
     "a new NaN shows": Case(starts=(15, 31, 14), content="new nan", num_tokens=2),
     "infinities": Case(starts=(15, 31, 14), content="infinite", num_tokens=2),
     "denormals": Case(content="denormal"),
@@ -127,8 +136,9 @@ def arguments(name: str) -> tuple:
         pages[0, :, 0, 3], pages[0, :, :, 5, 2], tokens[0, :, :, 1, 4] = np.inf, -np.inf, -np.inf
     indexes = {}
     for key, kind, size in (*case.named_kinds, ("other", "mean", case.page_size)):
-        shape = (num_pages, case.kv_heads, case.page_size // size, INDEX_ROWS[kind], case.head_dim)
-        indexes[key] = jnp.asarray(rng.standard_normal(shape), case.dtype)
+        shape = (num_pages, case.kv_heads, case.page_size // size, *index_shape(kind, size, case.head_dim))
+        old = rng.integers(0, 256, shape) if kind in CODED else rng.standard_normal(shape)
+        indexes[key] = jnp.asarray(old, index_dtype(kind, case.dtype))
     t = np.arange(case.num_tokens)
     padding = [case.padding[row % len(case.padding)] for row in range(batch)]
     valid = np.array([(t >= before) & (t < case.num_tokens - after) for before, after in padding])
@@ -139,11 +149,17 @@ def arguments(name: str) -> tuple:
 
 @functools.cache
 def expected(name: str) -> tuple:
-    return append_tokens(*arguments(name), kinds=ALL_CASES[name].named_kinds, implementation="reference")
+    case = ALL_CASES[name]
+    if not {kind for kind, _ in case.kinds} & set(CODED):
+        return append_tokens(*arguments(name), kinds=case.named_kinds, implementation="reference")
+    # The definition of codes takes minutes. The suite of `page_index` compares it with what any CPU computes.
+    with jax.default_device(jax.devices("cpu")[0]):
+        return XLA(*jax.device_put(arguments(name), jax.devices("cpu")[0]), kinds=case.named_kinds)
 
 
 def check(op, name: str) -> None:
-    """Pages bit for bit; bounds exactly; a mean may differ by one rounding of the result; what is not written stays bit for bit."""
+    """Pages bit for bit; bounds and what codes stand for exactly; a mean may differ by one rounding of the result; the rest stays bit for
+    bit."""
     case = ALL_CASES[name]
     before, after = arguments(name)[2], op(*arguments(name), kinds=case.named_kinds)
     for ours, ref in zip(after[:2], expected(name)[:2], strict=True):
@@ -155,6 +171,10 @@ def check(op, name: str) -> None:
         ours, ref, old = (np.asarray(x, np.float64) for x in (ours, ref, old))
         kept = (ref == old).all((1, 2, 3, 4))
         np.testing.assert_array_equal(ours[kept], old[kept])
+        if kind in CODED:
+            ours, ref = (np.asarray(coded_keys(kind, x[~kept].astype(np.uint8))) for x in (ours, ref))
+            np.testing.assert_array_equal(ours, ref)
+            continue
         tiny = float(jnp.finfo(jnp.float32).tiny)  # where denormals are flushed, both may give zero
         rtol = max(float(jnp.finfo(case.dtype).eps), 2e-6) if kind == "mean" else 0
         atol = 1e-6 * (kind == "mean" and case.content != "denormal") + tiny

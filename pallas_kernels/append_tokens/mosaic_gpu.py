@@ -1,9 +1,11 @@
 """append_tokens in Pallas Mosaic GPU (Hopper), for decode: one launch, a CTA per sequence and KV head, pool and indexes in place.
 
 A CTA writes the head's new rows. If one of them is the last of its page, it reads the page's keys back and reduces them, 16 bytes at a
-time, to the head's part of every index. It touches nothing else of the pool.
+time, to the head's part of every index. Indexes that hold codes of keys need a second pass (`coded_rows`). It touches nothing else of the
+pool.
 
-Memory traffic: the new rows, read and written once; for a page that fills, its keys once per index (all but the first time from the cache).
+Memory traffic: the new rows, read and written once; for a page that fills, its keys once per index, twice for one of codes (all but the
+first time from the cache).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.append_tokens import coded_rows
 from pallas_kernels.append_tokens.api import Call, Kinds
 from pallas_kernels.hopper import lane_pairs, lanes
 from pallas_kernels.page_index import CODED
@@ -81,8 +84,9 @@ def unsupported(call: Call, pages, indexes, k, v, positions, valid, table, frame
         return f"it is for decode steps, T must be at most {MOST_TOKENS}, got {k.shape[1]}"
     if pages.head_dim * pages.k.dtype.itemsize % 16:
         return f"a token's keys must be a multiple of 16 bytes, got head dim {pages.head_dim} of {pages.k.dtype}"
-    if coded := [name for name, kind, _ in call.kinds if kind in CODED]:
-        return f"it builds bounds and means, not the codes of index {coded[0]!r}"
+    for name, kind, _ in call.kinds:
+        if kind in CODED and (reason := coded_rows.unsupported(kind, pages.head_dim, pages.k.dtype.name)):
+            return f"index {name!r}: {reason}"
     return None
 
 
@@ -177,14 +181,30 @@ def _seal(s: Shape, row, head, places_ref, table_refs, k_pages_ref, index_refs, 
             with lanes.when(page >= 0):
                 at = [number * s.num_kv_heads + head for number in (page, frame)]
                 for (_, kind, block_size), index_ref in zip(s.kinds, index_refs, strict=True):
-                    _build(s, kind, block_size, *at, k_pages_ref, index_ref, partial_s)
+                    build = _build_codes if kind in CODED else _build_rows
+                    build(s, kind, block_size, *at, k_pages_ref, index_ref, partial_s)
         return []
 
     lanes.loop(s.num_tokens, [], token)
 
 
-def _build(s: Shape, kind: str, block_size: int, at, at_frame, k_pages_ref, index_ref, partial_s) -> None:
+def _build_rows(s: Shape, kind: str, block_size: int, at, at_frame, k_pages_ref, index_ref, partial_s) -> None:
     """Build one index of one page and head: number `at` among all pages' heads, its keys number `at_frame` among all frames' heads."""
+    _reduce(s, kind, block_size, at_frame, k_pages_ref, partial_s, functools.partial(_store, s, kind, block_size, at, index_ref))
+
+
+def _build_codes(s: Shape, kind: str, block_size: int, at, at_frame, k_pages_ref, index_ref, partial_s) -> None:
+    """The same for an index of codes."""
+    rows = coded_rows.CodedRows(kind, block_size, s.page_size, s.head_dim, s.dtype)
+    _reduce(s, "bounds", block_size, at_frame, k_pages_ref, partial_s, functools.partial(rows.store_levels, index_ref, at))
+    if s.strands(block_size) == 1:  # otherwise there was a barrier
+        lanes.cta_barrier(THREADS)
+    rows.store_codes(index_ref, at, k_pages_ref, at_frame, THREADS)
+
+
+def _reduce(s: Shape, kind: str, block_size: int, at_frame, k_pages_ref, partial_s, store) -> None:
+    """Reduce the keys of one page and head, number `at_frame` among all frames' heads, and call store(block, piece, results) for each piece
+    of a block. If several threads share a piece, it ends with a barrier."""
     strands = s.strands(block_size)
     per_strand = block_size // strands
     outputs = s.page_size // block_size * s.pieces
@@ -198,7 +218,7 @@ def _build(s: Shape, kind: str, block_size: int, at, at_frame, k_pages_ref, inde
             first = (block * block_size + strand * per_strand) * s.row_bytes + piece * 16
             partial = _reduce_tokens(s, kind, per_strand, at_frame, first, k_pages_ref)
             if strands == 1:
-                _store(s, kind, block_size, at, block, piece, partial, index_ref)
+                store(block, piece, partial)
             else:
                 for n in range(0, size, 4):
                     lanes.store_shared(partial_s, (strand * (size // 4) + n // 4) * (outputs * 4) + output * 4, *partial[n : n + 4])
@@ -215,7 +235,7 @@ def _build(s: Shape, kind: str, block_size: int, at, at_frame, k_pages_ref, inde
                 return [x for offset in at for x in lanes.load_shared(partial_s, offset, "f32", 4)]
 
             total = functools.reduce(functools.partial(_combine, kind), [of_strand(strand) for strand in range(strands)])
-            _store(s, kind, block_size, at, output // s.pieces, output % s.pieces, total, index_ref)
+            store(output // s.pieces, output % s.pieces, total)
         lanes.cta_barrier(THREADS)  # the next index may overwrite the partial results
 
 
@@ -246,7 +266,8 @@ def _reduce_tokens(s: Shape, kind: str, count: int, at, first, k_pages_ref):
     return lanes.loop(count, start, turn, step=together)
 
 
-def _store(s: Shape, kind: str, block_size: int, at, block, piece, total, index_ref) -> None:
+def _store(s: Shape, kind: str, block_size: int, at, index_ref, block, piece, total) -> None:
+    """Store a piece of the index of one page and head, number `at` among all pages' heads."""
     rows = len(IDENTITY[kind])
     if kind == "mean":
         total = [x / block_size for x in total]

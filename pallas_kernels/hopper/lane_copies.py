@@ -9,11 +9,16 @@ from pallas_kernels.hopper import lanes
 from pallas_kernels.hopper.lanes import Scalar
 
 
-def copy_async_16_bytes(shared, offset, ref, offset_bytes, *, block: Scalar, block_bytes: int, there: Scalar) -> None:
-    """Start copying 16 bytes of an array in global memory to word `offset` of shared memory, zeros unless `there`."""
+def copy_async_16_bytes(
+    shared, offset, ref, offset_bytes, *, block: Scalar, block_bytes: int, there: Scalar, around: int | None = None
+) -> None:
+    """Start copying 16 bytes of an array in global memory to word `offset` of shared memory, zeros unless `there`.
+
+    around: 128 or 256: the aligned bytes around them, so many, should come into the L2 cache together, as others are about to copy them.
+    """
     target, source = lanes.address(shared, offset * 4), lanes.address(ref, offset_bytes, block, block_bytes)
     size = lanes.where(there, lanes.i32(16), 0)
-    lanes.ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", target, source, size)
+    lanes.ptx(f"cp.async.cg.shared.global{f'.L2::{around}B' if around else ''} [$0], [$1], 16, $2;", target, source, size)
 
 
 def commit_copies() -> None:
@@ -73,11 +78,17 @@ def prefetch(ref, offset_bytes) -> None:
     lanes.ptx("prefetch.global.L2 [$0];", lanes.address(ref, offset_bytes))
 
 
-def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int) -> None:
+def prefetch_bulk(ref, size: int, *, block: Scalar, block_bytes: int) -> None:
+    """Bring `size` bytes of an array in global memory into the L2 cache, from `block * block_bytes` on; both multiples of 16. Nothing waits
+    for them."""
+    lanes.ptx("cp.async.bulk.prefetch.L2.global [$0], $1;", lanes.address(ref, 0, block, block_bytes), size)
+
+
+def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int, around: int | None = None) -> None:
     """Start copying rows to `rows * row_bytes` bytes of shared memory from word `offset` on, by one warp, 16-byte pieces permuted by row.
 
     place: number of a row, Scalar -> (array, block, bytes of a block, bytes from the block's start, whether the row exists; else zeros).
-    `swizzled` says where pieces land.
+    `swizzled` says where pieces land. around: see `copy_async_16_bytes`.
     """
     pieces = row_bytes // 16
     for first in range(0, rows * pieces, 32):
@@ -88,7 +99,8 @@ def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int)
         ref, block, block_bytes, start, there = place(row)
         target = offset + swizzled(row, piece, row_bytes)
         with lanes.when(i < rows * pieces) if first + 32 > rows * pieces else contextlib.nullcontext():
-            copy_async_16_bytes(shared, target, ref, start + piece * 16, block=block, block_bytes=block_bytes, there=there)
+            source = {"block": block, "block_bytes": block_bytes, "there": there}
+            copy_async_16_bytes(shared, target, ref, start + piece * 16, **source, around=around)
 
 
 def copy_bytes_async(shared, offset: Scalar, ref, start: Scalar, size: int, *, block: Scalar, block_bytes: int, there: Scalar) -> None:

@@ -42,3 +42,13 @@ def divide(a: Scalar, b: Scalar) -> Scalar:
     inverse = lanes.fma(lanes.fma(lanes.f32(0.0) - b, guess, 1.0), guess, guess)
     quotient = multiply(a, inverse)
     return lanes.fma(lanes.fma(lanes.f32(0.0) - quotient, b, a), inverse, quotient)
+
+
+def quotient(a: Scalar, b: Scalar) -> Scalar:
+    """a / b, correctly rounded, by a slow instruction. `/` of scalars may be rounded otherwise."""
+    return lanes.ptx("div.rn.f32 $0, $1, $2;", a, b, result="f32")
+
+
+def nearest(x: Scalar) -> Scalar:
+    """The nearest integer, the even one of two. The nearest that there is for numbers beyond 32 bits; 0 for a NaN."""
+    return lanes.ptx("cvt.rni.s32.f32 $0, $1;", x, result="i32")

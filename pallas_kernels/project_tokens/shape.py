@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from pallas_kernels.hopper import clusters, lanes
 from pallas_kernels.matrices import MatrixFormat
@@ -20,11 +21,20 @@ SHORT_ROWS, LONG_CHUNKS = 32, 12
 """Two CTAs share the rows of packed matrices if one CTA would have at most so many rows, and each of its warps so many chunks of them."""
 
 
+class RowsAhead(NamedTuple):
+    """Of a matrix that follows: its rows, the bytes of one, and how many of these are brought into the cache."""
+
+    rows: int
+    row_bytes: int
+    brought: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """Everything that the kernel's code depends on. features: of each matrix. half: half of the head dim where results are rotated, else 0.
     format: of packed weights; scales: the dtype of their scales; zeros: whether they have some. most_rows: of weights in a tile. depth:
-    chunks that a warp has in flight. split: CTAs of a team, which share rows: each multiplies a part of the inputs.
+    chunks that a warp has in flight. split: CTAs of a team, which share rows: each multiplies a part of the inputs. following: what to
+    bring of each matrix that follows.
 
     A team's work is counted in units. A unit is one feature, or two features that are combined into results: those of the two matrices of a
     gated product, or a pair that RoPE rotates. `parts` is how many rows of weights a unit has.
@@ -45,6 +55,7 @@ class Shape:
     format: MatrixFormat | None = None
     scales: str | None = None
     zeros: bool = False
+    following: tuple[RowsAhead, ...] = ()
     ctas: int = clusters.MULTIPROCESSORS
     warps: int = 8
     most_rows: int = MOST_ROWS[0]
@@ -60,6 +71,11 @@ class Shape:
     def columns(self) -> int:
         """Columns of the matrix instructions, of which the first are the tokens."""
         return _round_up(self.tokens, 8)
+
+    @property
+    def sum_columns(self) -> int:
+        """Columns of which the sums are kept: those of tokens, and an even number, as lanes store two."""
+        return _round_up(self.tokens, 2)
 
     @property
     def in_blocks(self) -> bool:
@@ -129,13 +145,13 @@ class Shape:
     @property
     def sums_words(self) -> int:
         """Words of the sums of all warps over a tile."""
-        return self.warps * self.rows * self.columns
+        return self.warps * self.rows * self.sum_columns
 
     def scratch_words(self) -> dict[str, int]:
         """Words of shared memory: the ring, the sums of two tiles, the sums of squares of all warps, and what the other CTA of the team
         adds to two tiles."""
         words = {"ring_s": self.warps * self.depth * self.slot_words, "sums_s": 2 * self.sums_words, "squares_s": self.warps * self.tokens}
-        return words | ({"others_s": 2 * self.rows * self.columns} if self.split > 1 else {})
+        return words | ({"others_s": 2 * self.rows * self.sum_columns} if self.split > 1 else {})
 
     def fitted(self) -> Shape:
         """The same with tiles and a ring that fit into shared memory, and in teams where tokens would be a large part of what is copied.

@@ -106,6 +106,9 @@ class Cta:
     def f32(self, x):
         return Numbers(np.float32(x))
 
+    def i32(self, x):
+        return Numbers(np.int32(x))
+
     def bits(self, x):
         return Numbers(np.ascontiguousarray(x.values).view(np.float32 if x.values.dtype == np.int32 else np.int32))
 
@@ -118,6 +121,22 @@ class Cta:
 
     def minimum_or_nan(self, a, b):
         return Numbers(np.minimum(a.values, b.values))
+
+    def maximum(self, a, b):
+        return a._with(np.maximum, b)
+
+    def minimum(self, a, b):
+        return a._with(np.minimum, b)
+
+    def multiply(self, a, b):
+        return a * b
+
+    def quotient(self, a, b):
+        return a / b
+
+    def nearest(self, x):
+        whole = np.nan_to_num(np.rint(x.values.astype(np.float64)), posinf=np.inf, neginf=-np.inf)
+        return Numbers(np.clip(whole, -(2.0**31), 2.0**31 - 1).astype(np.int32))
 
     def unpack(self, word, dtype):
         pairs = np.ascontiguousarray(word.values).view(jnp.dtype(dtype)).reshape(THREADS, 2).astype(np.float32)
@@ -178,6 +197,17 @@ class Cta:
 
     def store_global_16_bytes(self, ref, offset_bytes, *words, block, block_bytes):
         self._store(ref, self._piece(offset_bytes, block, block_bytes), words)
+
+    def part(self, ref, bytes_offset, block, block_bytes):
+        return ref, self._piece(bytes_offset, block, block_bytes)
+
+    def load_global_now(self, part, offset):
+        ref, first = part
+        return self._load(ref, first + offset.values, 1)[0]
+
+    def store_global(self, part, offset, *words):
+        ref, first = part
+        self._store(ref, first + offset.values, words)
 
     def load_shared(self, ref, offset, name="i32", count=1):
         return self._load(ref, offset.values, count, name)

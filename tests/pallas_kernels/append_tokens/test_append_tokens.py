@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,9 @@ from quick_cases import rest_long
 
 from pallas_kernels import dispatch
 from pallas_kernels.append_tokens import append_tokens as pages_append
-from pallas_kernels.append_tokens import mosaic_gpu, mosaic_tpu
+from pallas_kernels.append_tokens import coded_rows, mosaic_gpu, mosaic_tpu
 from pallas_kernels.append_tokens.api import Call
-from pallas_kernels.page_index import INDEX_ROWS, page_index
+from pallas_kernels.page_index import index_dtype, index_shape, page_index
 from pallas_kernels.pages import Pages
 
 IMPLEMENTATIONS = {
@@ -41,6 +42,7 @@ QUICK = (
     "tokens are rounded",
     "four indexes",
     "no index",
+    "codes",
 )
 
 
@@ -125,7 +127,10 @@ def production(
     """(op, arrays, keywords) of a call. frames: with a table of them."""
     named = tuple((f"{kind}{size}", kind, size) for kind, size in kinds)
     pool, tokens = ((4096, kv_heads, page_size, head_dim), dtype), ((batch, num_tokens, kv_heads, head_dim), dtype)
-    indexes = {name: ((4096, kv_heads, page_size // size, INDEX_ROWS[kind], head_dim), dtype) for name, kind, size in named}
+    indexes = {
+        name: ((4096, kv_heads, page_size // size, *index_shape(kind, size, head_dim)), index_dtype(kind, dtype).name)
+        for name, kind, size in named
+    }
     places = {"positions": ((batch, num_tokens), "int32"), "valid": ((batch, num_tokens), "bool"), "table": ((batch, 1024), "int32")}
     arrays = {"k_pages": pool, "v_pages": pool, "indexes": indexes, "k": tokens, "v": tokens} | places
     arrays |= {"frames": places["table"]} if frames else {}
@@ -139,6 +144,8 @@ PRODUCTION = {
     "drafts, float16": production(4, 8, 2, 64, 64, "float16", (("bounds", 32),)),
     "float32": production(2, 3, 2, 128, 256, "float32", (("mean", 128), ("bounds", 128))),
     "no index": production(1, 1, 4, 128, 128, "bfloat16", ()),
+    "codes": production(1, 1, 4, 128, 128, "bfloat16", (("bounds", 128), ("keys4", 128))),
+    "codes, drafts, float16": production(8, 4, 8, 64, 64, "float16", (("keys1", 16), ("keys8", 64))),
     "many tokens": production(1, 64, 2, 16, 16, "bfloat16", (("bounds", 1),)),
 }
 
@@ -192,8 +199,8 @@ def _thread_by_thread(threads, monkeypatch, without=None):
         for row, head in np.ndindex(k.shape[0], num_kv_heads):
             partial_s = threads.Memory(np.full(mosaic_gpu.PARTIAL_WORDS, -1, np.int32))
             cta = threads.Cta([*pools, *built, partial_s], without)
-            monkeypatch.setattr(mosaic_gpu, "lanes", cta)
-            monkeypatch.setattr(mosaic_gpu, "lane_pairs", cta)
+            for module, name in itertools.product((mosaic_gpu, coded_rows), ("lanes", "lane_pairs", "lane_math")):
+                monkeypatch.setattr(module, name, cta, raising=False)
             unit = [threads.Numbers(np.int32(x)) for x in (row, head)]
             mosaic_gpu._write(s, *unit, places, tables, tokens, pools)
             mosaic_gpu._seal(s, *unit, places, tables, pools[0], built, partial_s)
@@ -265,11 +272,40 @@ def test_codes_of_keys_are_built_by_the_last_token_of_a_page(name):
         pages, indexes = pages_append(pages, indexes, token, token, at, valid, table, kinds=kinds, implementation=name)
         built = page_index(pages.k[2], kind="keys4", block_size=8) if position == 15 else 0
         np.testing.assert_array_equal(indexes["keys48"], jnp.zeros_like(indexes["keys48"]).at[2].set(built))
-    for kernel in (mosaic_gpu, mosaic_tpu):
-        wide = Pages(*(jnp.zeros((3, 2, 16, 128)) for _ in "kv"))
-        token = jnp.zeros((1, 1, 2, 128))
-        reason = kernel.unsupported(Call(kinds, None), wide, indexes, token, token, at, valid, table, None)
-        assert "not the codes of index 'keys48'" in reason
+    wide, token = Pages(*(jnp.zeros((3, 2, 16, 128)) for _ in "kv")), jnp.zeros((1, 1, 2, 128))
+    given = Call(kinds, None), wide, indexes, token, token, at, valid, table, None
+    refused = [kernel.unsupported(*given) for kernel in (mosaic_gpu, mosaic_tpu)]
+    assert "index 'keys48': it codes keys of 16 bits, got float32" in refused[0]
+    assert "not the codes of index 'keys48'" in refused[1]
+
+
+def _of_codes(name: str, change) -> dict:
+    """What is put in place of something in `coded_rows`: change(what there is)."""
+    return {"target": coded_rows.CodedRows, "name": name, "value": change(getattr(coded_rows.CodedRows, name))}
+
+
+CODED_MUTANTS = {
+    "keys of the token before": _of_codes("_keys", lambda keys: lambda self, ref, token, word: keys(self, ref, token - (token % 2), word)),
+    "levels of the first block": _of_codes("_levels", lambda found: lambda self, own, block, word: found(self, own, block - block, word)),
+    "levels of the first channels": _of_codes("_levels", lambda found: lambda self, own, block, word: found(self, own, block, word - word)),
+    "codes in the other order": _of_codes("_codes", lambda codes: lambda self, keys, *levels: codes(self, keys[::-1], *levels)),
+    "bounds exchanged": _of_codes("store_levels", lambda store: lambda self, *rest: store(self, *rest[:-1], rest[-1][8:] + rest[-1][:8])),
+    "no codes": _of_codes("store_codes", lambda store: lambda self, *_: None),
+}
+
+
+@pytest.mark.quick("levels of the first block")
+@pytest.mark.parametrize("mutant", CODED_MUTANTS)
+def test_codes_built_wrongly_fail(tools, threads, monkeypatch, mutant):
+    monkeypatch.setattr(**CODED_MUTANTS[mutant])
+    tools.must_fail(check, _thread_by_thread(threads, monkeypatch), ("codes",))
+
+
+@pytest.mark.parametrize(("case", "barrier"), [("codes", 2), ("codes, a NaN shows", 1)])
+def test_codes_need_the_barrier_after_their_levels(threads, monkeypatch, case, barrier):
+    """With and without threads that share the reduction of a block."""
+    with pytest.raises(AssertionError, match="without a barrier"):
+        _thread_by_thread(threads, monkeypatch, barrier)(*arguments(case), kinds=CASES[case].named_kinds)
 
 
 def _arguments(**changes) -> list:
