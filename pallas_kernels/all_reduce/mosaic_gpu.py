@@ -146,6 +146,7 @@ def _exchange(s: Shape, x, residual):
     return call_kernel(room, table, x, *(() if residual is None else (residual,)))[0]
 
 
+@functools.partial(jax.jit, static_argnames=("axis_name", "num_devices"))  # traced once, so that all calls' kernels are the same to XLA
 def connect(axis_name: str, num_devices: int):
     """A room on each device of the axis, int32 `[room_words]`, and a table, int32 `[2n + 1]`: the addresses of the rooms of all devices in
     their order, each as its low and its high word, then this device's number. For the kernels of one program: see above."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import pickle
 import random
+import re
 from unittest import mock
 
 import cuda_kernels
@@ -23,6 +25,9 @@ from pallas_kernels.all_reduce import mosaic_gpu
 from pallas_kernels.hopper import lanes
 
 KERNEL = paging.implementation("all_reduce", "mosaic_gpu")
+
+MOST_REGISTERS = 128
+"""Of 128 threads, so many leave room for four CTAs on a core."""
 
 
 @pytest.mark.parametrize("case", one_in(5, production()))
@@ -50,19 +55,33 @@ def test_on_the_inner_axis_of_a_mesh_it_lowers():
     assert 'xla_replica_ids = "0,1,2,3,4,5,6,7"' in text
 
 
+CALLS = 4
+"""In one program."""
+
+
 def compiled(devices: int) -> dict[str, tuple]:
     calls = {name: case for name, case in production().items() if case.devices == devices and case.shape[0] in (1, 8)}
-    return {
+    found = {
         name: (compiled_call, {"parts": ((devices, *case.shape), case.dtype), "residual": (case.shape, case.dtype)}, {})
         for name, case in calls.items()
     }
+    call, arrays, _ = next(iter(found.values()))
+    return found | {"several": (call, arrays, {"calls": CALLS})}
 
 
 @pytest.mark.parametrize("gpu", some_long(["H200", "B200", "B300"], "B300"))
 @pytest.mark.parametrize("devices", [2, 4, 8])
-def test_gpu_form_compiles_without_spilling(tmp_path, capsys, devices, gpu):
-    found = cuda_kernels.check_spills(gpu, tmp_path, capsys, compiled(devices), (), 1, devices=devices)
-    assert max(kernel["registers"] for kernels in found.values() for kernel in kernels) <= 64
+def test_gpu_form_compiles_without_spilling_and_meets_the_others_once(tmp_path, capsys, devices, gpu):
+    """Every call asks for a room and a table. XLA keeps one pair of a program, and copies neither."""
+    found = cuda_kernels.check_spills(gpu, tmp_path, capsys, compiled(devices), (), 2, devices=devices)
+    assert max(kernel["registers"] for kernels in found.values() for kernel in kernels) <= MOST_REGISTERS
+    programs = pickle.loads((tmp_path / "found.programs").read_bytes())
+    for name, program in programs.items():
+        kernels = [line for line in program.splitlines() if 'custom_call_target="mosaic_gpu_v2"' in line]
+        meet = [line for line in kernels if "uses_xla_collective_metadata = true" in line]
+        assert len(meet) == 1, name
+        assert len(kernels) - 1 == (CALLS if name == "several" else 1)
+        assert not re.search(rf"s32\[{mosaic_gpu.room_words(devices)}\]\S* copy", program)
 
 
 @pytest.mark.parametrize("rows", range(1, 9))
