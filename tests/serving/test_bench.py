@@ -123,7 +123,7 @@ def test_steps_with_drafts_go_through_the_same_positions(drafted):
 def test_a_draft_that_is_accepted_is_an_error(monkeypatch):
     """It would move the steps after it on, past the positions that are compared."""
     monkeypatch.setattr(decode_bench, "_without_drafts", lambda tokens: jnp.zeros_like(tokens))
-    monkeypatch.setattr(decode_bench, "random_params", lambda config, _: jax.tree.map(jnp.zeros_like, random_params(config)))
+    monkeypatch.setattr(decode_bench, "random_params", lambda config, *_: jax.tree.map(jnp.zeros_like, random_params(config)))
     rows = list(decode_bench.run_plan(plan(policies=policies_of("dense"), drafts=(4,)), 1e9))
     assert "a draft was accepted" in rows[0]["failed"]
 
