@@ -6,6 +6,9 @@ this took most of the time. So a program has one such kernel, `connect`. It make
 addresses of all rooms. The kernels that add get both as plain arrays, and XLA captures them in CUDA graphs as any other kernel. Each call
 asks for its own room; XLA finds that all ask for the same, and keeps one.
 
+A kernel's code comes to a device when it first runs there, and that may wait until the device is idle, while other devices wait for it. So
+the kernel that adds runs once before `connect`, without a room, and does nothing.
+
 The CTAs divide the array. A CTA writes its piece to its own part of every device's room, and waits until its part of this device's room has
 the pieces of all devices, this one included. It adds them in device order. A piece is sent in lines of 16 bytes: two words, each followed
 by the number of the call. A pair of a word and a number is written and read at once, so a reader knows by the numbers that the words came:
@@ -64,6 +67,9 @@ LINES = PIECE_BYTES // 8
 
 LINE_WORDS = 4
 
+CLOSED = -1
+"""In a table, in place of this device's number: there are no rooms."""
+
 PAIRED = ("PCIe", "NVL")
 """Ends of names of GPUs of which at most two are linked by NVLink. Signals over PCIe were never tried, and it need not have atomics."""
 
@@ -79,7 +85,6 @@ class Shape:
     num_devices: int
     size: int
     piece: int
-    with_residual: bool
 
     @property
     def ctas(self) -> int:
@@ -123,35 +128,39 @@ def all_reduce(call: Call, x, residual):
     """See `pallas_kernels.all_reduce.all_reduce`; takes no config."""
     if reason := unsupported(call, x, residual):
         raise NotImplementedError(f"all_reduce 'mosaic_gpu': {reason}")
-    s = Shape(call.axis_name, call.num_devices, x.size, piece_of(x.size, x.dtype.itemsize), residual is not None)
-    return _exchange(s, x.reshape(-1), None if residual is None else residual.reshape(-1)).reshape(x.shape)
+    s = Shape(call.axis_name, call.num_devices, x.size, piece_of(x.size, x.dtype.itemsize))
+    residual = jnp.full_like(x, -0.0) if residual is None else residual  # so that a program has one kernel; -0.0 changes no bit
+    return _exchange(s, x.reshape(-1), residual.reshape(-1)).reshape(x.shape)
 
 
 @functools.partial(jax.jit, static_argnames="s")  # a step calls it for every layer: it is traced and lowered once
 def _exchange(s: Shape, x, residual):
     lanes.check_version()
-    room, table = connect(s.axis_name, s.num_devices)
+    nothing, closed = jnp.zeros_like(x), jnp.full(2 * s.num_devices + 1, CLOSED, jnp.int32)
+    loaded = _add(s, jnp.zeros(room_words(s.num_devices), jnp.int32), closed, nothing, nothing)
+    return _add(s, *connect(s.axis_name, s.num_devices, loaded), x, residual)
 
-    def kernel(*refs):
-        *given, out_ref, received_ref = refs
-        add_piece(s, *given[:3], given[3] if s.with_residual else None, out_ref, received_ref)
 
-    call_kernel = plgpu.kernel(
-        kernel,
+@functools.partial(jax.jit, static_argnames="s")  # traced once, so that all calls' kernels are the same to XLA
+def _add(s: Shape, room, table, x, residual):
+    return plgpu.kernel(
+        functools.partial(add_piece, s),
         out_type=[jax.ShapeDtypeStruct((s.size,), x.dtype)],
         grid=(s.ctas,),
         grid_names=("cta",),
         scratch_types=[plgpu.SMEM((s.num_devices, s.piece), x.dtype)],
-    )
-    return call_kernel(room, table, x, *(() if residual is None else (residual,)))[0]
+    )(room, table, x, residual)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("axis_name", "num_devices"))  # traced once, so that all calls' kernels are the same to XLA
-def connect(axis_name: str, num_devices: int):
+@functools.partial(jax.jit, static_argnames=("axis_name", "num_devices"))
+def connect(axis_name: str, num_devices: int, loaded):
     """A room on each device of the axis, int32 `[room_words]`, and a table, int32 `[2n + 1]`: the addresses of the rooms of all devices in
-    their order, each as its low and its high word, then this device's number. For the kernels of one program: see above."""
+    their order, each as its low and its high word, then this device's number. For the kernels of one program: see above.
 
-    def kernel(room_ref, table_ref, ready):
+    loaded: what a kernel that adds left of a closed table. It runs before, for its code to be on the device.
+    """
+
+    def kernel(_, room_ref, table_ref, ready):
         open_room(axis_name, num_devices, room_ref, table_ref, ready)
 
     return plgpu.kernel(
@@ -160,7 +169,7 @@ def connect(axis_name: str, num_devices: int):
         grid=(MOST_CTAS,),
         grid_names=("cta",),
         scratch_types=[plgpu.SemaphoreType.REGULAR],  # one for each CTA
-    )()
+    )(loaded)
 
 
 def room_words(num_devices: int) -> int:
@@ -189,20 +198,23 @@ def open_room(axis_name: str, num_devices: int, room_ref, table_ref, ready) -> N
 
 
 def add_piece(s: Shape, room_ref, table_ref, x_ref, residual_ref, out_ref, received_ref) -> None:
-    """By one CTA: send its piece, wait for those of all devices, add. received_ref: `[n, piece]`, in shared memory."""
-    cta = lax.axis_index("cta")
-    piece = pl.ds(cta * s.piece, s.piece)
-    call, me = room_ref[cta] + 1, table_ref[2 * s.num_devices]
-    send(s, x_ref.at[piece], table_ref, lines_at(s.num_devices, cta, call, me), call)
-    residual = residual_ref[piece].astype(jnp.float32) if s.with_residual else None
-    receive(s, room_ref, lines_at(s.num_devices, cta, call, 0), call, received_ref)
-    room_ref[cta] = call
-    total = received_ref[0].astype(jnp.float32)
-    for device in range(1, s.num_devices):
-        total = total + received_ref[device].astype(jnp.float32)
-    if residual is not None:
-        total = total + residual
-    out_ref[piece] = total.astype(out_ref.dtype)
+    """By one CTA: send its piece, wait for those of all devices, add. Of a closed table: nothing. received_ref: `[n, piece]`, in shared
+    memory."""
+    me = table_ref[2 * s.num_devices]
+
+    @pl.when(me != CLOSED)
+    def _():
+        cta = lax.axis_index("cta")
+        piece = pl.ds(cta * s.piece, s.piece)
+        call = room_ref[cta] + 1
+        send(s, x_ref.at[piece], table_ref, lines_at(s.num_devices, cta, call, me), call)
+        residual = residual_ref[piece].astype(jnp.float32)
+        receive(s, room_ref, lines_at(s.num_devices, cta, call, 0), call, received_ref)
+        room_ref[cta] = call
+        total = received_ref[0].astype(jnp.float32)
+        for device in range(1, s.num_devices):
+            total = total + received_ref[device].astype(jnp.float32)
+        out_ref[piece] = (total + residual).astype(out_ref.dtype)
 
 
 # Stages by single threads

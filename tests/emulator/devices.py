@@ -267,6 +267,7 @@ def _names(module: Any, ctas: int) -> Iterator[None]:
         ds=lambda start, size: slice(start, start + size),
         semaphore_signal=lambda _, *, device_id: _current.cta.signal(device_id),
         semaphore_wait=lambda _, value: _current.cta.wait(value),
+        when=lambda condition: lambda function: function() if condition else None,
     )
     plgpu = SimpleNamespace(remote_ref=lambda ref, device_id: _current.cta.remote_ref(ref, device_id))
 
@@ -348,15 +349,16 @@ class _Streams:
             self.module.open_room(self.shape.axis_name, self.shape.num_devices, room, table, None)
             return
         (x, residual), out = self.calls[call], self.outs[call]
-        whole = None if residual is None else Ref([residual] * len(x), device)
         received = Ref([np.zeros((len(x), self.shape.piece), x.dtype)] * len(x), device)
-        self.module.add_piece(self.shape, room, table, Ref(list(x), device), whole, Ref(list(out), device), received)
+        self.module.add_piece(
+            self.shape, room, table, Ref(list(x), device), Ref([residual] * len(x), device), Ref(list(out), device), received
+        )
 
 
 def run_calls(
     module: Any,
     shape: Any,
-    calls: Sequence[tuple[np.ndarray, np.ndarray | None]],
+    calls: Sequence[tuple[np.ndarray, np.ndarray]],
     *,
     per_program: int,
     adversary: Any,
@@ -367,7 +369,7 @@ def run_calls(
     """Run `open_room` and `add_piece` of a module on all devices, for several calls one after the other.
 
     module: `pallas_kernels.all_reduce.mosaic_gpu`. shape: as `add_piece` takes it. calls: of each, the devices' arrays `[devices, size]`,
-    and the residual `[size]` or None. per_program: calls of a program. barrier: False leaves XLA's barrier out. resident: CTAs that a
+    and the residual `[size]`. per_program: calls of a program. barrier: False leaves XLA's barrier out. resident: CTAs that a
     device has room for at once; None: all of a launch.
 
     Returns for each call what each device has: `[devices, size]`. Raises a `Fault`.
