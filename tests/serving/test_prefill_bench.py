@@ -489,18 +489,18 @@ def test_a_prompt_on_a_mesh_has_the_logits_of_one_device(sizes, monkeypatch):
     """In chunks whose tables are wider and wider, as those of long prompts are."""
     monkeypatch.setattr(prefill_bench, "staged_width", lambda pages: -(-pages // 4) * 4)
     policies = *policies_of("dense"), BoundsBlocks(k=1, window_tokens=128, dense_below=0)
-    shape, params = ("tiny", config_of("tiny", dtype="float32"), (1100,), policies, 256, 1, None, None), None
+    shape, params = ("tiny", config_of("tiny", dtype="float32"), (700,), policies, 256, 1, None, None), None
     found = {}
     for mesh_sizes in ((1, 1), sizes):
         plan = PrefillPlan(*shape, *mesh_sizes)
-        decoder, shards = TransformerDecoder(plan.config), plan.shards(1100)
+        decoder, shards = TransformerDecoder(plan.config), plan.shards(700)
         params = random_params(plan.config) if params is None else place_params(decoder, params, shards)
         for policy in plan.policies:
-            cache = prefill_bench.empty_cache(plan, 1100, policy)
-            tables = prefill_bench._tables(plan, cache, 1100)
-            assert len(tables) == (1 if mesh_sizes[1] == 1 else 3)
-            for last, *operands in prefill_bench._chunks(plan, 1100):
-                given = prefill_bench.with_tables(cache, tables[prefill_bench._width(plan, last, 1100)], shards)
+            cache = prefill_bench.empty_cache(plan, 700, policy)
+            tables = prefill_bench._tables(plan, cache, 700)
+            assert len(tables) == (1 if mesh_sizes[1] == 1 else 2)
+            for last, *operands in prefill_bench._chunks(plan, 700):
+                given = prefill_bench.with_tables(cache, tables[prefill_bench._width(plan, last, 700)], shards)
                 given = given.replace(lengths=placed(shards, np.array([last], np.int32)))
                 static = decoder, policy, prefill_bench.indexes_of(policy)
                 logits, cache, _ = prefill_bench.prefill_step(*static, params, given, *placed(shards, operands), shards=shards)
