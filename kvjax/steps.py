@@ -203,7 +203,7 @@ def row_logits(
     return on_mesh_alone(shards, find, decoder, params, x, starts, lengths, specs=specs)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "all_logits"), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "all_logits", "shards"), donate_argnames="cache")
 def prefill_step(
     decoder: Decoder,
     policy: PrefillPolicy,
@@ -215,13 +215,22 @@ def prefill_step(
     fresh: Int[Array, "B"],
     *,
     all_logits: bool = False,
+    shards: Shards | None = None,
 ) -> tuple[Float[Array, "B *T V"], Cache, Int[Array, "B"] | None]:
     """One chunk of each row in one program, from tokens to `chunk_logits`, and what is missing; see `prefill_layers`. DONATES cache.
 
-    An engine runs its parts as separate programs, with the same bits.
+    An engine runs its parts as separate programs, with the same bits. shards: of the mesh over which params and cache are split.
     """
-    x, cache, _, missing, _ = prefill_layers(decoder, policy, indexes, params, cache, decoder.embed(params, tokens), starts, fresh)
-    return chunk_logits(decoder, params, x, starts, cache.lengths, all_logits=all_logits), cache, missing
+
+    def step(decoder, params, cache, tokens, starts, fresh):
+        x = decoder.embed(params, own_rows(cache.shards, tokens))
+        x, cache, _, missing, _ = prefill_layers(decoder, policy, indexes, params, cache, x, starts, fresh)
+        x = whole_rows(cache.shards, x)
+        return cache, chunk_logits(decoder, params, x, starts, cache.lengths, all_logits=all_logits), missing
+
+    results = (WHOLE_COPY, WHOLE_COPY)
+    cache, logits, missing = on_mesh(shards, step, decoder, params, cache, (tokens, starts, fresh), results=results)
+    return logits, cache, missing
 
 
 def decode(

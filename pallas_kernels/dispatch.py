@@ -112,12 +112,22 @@ def forced(implementation: str) -> contextlib.AbstractContextManager[None]:
         with kvjax.dispatch("xla"):  # as on an AMD GPU; "cudnn": an NVIDIA GPU older than Hopper; "blackwell": one newer than it
             kvjax.generate(model, "Once upon a time")
 
+    "OP=NAME" forces one op to one of its implementations, and leaves the others: "all_reduce=xla".
+
     An op that is called with a name takes that name, inside the block too. Programs that were compiled outside of the block are not used
     inside, nor the other way round. Results of different implementations differ in their bits: use an engine either inside or outside, not
     both.
 
-    Raises ValueError for a name that is not in `FORCED` and NotImplementedError for one that no op has on this backend.
+    Raises ValueError for a name that is not in `FORCED`, or of no op, and NotImplementedError for one that no op has on this backend.
     """
+    op, _, name = str(implementation).rpartition("=")
+    if op:
+        if name not in IMPLEMENTATIONS.get(op, ()):
+            there = f"{op} has {', '.join(IMPLEMENTATIONS[op])}" if op in IMPLEMENTATIONS else f"the ops are {', '.join(IMPLEMENTATIONS)}"
+            raise ValueError(f"{implementation!r} names no op and one of its implementations; {there}")
+        if name not in available(op):
+            raise NotImplementedError(f"{op} has no {name!r} on backend {jax.default_backend()!r}; there are {', '.join(available(op))}")
+        return _Forced(implementation)
     if implementation not in FORCED:
         raise ValueError(f"no platform's path is called {implementation!r}; the names are {', '.join(FORCED)}")
     implemented = {name for op in IMPLEMENTATIONS for name in available(op)}
@@ -153,6 +163,9 @@ def candidates(op: str) -> tuple[str, ...]:
     names, wanted = available(op), _forced.value
     if wanted is None:
         return names
+    if "=" in wanted:
+        one, name = wanted.split("=")
+        return (name,) if op == one else names
     kept = (wanted,) if wanted != BLACKWELL else ("cudnn",) if op in WGMMA_ONLY else ("mosaic_gpu",)
     return tuple(name for name in names if name in kept or BACKENDS[name] is None)
 
@@ -185,7 +198,8 @@ def choose(op: str, implementation: str | None, signature: str, operands: tuple 
     if _chosen.get((op, signature)) != name:
         _chosen[op, signature] = name
         reasons = "".join(f"; not {other}: {reason}" for other, reason in passed_by)
-        how = "named" if implementation is not None else "picked" if _forced.value is None else f"forced to {_forced.value}"
+        usual = _forced.value is None or ("=" in _forced.value and not _forced.value.startswith(f"{op}="))
+        how = "named" if implementation is not None else "picked" if usual else f"forced to {_forced.value}"
         logger.info("%s %s: %s (%s%s)", op, signature, name, how, reasons)
     return name
 

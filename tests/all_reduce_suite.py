@@ -136,6 +136,14 @@ def production() -> dict[str, Case]:
     }
 
 
-def compiled_call(parts, residual, *, mesh: Mesh):
-    """One call of the GPU form over all devices of a mesh, for `cuda_kernels.compile_for`."""
-    return on_mesh(paging.implementation("all_reduce", "mosaic_gpu"), mesh, 1, with_residual=True)((parts,), (residual,))
+def compiled_call(parts, residual, *, mesh: Mesh, calls: int = 1):
+    """Calls of the GPU form over all devices of a mesh, each with the sum before as its residual, for `cuda_kernels.compile_for`."""
+    op = paging.implementation("all_reduce", "mosaic_gpu")
+
+    def device(x, residual):
+        for _ in range(calls):
+            residual = op(x[0], axis_name=AXIS, residual=residual, mesh=mesh)
+        return residual[None]
+
+    split, whole = PartitionSpec(AXIS), PartitionSpec()
+    return jax.shard_map(device, mesh=mesh, in_specs=(split, whole), out_specs=split, check_vma=False)(parts, residual)

@@ -1,23 +1,38 @@
 """all_reduce in Pallas Mosaic GPU: one launch per device, which writes straight to the memory of the others. No NVSHMEM, no multicast.
 
-Each device owns a buffer with a row for every device. The CTAs divide the array. A CTA writes its piece to this device's row of every
-buffer, signals the same CTA of every other device, waits for the signals of all of them, and adds the rows in device order.
+XLA prepares each kernel that reaches into other devices' memory by its own means (`plgpu.remote_ref`, semaphores) anew whenever a program
+starts: a meeting of the devices' host threads, a copy to the device, and before the launch a barrier of all devices. With 56 sums a step
+this took most of the time. So a program has one such kernel, `connect`. It makes a room in each device's memory, and a table of the
+addresses of all rooms. The kernels that add get both as plain arrays, and XLA captures them in CUDA graphs as any other kernel. Each call
+asks for its own room; XLA finds that all ask for the same, and keeps one.
+
+A kernel's code comes to a device when it first runs there, and that may wait until the device is idle, while other devices wait for it. So
+the kernel that adds runs once before `connect`, without a room, and does nothing.
+
+The CTAs divide the array. A CTA writes its piece to its own part of every device's room, and waits until its part of this device's room has
+the pieces of all devices, this one included. It adds them in device order. A piece is sent in lines of 16 bytes: two words, each followed
+by the number of the call. A pair of a word and a number is written and read at once, so a reader knows by the numbers that the words came:
+nothing else is signalled. (NCCL's protocol LL does the same, with the same instructions.)
 
 Why nothing is overwritten too early, read too early, or waited for in vain:
 
-* Before. XLA puts a barrier of all devices of the mesh before a kernel that reaches into other devices' memory. A device passes it after
-  everything that comes before in its own stream: the zeroing of its semaphores, and whatever used the memory of its buffer until then. So
-  no device writes to a buffer, or signals, before its owner is done with its earlier work, the previous call included. This is why one
-  buffer is enough, and why no signal comes before its semaphore is zeroed.
-* Within. A row of a buffer is written by one device, once per call. A signal comes after the writes of its CTA (release), and a wait comes
-  before the reads (acquire). A signal is sent without waiting for anything, so no device can wait for one that waits for it, if all CTAs of
-  a launch fit on the GPU at once: at most `MOST_CTAS`, of 128 threads each and without shared memory.
-* After. A device leaves when each of its CTAs has had the signals of all others, so when nobody will write to its memory any more. Nobody
-  reads memory of others.
+* A room. `connect` clears it, then signals to the others, and ends when all of them signalled. So nobody writes to a room before its owner
+  is done with that memory's earlier use. XLA's barrier before `connect` makes sure that no signal comes before its semaphore is zeroed.
+* Numbers. A CTA counts its calls in its device's room, from 1. All devices run the same program, so their counts agree. Only CTAs of one
+  number ever touch a part of a room, so a line holds 0 or the number of an earlier call, until the right one comes. (Counts go round after
+  2^32 calls of one program.)
+* Two halves. Calls write to the halves of a part in turn. A device that writes for call c + 2 has ended call c + 1, so it saw the pieces
+  of that call of all others. They sent them after their kernel for call c had ended, and with it all reading of this half.
+* The end. A call ends when the pieces of all devices are here. So after the last one nobody writes to a device's room any more.
+* Waiting. A CTA sends without waiting for anything, so no device can wait for one that waits for it, if all CTAs of a launch fit on the GPU
+  at once: at most `MOST_CTAS`, of 128 threads each.
 
-The tests run the kernel's body on emulated devices (tests/emulator/devices.py), whose steps are interleaved by adversaries.
+Calls of one program must run one after the other. They do where each needs the one before, and in XLA's default order.
 
-Memory traffic of each device: n - 1 times x out over NVLink, as much in; x, the residual, n rows and the sum in its own memory.
+The tests run the kernels' bodies on emulated devices (tests/emulator/devices.py), whose steps are interleaved by adversaries.
+
+Memory traffic of each device: 2n times x out, n - 1 of n over NVLink, as much in; x, the residual and the sum in its own memory.
+`connect` writes the room, 512 KiB times n, once per program.
 """
 
 from __future__ import annotations
@@ -25,6 +40,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +62,14 @@ MOST_DEVICES = 8
 PIECE_BYTES = 16 * THREADS
 """Of a CTA, at most: 16 bytes per thread."""
 
+LINES = PIECE_BYTES // 8
+"""Of a piece, at most. A line of four words holds two words of the piece."""
+
+LINE_WORDS = 4
+
+CLOSED = -1
+"""In a table, in place of this device's number: there are no rooms."""
+
 PAIRED = ("PCIe", "NVL")
 """Ends of names of GPUs of which at most two are linked by NVLink. Signals over PCIe were never tried, and it need not have atomics."""
 
@@ -61,7 +85,6 @@ class Shape:
     num_devices: int
     size: int
     piece: int
-    with_residual: bool
 
     @property
     def ctas(self) -> int:
@@ -105,63 +128,181 @@ def all_reduce(call: Call, x, residual):
     """See `pallas_kernels.all_reduce.all_reduce`; takes no config."""
     if reason := unsupported(call, x, residual):
         raise NotImplementedError(f"all_reduce 'mosaic_gpu': {reason}")
-    s = Shape(call.axis_name, call.num_devices, x.size, piece_of(x.size, x.dtype.itemsize), residual is not None)
-    return _exchange(s, x.reshape(-1), None if residual is None else residual.reshape(-1)).reshape(x.shape)
+    s = Shape(call.axis_name, call.num_devices, x.size, piece_of(x.size, x.dtype.itemsize))
+    residual = jnp.full_like(x, -0.0) if residual is None else residual  # so that a program has one kernel; -0.0 changes no bit
+    return _exchange(s, x.reshape(-1), residual.reshape(-1)).reshape(x.shape)
 
 
 @functools.partial(jax.jit, static_argnames="s")  # a step calls it for every layer: it is traced and lowered once
 def _exchange(s: Shape, x, residual):
     lanes.check_version()
-    given = [x] if residual is None else [x, residual]
+    nothing, closed = jnp.zeros_like(x), jnp.full(2 * s.num_devices + 1, CLOSED, jnp.int32)
+    loaded = _add(s, jnp.zeros(room_words(s.num_devices), jnp.int32), closed, nothing, nothing)
+    return _add(s, *connect(s.axis_name, s.num_devices, loaded), x, residual)
 
-    def kernel(*refs):
-        add_piece(s, *refs[:1], *(refs[1:] if s.with_residual else (None, *refs[1:])))
 
-    received, total = jax.ShapeDtypeStruct((s.num_devices, s.size), x.dtype), jax.ShapeDtypeStruct((s.size,), x.dtype)
-    call_kernel = plgpu.kernel(
-        kernel,
-        out_type=[received, total],
+@functools.partial(jax.jit, static_argnames="s")  # traced once, so that all calls' kernels are the same to XLA
+def _add(s: Shape, room, table, x, residual):
+    return plgpu.kernel(
+        functools.partial(add_piece, s),
+        out_type=[jax.ShapeDtypeStruct((s.size,), x.dtype)],
         grid=(s.ctas,),
         grid_names=("cta",),
+        scratch_types=[plgpu.SMEM((s.num_devices, s.piece), x.dtype)],
+    )(room, table, x, residual)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("axis_name", "num_devices"))
+def connect(axis_name: str, num_devices: int, loaded):
+    """A room on each device of the axis, int32 `[room_words]`, and a table, int32 `[2n + 1]`: the addresses of the rooms of all devices in
+    their order, each as its low and its high word, then this device's number. For the kernels of one program: see above.
+
+    loaded: what a kernel that adds left of a closed table. It runs before, for its code to be on the device.
+    """
+
+    def kernel(_, room_ref, table_ref, ready):
+        open_room(axis_name, num_devices, room_ref, table_ref, ready)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=[jax.ShapeDtypeStruct((room_words(num_devices),), jnp.int32), jax.ShapeDtypeStruct((2 * num_devices + 1,), jnp.int32)],
+        grid=(MOST_CTAS,),
+        grid_names=("cta",),
         scratch_types=[plgpu.SemaphoreType.REGULAR],  # one for each CTA
-    )
-    return call_kernel(*given)[1]
+    )(loaded)
 
 
-def add_piece(s: Shape, x_ref, residual_ref, received_ref, out_ref, arrived) -> None:
-    """By one CTA: send its piece, wait for those of the others, add. received_ref: this device's buffer. arrived: this CTA's semaphore."""
-    me, cta = lax.axis_index(s.axis_name), lax.axis_index("cta")
-    piece = pl.ds(cta * s.piece, s.piece)
-    others = [{s.axis_name: lax.rem(me + distance, s.num_devices)} for distance in range(1, s.num_devices)]  # neighbours first: all links
-    buffers = [received_ref, *(plgpu.remote_ref(received_ref, other) for other in others)]
-    send(x_ref.at[piece], [buffer.at[me, piece] for buffer in buffers])
-    for other in others:  # after all writes: a release waits until what was written before has arrived, so only the first one waits
-        pl.semaphore_signal(arrived, device_id=other)
-    residual = residual_ref[piece].astype(jnp.float32) if s.with_residual else None
-    pl.semaphore_wait(arrived, s.num_devices - 1)
-    total = received_ref[0, piece].astype(jnp.float32)
-    for device in range(1, s.num_devices):
-        total = total + received_ref[device, piece].astype(jnp.float32)
-    if residual is not None:
-        total = total + residual
-    out_ref[piece] = total.astype(out_ref.dtype)
+def room_words(num_devices: int) -> int:
+    """Words of a room: the count of calls of each CTA, then the parts of the CTAs."""
+    return MOST_CTAS + MOST_CTAS * part_words(num_devices)
 
 
-def send(x_ref, row_refs) -> None:
-    """Copy a piece to rows of buffers, of this device and of others. Pallas itself would write 2 bytes at a time to others: it does not
-    know how pointers to their memory are aligned."""
+def part_words(num_devices: int) -> int:
+    """Words of a CTA's part of a room: two halves, each with the lines of all devices."""
+    return 2 * num_devices * LINES * LINE_WORDS
+
+
+def lines_at(num_devices: int, cta, call, sender):
+    """Where in a room the lines begin that a CTA of device `sender` writes in a call. In words."""
+    return MOST_CTAS + ((cta * 2 + call % 2) * num_devices + sender) * (LINES * LINE_WORDS)
+
+
+def open_room(axis_name: str, num_devices: int, room_ref, table_ref, ready) -> None:
+    """By one CTA: clear its part of this device's room, and wait until all devices have cleared theirs. ready: this CTA's semaphore."""
+    me, cta = lax.axis_index(axis_name), lax.axis_index("cta")
+    clear(num_devices, room_ref, cta)
+    note_addresses(table_ref, [plgpu.remote_ref(room_ref, {axis_name: device}) for device in range(num_devices)], me)
+    for distance in range(1, num_devices):
+        pl.semaphore_signal(ready, device_id={axis_name: lax.rem(me + distance, num_devices)})
+    pl.semaphore_wait(ready, num_devices - 1)
+
+
+def add_piece(s: Shape, room_ref, table_ref, x_ref, residual_ref, out_ref, received_ref) -> None:
+    """By one CTA: send its piece, wait for those of all devices, add. Of a closed table: nothing. received_ref: `[n, piece]`, in shared
+    memory."""
+    me = table_ref[2 * s.num_devices]
+
+    @pl.when(me != CLOSED)
+    def _():
+        cta = lax.axis_index("cta")
+        piece = pl.ds(cta * s.piece, s.piece)
+        call = room_ref[cta] + 1
+        send(s, x_ref.at[piece], table_ref, lines_at(s.num_devices, cta, call, me), call)
+        residual = residual_ref[piece].astype(jnp.float32)
+        receive(s, room_ref, lines_at(s.num_devices, cta, call, 0), call, received_ref)
+        room_ref[cta] = call
+        total = received_ref[0].astype(jnp.float32)
+        for device in range(1, s.num_devices):
+            total = total + received_ref[device].astype(jnp.float32)
+        out_ref[piece] = (total + residual).astype(out_ref.dtype)
+
+
+# Stages by single threads
+
+
+def clear(num_devices: int, room_ref, cta) -> None:
+    """Zero a CTA's part of a room, and its count."""
+
+    @lanes.stage(cta=cta)
+    def run(arrays, _, cta):
+        clear_part(part_words(num_devices), arrays, cta)
+
+    run(room_ref, ())
+
+
+def clear_part(words: int, room, cta) -> None:
+    """See `clear`."""
+    zero = lanes.i32(0)
+    for start in range(0, words, LINE_WORDS * THREADS):
+        lanes.store_global(room, cta * words + lanes.thread() * LINE_WORDS + (MOST_CTAS + start), zero, zero, zero, zero)
+    with lanes.when(lanes.thread() == 0):
+        lanes.store_global(room, cta, zero)
+
+
+def note_addresses(table_ref, rooms, me) -> None:
+    """Write the table."""
+
+    @lanes.stage(me=me)
+    def run(arrays, _, me):
+        table, rooms = arrays
+        with lanes.when(lanes.thread() == 0):
+            for number, room in enumerate(rooms):
+                for half, word in enumerate(lanes.address_words(room)):
+                    lanes.store_global(table, 2 * number + half, word)
+            lanes.store_global(table, 2 * len(rooms), me)
+
+    run((table_ref, list(rooms)), ())
+
+
+def send(s: Shape, x_ref, table_ref, place, call) -> None:
+    """Write a piece to a place in the rooms of all devices. call: its number."""
     size = math.prod(x_ref.shape) * x_ref.dtype.itemsize
 
-    @lanes.stage()
-    def run(arrays, _):
-        copy_piece(size, *arrays)
+    @lanes.stage(place=place, call=call)
+    def run(arrays, _, place, call):
+        x, table = arrays
+        send_lines(size, x, [lanes.at_address(table, 2 * device) for device in range(s.num_devices)], place, call)
 
-    run((x_ref, list(row_refs)), ())
+    run((x_ref, table_ref), ())
 
 
-def copy_piece(size: int, x_ref, row_refs) -> None:
-    """By single threads: copy so many bytes, a multiple of 16, to each of the rows."""
-    with lanes.when(lanes.thread() < size // 16):
-        words = lanes.load_global_16_bytes(x_ref, lanes.thread() * 16)
-        for ref in row_refs:
-            lanes.store_global(ref, lanes.thread() * 4, *words)
+def send_lines(size: int, x, rooms, place, call) -> None:
+    """By each thread: 16 bytes, as two lines. Threads write lines side by side."""
+    threads = size // 16
+    with lanes.when(lanes.thread() < threads):
+        words = lanes.load_global_16_bytes(x, lanes.thread() * 16)
+        for room in rooms:
+            for half in range(2):
+                line = place + (lanes.thread() + half * threads) * LINE_WORDS
+                lanes.store_line(room, line, words[2 * half], call, words[2 * half + 1], call)
+
+
+def receive(s: Shape, room_ref, place, call, received_ref) -> None:
+    """Wait for the lines of all devices, and copy their words to shared memory."""
+    size = s.piece * received_ref.dtype.itemsize
+
+    @lanes.stage(place=place, call=call)
+    def run(room, received, place, call):
+        receive_lines(size, s.num_devices, room, received, place, call)
+
+    run(room_ref, received_ref)
+
+
+def receive_lines(size: int, num_devices: int, room, received, place, call) -> None:
+    """By each thread: 16 bytes of each device. All loads of a turn are on their way at once."""
+    threads = size // 16
+
+    def load() -> list[lanes.Scalar]:
+        lines = [(device, half) for device in range(num_devices) for half in range(2)]
+        return [
+            word
+            for device, half in lines
+            for word in lanes.load_line(room, place + (lanes.thread() + half * threads) * LINE_WORDS + device * LINES * LINE_WORDS)
+        ]
+
+    with lanes.when(lanes.thread() < threads):
+        missing = lambda *words: functools.reduce(operator.or_, [number != call for number in words[1::2]])  # noqa: E731
+        words = lanes.while_loop(missing, lambda *_: load(), load())[::2]
+        for device in range(num_devices):
+            lanes.store_shared(received, lanes.thread() * 4 + device * (size // 4), *words[4 * device : 4 * device + 4])
+    lanes.cta_barrier(THREADS)

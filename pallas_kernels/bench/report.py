@@ -22,7 +22,7 @@ from pallas_kernels.bench.formats import table as terminal_table
 from pallas_kernels.bench.prefill import echo as echo_report
 from pallas_kernels.bench.prefill import report as prefill_report
 from pallas_kernels.bench.prefill import targets as prefill_targets
-from pallas_kernels.bench.results import devices_of, packed_text
+from pallas_kernels.bench.results import devices_of, mesh_text, packed_text
 from pallas_kernels.bench.top_k import report as top_k_report
 
 Row = dict[str, Any]
@@ -161,11 +161,6 @@ STEP_COLUMNS = (
     "of copy",
 )
 STEP_COLUMNS += ("temp MB",)
-
-
-def mesh_text(row: Row) -> str:
-    """What a step's row says of its mesh; "" on one device."""
-    return "" if devices_of(row) == 1 else f", tensor {row['tensor']} context {row['context']}"
 
 
 def line_name(row: Row) -> str:

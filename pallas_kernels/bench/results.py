@@ -23,6 +23,11 @@ def devices_of(row: dict[str, Any]) -> int:
     return row.get("tensor", 1) * row.get("context", 1)
 
 
+def mesh_text(row: dict[str, Any]) -> str:
+    """What a row says of its mesh; "" on one device."""
+    return "" if devices_of(row) == 1 else f", tensor {row['tensor']} context {row['context']}"
+
+
 def packed_text(row: Mapping[str, Any]) -> str:
     """What a step's row says of packed weights and pages; "" if neither is packed."""
     return "".join(f", {what} {row[key]}" for what, key in (("weights", "weights"), ("pages", "cache_format")) if row.get(key))

@@ -446,6 +446,33 @@ def store_global_16_bytes(ref, offset_bytes: Scalar | int, *words: Scalar, block
     _store(address(ref, offset_bytes, block, block_bytes), words, "global")
 
 
+def address_words(ref) -> tuple[Scalar, Scalar]:
+    """The address of an array in global memory: its low and its high 32 bits. See `at_address`."""
+    low, high = ptx("mov.b64 {$0, $1}, $2;", _pointer(ref), result=("i32", "i32"))
+    return low, high
+
+
+def at_address(table, offset: Scalar | int) -> _OneOf:
+    """The array in global memory, maybe another device's, whose address is in two words of an array (`address_words`)."""
+    i64 = ir.IntegerType.get_signless(64)
+    low, high = (arith.extui(i64, load_global(table, offset + half).value) for half in range(2))
+    whole = arith.ori(low, arith.shli(high, arith.constant(i64, 32)))
+    return _OneOf(llvm.inttoptr(ir.Type.parse("!llvm.ptr<1>"), whole))
+
+
+def store_line(ref, offset: Scalar, *words: Scalar) -> None:
+    """Store four words to an array in global memory, maybe another device's, that other threads read meanwhile (`load_line`). The first two
+    arrive together, and the last two; nothing else is ordered. offset: a multiple of 4."""
+    ptx("st.volatile.global.v4.b32 [$0], {$1, $2, $3, $4};", address(ref, offset * 4), *words)
+
+
+def load_line(ref, offset: Scalar) -> list[Scalar]:
+    """Four words that other threads may write meanwhile, as they are now: the first two together, and the last two."""
+    code = "ld.volatile.global.v4.u32 {$0, $1, $2, $3}, [$4];"
+    out = mgpu_utils.inline_ptx(code, address(ref, offset * 4), result_types=[_i32()] * 4, has_side_effects=True)
+    return [Scalar(x) for x in out]
+
+
 def load_shared(ref, offset: Scalar | int, name: str = "i32", count: int = 1) -> list[Scalar]:
     """Load 1, 2 or 4 consecutive words of shared memory."""
     return _load(address(ref, offset * 4), [name] * count, "shared")

@@ -226,7 +226,7 @@ def run_plan(plan: Plan, copy_bytes_per_s: float, on_progress: Callable[[str], N
         return
     on_progress("weights")
     params = random_params(plan.config, plan.shards(plan.lengths[0]), plan.weights)
-    held = sum(map(_bytes_of, jax.tree.leaves(params)))
+    held = sum(map(bytes_of, jax.tree.leaves(params)))
     for length in plan.lengths:
         gc.collect()
         needed, there = held + cache_bytes(plan, length), memory_bytes()
@@ -234,11 +234,14 @@ def run_plan(plan: Plan, copy_bytes_per_s: float, on_progress: Callable[[str], N
             reason = f"weights and cache need {needed / 2**30:.1f} GiB, arrays may take {MEMORY_SHARE * there / 2**30:.1f}"
             yield from (_fields(plan, length, *each) | {"skipped": reason} for each in _each(plan))
             continue
+        made = 0
         try:
-            yield from _run_length(plan, length, params, copy_bytes_per_s, on_progress)
+            for row in _run_length(plan, length, params, copy_bytes_per_s, on_progress):
+                yield row
+                made += 1
         except Exception as error:  # the other lengths are still measured
             text = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
-            yield from (_fields(plan, length, *each) | {"failed": text} for each in _each(plan))
+            yield from (_fields(plan, length, *each) | {"failed": text} for each in _each(plan)[made:])
 
 
 def cache_bytes(plan: Plan, length: int) -> int:
@@ -254,9 +257,9 @@ def bytes_read(plan: Plan, policy: DecodePolicy, length: int, keys: int, params:
     weights, an equal share of the keys, and the indexes of its pages. The open page of each row is not packed. Of `Cascade`, what
     `kvjax.bill.volume.step_bytes` counts: it reads a part of its second index."""
     config, item = plan.config, jnp.dtype(plan.config.compute_dtype).itemsize
-    weights = sum(map(_bytes_of, jax.tree.leaves(params)))
+    weights = sum(map(bytes_of, jax.tree.leaves(params)))
     if not config.tie_embeddings:
-        table = sum(map(_bytes_of, jax.tree.leaves(params["embed"])))
+        table = sum(map(bytes_of, jax.tree.leaves(params["embed"])))
         weights += rows_bytes(table, table_shape(config, plan.tensor)[0], plan.batch * drafted) - table
     cache = plan.spec.on_mesh(plan.tensor).on_device(plan.tensor)
     if isinstance(policy, Cascade):
@@ -276,7 +279,7 @@ def bytes_read(plan: Plan, policy: DecodePolicy, length: int, keys: int, params:
     return {"weights": int(weights), "kv": round(kv), "index": rows * item}
 
 
-def _bytes_of(leaf: Any) -> int:
+def bytes_of(leaf: Any) -> int:
     """Bytes of an array on each device that has some of it."""
     sharding = getattr(leaf, "sharding", None)
     return leaf.nbytes if sharding is None else math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -306,7 +309,8 @@ class _Runner:
     launched: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
-def _run_length(plan: Plan, length: int, params: Params, rate: float, on_progress: Callable[[str], None]) -> list[dict[str, Any]]:
+def _run_length(plan: Plan, length: int, params: Params, rate: float, on_progress: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """A row for each of `_each`, in this order, as soon as it is profiled: a run that is ended keeps those that it has."""
     on_progress(f"{length:,} tokens: cache")
     cache = random_cache(plan, length)
     rows = placed(plan.shards(length), jax.tree.map(jnp.asarray, SamplingRows.of([None] * plan.batch)))
@@ -320,14 +324,13 @@ def _run_length(plan: Plan, length: int, params: Params, rate: float, on_progres
             seconds, cache = _round(plan, length, runner, params, cache, rows)
             if number:  # the first round warms up
                 runner.seconds.append(seconds / plan.steps)
-    if jax.default_backend() == "gpu":  # of a mesh, the kernels of its first device
-        for runner in runners:
+    alone = {runner.policy: float(np.median(runner.seconds)) for runner in runners if runner.drafted == 1}
+    for runner in runners:
+        if jax.default_backend() == "gpu":  # of a mesh, the kernels of its first device
             on_progress(f"{length:,} tokens: profile of {runner.policy}")
             cache = _profile(plan, length, runner, params, cache, rows)
-    del cache
-    made = [_row(plan, length, runner, params, rate) for runner in runners]
-    alone = {row["policy"]: row["median_s"] for row in made if row["drafted"] == 1}
-    return [row | {"of_one": row["median_s"] / alone[row["policy"]] if row["policy"] in alone else None} for row in made]
+        row = _row(plan, length, runner, params, rate)
+        yield row | {"of_one": row["median_s"] / alone[runner.policy] if runner.policy in alone else None}
 
 
 def _compiled(

@@ -3,6 +3,9 @@
 A step computes the same as the engine's, in one program (`kvjax.steps.prefill_step`, cache donated). The host does not wait between chunks.
 Random keys and queries are the worst case for a sparse policy: no candidate is better than another, so every list is full, and times do not
 depend on the random numbers.
+
+On a mesh, weights and pages are split as the engine splits them. Where pages are dealt out, a chunk's table is as wide as the engine's, and
+each width is a program of its own.
 """
 
 from __future__ import annotations
@@ -21,16 +24,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import OPEN, Cache, CacheSpec
+from kvjax.cache import OPEN, WHOLE, Cache, CacheSpec
 from kvjax.cache.formats import CacheFormat
-from kvjax.cache.tables import page_table, table_width
+from kvjax.cache.tables import page_table, staged_width, table_width
 from kvjax.model import ModelConfig, Params
 from kvjax.models.decoder import TransformerDecoder
-from kvjax.packing import scheme_of
+from kvjax.packing import format_function, scheme_of, weights_bytes
 from kvjax.policies.choice import ChoosesPrefill
 from kvjax.policies.prefill import BoundsBlocks, PrefillPolicy, indexes_of, name_of, parse_prefill
-from kvjax.serving.bench.decode import MEMORY_SHARE, PAGE_SIZE, pages_of
-from kvjax.serving.bench.random_model import random_params
+from kvjax.serving.bench.decode import MEMORY_SHARE, PAGE_SIZE, bytes_of, pages_of
+from kvjax.serving.bench.random_model import dealt_out, placed, random_params
+from kvjax.sharding import Shards, mesh
 from kvjax.steps import prefill_step
 from pallas_kernels import dispatch
 from pallas_kernels.bench.inputs import memory_bytes, pool_pages
@@ -55,7 +59,7 @@ PARTS = (
 @dataclasses.dataclass(frozen=True)
 class PrefillPlan:
     """What to run: prompts of `lengths` tokens, `chunk` tokens at a time, each policy `rounds` times. weights: how they are packed, as in
-    `kvjax.load`; cache_format: how full pages are; None: they are not."""
+    `kvjax.load`; cache_format: how full pages are; None: they are not. tensor, context: of the mesh."""
 
     shape: str
     config: ModelConfig
@@ -65,6 +69,8 @@ class PrefillPlan:
     rounds: int
     weights: str | None = None
     cache_format: CacheFormat | None = None
+    tensor: int = 1
+    context: int = 1
 
     def __post_init__(self):
         for name, values in (("chunk", (self.chunk,)), ("rounds", (self.rounds,)), ("lengths", self.lengths)):
@@ -74,7 +80,27 @@ class PrefillPlan:
             raise ValueError(f"chunk {self.chunk} must be a multiple of the page size {PAGE_SIZE}")
         if self.weights is not None:
             scheme_of(self.weights)
+        if self.context & (self.context - 1):
+            raise ValueError(f"context is {self.context}, and pages are dealt out over a power of two devices: use 2, 4 or 8")
+        if self.devices > 1 and (self.weights is not None or self.cache_format is not None):
+            raise ValueError(f"packed weights and pages are timed on one device, not on tensor {self.tensor} x context {self.context}")
+        weights_bytes(self.config, format_function(self.weights), tensor=self.tensor)  # refuses heads that do not divide
         self.spec  # noqa: B018  refuses pages that cannot be packed
+
+    @property
+    def devices(self) -> int:
+        """Devices of the mesh."""
+        return self.tensor * self.context
+
+    def shards(self, length: int) -> Shards | None:
+        """The mesh, with the pages that each of its devices has, and the rows of a chunk dealt out, as an engine does it; None for one
+        device."""
+        if self.devices == 1:
+            return None
+        dealt = [group.name for group in self.spec.groups if group.page_size != WHOLE] if self.context > 1 else []
+        counts = self.pages(length)
+        rows = 1 if self.chunk % (2 * self.context) else self.context
+        return Shards(mesh(tensor=self.tensor, context=self.context), tuple((name, counts[name]) for name in dealt), rows)
 
     @functools.cached_property
     def spec(self) -> CacheSpec:
@@ -82,8 +108,9 @@ class PrefillPlan:
         return self.config.cache_spec(PAGE_SIZE, self.cache_format)
 
     def pages(self, length: int) -> dict[str, int]:
-        """Pages of the pool of each layer group, for one sequence."""
-        return {group.name: 1 if group.name == OPEN else pool_pages(pages_of(length)) for group in self.spec.groups}
+        """Pages of each layer group, for one sequence, in the pool of each device along the context axis."""
+        count = pool_pages(-(-pages_of(length) // self.context))
+        return {group.name: 1 if group.name == OPEN else count for group in self.spec.groups}
 
 
 def dense_at(policies: Iterable[str | PrefillPolicy], lengths: Iterable[int]) -> list[str]:
@@ -107,24 +134,33 @@ def policies_of(text: str) -> tuple[PrefillPolicy, ...]:
 
 def empty_cache(plan: PrefillPlan, length: int, policy: PrefillPolicy) -> Cache:
     """An empty cache for one sequence of `length` tokens, with pages in random order and the policy's indexes."""
-    spec, pages = plan.spec, pages_of(length)
-    table = np.full((1, table_width(pages_of(length))), -1, np.int32)
-    table[0, :pages] = np.random.default_rng(length).permutation(np.arange(1, pages + 1, dtype=np.int32))
-    layers = spec.empty(plan.pages(length), indexes_of(policy))
+    shards, counts, pages = plan.shards(length), plan.pages(length), pages_of(length)
+    spec = plan.spec if shards is None else plan.spec.on_mesh(plan.tensor)
+    table = np.full((1, table_width(pages)), -1, np.int32)
+    table[:, :pages] = dealt_out(1, plan.context, pages, max(counts.values()), np.random.default_rng(length))
+    dealt = () if shards is None else dict(shards.pages)
+    totals = {name: count * (plan.context if name in dealt else 1) for name, count in counts.items()}
+    make = functools.partial(spec.empty, totals, indexes_of(policy))
+    layers = make() if shards is None else shards.made(make)
     tables = {group.name: jnp.asarray(page_table([[0]]) if group.name == OPEN else table) for group in spec.groups}
-    return jax.block_until_ready(Cache(layers, tables, jnp.zeros(1, jnp.int32), spec))
+    return jax.block_until_ready(Cache(layers, *placed(shards, (tables, jnp.zeros(1, jnp.int32))), spec))
 
 
 def held_bytes(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Params) -> int:
-    """Bytes of weights and cache, the policy's indexes included."""
-    pages = sum(count * plan.spec.bytes_per_page(name, indexes_of(policy)) for name, count in plan.pages(length).items())
-    return pages + sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    """Bytes of weights and cache on one device, the policy's indexes included."""
+    spec = plan.spec.on_mesh(plan.tensor).on_device(plan.tensor)
+    pages = sum(count * spec.bytes_per_page(name, indexes_of(policy)) for name, count in plan.pages(length).items())
+    return pages + sum(map(bytes_of, jax.tree.leaves(params)))
 
 
 def run_prefill_plan(plan: PrefillPlan, on_progress: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
     """Rows, one for each length and policy. `skipped` is set if the length does not fit in memory, `failed` if an error was raised."""
+    if plan.devices > (found := len(jax.devices())):
+        reason = f"the mesh needs {plan.devices} devices, and there are {found}"
+        yield from (_fields(plan, *each) | {"skipped": reason} for each in itertools.product(plan.lengths, plan.policies))
+        return
     on_progress("weights")
-    params = random_params(plan.config, weights=plan.weights)
+    params = random_params(plan.config, plan.shards(plan.lengths[0]), plan.weights)
     for length in plan.lengths:
         there = memory_bytes()
         for policy in plan.policies:
@@ -136,30 +172,39 @@ def run_prefill_plan(plan: PrefillPlan, on_progress: Callable[[str], None] = lam
                 yield fields | {"skipped": reason}
                 continue
             try:
-                on_progress(f"{length:,} tokens, {policy}")
-                yield fields | {"held_bytes": needed} | _measure(plan, length, policy, params)
+                yield fields | {"held_bytes": needed} | _measure(plan, length, policy, params, on_progress)
             except Exception as error:  # the other policies and lengths are still measured
                 yield fields | {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"}
 
 
-def _measure(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Params) -> dict[str, Any]:
-    kept = [empty_cache(plan, length, policy)]
-    chunks = _chunks(plan, length)
+def _measure(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Params, on_progress: Callable[[str], None]) -> dict[str, Any]:
+    said = f"{length:,} tokens, {policy}"
+    on_progress(f"{said}: cache")
+    kept, shards = [empty_cache(plan, length, policy)], plan.shards(length)
+    chunks, tables = _chunks(plan, length), _tables(plan, kept[0], length)
+    steps: dict[int, jax.stages.Compiled] = {}
     started = time.perf_counter()
     with dispatch.listening() as path:
-        lowered = prefill_step.lower(TransformerDecoder(plan.config), policy, indexes_of(policy), params, kept[0], *chunks[0][1:])
-    step = lowered.compile()
+        for width, of_width in tables.items():
+            on_progress(f"{said}: compiling program {len(steps) + 1} of {len(tables)}")
+            static, cache = (TransformerDecoder(plan.config), policy, indexes_of(policy)), with_tables(kept[0], of_width, shards)
+            steps[width] = prefill_step.lower(*static, params, cache, *placed(shards, chunks[0][1:]), shards=shards).compile()
     compile_s = time.perf_counter() - started
 
     def run(some: Sequence[tuple]) -> jax.Array:
         for last, *operands in some:
-            logits, cache, _ = step(params, kept.pop().replace(lengths=np.array([last], np.int32)), *operands)
+            width = _width(plan, last, length)
+            cache = with_tables(kept.pop(), tables[width], shards).replace(lengths=placed(shards, np.array([last], np.int32)))
+            logits, cache, _ = steps[width](params, cache, *placed(shards, operands))
             kept.append(cache)
         return jax.block_until_ready(logits)
 
-    run(chunks[:1])  # the first run loads the program
+    on_progress(f"{said}: first runs")
+    first_of = {_width(plan, chunk[0], length): chunk for chunk in chunks[::-1]}
+    run([first_of[width] for width in steps])  # the first run loads the program
     seconds = []
-    for _ in range(plan.rounds):
+    for number in range(plan.rounds):
+        on_progress(f"{said}: round {number + 1} of {plan.rounds}")
         started = time.perf_counter()
         logits = run(chunks)
         seconds.append(time.perf_counter() - started)
@@ -179,11 +224,30 @@ def _measure(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Para
         "rounds_s": seconds,
         "tokens_per_s": length / middle,
         "flops": dense_flops(plan.config, length),
-        "temp_bytes": step.memory_analysis().temp_size_in_bytes,
+        "temp_bytes": max(step.memory_analysis().temp_size_in_bytes for step in steps.values()),
         "peak_bytes": memory.get("peak_bytes_in_use"),
         "compile_s": compile_s,
+        "programs": len(steps),
         "profile": profile,
     }
+
+
+def _width(plan: PrefillPlan, last: int, length: int) -> int:
+    """Columns of the page table of a chunk that ends after `last` tokens. Where pages are dealt out, all that a table has room for are
+    brought from other devices, so it is no wider than it must be."""
+    return table_width(pages_of(length)) if plan.context == 1 else staged_width(pages_of(last))
+
+
+def _tables(plan: PrefillPlan, cache: Cache, length: int) -> dict[int, dict[str, np.ndarray]]:
+    """The page tables of a prompt's chunks, by `_width`."""
+    widths = dict.fromkeys(_width(plan, min(start + plan.chunk, length), length) for start in range(0, length, plan.chunk))
+    tables = {name: np.asarray(table) for name, table in cache.page_tables.items()}
+    return {width: {name: table if name == OPEN else table[:, :width] for name, table in tables.items()} for width in widths}
+
+
+def with_tables(cache: Cache, tables: dict[str, np.ndarray], shards: Shards | None) -> Cache:
+    """The cache with other page tables, where pages are dealt out; elsewhere a prompt has one, which stays on the device."""
+    return cache if shards is None or shards.context == 1 else cache.replace(page_tables=placed(shards, tables))
 
 
 def split(kernels: Sequence[Kernel]) -> dict[str, float]:
@@ -237,4 +301,6 @@ def _fields(plan: PrefillPlan, length: int, policy: PrefillPolicy) -> dict[str, 
         "describe": policy.describe(),
         "weights": plan.weights,
         "cache_format": None if plan.cache_format is None else str(plan.cache_format),
+        "tensor": plan.tensor,
+        "context": plan.context,
     }

@@ -78,7 +78,7 @@ def random_cache(plan: Plan, length: int) -> Cache:
     shards, pages, each = plan.shards(length), plan.pages(length), plan.pool(length)
     spec = plan.spec.on_mesh(plan.tensor)
     table = np.full((plan.batch, table_width(pages)), -1, np.int32)
-    table[:, :pages] = _dealt_out(plan, pages, each, np.random.default_rng(length))
+    table[:, :pages] = dealt_out(plan.batch, plan.context, pages, each, np.random.default_rng(length))
 
     def make(kept: PagedSpec, indexes: tuple[IndexSpec, ...], *keys: Array) -> PagedKV:
         if shards is not None:  # copies of a head are the same
@@ -128,14 +128,15 @@ def packed_layer(kept: PagedSpec, k: Array, v: Array, indexes: tuple[IndexSpec, 
     return PagedKV(Pages(**arrays), index, rows)
 
 
-def _dealt_out(plan: Plan, pages: int, each: int, draw: np.random.Generator) -> Int[np.ndarray, "B pages"]:
-    """Page ids of every sequence, in an order that says nothing; the first page of every device is left out."""
-    count = plan.batch * pages
+def dealt_out(batch: int, context: int, pages: int, each: int, draw: np.random.Generator) -> Int[np.ndarray, "B pages"]:
+    """Page ids of `batch` sequences of `pages` pages, in an order that says nothing; the first page of every device is left out. context:
+    devices over which they are dealt out in turn, with `each` pages."""
+    count = batch * pages
     ids = np.empty(count, np.int32)
-    for device in range(plan.context):
-        mine = len(range(device, count, plan.context))
-        ids[device :: plan.context] = device * each + draw.permutation(np.arange(1, mine + 1, dtype=np.int32))
-    return ids.reshape(plan.batch, pages)
+    for device in range(context):
+        mine = len(range(device, count, context))
+        ids[device::context] = device * each + draw.permutation(np.arange(1, mine + 1, dtype=np.int32))
+    return ids.reshape(batch, pages)
 
 
 def placed(shards: Shards | None, tree: Any) -> Any:

@@ -40,6 +40,11 @@ PackedPagesOption = Annotated[
     ),
 ]
 
+TensorOption = Annotated[
+    str, typer.Option("--tensor", help="Devices over which heads, MLPs and the vocabulary are split; several by commas.")
+]
+ContextOption = Annotated[str, typer.Option("--context", help="Devices over which pages are dealt out; with several, all pairs are timed.")]
+
 bench_app = typer.Typer(
     cls=WholeSentences,
     help="Time whole models. Single ops: python -m pallas_kernels.bench --help.",
@@ -77,8 +82,8 @@ def decode_command(
     ] = None,
     json_out: JsonOption = None,
     implementation: ImplementationOption = None,
-    tensor: Annotated[str, typer.Option(help="Devices over which heads, MLPs and the vocabulary are split; several by commas.")] = "1",
-    context: Annotated[str, typer.Option(help="Devices over which pages are dealt out; with several, all pairs are timed.")] = "1",
+    tensor: TensorOption = "1",
+    context: ContextOption = "1",
     weights: PackedWeightsOption = "none",
     cache_format: PackedPagesOption = None,
 ) -> None:
@@ -95,8 +100,7 @@ def decode_command(
     scheduling.check_dtype(dtype)
     sizes = parse_lengths(lengths), policies_of(policies), batch, steps, rounds, parse_lengths(drafts, "drafts")
     config = config_of(shape, layers, dtype)
-    meshes = itertools.product(parse_lengths(tensor, "tensor"), parse_lengths(context, "context"))
-    kinds = itertools.product(dict.fromkeys(meshes), _packed(weights, cache_format))
+    kinds = itertools.product(_meshes(tensor, context), _packed(weights, cache_format))
     plans = [Plan(shape, config, *sizes, *mesh, scheme, parse_cache_format(pages, dtype)) for mesh, (scheme, pages) in kinds]
 
     from pallas_kernels.bench.formats import show
@@ -107,6 +111,11 @@ def decode_command(
     show(step_table(rows) if plans[0].drafts == (1,) else drafts_table(rows))
     if any("failed" in row for row in rows):
         raise typer.Exit(1)
+
+
+def _meshes(tensor: str, context: str) -> list[tuple[int, int]]:
+    """All pairs of tensor and context, each once."""
+    return list(dict.fromkeys(itertools.product(parse_lengths(tensor, "tensor"), parse_lengths(context, "context"))))
 
 
 def _packed(weights: str, cache_format: list[str] | None) -> list[tuple[str | None, str | None]]:
@@ -169,6 +178,8 @@ def prefill_command(
     ] = None,
     json_out: JsonOption = None,
     implementation: ImplementationOption = None,
+    tensor: TensorOption = "1",
+    context: ContextOption = "1",
     weights: PackedWeightsOption = "none",
     cache_format: PackedPagesOption = None,
 ) -> None:
@@ -191,6 +202,7 @@ def prefill_command(
     form = "--measures" if measures else "--ops" if ops else None
     packed = _packed(weights, cache_format)
     unused = {"--rounds": rounds, "--layers": layers, "--weights": None if weights == "none" else weights, "--cache-format": cache_format}
+    unused |= {name: None if value == "1" else value for name, value in (("--tensor", tensor), ("--context", context))}
     unused |= {"--chunk": chunk} if ops else {}
     for option, value in unused.items():
         if form and value is not None:
@@ -205,7 +217,8 @@ def prefill_command(
             run = prefill_cli.ops_run(shape, lengths, policies, dtype or "bfloat16", baselines=baselines is not False)
         else:
             given |= {} if rounds is None else {"rounds": rounds}
-            run = prefill_cli.time_run(shape, lengths, policies, dtype or "bfloat16", layers=layers, packed=packed, **given)
+            given |= {"layers": layers, "packed": packed, "meshes": _meshes(tensor, context)}
+            run = prefill_cli.time_run(shape, lengths, policies, dtype or "bfloat16", **given)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     with forced_to(implementation):

@@ -275,7 +275,10 @@ ReuseAnyOption = Annotated[
 ]
 ImplementationOption = Annotated[
     str | None,
-    typer.Option(help="Run the ops as another platform does: xla, cudnn or blackwell. [default: the best here]", show_default=False),
+    typer.Option(
+        help="Run the ops as another platform does: xla, cudnn or blackwell; or one op, as all_reduce=xla. [default: the best here]",
+        show_default=False,
+    ),
 ]
 
 

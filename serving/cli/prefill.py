@@ -51,13 +51,16 @@ def time_run(
     rounds: int = 1,
     layers: int | None = None,
     packed: Sequence[tuple[str | None, str | None]] = ((None, None),),
+    meshes: Sequence[tuple[int, int]] = ((1, 1),),
 ) -> Run:
-    """Time to first token. packed: pairs of how weights and pages are packed. ValueError for arguments that make no plan."""
+    """Time to first token. packed: pairs of how weights and pages are packed. meshes: pairs of tensor and context. ValueError for arguments
+    that make no plan."""
     if layers is not None and layers < 1:
         raise ValueError(f"layers must be at least 1, got {layers}")
     config = config_of(shape, layers, _dtype(dtype))
     sizes = parse_lengths(lengths), policies_of(policies), chunk, rounds
-    plans = [PrefillPlan(shape, config, *sizes, weights, parse_cache_format(pages, dtype)) for weights, pages in packed]
+    kinds = itertools.product(meshes, packed)
+    plans = [PrefillPlan(shape, config, *sizes, weights, parse_cache_format(pages, dtype), *each) for each, (weights, pages) in kinds]
 
     def table(rows: Sequence[dict[str, Any]]) -> str:
         return f"{prefill_report.time_table(rows)}\n\n{prefill_report.split_table(rows)}"

@@ -1,11 +1,12 @@
-"""Devices that write to each other's memory, emulated: bodies of kernels that use `plgpu.remote_ref` and semaphores run unchanged.
+"""Devices that write to each other's memory, emulated: bodies of kernels that use `plgpu.remote_ref`, semaphores and lines run unchanged.
 
 Each CTA is a thread, and one of them runs at a time, until its next access to shared memory or semaphores. Then an adversary says who goes
-on (`Adversary`). Memory is as weak as a GPU's: a write to another device arrives at any later time, in parts, but before a signal of the
-same CTA does (release); a signal arrives at any later time.
+on (`Adversary`). Memory is as weak as a GPU's: lines and signals arrive at any later time, in any order. Of a line, a word and its number
+arrive together, and nothing else.
 
-Each device runs a stream of calls. Between calls the memory of the kernel's buffers belongs to other work, which notices if it is written
-to. Before each kernel, as XLA does it, semaphores are zeroed, then all devices meet at a barrier.
+Each device runs a stream of programs. Between them the memory of a room belongs to other work, which notices if it is written to. A program
+opens the rooms, then calls the kernel that adds, several times. Before the first of its kernels, as XLA does it, semaphores are zeroed,
+then all devices meet at a barrier.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import numpy as np
 
 from emulator.values import Fault
 
-OTHER_WORK = -1024.0
-"""What the memory of the buffers holds between calls: a number that 16 bits hold, too."""
+OTHER_WORK = 1
+"""What the memory of a room holds between programs: the number of a first call."""
 
 
 class Deadlock(Fault):
@@ -83,11 +84,9 @@ class Event:
 
 @dataclasses.dataclass(eq=False)
 class _Message:
-    """Something on its way to another device. cta: who sent it."""
+    """Something on its way to a device."""
 
-    cta: Cta
     deliver: Callable[[], None]
-    is_signal: bool
 
 
 class _Thread:
@@ -165,11 +164,10 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Ref:
-    """An array in the memory of a device. remote: of another device than the CTA's."""
+    """An array in the memory of a device."""
 
     memory: Sequence[np.ndarray]
     device: int
-    remote: bool = False
 
     @property
     def dtype(self) -> np.dtype:
@@ -214,131 +212,167 @@ class Cta:
 
     def store(self, ref: Ref, index, value) -> None:
         self.thread.pause()
-        array = ref.memory[ref.device]
-        if not ref.remote:
-            array[index] = value
-            return
-        half = len(value) // 2
-        *row, piece = index
-        for part, values in ((slice(piece.start, piece.start + half), value[:half]), (slice(piece.start + half, piece.stop), value[half:])):
-            self.send(lambda part=part, values=values: array.__setitem__((*row, part), values), is_signal=False)
+        ref.memory[ref.device][index] = value
 
     def remote_ref(self, ref: Ref, device_id: dict[str, int]) -> Ref:
         (device,) = device_id.values()
-        return dataclasses.replace(ref, device=int(device), remote=True)
+        return dataclasses.replace(ref, device=int(device))
 
     def signal(self, device_id: dict[str, int]) -> None:
         self.thread.pause()
-        self.release()
         (device,) = device_id.values()
 
         def arrive() -> None:
             self.semaphores[device, self.number] += 1
 
-        self.send(arrive, is_signal=True)
-
-    def release(self) -> None:
-        """All writes of this CTA arrive."""
-        for message in [message for message in self.machine.messages if message.cta is self and not message.is_signal]:
-            self.machine.messages.remove(message)
-            message.deliver()
+        self.machine.messages.append(_Message(arrive))
 
     def wait(self, value: int) -> None:
         self.thread.pause(lambda: self.semaphores[self.device, self.number] >= value)
         self.semaphores[self.device, self.number] -= value
 
-    def send(self, deliver: Callable[[], None], *, is_signal: bool) -> None:
-        self.machine.messages.append(_Message(self, deliver, is_signal))
+    def clear(self, room: np.ndarray, start: int, words: int) -> None:
+        for index in (self.number, slice(start, start + words // 2), slice(start + words // 2, start + words)):
+            self.thread.pause()
+            room[index] = 0
+
+    def send(self, rooms: Sequence[np.ndarray], place: int, words: np.ndarray, call: int) -> None:
+        """To all devices, its own included; every pair by itself."""
+        self.thread.pause()
+        for device in range(len(rooms)):
+            for number, word in enumerate(words):
+                self.send_pair(rooms[device], place + 2 * number, word, call)
+
+    def send_pair(self, room: np.ndarray, place: int, word: int, call: int) -> None:
+        self.machine.messages.append(_Message(lambda: room.__setitem__(slice(place, place + 2), (word, call))))
+
+    def receive(self, room: np.ndarray, places: Sequence[int], call: int) -> np.ndarray:
+        """The words of pairs, one pair loaded after the other; all of them again, if one was not there."""
+        while True:
+            self.thread.pause(lambda: bool((room[np.add(places, 1)] == call).all()))
+            pairs = [self.load_pair(room, place) for place in places]
+            if all(number == call for _, number in pairs):
+                return np.array([word for word, _ in pairs], np.int32)
+
+    def load_pair(self, room: np.ndarray, place: int) -> np.ndarray:
+        self.thread.pause()
+        return room[place : place + 2].copy()
 
 
 @contextlib.contextmanager
-def _names(module: Any) -> Iterator[None]:
-    """In place of Pallas in the module of a kernel, and of its function `send(piece, pieces)`, which copies one piece to several."""
+def _names(module: Any, ctas: int) -> Iterator[None]:
+    """In place of Pallas in the module of a kernel, and of its stages by single threads. Rooms are small."""
     lax = SimpleNamespace(axis_index=lambda name: _current.cta.axis_index(name), rem=lambda a, b: a % b)
     pl = SimpleNamespace(
         ds=lambda start, size: slice(start, start + size),
         semaphore_signal=lambda _, *, device_id: _current.cta.signal(device_id),
         semaphore_wait=lambda _, value: _current.cta.wait(value),
+        when=lambda condition: lambda function: function() if condition else None,
     )
     plgpu = SimpleNamespace(remote_ref=lambda ref, device_id: _current.cta.remote_ref(ref, device_id))
 
-    def send(source: _At, targets: Sequence[_At]) -> None:
-        values = source.ref[source.index]
-        for target in targets:
-            target.ref[target.index] = values
+    def clear(num_devices: int, room: Ref, cta: int) -> None:
+        words = module.part_words(num_devices)
+        _current.cta.clear(room.memory[room.device], module.MOST_CTAS + cta * words, words)
 
-    with mock.patch.multiple(module, lax=lax, pl=pl, plgpu=plgpu, jnp=SimpleNamespace(float32=np.float32), send=send):
+    def note_addresses(table: Ref, rooms: Sequence[Ref], me: int) -> None:
+        table.memory[table.device][:] = [word for room in rooms for word in (room.device, 0)] + [me]
+
+    def send(s: Any, x: _At, table: Ref, place: int, call: int) -> None:
+        rooms = [_current.rooms[device] for device in table.memory[table.device][: 2 * s.num_devices : 2]]
+        _current.cta.send(rooms, place, x.ref[x.index].view(np.int32), call)
+
+    def receive(s: Any, room: Ref, place: int, call: int, received: Ref) -> None:
+        out = received.memory[received.device]
+        count = out.nbytes // len(out) // 4
+        places = [place + device * module.LINES * 4 + 2 * number for device in range(len(out)) for number in range(count)]
+        out[...] = _current.cta.receive(room.memory[room.device], places, call).view(out.dtype).reshape(out.shape)
+
+    stages = {"clear": clear, "note_addresses": note_addresses, "send": send, "receive": receive}
+    names = {"lax": lax, "pl": pl, "plgpu": plgpu, "jnp": SimpleNamespace(float32=np.float32)}
+    with mock.patch.multiple(module, **names, **stages, MOST_CTAS=ctas, LINES=2):
         yield
 
 
 class _Streams:
-    """All devices, each with its stream of calls, and the memory of its buffers, the same for every call."""
+    """All devices, each with its stream of programs, and the memory of its room, the same for every program."""
 
-    def __init__(self, module, body, calls, *, ctas: int, adversary, cta_type: type[Cta], barrier: bool, resident: int | None):
-        self.body, self.calls, self.count_ctas, self.cta_type, self.barrier, self.resident = body, calls, ctas, cta_type, barrier, resident
-        devices, size = calls[0][0].shape
+    def __init__(self, module, shape, calls, *, per_program: int, adversary, cta_type: type[Cta], barrier: bool, resident: int | None):
+        self.module, self.shape, self.calls, self.per_program = module, shape, calls, per_program
+        self.cta_type, self.barrier, self.resident = cta_type, barrier, resident
+        devices = shape.num_devices
         self.outs = [np.full_like(x, np.nan) for x, _ in calls]
-        self.received = [np.full((devices, size), OTHER_WORK, calls[0][0].dtype) for _ in range(devices)]
-        self.semaphores, self.came = np.zeros((devices, ctas), np.int64), np.zeros(devices, np.int64)
+        self.semaphores, self.came = np.zeros((devices, shape.ctas), np.int64), np.zeros(devices, np.int64)
+        self.tables = [np.zeros(2 * devices + 1, np.int32) for _ in range(devices)]
         self.machine = Machine(adversary)
-        with _names(module):
+        with _names(module, shape.ctas):
+            self.rooms = [np.full(module.room_words(devices), OTHER_WORK, np.int32) for _ in range(devices)]
             for device in range(devices):
                 self.machine.start(device, functools.partial(self._stream, device))
             self.machine.run()
 
     def _stream(self, device: int, thread: _Thread) -> None:
-        for call in range(len(self.calls)):
+        for program, first in enumerate(range(0, len(self.calls), self.per_program)):
             self._other_work(device, thread)
             self.semaphores[device] = 0
             thread.pause()
             self.came[device] += 1
             if self.barrier:
-                thread.pause(lambda call=call: bool((self.came > call).all()))
-            self._launch(device, call, thread)
+                thread.pause(lambda program=program: bool((self.came > program).all()))
+            self._launch(device, None, thread)
             if self.semaphores[device].any():
-                raise Unconsumed(f"after call {call}, semaphores of device {device} are {self.semaphores[device].tolist()}")
+                raise Unconsumed(f"in program {program}, semaphores of device {device} are {self.semaphores[device].tolist()}")
+            for call in range(first, min(first + self.per_program, len(self.calls))):
+                self._launch(device, call, thread)
         self._other_work(device, thread)
 
     def _other_work(self, device: int, thread: _Thread) -> None:
-        self.received[device][...] = OTHER_WORK
+        self.rooms[device][...] = OTHER_WORK
         thread.pause()
-        if (self.received[device] != OTHER_WORK).any():
-            raise Overwritten(f"memory of device {device} is written to between calls")
+        if (self.rooms[device] != OTHER_WORK).any():
+            raise Overwritten(f"memory of device {device} is written to between programs")
 
-    def _launch(self, device: int, call: int, thread: _Thread) -> None:
+    def _launch(self, device: int, call: int | None, thread: _Thread) -> None:
         """Run a kernel. With less room than CTAs, devices begin with different ones."""
         started: list[_Thread] = []
         running = lambda: sum(not cta.ended for cta in started)  # noqa: E731
-        for number in range(self.count_ctas)[:: -1 if device % 2 else 1]:
+        for number in range(self.shape.ctas)[:: -1 if device % 2 else 1]:
             if self.resident is not None:
                 thread.pause(lambda: running() < self.resident)
             started.append(self.machine.start(device, functools.partial(self._cta, device, number, call)))
         thread.pause(lambda: not running())
 
-    def _cta(self, device: int, number: int, call: int, thread: _Thread) -> None:
+    def _cta(self, device: int, number: int, call: int | None, thread: _Thread) -> None:
+        _current.cta, _current.rooms = self.cta_type(self.machine, thread, device, number, self.semaphores), self.rooms
+        room, table = Ref(self.rooms, device), Ref(self.tables, device)
+        if call is None:
+            self.module.open_room(self.shape.axis_name, self.shape.num_devices, room, table, None)
+            return
         (x, residual), out = self.calls[call], self.outs[call]
-        _current.cta = self.cta_type(self.machine, thread, device, number, self.semaphores)
-        whole = None if residual is None else Ref([residual] * len(x), device)
-        self.body(Ref(list(x), device), whole, Ref(self.received, device), Ref(list(out), device), None)
+        received = Ref([np.zeros((len(x), self.shape.piece), x.dtype)] * len(x), device)
+        self.module.add_piece(
+            self.shape, room, table, Ref(list(x), device), Ref([residual] * len(x), device), Ref(list(out), device), received
+        )
 
 
 def run_calls(
     module: Any,
-    body: Callable[..., None],
-    calls: Sequence[tuple[np.ndarray, np.ndarray | None]],
+    shape: Any,
+    calls: Sequence[tuple[np.ndarray, np.ndarray]],
     *,
-    ctas: int,
+    per_program: int,
     adversary: Any,
     cta_type: type[Cta] = Cta,
     barrier: bool = True,
     resident: int | None = None,
 ) -> list[np.ndarray]:
-    """Run `body(x_ref, residual_ref, received_ref, out_ref, semaphore)` on all devices, for several calls one after the other.
+    """Run `open_room` and `add_piece` of a module on all devices, for several calls one after the other.
 
-    module: where the body's names of Pallas are. calls: of each, the devices' arrays `[devices, size]`, and the residual `[size]` or None.
-    barrier: False leaves XLA's barrier before kernels out. resident: CTAs that a device has room for at once; None: all of a launch.
+    module: `pallas_kernels.all_reduce.mosaic_gpu`. shape: as `add_piece` takes it. calls: of each, the devices' arrays `[devices, size]`,
+    and the residual `[size]`. per_program: calls of a program. barrier: False leaves XLA's barrier out. resident: CTAs that a
+    device has room for at once; None: all of a launch.
 
     Returns for each call what each device has: `[devices, size]`. Raises a `Fault`.
     """
-    options = {"ctas": ctas, "adversary": adversary, "cta_type": cta_type, "barrier": barrier, "resident": resident}
-    return _Streams(module, body, calls, **options).outs
+    options = {"per_program": per_program, "adversary": adversary, "cta_type": cta_type, "barrier": barrier, "resident": resident}
+    return _Streams(module, shape, calls, **options).outs

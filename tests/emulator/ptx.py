@@ -223,6 +223,16 @@ def _load(machine, pointer, space, constant, vector, kind, where=None):
     return [Value(x.view(np.float32), F32, unknown) if kind == "f" else Value(x, I32, unknown) for x, unknown in found]
 
 
+@code(r"ld\.volatile\.global\.v4\.u32 \{\$0, \$1, \$2, \$3\}, \[\$4\];", effects=True)
+def _load_line(machine, pointer):
+    return _load(machine, pointer, "global", "", ".v4", "u")
+
+
+@code(r"st\.volatile\.global\.v4\.b32 \[\$0\], \{\$1, \$2, \$3, \$4\};", effects=True)
+def _store_line(machine, pointer, *words):
+    machine.store(pointer, words, space="global")
+
+
 @code(r"ld\.global\.u(?P<bits>8|16) \$0, \[\$1\];", effects=True)
 def _load_part(machine, pointer, bits):
     return Value(machine.load_part(pointer, int(bits) // 8), I32)

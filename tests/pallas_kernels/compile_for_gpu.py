@@ -1,7 +1,8 @@
 """Compiles calls of Mosaic GPU kernels to machine code for a GPU that need not be there; a process that `conftest.py` starts.
 
 Arguments: the description of the GPU; its compute capability; a pickled dict, name -> (op or function, arrays, static); where to write what
-the assembler said; how many devices. A call that the kernel refuses there has the reason instead.
+the assembler said; how many devices. A call that the kernel refuses there has the reason instead. The optimized programs, by name, are
+written beside, in a file that ends in `.programs`.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ def main(target: str, capability: str, cases: str, found: str, devices: str) -> 
     topology = topologies.get_topology_desc(platform="cuda", target_config=Path(target).read_text(), topology=f"1x1x{devices}")
     mesh = topologies.make_mesh(topology, (int(devices),), ("tensor",))
     sharding, over = NamedSharding(mesh, PartitionSpec()), {"mesh": mesh} if mesh.size > 1 else {}
-    results = {}
+    results, programs = {}, {}
     for name, (op, arrays, static) in pickle.loads(Path(cases).read_bytes()).items():
         kernel = op if callable(op) else paging.implementation(op, "mosaic_gpu")
         function = functools.partial(kernel, **static, **over)
         structs = jax.tree.map(functools.partial(struct, sharding), arrays, is_leaf=lambda x: isinstance(x, tuple))
         try:
             with heard() as said:
-                jax.jit(function).lower(**structs).compile()
+                programs[name] = jax.jit(function).lower(**structs).compile().as_text()
         except NotImplementedError as refused:
             results[name] = str(refused)
             continue
@@ -68,6 +69,7 @@ def main(target: str, capability: str, cases: str, found: str, devices: str) -> 
             sys.exit(f"{name}: the assembler did not say what it did:\n{said[0]}")
         results[name] = [dict(zip(("spill_stores", "spill_loads", "registers"), map(int, kernel), strict=True)) for kernel in kernels]
     Path(found).write_bytes(pickle.dumps(results))
+    Path(found + ".programs").write_bytes(pickle.dumps(programs))
 
 
 if __name__ == "__main__":

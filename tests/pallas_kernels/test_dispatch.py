@@ -212,3 +212,29 @@ def test_what_was_forced_is_logged(caplog, own_kernel):
     with caplog.at_level(logging.INFO, logger="pallas_kernels.dispatch"), dispatch.forced("xla"):
         page_index(jnp.zeros((2, 44, 8)), kind="mean", block_size=4)
     assert [record.getMessage() for record in caplog.records] == ["page_index mean4 keys float32[2, 44, 8]: xla (forced to xla)"]
+
+
+def test_one_op_can_be_forced_alone(caplog):
+    others = {op: dispatch.candidates(op) for op in dispatch.IMPLEMENTATIONS}
+    with dispatch.forced("top_k=reference"):
+        assert dispatch.candidates("top_k") == ("reference",)
+        assert {op: dispatch.candidates(op) for op in others if op != "top_k"} == {op: each for op, each in others.items() if op != "top_k"}
+        assert dispatch.forced_path() == "top_k=reference"
+        with caplog.at_level(logging.INFO, logger="pallas_kernels.dispatch"):
+            assert dispatch.choose("top_k", None, "forced alone") == "reference"
+            assert dispatch.choose("page_index", None, "forced alone") == others["page_index"][0]
+    assert "forced to top_k=reference" in caplog.text
+    assert "page_index forced alone: xla (picked" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("top_k=fast", ValueError, "top_k has"),
+        ("topk=xla", ValueError, "the ops are"),
+        ("all_reduce=mosaic_gpu", NotImplementedError, "there are xla, reference"),
+    ],
+)
+def test_names_of_an_op_that_cannot_be_forced_are_refused(name, kind, said):
+    with pytest.raises(kind, match=said):
+        dispatch.forced(name)

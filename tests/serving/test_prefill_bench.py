@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -11,15 +12,17 @@ import numpy as np
 import pytest
 import typer
 
+from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.prefill import BoundsBlocks, MeasureOnceMaskOnce, SinkWindow, parse_prefill
 from kvjax.serving.bench import prefill as prefill_bench
 from kvjax.serving.bench import prefill_layers, prefill_ops
 from kvjax.serving.bench.decode import SHAPES, config_of
 from kvjax.serving.bench.prefill import PrefillPlan, policies_of, run_prefill_plan, split
-from kvjax.serving.bench.random_model import random_params
+from kvjax.serving.bench.random_model import placed, random_params
 from kvjax.serving.cli import bench as bench_cli
 from kvjax.serving.cli import overlap as overlap_cli
 from kvjax.serving.cli import prefill as prefill_cli
+from kvjax.sharding import place_params
 from pallas_kernels.bench import report
 from pallas_kernels.bench.prefill import report as prefill_report
 from pallas_kernels.bench.prefill import targets as prefill_targets
@@ -479,3 +482,52 @@ def test_one_failure_loses_no_other_row(monkeypatch):
     monkeypatch.setattr(prefill_bench, "_measure", lambda *_: 1 / 0)
     plan = PrefillPlan("tiny", config_of("tiny", dtype="float32"), (128, 256), (parse_prefill("dense"),), 128, 1)
     assert [row["failed"] for row in run_prefill_plan(plan)] == ["ZeroDivisionError: division by zero"] * 2
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((4, 1), marks=pytest.mark.long), pytest.param((1, 4), marks=pytest.mark.long)])
+def test_a_prompt_on_a_mesh_has_the_logits_of_one_device(sizes, monkeypatch):
+    """In chunks whose tables are wider and wider, as those of long prompts are."""
+    monkeypatch.setattr(prefill_bench, "staged_width", lambda pages: -(-pages // 4) * 4)
+    policies = *policies_of("dense"), BoundsBlocks(k=1, window_tokens=128, dense_below=0)
+    shape, params = ("tiny", config_of("tiny", dtype="float32"), (700,), policies, 256, 1, None, None), None
+    found = {}
+    for mesh_sizes in ((1, 1), sizes):
+        plan = PrefillPlan(*shape, *mesh_sizes)
+        decoder, shards = TransformerDecoder(plan.config), plan.shards(700)
+        params = random_params(plan.config) if params is None else place_params(decoder, params, shards)
+        for policy in plan.policies:
+            cache = prefill_bench.empty_cache(plan, 700, policy)
+            tables = prefill_bench._tables(plan, cache, 700)
+            assert len(tables) == (1 if mesh_sizes[1] == 1 else 2)
+            for last, *operands in prefill_bench._chunks(plan, 700):
+                given = prefill_bench.with_tables(cache, tables[prefill_bench._width(plan, last, 700)], shards)
+                given = given.replace(lengths=placed(shards, np.array([last], np.int32)))
+                static = decoder, policy, prefill_bench.indexes_of(policy)
+                logits, cache, _ = prefill_bench.prefill_step(*static, params, given, *placed(shards, operands), shards=shards)
+            found[mesh_sizes, policy] = np.asarray(logits)
+    for policy in plan.policies:
+        one, several = found[(1, 1), policy], found[sizes, policy]
+        assert np.abs(several[:, : one.shape[1]] - one).max() <= 1e-5 * np.abs(one).max()
+    one, other = (found[(1, 1), policy] for policy in plan.policies)
+    assert np.abs(one - other).max() > 1e-3 * np.abs(one).max(), "the policies read the same"
+
+
+@pytest.mark.long
+def test_rows_of_a_mesh_say_so():
+    plan = PrefillPlan("tiny", config_of("tiny", dtype="float32"), (300,), policies_of("dense"), 256, 1, None, None, 2, 2)
+    alone = dataclasses.replace(plan, tensor=1, context=1)
+    (row,), (other,) = (list(run_prefill_plan(each)) for each in (plan, alone))
+    assert (row["tensor"], row["context"], other["tensor"], other["context"]) == (2, 2, 1, 1)
+    assert 0.25 < row["held_bytes"] / other["held_bytes"] < 0.6, "of one device"
+    lines = prefill_report.time_table([row, other]).splitlines()
+    assert "dense, tensor 2 context 2" in lines[2]
+    assert lines[2].split("|")[8].strip() == "1.00", "compared with dense on the same mesh"
+
+
+def test_meshes_that_cannot_be_are_refused_or_skipped():
+    shape = "tiny", config_of("tiny", dtype="float32"), (300,), policies_of("dense"), 256, 1
+    (row,) = run_prefill_plan(PrefillPlan(*shape, context=16))
+    assert row["skipped"] == "the mesh needs 16 devices, and there are 8"
+    for changed, said in (({"tensor": 3}, "tensor=3"), ({"context": 3}, "context is 3"), ({"tensor": 2, "weights": "int8"}, "one device")):
+        with pytest.raises(ValueError, match=said):
+            PrefillPlan(*shape, **changed)

@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 from pallas_kernels.bench.formats import estimate, markdown, tokens_text
-from pallas_kernels.bench.results import packed_text
+from pallas_kernels.bench.results import mesh_text, packed_text
 
 Row = dict[str, Any]
 OP_COLUMNS = ("op", "shape", "tokens", "policy", "path", "ms", "TFLOP/s", "of peak", "TB/s")
@@ -103,11 +103,12 @@ def steps_table(rows: Sequence[Row]) -> str:
 
 def time_cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
     """The cells of `TIME_COLUMNS`. rows: all rows, to find the dense one of the same prompt."""
-    first = row["shape"], tokens_text(row["tokens"]), row["policy"] + packed_text(row), f"{row['chunk']:,}"
+    first = row["shape"], tokens_text(row["tokens"]), row["policy"] + mesh_text(row) + packed_text(row), f"{row['chunk']:,}"
     if "median_s" not in row:
         return *first, row.get("skipped") or f"FAILED {row['failed']}", *[""] * (len(TIME_COLUMNS) - 5)
     place = ("shape", "tokens", "layers", "chunk", "weights", "cache_format")  # older rows lack the last two
-    dense = next((r for r in rows if r["policy"] == "dense" and "median_s" in r and all(r.get(k) == row.get(k) for k in place)), None)
+    alike = (r for r in rows if all(r.get(k) == row.get(k) for k in place) and mesh_text(r) == mesh_text(row))
+    dense = next((r for r in alike if r["policy"] == "dense" and "median_s" in r), None)
     return (
         *first,
         ", ".join(sorted(set(row["path"].values()))),
@@ -139,7 +140,8 @@ def split_table(rows: Sequence[Row]) -> str:
         together = {name: sum(of.get(name, 0.0) for of in parts) / len(parts) for name in names}
         total = sum(together.values())
         shares = (f"{seconds * 1e3:,.1f} ({seconds / total:.0%})" for seconds in together.values())
-        lines.append((row["shape"], tokens_text(row["tokens"]), row["policy"] + packed_text(row), f"{total * 1e3:,.1f}", *shares))
+        name = row["policy"] + mesh_text(row) + packed_text(row)
+        lines.append((row["shape"], tokens_text(row["tokens"]), name, f"{total * 1e3:,.1f}", *shares))
     return markdown(("shape", "tokens", "policy", "ms a chunk", *names), lines)
 
 
