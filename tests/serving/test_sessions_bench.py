@@ -6,13 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from tiny_models import make_model
 
 from kvjax import Engine, SessionRuntime
-from kvjax.serving.bench.agents import TRACE, Spread, Turn, Work
+from kvjax.serving.bench.agents import TRACE, Spread, Turn, Work, counted, drawn
 from kvjax.serving.bench.session_costs import Tokens, Turns, idle_rows, tokens_row, turn_rows
 from kvjax.serving.bench.session_load import BUCKET_S, Load, Polled, Watched, _buckets, gates, load_row, page_of
 from kvjax.serving.session.desk import ServerOptions
@@ -55,6 +57,9 @@ def test_a_short_run_through_the_client():
     assert row["generated"] == pytest.approx(row["generated_per_s"] * row["wall_s"])
     assert 0 < row["first_s"]["p50"] <= row["first_s"]["p95"] <= row["turn_s"]["p95"]
     assert row["buckets"][1]["kv_peak_bytes"] > 0
+    assert row["workload"]["repeat_s"] == row["buckets"][0]["to_s"]
+    if Path("/proc/self/stat").exists():
+        assert 0 < watched.cpu_seconds() <= time.process_time() + 1.0
     assert row["appended"] <= row["prefilled"]
     assert len(scheduling.TABLES["sessions"][0]) == len(scheduling.sessions_cells(json.loads(json.dumps(row))))
 
@@ -63,7 +68,7 @@ def made_run(kv=(100, 104, 96), turn=(1.0, 1.1, 1.2), seconds=3 * BUCKET_S, proc
     """Buckets with these peaks and latencies, as a run of so long gives them."""
     step = seconds / 3
     seen = enumerate(zip(kv, process, needed, strict=True))
-    polled = [Polled(number * step + 1, {"session_kv_live_bytes": peak}, *others) for number, (peak, *others) in seen]
+    polled = [Polled(number * step + 1, {"session_kv_live_bytes": peak}, *others, cpu_s=0.0) for number, (peak, *others) in seen]
     turns = [Turn(number * step + 1, each / 2, each, (0.1,), 1, 1) for number, each in enumerate(turn)]
     return _buckets(turns, 0.0, polled, seconds)
 
@@ -107,21 +112,18 @@ def pages_over_time(seed, agents, seconds, work):
     """Pages that histories fill, second by second, where agents do as `Agent` does and no server leaks: a turn takes 0.6 s, and 30 ms for
     each generated token."""
     random, total = np.random.default_rng(seed), np.zeros(seconds)
-
-    def count(spread):
-        return max(1, min(work.history // 4, round(work.tokens * spread.draw(random))))
-
-    for _ in range(agents):
-        now, length = 0.0, int(random.uniform(0.1, 0.9) * work.history)
+    for number in range(agents):
+        now, begun, turn, length = 0.0, 0.0, 0, int(random.uniform(0.1, 0.9) * work.history)
         while now < seconds:
-            spread = TRACE.tool_s if random.random() < TRACE.tool_steps else TRACE.human_s
-            began = now
-            now += min(work.longest_wait_s, spread.draw(random))
+            if now - begun >= work.repeat_s:
+                begun, turn = begun + work.repeat_s, 0
+            this, began = drawn(work, 100 * seed + number, turn), now
+            turn, now = turn + 1, now + this.wait_s
             total[int(began) : int(now)] += -(-length // 128)
             if length >= 0.95 * work.history:
-                length = count(TRACE.append)
-            appended = min(count(TRACE.append), max(1, (work.history - length) // 2))
-            output = min(count(TRACE.output), max(1, work.history - length - appended))
+                length = counted(work, TRACE.append, random)
+            appended = min(this.appended, max(1, (work.history - length) // 2))
+            output = min(this.output, max(1, work.history - length - appended))
             began, length = now, length + appended
             now += 0.6 + 0.03 * output
             total[int(began) : int(now)] += -(-length // 128)
@@ -131,12 +133,39 @@ def pages_over_time(seed, agents, seconds, work):
 
 def test_peaks_differ_by_chance_without_a_leak():
     """So that a bound on their drift says little about leaks, for the load of docs/sessions.md."""
-    work, drifts = Work(1.0, 30.0, 1 / 16, 4096, 10), []
+    work, drifts = Work(1.0, 30.0, 1 / 16, 4096, 10, 600.0), []
     for seed in range(20):
         peaks = pages_over_time(seed, 6, 1800, work).reshape(3, 600).max(1)
         drifts.append(np.abs(peaks / peaks[0] - 1).max())
     assert np.median(drifts) == pytest.approx(0.1, abs=0.03)
     assert np.mean(np.array(drifts) < 0.05) < 0.35
+
+
+def test_each_bucket_has_the_work_of_the_first():
+    """Only then does the median latency of a turn say something about the server: of turns that are drawn anew, the medians of buckets of 280
+    turns differ by more than our 5% in most runs."""
+    work, turns = Work(1.0, 30.0, 1 / 16, 4096, 10, 600.0), 47
+    sizes = [[drawn(work, agent, turn) for turn in range(turns)] for agent in range(6)]
+    assert sizes == [[drawn(work, agent, turn) for turn in range(turns)] for agent in range(6)]
+    assert len({each for agent in sizes for each in agent}) > 0.99 * 6 * turns
+
+    def latency(agents):
+        return np.median([0.6 + 0.03 * drawn(work, agent, turn).output for agent in agents for turn in range(turns)])
+
+    drifts = [latency(range(first + 6, first + 12)) / latency(range(first, first + 6)) - 1 for first in range(0, 240, 12)]
+    assert np.mean(np.abs(drifts) > 0.05) > 0.5
+
+
+def test_drift_that_other_programs_do_not_cause_is_told_beside():
+    buckets = made_run()
+    for bucket, (generated, prefilled, cpu) in zip(buckets, ((10, 30, 8.0), (1, 1, 1.0), (20, 15, 14.0)), strict=True):
+        bucket |= {"turns": 5, "generated": generated, "prefilled": prefilled, "server_cpu_s": cpu}
+    beside = decided(buckets)["gates"]["G2"]["beside"]
+    assert beside == {"generated_per_turn": 1.0, "prefilled_per_turn": -0.5, "server_cpu_per_token": pytest.approx(14 / 35 / (8 / 40) - 1)}
+    buckets[0]["server_cpu_s"] = 0.0
+    assert decided(buckets)["gates"]["G2"]["beside"]["server_cpu_per_token"] is None
+    buckets[-1]["turns"] = 0
+    assert set(decided(buckets)["gates"]["G2"]["beside"].values()) == {None}
 
 
 def test_only_half_an_hour_decides_memory_and_latency():
@@ -152,7 +181,6 @@ def test_only_half_an_hour_decides_memory_and_latency():
 def test_sizes_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="at least 64"):
         Load("needle", (1,), 1.0, "dense", **{**SIZES, "history": 10})
-    assert Work(1.0, 1.0, 1.0, 100, 10).trace is TRACE
 
 
 @pytest.mark.long
