@@ -142,8 +142,8 @@ def test_peaks_differ_by_chance_without_a_leak():
 
 
 def test_each_bucket_has_the_work_of_the_first():
-    """Only then does the median latency of a turn say something about the server: of turns that are drawn anew, the medians of buckets of 280
-    turns differ by more than our 5% in most runs."""
+    """Only then does the median latency of a turn say something about the server. Where turns are drawn anew, the medians of 280 of them
+    differ by more than our 5% in most runs."""
     work, turns = Work(1.0, 30.0, 1 / 16, 4096, 10, 600.0), 47
     sizes = [[drawn(work, agent, turn) for turn in range(turns)] for agent in range(6)]
     assert sizes == [[drawn(work, agent, turn) for turn in range(turns)] for agent in range(6)]
@@ -214,7 +214,7 @@ def test_a_step_beside_idle_sessions_is_timed_while_they_are_there():
         assert row["through_grpc"]["gap_p50_s"] == pytest.approx((first["gap_p50_s"] + second["gap_p50_s"]) / 2)
         assert min(first["gap_p50_s"], first["server_cpu_s"]) > 0
         assert len(columns) == len(cells(json.loads(json.dumps(row))))
-    assert scheduling.made("session-idle", rows + rows).count("tiny, 1 layers") == 3
+    assert scheduling.made("session-idle", rows + rows).count("tiny, 1 layer,") == 3
     with pytest.raises(ValueError, match="at least 1 session, got 0"):
         next(idle_rows(dataclasses.replace(plan, idle=0)))
 
