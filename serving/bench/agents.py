@@ -86,12 +86,12 @@ class Drawn:
 def drawn(work: Work, agent: int, turn: int) -> Drawn:
     """What an agent's turn is: the same for the same numbers, whatever came before."""
     random, trace = np.random.default_rng([7, agent, turn]), work.trace
-    appended, output = (counted(work, spread, random) for spread in (trace.append, trace.output))
+    appended, output = (token_count(work, spread, random) for spread in (trace.append, trace.output))
     spread = trace.tool_s if random.random() < trace.tool_steps else trace.human_s
     return Drawn(appended, output, min(work.longest_wait_s, work.times * spread.draw(random)))
 
 
-def counted(work: Work, spread: Spread, random: np.random.Generator) -> int:
+def token_count(work: Work, spread: Spread, random: np.random.Generator) -> int:
     """A number of tokens: at least 1, at most a quarter of the longest history."""
     return max(1, min(work.history // 4, round(work.tokens * spread.draw(random))))
 
@@ -153,7 +153,7 @@ class Agent(threading.Thread):
                 except SessionError as error:
                     self.errors[type(error).__name__] += 1
                     self._stopped.wait(1.0)
-                first = counted(work, work.trace.append, random)
+                first = token_count(work, work.trace.append, random)
 
     def _turn(self, session: Session, this: Drawn) -> None:
         room = self._work.history - session.length

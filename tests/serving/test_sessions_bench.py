@@ -14,8 +14,8 @@ import pytest
 from tiny_models import make_model
 
 from kvjax import Engine, SessionRuntime
-from kvjax.serving.bench.agents import TRACE, Spread, Turn, Work, counted, drawn
-from kvjax.serving.bench.session_costs import Tokens, Turns, idle_rows, tokens_row, turn_rows
+from kvjax.serving.bench.agents import TRACE, Spread, Turn, Work, drawn, token_count
+from kvjax.serving.bench.session_costs import SPARE, Tokens, Turns, counted, idle_rows, tokens_row, turn_rows
 from kvjax.serving.bench.session_load import BUCKET_S, Load, Polled, Watched, _buckets, gates, load_row, page_of
 from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.metrics import Metrics
@@ -121,7 +121,7 @@ def pages_over_time(seed, agents, seconds, work):
             turn, now = turn + 1, now + this.wait_s
             total[int(began) : int(now)] += -(-length // 128)
             if length >= 0.95 * work.history:
-                length = counted(work, TRACE.append, random)
+                length = token_count(work, TRACE.append, random)
             appended = min(this.appended, max(1, (work.history - length) // 2))
             output = min(this.output, max(1, work.history - length - appended))
             began, length = now, length + appended
@@ -183,6 +183,15 @@ def test_sizes_that_make_no_sense_are_refused():
         Load("needle", (1,), 1.0, "dense", **{**SIZES, "history": 10})
 
 
+def test_rounds_in_which_something_was_compiled_do_not_count():
+    compiled, heard = (9, 0, 2, 0, 0, 0), []
+    found = counted(3, lambda number: {"number": number, "compiled": compiled[number]}, heard.append, "rounds")
+    assert [each["number"] for each in found] == [1, 3, 4]
+    assert [said.endswith("; not counted") for said in heard] == [True, False, True, False, False]
+    with pytest.raises(RuntimeError, match=f"in so many of {2 + SPARE} rounds that only 0 of 2 count"):
+        counted(2, lambda number: {"compiled": 1}, heard.append, "rounds")
+
+
 @pytest.mark.long
 def test_costs_of_tokens_are_what_was_counted():
     """A server in a process of its own. CPU time that is used in it, or by the clients, and not by the engine alone, is overhead."""
@@ -192,6 +201,7 @@ def test_costs_of_tokens_are_what_was_counted():
     assert 3 <= told["messages"] - 3 <= 18  # and one at the end of each
     assert min(engine["cpu_s"], told["server_cpu_s"], told["client_cpu_s"], told["gap_p50_s"]) > 0
     assert row["tokens_per_s"] == pytest.approx(18 / told["seconds"])
+    assert told["compiled"] == row["engine"]["compiled"] == 0
     beyond = told["server_cpu_s"] + told["client_cpu_s"] - row["engine"]["cpu_s"]
     assert row["overhead_s"] == pytest.approx(beyond / 18)
     columns, cells = scheduling.TABLES["session-tokens"]
