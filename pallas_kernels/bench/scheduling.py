@@ -35,10 +35,12 @@ def host_cells(row: Row) -> tuple[str, ...]:
 
 
 def sessions_cells(row: Row) -> tuple[str, ...]:
-    """Cells with tokens per second, milliseconds, and the gates that hold, fail, or were not decided."""
+    """Cells with tokens per second, milliseconds, and the gates that hold, fail, or were not decided. "not ours": it holds by the paper's
+    number, but not by our own."""
     milli = (f"{row[name][each] * 1e3:,.1f}" if row[name] else "" for name in ("first_s", "gap_s") for each in ("p50", "p95", "p99"))
     held = {True: "", False: " fails", None: " not run"}
-    told = ", ".join(f"{name}{held[gate['holds']]}" for name, gate in sorted(row["gates"].items()))
+    ours = {name: " (not ours)" for name, gate in row["gates"].items() if gate["holds"] and not gate.get("ours", True)}
+    told = ", ".join(f"{name}{held[gate['holds']]}{ours.get(name, '')}" for name, gate in sorted(row["gates"].items()))
     rates = f"{row['generated_per_s']:,.1f}", f"{row['prefilled_per_s']:,.1f}"
     return row["model"], f"`{row['policy']}`", f"{row['agents']}", f"{row['minutes']:g}", f"{row['turns']:,}", *rates, *milli, told
 
@@ -265,6 +267,23 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
     "programs": (("shape", "job", "programs", "most of them"), programs_cells),
 }
 """`bench` of a result -> columns, and the function that makes the cells of a row."""
+
+
+BUCKETS = ("minutes", "turns", "generated of a turn", "prefilled", "turn ms, p50", "p95", "gap ms, p50", "server's CPU ms of a token")
+BUCKETS += ("most pages, MB", "process, MB")
+
+
+def session_buckets(rows: list[Row]) -> str:
+    """The buckets of the last run of agents, for a document: what gates G1 and G2 are computed from."""
+    lines = []
+    for bucket in rows[-1]["buckets"]:
+        turns, tokens = max(1, bucket["turns"]), max(1, bucket["generated"] + bucket["prefilled"])
+        work = f"{bucket['turns']:,}", f"{bucket['generated'] / turns:.1f}", f"{bucket['prefilled'] / turns:.1f}"
+        times = [f"{1e3 * bucket[name][each]:,.1f}" for name, each in (("turn_s", "p50"), ("turn_s", "p95"), ("gap_s", "p50"))]
+        sizes = (f"{bucket[name] / 1e6:,.1f}" for name in ("kv_peak_bytes", "process_peak_bytes"))
+        cpu = f"{1e3 * bucket['server_cpu_s'] / tokens:.2f}"
+        lines.append((f"{bucket['from_s'] / 60:g} to {bucket['to_s'] / 60:g}", *work, *times, cpu, *sizes))
+    return markdown(BUCKETS, lines)
 
 
 def made(kind: str, rows: list[Row]) -> str:
