@@ -76,6 +76,16 @@ class Polled(NamedTuple):
     cpu_s: float
 
 
+LIVE = "session_kv_live_bytes"
+
+
+def note(polled: list[Polled], latest: Polled) -> None:
+    """Add a look. Of those between the first and the latest, only the metric that buckets need is kept: four hours have 14,400 looks."""
+    if len(polled) > 1:
+        polled[-1] = polled[-1]._replace(metrics={LIVE: polled[-1].metrics[LIVE]})
+    polled.append(latest)
+
+
 class Watched:
     """A server that is loaded. address: of gRPC. vocab_size: of its model. page: tokens of a page, and its bytes in all layer groups. pid:
     of its process."""
@@ -203,7 +213,7 @@ def load_row(load: Load, count: int, server: Watched) -> dict[str, Any]:
     seconds = 60.0 * load.minutes
     work = Work(load.times, load.longest_wait_s, load.tokens, load.history, server.vocab_size, _bucket_seconds(seconds))
     polled: list[Polled] = []
-    agents = run_agents(count, server.address, work, seconds, lambda agents: polled.append(server.poll(agents)))
+    agents = run_agents(count, server.address, work, seconds, lambda agents: note(polled, server.poll(agents)))
     (began, before, *_), (ended, after, *_) = polled[0], polled[-1]
     wall = ended - began
     counted = {name: value - before.get(name, 0.0) for name, value in after.items()}
@@ -254,7 +264,7 @@ def _buckets(turns: list[Turn], began: float, polled: list[Polled], seconds: flo
         bucket |= {"first_s": _spread([turn.first_s for turn in inside]), "turn_s": _spread([turn.whole_s for turn in inside])}
         bucket["gap_s"] = _spread([gap for turn in inside for gap in turn.gaps])
         bucket |= {"prefilled": sum(turn.prefilled for turn in inside), "server_cpu_s": seen[-1].cpu_s - seen[0].cpu_s if seen else 0.0}
-        live = [(each.metrics["session_kv_live_bytes"], each.needed) for each in seen]
+        live = [(each.metrics[LIVE], each.needed) for each in seen]
         bucket["kv_peak_bytes"] = max((held for held, _ in live), default=0.0)
         bucket["kv_unaccounted_bytes"] = max((held - needed for held, needed in live if held > needed), default=0.0)
         bucket["process_peak_bytes"] = max((each.resident for each in seen), default=0)

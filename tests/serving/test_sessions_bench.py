@@ -16,7 +16,7 @@ from tiny_models import make_model
 from kvjax import Engine, SessionRuntime
 from kvjax.serving.bench.agents import TRACE, Spread, Turn, Work, drawn, token_count
 from kvjax.serving.bench.session_costs import SPARE, Tokens, Turns, counted, idle_rows, tokens_row, turn_rows
-from kvjax.serving.bench.session_load import BUCKET_S, Load, Polled, Watched, _buckets, gates, load_row, page_of
+from kvjax.serving.bench.session_load import BUCKET_S, Load, Polled, Watched, _buckets, gates, load_row, note, page_of
 from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.metrics import Metrics
 from kvjax.serving.session.server import Server
@@ -81,6 +81,18 @@ def decided(buckets, seconds=3 * BUCKET_S, violations=0.0, calls=3, through=3, l
     after |= {"kv_pages['device']": left, "kv_pages['host']": 0.0, "kv_pages['disk']": 0.0}
     counted = {"rpc_total['Generate', 'OK']": calls, "rpc_total['AppendTokens', 'OK']": 50}
     return gates(seconds, buckets, after, counted, [Counted([None] * through, {})])
+
+
+def test_only_the_first_and_the_last_look_keep_all_metrics():
+    polled = []
+    for number in range(4):
+        note(polled, Polled(number, {"session_kv_live_bytes": number, "other": 1}, 0, 0, 0.0))
+    assert [(each.metrics["session_kv_live_bytes"], "other" in each.metrics) for each in polled] == [
+        (0, True),
+        (1, False),
+        (2, False),
+        (3, True),
+    ]
 
 
 def test_gates_hold_and_fail_by_their_numbers():
