@@ -20,6 +20,7 @@ import numpy as np
 from kvjax.client import Client, Session
 from kvjax.policies.decode import parse
 from kvjax.serving.bench.session_load import PAGE_SIZE, ServerProcess, page_of
+from pallas_kernels.bench.results import device_here, provenance
 
 if TYPE_CHECKING:
     from kvjax.serving.bench.compiling import Compiled
@@ -30,13 +31,13 @@ SPARE = 4
 """Rounds beyond those that count: the first one, and others in which programs were compiled."""
 
 
-def counted(rounds: int, run: Callable[[int], dict[str, Any]], say: Say, what: str) -> list[dict[str, Any]]:
-    """What `rounds` calls of `run` return, by number. The first call does not count, nor one in which a program was compiled ("compiled").
-    RuntimeError if there are still such calls after `SPARE`."""
+def counted(rounds: int, run: Callable[[int], dict[str, Any]], say: Say, what: str, *, warm: bool = False) -> list[dict[str, Any]]:
+    """What `rounds` calls of `run` return, by number. The first call does not count, unless all is `warm`, nor one in which a program was
+    compiled ("compiled"). RuntimeError if there are still such calls after `SPARE`."""
     found: list[dict[str, Any]] = []
     for number in range(rounds + SPARE):
         told = run(number)
-        counts = bool(number) and not told["compiled"]
+        counts = (number > 0 or warm) and not told["compiled"]
         figures = ", ".join(f"{name} {value:.4g}" for name, value in told.items() if isinstance(value, int | float))
         say(f"{what}, round {number}: {figures}{'' if counts else '; not counted'}")
         found += [told] if counts else []
@@ -100,7 +101,7 @@ def tokens_row(plan: Tokens, say: Say = lambda what: None) -> dict[str, Any]:
         say(f"{plan.sessions} sessions")
         told = counted(plan.rounds, lambda number: sessions_round(plan, server, number), say, f"{plan.sessions} sessions")
         alone += [server.ask("engine")]
-    row = dataclasses.asdict(plan) | {"op": "session-tokens"}
+    row = dataclasses.asdict(plan) | {"op": "session-tokens", "provenance": provenance(server.device)}
     engine = {name: _median(alone, name) for name in alone[0]}
     sessions = {name: _median(told, name) for name in told[0]}
     row |= {"engine": engine, "through_grpc": sessions, "rounds_of_engine": alone, "rounds_through_grpc": told}
@@ -138,7 +139,8 @@ def idle_rows(plan: Tokens, say: Say = lambda what: None) -> Iterator[dict[str, 
                 "held": held,
                 "rounds_through_grpc": told,
             }
-            yield row | {"through_grpc": {name: _median(told, name) for name in told[0]}}
+            medians = {name: _median(told, name) for name in told[0]}
+            yield row | {"through_grpc": medians, "provenance": provenance(server.device)}
 
 
 def _median(rounds: list[dict[str, float]], name: str) -> float:
@@ -269,7 +271,7 @@ def _serve(pipe: Any, engine: Any, slots: int, words: dict[str, Callable[[Any], 
     runtime = SessionRuntime(engine, slots=slots, capacity=slots + idle + 8, observe=metrics.observe)
     server = Server(runtime, metrics, ServerOptions(port=0, http_port=0, max_calls=slots + 16))
     server.start()
-    pipe.send((server.port, server.http_port, engine.config.vocab_size, page_of(engine)))
+    pipe.send((server.port, server.http_port, engine.config.vocab_size, page_of(engine), device_here()))
     while (word := pipe.recv()) != "end":
         pipe.send(words[word](runtime))
     server.stop(0.0)
@@ -306,8 +308,8 @@ def turn_rows(plan: Turns, say: Say = lambda what: None) -> Iterator[dict[str, A
     """Seconds from the append to the first token in the client: with the session's pages on the device ("resident"), in host memory
     ("demoted"), and the same turn where nothing was kept: a new session of the whole history ("again"). Medians of rounds.
 
-    The first turn of a kind does not count, nor one in which the server compiled a program. filled_s: until the first token after the
-    history came in, with what had to be compiled.
+    The first resident and the first demoted turn do not count, nor one in which the server compiled a program. filled_s: until the first
+    token after the history came in, with what had to be compiled.
     """
     say("the server starts")
     with ServerProcess(serve_turns, plan) as server, Client(server.address, timeout_s=600.0) as client:
@@ -318,7 +320,7 @@ def turn_rows(plan: Turns, say: Say = lambda what: None) -> Iterator[dict[str, A
 
         def row(kind: str, turns: list[dict[str, Any]]) -> dict[str, Any]:
             figures = {"op": "session-turn", "kind": kind, "first_s": _median(turns, "first_s"), "filled_s": filled["first_s"]}
-            return dataclasses.asdict(plan) | figures | {"turns": turns}
+            return dataclasses.asdict(plan) | figures | {"turns": turns, "provenance": provenance(server.device)}
 
         say(f"a history of {plan.history:,} tokens is prefilled")
         history = drawn(plan.history)
@@ -330,6 +332,8 @@ def turn_rows(plan: Turns, say: Say = lambda what: None) -> Iterator[dict[str, A
             def turn(kind: str) -> dict[str, Any]:
                 if kind == "demoted":
                     server.ask("demote")
+                if (there := session.info().demoted) != (kind == "demoted"):
+                    raise RuntimeError(f"a turn of kind {kind!r} begins with pages {'in host memory' if there else 'on the device'}")
                 new = drawn(plan.appended)
 
                 def appended() -> Session:
@@ -347,7 +351,7 @@ def turn_rows(plan: Turns, say: Say = lambda what: None) -> Iterator[dict[str, A
             with contextlib.ExitStack() as open_:
                 return _first(server, plan.answer, lambda: open_.enter_context(client.create_session(history)))[0]
 
-        yield row("again", counted(plan.rounds, anew, say, "again"))
+        yield row("again", counted(plan.rounds, anew, say, "again", warm=True))
 
 
 def _first(server: ServerProcess, count: int, begin: Callable[[], Session]) -> tuple[dict[str, float], list[int]]:

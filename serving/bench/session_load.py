@@ -21,6 +21,7 @@ import numpy as np
 
 from kvjax.client import Client
 from kvjax.serving.bench.agents import TRACE, Agent, Turn, Work, run_agents
+from pallas_kernels.bench.results import device_here, provenance
 
 BUCKETS = 3
 BUCKET_S = 600.0
@@ -62,7 +63,7 @@ def load_rows(load: Load, say: Callable[[str], None] = lambda what: None) -> Ite
         say(f"{count} agents: the server compiles")
         with ServerProcess(serve, load, count) as server:
             say(f"{count} agents for {load.minutes:g} minutes")
-            yield load_row(load, count, server)
+            yield load_row(load, count, server) | {"provenance": provenance(server.device)}
 
 
 class Polled(NamedTuple):
@@ -87,11 +88,11 @@ def note(polled: list[Polled], latest: Polled) -> None:
 
 
 class Watched:
-    """A server that is loaded. address: of gRPC. vocab_size: of its model. page: tokens of a page, and its bytes in all layer groups. pid:
-    of its process."""
+    """A server that is loaded. address: of gRPC. vocab_size: of its model. page: tokens of a page, and its bytes in all layer groups.
+    device: what its process computes on (`device_here`). pid: of that process."""
 
-    def __init__(self, port: int, http_port: int, vocab_size: int, page: tuple[int, int], pid: int):
-        self.address, self.vocab_size, self._page = f"127.0.0.1:{port}", vocab_size, page
+    def __init__(self, port: int, http_port: int, vocab_size: int, page: tuple[int, int], device: dict[str, Any], *, pid: int):
+        self.address, self.vocab_size, self._page, self.device = f"127.0.0.1:{port}", vocab_size, page, device
         self._http_port, self._pid = http_port, pid
 
     def metrics(self) -> dict[str, float]:
@@ -203,7 +204,7 @@ def serve(pipe: Any, load: Load, agents: int) -> None:
     runtime = SessionRuntime(engine, slots=load.max_batch, capacity=agents + 8, observe=metrics.observe)
     server = Server(runtime, metrics, ServerOptions(port=0, http_port=0, max_calls=agents + 16, model_name="bench"))
     server.start()
-    pipe.send((server.port, server.http_port, made.config.vocab_size, page_of(engine)))
+    pipe.send((server.port, server.http_port, made.config.vocab_size, page_of(engine), device_here()))
     pipe.recv()
     server.stop(0.0)
 

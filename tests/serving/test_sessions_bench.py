@@ -21,6 +21,7 @@ from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.metrics import Metrics
 from kvjax.serving.session.server import Server
 from pallas_kernels.bench import scheduling
+from pallas_kernels.bench.results import device_here, provenance
 
 SIZES = {"history": 200, "tokens": 1 / 64, "times": 0.0, "longest_wait_s": 1.0, "max_batch": 4, "pages": None, "chunk": 32}
 SIZES |= {"dtype": "float32", "layers": None}
@@ -43,7 +44,7 @@ def test_a_short_run_through_the_client():
     server = Server(SessionRuntime(engine, slots=4, observe=metrics.observe), metrics, ServerOptions(port=0, http_port=0))
     server.start()
     try:
-        watched = Watched(server.port, server.http_port, engine.config.vocab_size, page_of(engine), os.getpid())
+        watched = Watched(server.port, server.http_port, engine.config.vocab_size, page_of(engine), device_here(), pid=os.getpid())
         row = load_row(Load("tiny", (2,), 0.05, "dense", **SIZES), 2, watched)
     finally:
         server.stop(0.0)
@@ -203,6 +204,8 @@ def test_rounds_in_which_something_was_compiled_do_not_count():
     found = counted(3, lambda number: {"number": number, "compiled": compiled[number]}, heard.append, "rounds")
     assert [each["number"] for each in found] == [1, 3, 4]
     assert [said.endswith("; not counted") for said in heard] == [True, False, True, False, False]
+    warm = counted(1, lambda number: {"number": number, "compiled": 0}, heard.append, "rounds", warm=True)
+    assert [each["number"] for each in warm] == [0]
     with pytest.raises(RuntimeError, match=f"in so many of {2 + SPARE} rounds that only 0 of 2 count"):
         counted(2, lambda number: {"compiled": 1}, heard.append, "rounds")
 
@@ -228,6 +231,9 @@ def test_costs_of_tokens_are_what_was_counted():
 def test_a_step_beside_idle_sessions_is_timed_while_they_are_there():
     plan = Tokens("tiny", 1, "float32", "dense", sessions=1, prompt=20, answer=4, rounds=2, chunk=128, idle=5)
     rows = list(idle_rows(plan))
+    told = [row.pop("provenance") for row in rows]  # the server's, so that this process takes no memory of the device
+    assert [{name: each[name] for name in device_here()} for each in told] == [device_here()] * 3
+    assert set(told[0]) == set(provenance())
     assert [(row["open"], row["held"]) for row in rows] == [
         (0, {"sessions": 0, "pages": 0}),
         (5, {"sessions": 5, "pages": 5}),
