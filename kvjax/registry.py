@@ -44,6 +44,7 @@ PREFILL_FORMS = (
 """Names of policies, for messages and for the help of commands, which must not import JAX."""
 
 _IN_FILE = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)(?::(?P<args>.*))?", re.DOTALL)
+_FORM = re.compile(r"[^,(]+(?:\([^()]*\))?")
 _NAME = re.compile(r"[A-Za-z][\w-]*")
 _files: dict[tuple[Path, str], ModuleType] = {}
 """Files loaded so far, by path and SHA-256. An unchanged file gives the same class again, so its policies are equal."""
@@ -57,6 +58,11 @@ LARGEST = 2**31 - 1
 def lives_in(kind: str, word: str, module: str, name: str) -> None:
     """Let `word` and `word:ARGS` of one kind of policy stand for `name()` and `name("ARGS")` of a module, imported when first named."""
     _homes[kind, word] = module, name
+
+
+def plain(forms: str) -> str:
+    """Known names without what explains them."""
+    return re.sub(r" \([^()]*\)", "", forms)
 
 
 class Registry:
@@ -95,13 +101,19 @@ class Registry:
         with the user's own policy."""
         if not isinstance(name, str):
             if not hasattr(name, self.parts[0]):
-                raise ValueError(f"{name!r} is neither a {self.kind} nor a {self.kind}'s name; names are {self.forms}")
+                raise ValueError(f"{name!r} is neither a {self.kind} nor a {self.kind}'s name; names are {plain(self.forms)}")
             self.check(name)
             return name
         policy = self.built_in(text := name.strip()) or self.find(text)
         if policy is None:
-            raise ValueError(f"{self.kind} {name!r} is not understood{self._hint(text) or f'; there are {self.forms}'}")
+            raise ValueError(f"{self.kind} {name!r} is not understood{self._hint(text) or self._known(text)}")
         return policy
+
+    def _known(self, name: str) -> str:
+        """What to write in place of an unknown name: the forms that begin with its word if there are some, else all, in short."""
+        word = name.partition(":")[0]
+        own = [form for form in map(str.strip, _FORM.findall(self.forms)) if re.split(r"[: ]", form)[0] == word]
+        return f"; write it as {' or '.join(own)}" if own else f"; there are {plain(self.forms)}; docs/policies.md explains them"
 
     def built_in(self, name: str) -> Any | None:
         """The policy of a built-in name, None for other names. ValueError for numbers that it cannot have."""

@@ -30,9 +30,9 @@ from kvjax.models.family import TENSORS
 from kvjax.models.load_options import DtypeName, named_dtype, refuse
 from kvjax.models.quantization.reading import PackedSource, sources
 from kvjax.models.quantization.schemes import REMEDY, Published, split
-from kvjax.models.transformers_import import import_transformers
 from kvjax.packing import FormatOf, place_of, scheme_of
 from kvjax.sharding import Shards, place_tree
+from kvjax.transformers_import import import_transformers
 from pallas_kernels.matrices import MatrixFormat, PackedMatrix, pack
 
 logger = logging.getLogger(__name__)

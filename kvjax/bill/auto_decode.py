@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -21,7 +20,7 @@ from kvjax.cache import OutOfPages
 from kvjax.cache.spanning import FrameCounts
 from kvjax.model import Model, ModelConfig, fingerprint
 from kvjax.packing import FormatOf, packing_of
-from kvjax.policies.choice import Choice, ChoosesDecode
+from kvjax.policies.choice import ByFields, Choice, ChoosesDecode
 from kvjax.policies.decode.base import DecodePolicy, Stateless, chooses_over_devices
 from kvjax.policies.decode.dense import Dense
 from kvjax.policies.decode.naming import parse
@@ -56,7 +55,7 @@ class Bound:
 
 
 @dataclasses.dataclass(frozen=True)
-class Auto(ChoosesDecode, Stateless):
+class Auto(ByFields, ChoosesDecode, Stateless):
     """Chooses a decode policy for each step. level: how close to dense, by name or numbers (`kvjax.bill.evidence.parse_level`).
 
     An engine binds it to its model. Pass `bound` to decide by another bill or other evidence. Without evidence for the model or the length,
@@ -69,10 +68,6 @@ class Auto(ChoosesDecode, Stateless):
 
     def __post_init__(self):
         self.fidelity  # noqa: B018  so that a wrong level raises here, not at the first step
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For other processes: the fields, without what was computed from them."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @property
     def fidelity(self) -> Fidelity:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from typing import Any
 
 import jax
 
@@ -17,7 +16,7 @@ from kvjax.bill.evidence import Fidelity, PrefillEvidence, parse_level, qualifie
 from kvjax.bill.prefill_bill import LayerSizes, PrefillBill, known_prefill_bills, layer_sizes, nearest_quote, timed_as
 from kvjax.bill.step_bill import PROJECTED_GAIN, worthwhile
 from kvjax.model import Model, fingerprint
-from kvjax.policies.choice import Choice, ChoosesPrefill
+from kvjax.policies.choice import ByFields, Choice, ChoosesPrefill
 from kvjax.policies.prefill.base import indexes_of
 from kvjax.policies.prefill.dense import DensePrefill
 from kvjax.policies.prefill.lists import TileLists
@@ -45,7 +44,7 @@ class PrefillBound:
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoPrefill(ChoosesPrefill):
+class AutoPrefill(ByFields, ChoosesPrefill):
     """Chooses a prefill policy for each chunk. level: how close to dense, by name or numbers (`kvjax.bill.evidence.parse_level`).
 
     An engine binds it to its model. Pass `bound` to decide by other times or other evidence. A chunk is dense if there is no evidence for
@@ -59,10 +58,6 @@ class AutoPrefill(ChoosesPrefill):
 
     def __post_init__(self):
         self.fidelity  # noqa: B018  so that a wrong level raises here, not at the first chunk
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For other processes: the fields, without what was computed from them."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @property
     def fidelity(self) -> Fidelity:

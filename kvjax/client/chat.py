@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 
-from kvjax.client.errors import SessionError
+from kvjax.client.errors import SessionError, Unavailable
 from kvjax.client.sync import Client, Session
 from kvjax.client.templates import tokens_for_chat
 from kvjax.client.tokenizing import load_tokenizer
@@ -32,20 +34,25 @@ def chat_command(
 ) -> None:
     """Chat with a server's model: each line of standard input goes to one session, and the answer is printed as it comes.
 
-    Without --template, lines go to the model as they are.
+    Without --template, lines go to the model as they are. Ctrl-D ends the chat and its session.
     """
     if thinking is not None and not template:
         raise typer.BadParameter("needs --template", param_hint="--thinking")
-    tokenizer = load_tokenizer(model)
+    try:
+        tokenizer = load_tokenizer(model)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(f"there is no tokenizer of {model!r}: {str(error).splitlines()[0]}", param_hint="--model") from None
     sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     if stop is not None:
-        sampling["stop_token_ids"] = tokenizer(stop, add_special_tokens=False)["input_ids"][:1]
+        sampling["stop_token_ids"] = ids = tokenizer(stop, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            raise typer.BadParameter(f"must be one token, but {stop!r} is {len(ids)}", param_hint="--stop")
     variables = {} if thinking is None else {"enable_thinking": thinking}
     messages: list[dict[str, str]] = []
     stopped = True
     try:
         with Client(address, token=token) as client, client.create_session() as session:
-            for line in sys.stdin:
+            for line in lines():
                 if not (text := line.rstrip("\n")):
                     continue
                 if template:
@@ -56,9 +63,20 @@ def chat_command(
                 else:
                     session.append(tokenizer(text, add_special_tokens=False)["input_ids"])
                     answer(session, tokenizer, sampling)
-    except SessionError as error:
-        print(f"chat: {error}", file=sys.stderr)
+    except (SessionError, ValueError) as error:
+        remedy = f"; is `kvjax serve` running at {address}? If not, start it, or give --address" if isinstance(error, Unavailable) else ""
+        print(f"chat: {error}{remedy}", file=sys.stderr)
         raise typer.Exit(1) from None
+
+
+def lines() -> Iterator[str]:
+    """Lines of standard input, with a prompt on a terminal."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    with contextlib.suppress(EOFError):
+        while True:
+            yield input("> ")
 
 
 def answer(session: Session, tokenizer: Any, sampling: dict[str, Any]) -> tuple[str, bool]:

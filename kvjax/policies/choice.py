@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.types import IndexSpec
@@ -34,6 +34,13 @@ class Choice:
 
     def __str__(self) -> str:
         return f"{self.policy}: {self.why}" + "".join(f"; PROJECTION: {reason}" for reason in self.projection)
+
+
+class ByFields:
+    """A dataclass that is pickled by its fields, without what was computed from them: for other processes."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 class ChoosesDecode(abc.ABC):

@@ -292,7 +292,9 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
     def scheduled(kind: str) -> Callable[[], str]:
         return sourced(of_kind[kind], lambda: scheduling.made(kind, [row for run in of_kind[kind] for row in run["rows"]]))
 
+    agents = of_kind["sessions"]
     return (of_top_k | {kind: scheduled(kind) for kind in of_kind}) | {
+        "session-buckets": sourced(agents, lambda: scheduling.session_buckets([row for run in agents for row in run["rows"]])),
         "decode-op": of(ops, lambda rows: decode_table(rows, "qwen2.5-7b")),
         "decode-op-llama": of(ops, lambda rows: decode_table(rows, "llama-3.1-8b")),
         "op-rows": of(ops, row_table),

@@ -38,19 +38,23 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
-def provenance() -> dict:
-    """Command line, date (UTC), versions and device of this process. Initialises the device."""
+def device_here() -> dict[str, Any]:
+    """Platform, kind and number of this process's devices. Initialises them."""
     import jax
 
     device = jax.local_devices()[0]
-    return {
-        "command": _command(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
-        "platform": " ".join(device.client.platform_version.split()),
-        "device": device.device_kind,
-        "device_count": jax.local_device_count(),
-    }
+    platform_version = " ".join(device.client.platform_version.split())
+    return {"platform": platform_version, "device": device.device_kind, "device_count": jax.local_device_count()}
+
+
+def provenance(device: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Command line, date (UTC) and versions of this process, and the device.
+
+    device: `device_here` of the process that measured, if that was another one; None: this one's, which initialises it, and on a GPU takes
+    most of the memory that is left.
+    """
+    told = {"command": _command(), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "versions": versions()}
+    return told | dict(device_here() if device is None else device)
 
 
 def _command() -> str:
@@ -121,7 +125,9 @@ def check_writable(path: Path) -> None:
 
 
 def write_result(path: Path, figures: dict) -> None:
-    """Write figures and provenance as JSON, to a file beside `path` that is then renamed. See `finite` for figures that are not finite."""
+    """Write figures and provenance as JSON, to a file beside `path` that is then renamed. figures: with "provenance", if it is not that of
+    this process. See `finite` for figures that are not finite."""
+    told = figures if "provenance" in figures else {"provenance": provenance(), **figures}
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial:
-        partial.write_text(json.dumps(finite({"provenance": provenance(), **figures}), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(finite(told), indent=1, allow_nan=False) + "\n", encoding="utf-8")

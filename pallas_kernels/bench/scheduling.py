@@ -11,6 +11,17 @@ from pallas_kernels.bench.formats import markdown, tokens_text
 Row = dict[str, Any]
 
 
+def shape_text(row: Row) -> str:
+    """A row's shape, with its number of layers if one was given."""
+    layers = row["layers"]
+    return row["shape"] if layers is None else f"{row['shape']}, {layers} layer{'' if layers == 1 else 's'}"
+
+
+def gigabytes(count: int) -> str:
+    """Bytes in GB with one decimal, or with two digits where that would read 0.0."""
+    return f"{count / 1e9:.1f}" if not 0 < count < 5e7 else f"{count / 1e9:.2g}"
+
+
 def host_cells(row: Row) -> tuple[str, ...]:
     """Cells with microseconds of a step."""
     micro = (f"{row[key] * 1e6:,.0f}" for key in ("own_s", "own_p95_s", "dispatch_s", "release_s", "median_s", "copy_s"))
@@ -24,18 +35,19 @@ def host_cells(row: Row) -> tuple[str, ...]:
 
 
 def sessions_cells(row: Row) -> tuple[str, ...]:
-    """Cells with tokens per second, milliseconds, and the gates that hold, fail, or were not decided."""
+    """Cells with tokens per second, milliseconds, and the gates that hold, fail, or were not decided. "not ours": it holds by the paper's
+    number, but not by our own."""
     milli = (f"{row[name][each] * 1e3:,.1f}" if row[name] else "" for name in ("first_s", "gap_s") for each in ("p50", "p95", "p99"))
     held = {True: "", False: " fails", None: " not run"}
-    told = ", ".join(f"{name}{held[gate['holds']]}" for name, gate in sorted(row["gates"].items()))
+    ours = {name: " (not ours)" for name, gate in row["gates"].items() if gate["holds"] and not gate.get("ours", True)}
+    told = ", ".join(f"{name}{held[gate['holds']]}{ours.get(name, '')}" for name, gate in sorted(row["gates"].items()))
     rates = f"{row['generated_per_s']:,.1f}", f"{row['prefilled_per_s']:,.1f}"
     return row["model"], f"`{row['policy']}`", f"{row['agents']}", f"{row['minutes']:g}", f"{row['turns']:,}", *rates, *milli, told
 
 
 def session_tokens_cells(row: Row) -> tuple[str, ...]:
     """Cells with tokens per second, milliseconds of a gap, and microseconds of CPU time for a token."""
-    layers = "" if row["layers"] is None else f", {row['layers']} layers"
-    shape, job = f"{row['shape']}{layers}, {row['dtype']}", f"{row['sessions']} of {row['prompt']:,} + {row['answer']}"
+    shape, job = f"{shape_text(row)}, {row['dtype']}", f"{row['sessions']} of {row['prompt']:,} + {row['answer']}"
     rates = f"{row['engine_tokens_per_s']:,.0f}", f"{row['tokens_per_s']:,.0f}", f"{row['tokens_per_s'] / row['engine_tokens_per_s']:.2f}"
     told, generated = row["through_grpc"], row["sessions"] * row["answer"]
     gaps = (f"{told[name] * 1e3:,.1f}" for name in ("gap_p50_s", "gap_p95_s"))
@@ -46,8 +58,7 @@ def session_tokens_cells(row: Row) -> tuple[str, ...]:
 
 def session_idle_cells(row: Row) -> tuple[str, ...]:
     """Cells with milliseconds of a gap, and microseconds of the server's CPU time for a token."""
-    layers = "" if row["layers"] is None else f", {row['layers']} layers"
-    shape, job = f"{row['shape']}{layers}, {row['dtype']}", f"{row['sessions']} of {row['prompt']:,} + {row['answer']}"
+    shape, job = f"{shape_text(row)}, {row['dtype']}", f"{row['sessions']} of {row['prompt']:,} + {row['answer']}"
     told, idle = row["through_grpc"], (f"{row['open']:,}", f"{row['held']['pages']:,}")
     gaps = (f"{told[name] * 1e3:,.2f}" for name in ("gap_p50_s", "gap_p95_s"))
     cpu = f"{told['server_cpu_s'] / (row['sessions'] * row['answer']) * 1e6:,.0f}"
@@ -57,14 +68,13 @@ def session_idle_cells(row: Row) -> tuple[str, ...]:
 def session_turn_cells(row: Row) -> tuple[str, ...]:
     """Cells with milliseconds to the first token."""
     what = {"resident": "pages on the device", "demoted": "pages in host memory", "again": "a new session of the whole history"}
-    layers = "" if row["layers"] is None else f", {row['layers']} layers"
-    shape, job = f"{row['shape']}{layers}, {row['dtype']}", f"{row['history']:,} + {row['appended']}"
+    shape, job = f"{shape_text(row)}, {row['dtype']}", f"{row['history']:,} + {row['appended']}"
     return shape, f"`{row['policy']}`", job, f"{row['chunk']:,}", what[row["kind"]], f"{row['first_s'] * 1e3:,.1f}"
 
 
 def throughput_cells(row: Row) -> tuple[str, ...]:
     """Cells with seconds and tokens per second."""
-    shape = f"{row['shape']}, {row['layers']} layers"
+    shape = shape_text(row)
     job = f"{row['requests']} of {row['prompt']:,} + {row['answer']}"
     rates = (f"{row[key]:,.0f}" for key in ("prefill_tokens_per_s", "decode_tokens_per_s"))
     return shape, job, f"{row['chunk']:,}", f"`{row['policy']}`", f"{row['seconds']:.2f}", *rates
@@ -72,7 +82,7 @@ def throughput_cells(row: Row) -> tuple[str, ...]:
 
 def replicas_cells(row: Row) -> tuple[str, ...]:
     """Cells with seconds and tokens per second of all replicas together."""
-    shape, mesh = f"{row['shape']}, {row['layers']} layers", f"{row['tensor']} x {row['context']}"
+    shape, mesh = shape_text(row), f"{row['tensor']} x {row['context']}"
     job = f"{row['requests']} of {row['prompt']:,} + {row['answer']}"
     rates = (f"{row[key]:,.0f}" for key in ("prompt_tokens_per_s", "answer_tokens_per_s"))
     return shape, job, f"`{row['policy']}`", mesh, f"{row['data']}", f"{row['seconds']:.2f}", *rates, f"{row['of_first']:.2f}"
@@ -83,7 +93,7 @@ def gaps_cells(row: Row) -> tuple[str, ...]:
     prompt = f"last {tokens_text(row['computed'])} of {tokens_text(row['prompt'])}"
     milli = (f"{row[key] * 1e3:,.1f}" for key in ("quiet_s", "p50_s", "p95_s", "p99_s", "largest_s"))
     rates = (f"{row[key]:,.0f}" for key in ("prefill_tokens_per_s", "alone_tokens_per_s"))
-    shape = f"{row['shape']}, {row['layers']} layers"
+    shape = shape_text(row)
     return shape, f"`{row['prefill']}`", prompt, f"{row['max_gap_ms']:g}", f"{row['gaps']}", *milli, *rates
 
 
@@ -91,7 +101,7 @@ def cold_cells(row: Row) -> tuple[str, ...]:
     """Cells with programs and seconds."""
     spent = (f"{row['seconds'][part]:.2f}" for part in ("trace", "lower", "compile"))
     waited = f"{row['wall_s'] - row['warm_s']:.2f}"
-    shape, tokens = f"{row['shape']}, {row['layers']} layers", tokens_text(row["prompt"])
+    shape, tokens = shape_text(row), tokens_text(row["prompt"])
     return shape, f"`{row['prefill']}`", tokens, f"{row['programs']}", *spent, waited
 
 
@@ -99,7 +109,7 @@ def programs_cells(row: Row) -> tuple[str, ...]:
     """Cells with programs and the functions that have most of them."""
     names = ", ".join(f"{name} {count}" for name, count in list(row["by_name"].items())[:4])
     job = f"{row['requests']} requests of {', '.join(map(tokens_text, row['lengths']))}"
-    return f"{row['shape']}, {row['layers']} layers", job, f"{row['programs']}", names
+    return shape_text(row), job, f"{row['programs']}", names
 
 
 def transformers_cells(row: Row) -> tuple[str, ...]:
@@ -113,7 +123,7 @@ def transformers_cells(row: Row) -> tuple[str, ...]:
 def reuse_cells(row: Row) -> tuple[str, ...]:
     """Seconds to the first token, and how far they are from the bytes at the store's plain rate."""
     what = f"{tokens_text(row['tokens'])} + {row['own']:,}"
-    shape = f"{row['shape']}, {row['layers']} layers"
+    shape = shape_text(row)
     if row["op"] == "computed":
         how = "computed" if row["store"] == "none" else f"computed, pages kept: {row['store']}"
         return shape, what, f"{row['chunk']:,}", how, f"{row['median_s']:.3f}", "-", "-", "-"
@@ -125,9 +135,9 @@ def reuse_cells(row: Row) -> tuple[str, ...]:
 
 def tiers_cells(row: Row) -> tuple[str, ...]:
     """Milliseconds of a step, and what of its bytes came over the bus."""
-    shape, device = f"{row['shape']}, {row['layers']} layers", row["device_bytes"]
-    there = "everything" if device is None else f"{device / 1e9:.1f} GB"
-    sizes = tokens_text(row["tokens"]), f"`{row['policy']}`", f"{row['cache_bytes'] / 1e9:.1f}", there
+    shape, device = shape_text(row), row["device_bytes"]
+    there = "everything" if device is None else f"{gigabytes(device)} GB"
+    sizes = tokens_text(row["tokens"]), f"`{row['policy']}`", gigabytes(row["cache_bytes"]), there
     if "skipped" in row:
         return shape, *sizes, "does not fit", *["-"] * 6
     step = row["median_s"]
@@ -143,13 +153,13 @@ def tiers_cells(row: Row) -> tuple[str, ...]:
 
 def tiered_prefill_cells(row: Row) -> tuple[str, ...]:
     """Seconds of a prompt, and what of its bytes crossed the bus."""
-    shape, device = f"{row['shape']}, {row['layers']} layers", row["device_bytes"]
-    there = "everything" if device is None else f"{device / 1e9:.1f} GB"
+    shape, device = shape_text(row), row["device_bytes"]
+    there = "everything" if device is None else f"{gigabytes(device)} GB"
     sizes = tokens_text(row["tokens"]), f"`{row['policy']}`", f"{row['chunk']:,}", there
     if "skipped" in row:
         return shape, *sizes, "does not fit", *["-"] * 6
     speed = f"{row['seconds']:.1f}", f"{row['tokens'] / row['seconds']:,.0f}"
-    peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.1f}"
+    peak = "-" if row["peak_bytes"] is None else gigabytes(row["peak_bytes"])
     if not row["staged_bytes"]:
         return shape, *sizes, *speed, peak, "-", "-", "-", "-"
     moved = f"{row['staged_bytes'] / 1e9:,.0f}", f"{row['staged_bytes'] / row['rate']:.1f}", f"{row['moved_bytes'] / 1e9:,.1f}"
@@ -260,6 +270,23 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
     "programs": (("shape", "job", "programs", "most of them"), programs_cells),
 }
 """`bench` of a result -> columns, and the function that makes the cells of a row."""
+
+
+BUCKETS = ("minutes", "turns", "generated of a turn", "prefilled", "turn ms, p50", "p95", "gap ms, p50", "server's CPU ms of a token")
+BUCKETS += ("most pages, MB", "process, MB")
+
+
+def session_buckets(rows: list[Row]) -> str:
+    """The buckets of the last run of agents, for a document: what gates G1 and G2 are computed from."""
+    lines = []
+    for bucket in rows[-1]["buckets"]:
+        turns, tokens = max(1, bucket["turns"]), max(1, bucket["generated"] + bucket["prefilled"])
+        work = f"{bucket['turns']:,}", f"{bucket['generated'] / turns:.1f}", f"{bucket['prefilled'] / turns:.1f}"
+        times = [f"{1e3 * bucket[name][each]:,.1f}" for name, each in (("turn_s", "p50"), ("turn_s", "p95"), ("gap_s", "p50"))]
+        sizes = (f"{bucket[name] / 1e6:,.1f}" for name in ("kv_peak_bytes", "process_peak_bytes"))
+        cpu = f"{1e3 * bucket['server_cpu_s'] / tokens:.2f}"
+        lines.append((f"{bucket['from_s'] / 60:g} to {bucket['to_s'] / 60:g}", *work, *times, cpu, *sizes))
+    return markdown(BUCKETS, lines)
 
 
 def made(kind: str, rows: list[Row]) -> str:

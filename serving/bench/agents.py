@@ -61,14 +61,39 @@ TRACE = Trace()
 @dataclasses.dataclass(frozen=True)
 class Work:
     """What one agent does. times: factor of all waits. longest_wait_s: of waits after that. tokens: factor of all numbers of tokens.
-    history: the longest history; an agent that would exceed it closes its session and begins another. vocab_size: tokens are random."""
+    history: the longest history; an agent that would exceed it closes its session and begins another. vocab_size: tokens are random.
+    repeat_s: after so many seconds an agent draws the same turns and waits once more, so that each bucket of a run has the same work, and
+    its latencies do not differ because other turns were drawn. Its session goes on."""
 
     times: float
     longest_wait_s: float
     tokens: float
     history: int
     vocab_size: int
+    repeat_s: float
     trace: Trace = TRACE
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """Of one turn: tokens to append, tokens to generate, and seconds to wait before it."""
+
+    appended: int
+    output: int
+    wait_s: float
+
+
+def drawn(work: Work, agent: int, turn: int) -> Drawn:
+    """What an agent's turn is: the same for the same numbers, whatever came before."""
+    random, trace = np.random.default_rng([7, agent, turn]), work.trace
+    appended, output = (token_count(work, spread, random) for spread in (trace.append, trace.output))
+    spread = trace.tool_s if random.random() < trace.tool_steps else trace.human_s
+    return Drawn(appended, output, min(work.longest_wait_s, work.times * spread.draw(random)))
+
+
+def token_count(work: Work, spread: Spread, random: np.random.Generator) -> int:
+    """A number of tokens: at least 1, at most a quarter of the longest history."""
+    return max(1, min(work.history // 4, round(work.tokens * spread.draw(random))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +125,11 @@ class Agent(threading.Thread):
         self.errors: collections.Counter[str] = collections.Counter()
         self.sessions = self.tokens = 0
         self._address, self._work, self._start_all, self._stopped = address, work, start, stop
-        self._random = np.random.default_rng([7, number])
+        self._number, self._random = number, np.random.default_rng([7, number])
 
     def run(self) -> None:
         """Work until told to stop."""
-        random, work, begun = self._random, self._work, False
+        random, work, began = self._random, self._work, None
         with Client(self._address) as client:
             first = int(random.uniform(0.1, 0.9) * work.history)
             while not self._stopped.is_set():
@@ -112,24 +137,28 @@ class Agent(threading.Thread):
                     self.sessions += 1
                     with client.create_session(self._tokens(first)) as session:
                         self.tokens = session.length
-                        if not begun:
+                        if began is None:
                             list(session.generate(max_new_tokens=2, ignore_eos=True))
                             self._start_all.wait(LONGEST_START_S)
-                            begun = True
-                            self._wait()
+                            began, turn = time.monotonic(), 0
                         while session.length < 0.95 * work.history and not self._stopped.is_set():
-                            self._turn(session)
-                            self._wait()
+                            if time.monotonic() - began >= work.repeat_s:
+                                began, turn = began + work.repeat_s, 0
+                            this = drawn(work, self._number, turn)
+                            turn += 1
+                            self._stopped.wait(this.wait_s)
+                            if not self._stopped.is_set():
+                                self._turn(session, this)
                     self.tokens = 0  # after the session was closed
                 except SessionError as error:
                     self.errors[type(error).__name__] += 1
                     self._stopped.wait(1.0)
-                first = self._count(work.trace.append)
+                first = token_count(work, work.trace.append, random)
 
-    def _turn(self, session: Session) -> None:
-        work, room = self._work, self._work.history - session.length
-        appended = min(self._count(work.trace.append), max(1, room // 2))
-        output = min(self._count(work.trace.output), max(1, room - appended))
+    def _turn(self, session: Session, this: Drawn) -> None:
+        room = self._work.history - session.length
+        appended = min(this.appended, max(1, room // 2))
+        output = min(this.output, max(1, room - appended))
         began = latest = time.monotonic()
         self.tokens = session.append(self._tokens(appended))
         stream, gaps = session.generate(max_new_tokens=output, ignore_eos=True), []
@@ -139,13 +168,6 @@ class Agent(threading.Thread):
             latest = now
         self.tokens = session.length
         self.turns.append(Turn(began, gaps[0], latest - began, tuple(gaps[1:]), appended, stream.prefill_tokens))
-
-    def _wait(self) -> None:
-        spread = self._work.trace.tool_s if self._random.random() < self._work.trace.tool_steps else self._work.trace.human_s
-        self._stopped.wait(min(self._work.longest_wait_s, self._work.times * spread.draw(self._random)))
-
-    def _count(self, spread: Spread) -> int:
-        return max(1, min(self._work.history // 4, round(self._work.tokens * spread.draw(self._random))))
 
     def _tokens(self, count: int) -> list[int]:
         return self._random.integers(0, self._work.vocab_size, count).tolist()

@@ -36,6 +36,11 @@ class Compiled:
         self.compile_s: collections.defaultdict[str, float] = collections.defaultdict(float)
         self._on = True
 
+    @property
+    def count(self) -> int:
+        """Programs so far."""
+        return sum(self.programs.values())
+
     def hear(self, event: str, duration: float, **named: Any) -> None:
         """Count one event; a listener of `jax.monitoring`."""
         part = PARTS.get(event)
@@ -50,7 +55,7 @@ class Compiled:
     def figures(self) -> dict[str, Any]:
         """The figures as fields of a row."""
         return {
-            "programs": sum(self.programs.values()),
+            "programs": self.count,
             "by_name": dict(self.programs.most_common()),
             "compile_s": dict(sorted(self.compile_s.items(), key=lambda item: -item[1])),
             "seconds": self.seconds,

@@ -7,21 +7,43 @@ The server runs in a process of its own on this machine. The clients are threads
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvjax.client import Client, Session
 from kvjax.policies.decode import parse
 from kvjax.serving.bench.session_load import PAGE_SIZE, ServerProcess, page_of
+from pallas_kernels.bench.results import device_here, provenance
+
+if TYPE_CHECKING:
+    from kvjax.serving.bench.compiling import Compiled
 
 Say = Callable[[str], None]
 """A function that is called with a text about what is running."""
+SPARE = 4
+"""Rounds beyond those that count: the first one, and others in which programs were compiled."""
+
+
+def counted(rounds: int, run: Callable[[int], dict[str, Any]], say: Say, what: str, *, warm: bool = False) -> list[dict[str, Any]]:
+    """What `rounds` calls of `run` return, by number. The first call does not count, unless all is `warm`, nor one in which a program was
+    compiled ("compiled"). RuntimeError if there are still such calls after `SPARE`."""
+    found: list[dict[str, Any]] = []
+    for number in range(rounds + SPARE):
+        told = run(number)
+        counts = (number > 0 or warm) and not told["compiled"]
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in told.items() if isinstance(value, int | float))
+        say(f"{what}, round {number}: {figures}{'' if counts else '; not counted'}")
+        found += [told] if counts else []
+        if len(found) == rounds:
+            return found
+    raise RuntimeError(f"{what}: programs were compiled in so many of {rounds + SPARE} rounds that only {len(found)} of {rounds} count")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,18 +89,19 @@ def tokens_row(plan: Tokens, say: Say = lambda what: None) -> dict[str, Any]:
     """The same requests through `kvjax.Scheduler` alone, and through gRPC and the Python client. Medians of rounds.
 
     A round of the engine lasts from the first submit to the last completion; one of sessions from the first Generate to the last token in
-    the client, with histories that were appended before. Both prefill them. cpu_s: of all threads of a process in a round, as
-    `time.process_time` counts: of the server's process for the engine; of the server's and of this one, which holds the clients, for
-    sessions. overhead_s: the difference of both, for each generated token. Computing on a CPU is in both, and cancels but for noise.
+    the client, with histories that were appended before. Both prefill them. No program is compiled in a round that counts. cpu_s: of all
+    threads of a process in a round, as `time.process_time` counts: of the server's process for the engine; of the server's and of this
+    one, which holds the clients, for sessions. overhead_s: the difference of both, for each generated token. Computing on a CPU is in both,
+    and cancels but for noise.
     """
     say("the server compiles")
     with ServerProcess(serve_tokens, plan) as server:
         say("the engine alone")
-        alone = [server.ask("engine") for _ in range(plan.rounds + 1)][1:]
+        alone = counted(plan.rounds, lambda _: server.ask("engine"), say, "the engine alone")
         say(f"{plan.sessions} sessions")
-        told = [sessions_round(plan, server, number) for number in range(plan.rounds + 1)][1:]
+        told = counted(plan.rounds, lambda number: sessions_round(plan, server, number), say, f"{plan.sessions} sessions")
         alone += [server.ask("engine")]
-    row = dataclasses.asdict(plan) | {"op": "session-tokens"}
+    row = dataclasses.asdict(plan) | {"op": "session-tokens", "provenance": provenance(server.device)}
     engine = {name: _median(alone, name) for name in alone[0]}
     sessions = {name: _median(told, name) for name in told[0]}
     row |= {"engine": engine, "through_grpc": sessions, "rounds_of_engine": alone, "rounds_through_grpc": told}
@@ -116,7 +139,8 @@ def idle_rows(plan: Tokens, say: Say = lambda what: None) -> Iterator[dict[str, 
                 "held": held,
                 "rounds_through_grpc": told,
             }
-            yield row | {"through_grpc": {name: _median(told, name) for name in told[0]}}
+            medians = {name: _median(told, name) for name in told[0]}
+            yield row | {"through_grpc": medians, "provenance": provenance(server.device)}
 
 
 def _median(rounds: list[dict[str, float]], name: str) -> float:
@@ -165,12 +189,13 @@ def sessions_round(plan: Tokens, server: ServerProcess, number: int) -> dict[str
         for thread in threads:
             thread.start()
         gc.collect()
+        programs = server.ask("programs")
         server_cpu, client_cpu, started = server.ask("cpu"), time.process_time(), time.perf_counter()
         begin.wait(60.0)
         for thread in threads:
             thread.join()
         seconds, client_cpu = time.perf_counter() - started, time.process_time() - client_cpu
-        server_cpu = server.ask("cpu") - server_cpu
+        server_cpu, programs = server.ask("cpu") - server_cpu, server.ask("programs") - programs
         for session in sessions:
             session.close()
     if failed or {len(each) for each in gaps} != {plan.answer}:
@@ -178,12 +203,13 @@ def sessions_round(plan: Tokens, server: ServerProcess, number: int) -> dict[str
     between = np.concatenate([each[1:] for each in gaps])
     spread = {f"gap_p{each}_s": float(np.percentile(between, each)) for each in (50, 95)}
     messages = sum(client.messages.values())
-    return {"seconds": seconds, "server_cpu_s": server_cpu, "client_cpu_s": client_cpu, "messages": messages, **spread}
+    told = {"seconds": seconds, "server_cpu_s": server_cpu, "client_cpu_s": client_cpu, "messages": messages, **spread}
+    return told | {"compiled": programs}
 
 
 def serve_tokens(pipe: Any, plan: Tokens) -> None:
     """The server's process of `tokens_row` and `idle_rows`. Words: "engine", a round of the engine alone; "cpu", seconds so far; "held",
-    sessions and pages in use; "end"."""
+    sessions and pages in use; "programs", compiled so far; "end"."""
     from kvjax.engine import Engine
     from kvjax.serving.bench.decode import config_of
     from kvjax.serving.bench.hollow import random_model
@@ -192,8 +218,20 @@ def serve_tokens(pipe: Any, plan: Tokens) -> None:
     sizes = {"pages": plan.pages, "page_size": PAGE_SIZE, "prefill_chunk": plan.chunk, "batch_buckets": (plan.sessions,)}
     engine = Engine(model, plan.policy, **sizes)
     rounds = iter(range(1000))
-    words = {"engine": lambda _: _engine_round(plan, engine, next(rounds)), "cpu": lambda _: time.process_time(), "held": _held}
-    _serve(pipe, engine, plan.sessions, words, idle=plan.idle)
+    heard = _listening()
+    words = {"engine": lambda _: _engine_round(plan, engine, next(rounds), heard), "cpu": lambda _: time.process_time(), "held": _held}
+    _serve(pipe, engine, plan.sessions, words | {"programs": lambda _: heard.count}, idle=plan.idle)
+
+
+def _listening() -> Compiled:
+    """Counts what this process compiles from now on."""
+    import jax
+
+    from kvjax.serving.bench.compiling import Compiled
+
+    heard = Compiled()
+    jax.monitoring.register_event_duration_secs_listener(heard.hear)
+    return heard
 
 
 def _held(runtime: Any) -> tuple[int, int]:
@@ -202,7 +240,7 @@ def _held(runtime: Any) -> tuple[int, int]:
     return gauges["sessions"], gauges["device_pages"]
 
 
-def _engine_round(plan: Tokens, engine: Any, number: int) -> dict[str, float]:
+def _engine_round(plan: Tokens, engine: Any, number: int, heard: Compiled) -> dict[str, float]:
     """The same requests through a scheduler of their own, which the idle runtime does not disturb."""
     from kvjax.requests import Request
     from kvjax.sampling import Sampling
@@ -212,11 +250,11 @@ def _engine_round(plan: Tokens, engine: Any, number: int) -> dict[str, float]:
     requests = [Request(ids, sampling) for ids in prompts(plan, engine.config.vocab_size, number)]
     scheduler = Scheduler(engine, slots=plan.sessions, texts=False)
     gc.collect()
-    cpu, started = time.process_time(), time.perf_counter()
+    cpu, started, programs = time.process_time(), time.perf_counter(), heard.count
     handles = [scheduler.submit(each) for each in requests]
     while not scheduler.idle:
         scheduler.step()
-    told = {"seconds": time.perf_counter() - started, "cpu_s": time.process_time() - cpu}
+    told = {"seconds": time.perf_counter() - started, "cpu_s": time.process_time() - cpu, "compiled": heard.count - programs}
     if {len(each.completion.token_ids) for each in handles} != {plan.answer}:
         raise RuntimeError("the engine's own round did not generate all tokens")
     return told
@@ -233,7 +271,7 @@ def _serve(pipe: Any, engine: Any, slots: int, words: dict[str, Callable[[Any], 
     runtime = SessionRuntime(engine, slots=slots, capacity=slots + idle + 8, observe=metrics.observe)
     server = Server(runtime, metrics, ServerOptions(port=0, http_port=0, max_calls=slots + 16))
     server.start()
-    pipe.send((server.port, server.http_port, engine.config.vocab_size, page_of(engine)))
+    pipe.send((server.port, server.http_port, engine.config.vocab_size, page_of(engine), device_here()))
     while (word := pipe.recv()) != "end":
         pipe.send(words[word](runtime))
     server.stop(0.0)
@@ -262,59 +300,74 @@ class Turns:
 
     @property
     def longest(self) -> int:
-        """Tokens of the history after the last turn, with one more of each kind to warm up."""
-        return self.history + 2 * (self.rounds + 1) * (self.appended + self.answer)
+        """Tokens of the history after the last turn that there can be."""
+        return self.history + 2 * (self.rounds + SPARE) * (self.appended + self.answer)
 
 
 def turn_rows(plan: Turns, say: Say = lambda what: None) -> Iterator[dict[str, Any]]:
     """Seconds from the append to the first token in the client: with the session's pages on the device ("resident"), in host memory
-    ("demoted"), and the same turn where nothing was kept: a new session of the whole history ("again"). Medians of rounds, after one that
-    is not counted.
+    ("demoted"), and the same turn where nothing was kept: a new session of the whole history ("again"). Medians of rounds.
+
+    The first resident and the first demoted turn do not count, nor one in which the server compiled a program. filled_s: until the first
+    token after the history came in, with what had to be compiled.
     """
     say("the server starts")
     with ServerProcess(serve_turns, plan) as server, Client(server.address, timeout_s=600.0) as client:
-        random, turns = np.random.default_rng(0), {"again": [], "resident": [], "demoted": []}
+        random = np.random.default_rng(0)
 
         def drawn(count: int) -> list[int]:
             return random.integers(0, server.vocab_size, count).tolist()
 
-        say(f"a history of {plan.history:,} tokens")
+        def row(kind: str, turns: list[dict[str, Any]]) -> dict[str, Any]:
+            figures = {"op": "session-turn", "kind": kind, "first_s": _median(turns, "first_s"), "filled_s": filled["first_s"]}
+            return dataclasses.asdict(plan) | figures | {"turns": turns, "provenance": provenance(server.device)}
+
+        say(f"a history of {plan.history:,} tokens is prefilled")
         history = drawn(plan.history)
         with client.create_session(history) as session:
-            history += list(session.generate(max_new_tokens=plan.answer, ignore_eos=True))
-            for number in range(plan.rounds + 1):
-                for kind in ("resident", "demoted"):
-                    say(f"{kind}, turn {number}")
-                    if kind == "demoted":
-                        server.ask("demote")
-                    new = drawn(plan.appended)
-                    started = time.perf_counter()
+            filled, answer = _first(server, plan.answer, lambda: session)
+            say(f"a history of {plan.history:,} tokens: {filled['first_s']:.1f} s, {filled['compiled']} programs compiled")
+            history += answer
+
+            def turn(kind: str) -> dict[str, Any]:
+                if kind == "demoted":
+                    server.ask("demote")
+                if (there := session.info().demoted) != (kind == "demoted"):
+                    raise RuntimeError(f"a turn of kind {kind!r} begins with pages {'in host memory' if there else 'on the device'}")
+                new = drawn(plan.appended)
+
+                def appended() -> Session:
                     session.append(new)
-                    timed, answer = _first(session, plan.answer, started)
-                    turns[kind].append(timed)
-                    history += [*new, *answer]
-        for number in range(plan.rounds + 1):
-            say(f"again, turn {number}")
-            started = time.perf_counter()
-            with client.create_session(history) as session:
-                turns["again"].append(_first(session, plan.answer, started)[0])
-        for kind, (_, *timed) in turns.items():
-            first = _median(timed, "first_s")
-            yield dataclasses.asdict(plan) | {"op": "session-turn", "kind": kind, "first_s": first, "turns": timed}
+                    return session
+
+                timed, answer = _first(server, plan.answer, appended)
+                history.extend([*new, *answer])
+                return timed
+
+            for kind in ("resident", "demoted"):
+                yield row(kind, counted(plan.rounds, lambda _, kind=kind: turn(kind), say, kind))
+
+        def anew(_: int) -> dict[str, Any]:
+            with contextlib.ExitStack() as open_:
+                return _first(server, plan.answer, lambda: open_.enter_context(client.create_session(history)))[0]
+
+        yield row("again", counted(plan.rounds, anew, say, "again", warm=True))
 
 
-def _first(session: Session, count: int, started: float) -> tuple[dict[str, float], list[int]]:
-    """Seconds since `started` until the first token, with the number of prefilled tokens; and all tokens."""
-    stream = session.generate(max_new_tokens=count, ignore_eos=True)
+def _first(server: ServerProcess, count: int, begin: Callable[[], Session]) -> tuple[dict[str, float], list[int]]:
+    """Seconds from the call of `begin`, which brings a session what is new, until the first token of its generation, with the numbers of
+    tokens that were prefilled and programs that were compiled; and all tokens."""
+    programs, started = server.ask("programs"), time.perf_counter()
+    stream = begin().generate(max_new_tokens=count, ignore_eos=True)
     tokens = iter(stream)
     first = next(tokens)
     seconds = time.perf_counter() - started
     answer = [first, *tokens]
-    return {"first_s": seconds, "prefilled": stream.prefill_tokens}, answer
+    return {"first_s": seconds, "prefilled": stream.prefill_tokens, "compiled": server.ask("programs") - programs}, answer
 
 
 def serve_turns(pipe: Any, plan: Turns) -> None:
-    """The server's process of `turn_rows`. Words: "demote", all sessions; "end"."""
+    """The server's process of `turn_rows`. Words: "demote", all sessions; "programs", compiled so far; "end"."""
     from kvjax.engine import Engine
     from kvjax.serving.bench.decode import config_of
     from kvjax.serving.bench.hollow import random_model
@@ -328,4 +381,5 @@ def serve_turns(pipe: Any, plan: Turns) -> None:
             runtime.session(session_id).demote()
         return True
 
-    _serve(pipe, engine, 1, {"demote": demote})
+    heard = _listening()
+    _serve(pipe, engine, 1, {"demote": demote, "programs": lambda _: heard.count})

@@ -21,6 +21,7 @@ import numpy as np
 
 from kvjax.client import Client
 from kvjax.serving.bench.agents import TRACE, Agent, Turn, Work, run_agents
+from pallas_kernels.bench.results import device_here, provenance
 
 BUCKETS = 3
 BUCKET_S = 600.0
@@ -62,25 +63,36 @@ def load_rows(load: Load, say: Callable[[str], None] = lambda what: None) -> Ite
         say(f"{count} agents: the server compiles")
         with ServerProcess(serve, load, count) as server:
             say(f"{count} agents for {load.minutes:g} minutes")
-            yield load_row(load, count, server)
+            yield load_row(load, count, server) | {"provenance": provenance(server.device)}
 
 
 class Polled(NamedTuple):
     """What was there at one time. at: seconds of `time.monotonic`. resident: bytes of the server's process. needed: bytes of the pages that
-    histories fill."""
+    histories fill. cpu_s: that the process has computed so far."""
 
     at: float
     metrics: dict[str, float]
     resident: int
     needed: int
+    cpu_s: float
+
+
+LIVE = "session_kv_live_bytes"
+
+
+def note(polled: list[Polled], latest: Polled) -> None:
+    """Add a look. Of those between the first and the latest, only the metric that buckets need is kept: four hours have 14,400 looks."""
+    if len(polled) > 1:
+        polled[-1] = polled[-1]._replace(metrics={LIVE: polled[-1].metrics[LIVE]})
+    polled.append(latest)
 
 
 class Watched:
-    """A server that is loaded. address: of gRPC. vocab_size: of its model. page: tokens of a page, and its bytes in all layer groups. pid:
-    of its process."""
+    """A server that is loaded. address: of gRPC. vocab_size: of its model. page: tokens of a page, and its bytes in all layer groups.
+    device: what its process computes on (`device_here`). pid: of that process."""
 
-    def __init__(self, port: int, http_port: int, vocab_size: int, page: tuple[int, int], pid: int):
-        self.address, self.vocab_size, self._page = f"127.0.0.1:{port}", vocab_size, page
+    def __init__(self, port: int, http_port: int, vocab_size: int, page: tuple[int, int], device: dict[str, Any], *, pid: int):
+        self.address, self.vocab_size, self._page, self.device = f"127.0.0.1:{port}", vocab_size, page, device
         self._http_port, self._pid = http_port, pid
 
     def metrics(self) -> dict[str, float]:
@@ -100,7 +112,7 @@ class Watched:
         """What is there now."""
         before = self.needed_bytes(agents)  # a session that is closed meanwhile counts with its pages
         metrics = self.metrics()
-        return Polled(time.monotonic(), metrics, self.resident_bytes(), max(before, self.needed_bytes(agents)))
+        return Polled(time.monotonic(), metrics, self.resident_bytes(), max(before, self.needed_bytes(agents)), self.cpu_seconds())
 
     def resident_bytes(self) -> int:
         """Memory of the process; 0 where the system does not tell."""
@@ -109,6 +121,14 @@ class Watched:
         except (OSError, ValueError, IndexError):
             return 0
         return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def cpu_seconds(self) -> float:
+        """CPU time of all threads of the process so far; 0 where the system does not tell."""
+        try:
+            after_name = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
+            return sum(map(int, after_name[11:13])) / os.sysconf("SC_CLK_TCK")  # utime and stime
+        except (OSError, ValueError, IndexError):
+            return 0.0
 
     def complete(self, ids: list[int], count: int) -> tuple[str, bool]:
         """One answer of the shim to a greedy request, and whether it said that it is deprecated."""
@@ -184,7 +204,7 @@ def serve(pipe: Any, load: Load, agents: int) -> None:
     runtime = SessionRuntime(engine, slots=load.max_batch, capacity=agents + 8, observe=metrics.observe)
     server = Server(runtime, metrics, ServerOptions(port=0, http_port=0, max_calls=agents + 16, model_name="bench"))
     server.start()
-    pipe.send((server.port, server.http_port, made.config.vocab_size, page_of(engine)))
+    pipe.send((server.port, server.http_port, made.config.vocab_size, page_of(engine), device_here()))
     pipe.recv()
     server.stop(0.0)
 
@@ -192,9 +212,9 @@ def serve(pipe: Any, load: Load, agents: int) -> None:
 def load_row(load: Load, count: int, server: Watched) -> dict[str, Any]:
     """What `count` agents see of a server."""
     seconds = 60.0 * load.minutes
-    work = Work(load.times, load.longest_wait_s, load.tokens, load.history, server.vocab_size)
+    work = Work(load.times, load.longest_wait_s, load.tokens, load.history, server.vocab_size, _bucket_seconds(seconds))
     polled: list[Polled] = []
-    agents = run_agents(count, server.address, work, seconds, lambda agents: polled.append(server.poll(agents)))
+    agents = run_agents(count, server.address, work, seconds, lambda agents: note(polled, server.poll(agents)))
     (began, before, *_), (ended, after, *_) = polled[0], polled[-1]
     wall = ended - began
     counted = {name: value - before.get(name, 0.0) for name, value in after.items()}
@@ -208,6 +228,7 @@ def load_row(load: Load, count: int, server: Watched) -> dict[str, Any]:
         "tokens": load.tokens,
         "times": load.times,
         "longest_wait_s": load.longest_wait_s,
+        "repeat_s": work.repeat_s,
         "trace": dataclasses.asdict(TRACE),
     }
     generated = sum(turn.generated for turn in turns)
@@ -227,10 +248,15 @@ def _spread(values: list[float]) -> dict[str, float] | None:
     return {f"p{each}": float(np.percentile(values, each)) for each in PERCENTILES} if values else None
 
 
+def _bucket_seconds(seconds: float) -> float:
+    """Ten minutes, or a third of a run that is shorter than three of these."""
+    return BUCKET_S if seconds >= BUCKETS * BUCKET_S else seconds / BUCKETS
+
+
 def _buckets(turns: list[Turn], began: float, polled: list[Polled], seconds: float) -> list[dict[str, Any]]:
-    """The run in parts: of ten minutes, or three equal ones if it is shorter than three of these."""
-    length = BUCKET_S if seconds >= BUCKETS * BUCKET_S else seconds / BUCKETS
-    found = []
+    """The run in parts of `_bucket_seconds`. prefilled: of its turns. server_cpu_s: CPU time of the server's process between the first and
+    the last look in it."""
+    length, found = _bucket_seconds(seconds), []
     for number in range(max(BUCKETS, int(seconds / length))):
         first, last = number * length, (number + 1) * length
         inside = [turn for turn in turns if first <= turn.at - began < last]
@@ -238,7 +264,8 @@ def _buckets(turns: list[Turn], began: float, polled: list[Polled], seconds: flo
         bucket: dict[str, Any] = {"from_s": first, "to_s": last, "turns": len(inside), "generated": sum(turn.generated for turn in inside)}
         bucket |= {"first_s": _spread([turn.first_s for turn in inside]), "turn_s": _spread([turn.whole_s for turn in inside])}
         bucket["gap_s"] = _spread([gap for turn in inside for gap in turn.gaps])
-        live = [(each.metrics["session_kv_live_bytes"], each.needed) for each in seen]
+        bucket |= {"prefilled": sum(turn.prefilled for turn in inside), "server_cpu_s": seen[-1].cpu_s - seen[0].cpu_s if seen else 0.0}
+        live = [(each.metrics[LIVE], each.needed) for each in seen]
         bucket["kv_peak_bytes"] = max((held for held, _ in live), default=0.0)
         bucket["kv_unaccounted_bytes"] = max((held - needed for held, needed in live if held > needed), default=0.0)
         bucket["process_peak_bytes"] = max((each.resident for each in seen), default=0)
@@ -252,7 +279,8 @@ def gates(seconds: float, buckets: list[dict[str, Any]], after: dict[str, float]
     Memory of pages must not differ from the first bucket in either direction, and memory of the process must not grow: it falls when what
     compiling took is given back. Peaks of pages follow the lengths of the histories, which differ by chance, unless the pool is always
     full. So ours is about leaks too: at no time do sessions hold more pages than their histories fill, and none is in use at the end.
-    after: metrics when all sessions are closed.
+    after: metrics when all sessions are closed. beside: drift of what other programs on the machine do not slow down: the work of a turn,
+    and the server's CPU time for each of its turns' tokens. It decides nothing.
 
     Only a run with three buckets of ten minutes decides G1 and G2. In a shorter one the same figures are
     called `compressed`.
@@ -271,6 +299,7 @@ def gates(seconds: float, buckets: list[dict[str, Any]], after: dict[str, float]
         "memory": {"drift": memory, **clean, "holds": bool(known) and max(known) < PAPER_MEMORY, "ours": ours},
         "latency": {
             "drift": latency,
+            "beside": _beside(buckets[0], buckets[-1]),
             "holds": latency["p50"] is not None and latency["p50"] < PAPER_LATENCY,
             "ours": None not in latency.values() and max(latency.values()) < OURS,
         },
@@ -283,6 +312,18 @@ def gates(seconds: float, buckets: list[dict[str, Any]], after: dict[str, float]
     found["G4"] = {"violations": violations, "holds": not any(violations.values())}
     found["G5"] = {"calls": calls, "through_client": through_client, "holds": 0 < calls <= through_client}
     return {"gates": found} if real else {"gates": found, "compressed": told}
+
+
+def _beside(first: dict[str, Any], last: dict[str, Any]) -> dict[str, float | None]:
+    """Drift from the first bucket to the last, as a share; None where one has no turn, or CPU time is not known."""
+    figures = {
+        "generated_per_turn": lambda bucket: bucket["generated"] / bucket["turns"],
+        "prefilled_per_turn": lambda bucket: bucket["prefilled"] / bucket["turns"],
+        "server_cpu_per_token": lambda bucket: bucket["server_cpu_s"] / (bucket["generated"] + bucket["prefilled"]),
+    }
+    if not (first["turns"] and last["turns"]):
+        return dict.fromkeys(figures)
+    return {name: figure(last) / figure(first) - 1 if figure(first) else None for name, figure in figures.items()}
 
 
 def _drifts(peaks: dict[str, list[float]]) -> dict[str, list[float]]:

@@ -47,6 +47,7 @@ from kvjax.serving.cli.options import (
     load_model,
     named_as_options,
     number,
+    png,
     read_text,
     token_count,
     whole,
@@ -229,7 +230,7 @@ app.command("quantize")(quantize_command)
 
 @app.command("demo")
 def demo_command(
-    picture: Annotated[Path, typer.Option(dir_okay=False, help="File for a picture (PNG) of the table.")] = Path("demo.png"),
+    picture: Annotated[Path, typer.Option(help="File for a picture (PNG) of the table.", **png())] = Path("demo.png"),
     prompts: Annotated[int, typer.Option(help="How many prompts.", **whole(most=LARGEST_BATCH))] = 16,
     length: Annotated[int, typer.Option(help="Tokens of each prompt, as 8192 or 8k.", **token_count(512, 32_768))] = 8192,
     seed: SeedOption = 0,

@@ -19,6 +19,7 @@ from kvjax.serving.cli.options import (
     forced_to,
     named_run,
     parse_lengths,
+    png,
     token_count,
     whole,
 )
@@ -236,7 +237,7 @@ def overlap_command(
     kind: Annotated[str, typer.Option(help="relu: as a lightning indexer scores; logits: without relu.")] = "relu",
     text: Annotated[list[Path] | None, typer.Option(help="Prose to decode. [default: Python's documentation]")] = None,
     json_out: JsonOption = None,
-    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="File (PNG) for a picture.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="File (PNG) for a picture.", **png())] = None,
     save: Annotated[
         Path | None,
         typer.Option(dir_okay=False, help="File (.npz) for the last two steps' scores, for --rows of pallas_kernels.bench.top_k."),

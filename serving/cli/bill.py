@@ -42,6 +42,7 @@ from kvjax.serving.cli.options import (
     number,
     one_of,
     parse_lengths,
+    png,
     read_json,
     read_text,
     refuse_given,
@@ -462,7 +463,7 @@ def regime_map_command(
     no_overhead: NoOverheadOption = False,
     weights: PackedWeightsOption = None,
     cache_format: CacheFormatOption = None,
-    out: Annotated[Path, typer.Option("--out", "-o", dir_okay=False, help="File for the picture (PNG).")] = Path("regime-map.png"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="File for the picture (PNG).", **png())] = Path("regime-map.png"),
     json_out: JsonOption = None,
 ) -> None:
     """Draw where sparse decoding is faster than dense, over length and batch, from a fitted bill. Projections are pale.
@@ -499,9 +500,8 @@ def regime_map_command(
     tiers = packed | {"frames": frames, "hits": hits}
     maps = [regime_map(bill, config, policy, grid, sizes_drawn, memory_bytes=held, model=Path(shape).name, **tiers) for policy in named]
     if frames is not None and not any(found.fits.any() for found in maps):
-        raise typer.BadParameter(
-            f"{frames.device + frames.host:,} pages do not hold a sequence of {ends[0]:,} tokens", param_hint="--host-memory"
-        )
+        said = f"{frames.device + frames.host:,} pages do not hold a sequence of {ends[0]:,} tokens"
+        raise typer.BadParameter(said, param_hint="--host-memory")
     if not any(found.fits.any() for found in maps):
         raise typer.BadParameter(f"{memory:g} GiB do not hold the weights and one sequence of {ends[0]:,} tokens", param_hint="--memory")
     save(maps, out, sorted(dots))

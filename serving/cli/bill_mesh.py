@@ -174,6 +174,16 @@ def show_prefill(
         typer.echo(f"{mark}: {PREFILL_MARKS[mark]}")
 
 
+SHOWN = 4
+"""Reasons that an error gives, where no mesh can be."""
+
+
+def _remedy(counts: Sequence[int], memory: float | None) -> str:
+    below = max(1, max(counts)).bit_length() - 1
+    more = "" if memory is None else ", more of them, or a greater --memory"
+    return f"give powers of two, as {1 << below},{2 << below}{more}"
+
+
 def show_meshes(
     bill: Bill,
     config: ModelConfig,
@@ -210,6 +220,10 @@ def show_meshes(
                     each.mark,
                 )
             )
+    if not rows:
+        why = "; ".join(list(refused)[:SHOWN]) + (f"; and {len(refused) - SHOWN} more" if len(refused) > SHOWN else "")
+        said = f"no mesh of {' or '.join(map(str, counts))} devices can run this ({why}): {_remedy(counts, memory)}"
+        raise typer.BadParameter(said, param_hint="--devices")
     typer.echo(str(bill))
     show(table(MESH_COLUMNS, rows, left=6))
     if limit is None:

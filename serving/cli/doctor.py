@@ -24,19 +24,18 @@ def doctor_command(json_out: JsonOption = None, implementation: ImplementationOp
     Every implementation runs a small example and is compared with the op's definition. Exits with status 1 if one of them is wrong. Takes
     about a minute, most of it compiling.
     """
-    from rich.console import Console
-
+    from pallas_kernels.bench.formats import stages
     from pallas_kernels.bench.measure import copy_rate
     from pallas_kernels.bench.results import write_result
     from pallas_kernels.selftest import check_ops, dtype_here
 
-    console, checks = Console(stderr=True), []
+    checks: list[Check] = []
     typer.echo("\n".join(_machine()))
-    with forced_to(implementation), console.status("") as status:
+    with forced_to(implementation), stages() as say:
         for check in check_ops():
             checks.append(check)
-            status.update(f"{check.op}: {check.implementation}")
-        status.update("copy bandwidth")
+            say(f"{check.op}: {check.implementation}")
+        say("copy bandwidth")
         copy = copy_rate()
     _show_ops(checks, dtype_here())
     if implementation is not None:
@@ -46,7 +45,7 @@ def doctor_command(json_out: JsonOption = None, implementation: ImplementationOp
     if json_out is not None:
         write_result(json_out, named_run("doctor", implementation) | {"copy": copy, "checks": list(map(vars, checks)), "rows": steps})
     if wrong := [check for check in checks if check.failed]:
-        console.print(f"{len(wrong)} of {len(checks)} checks failed: do not trust results of this machine")
+        typer.echo(f"{len(wrong)} of {len(checks)} checks failed: do not trust results of this machine", err=True)
         raise typer.Exit(1)
 
 

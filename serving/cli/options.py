@@ -110,6 +110,17 @@ def refuse_given(ctx: typer.Context, why: str, *names: str) -> None:
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
+def png() -> Any:
+    """Arguments of typer.Option for the file of a picture. Pictures are PNG, so another ending is refused before anything runs."""
+    return {"dir_okay": False, "callback": _png_file}
+
+
+def _png_file(file: Path | None) -> Path | None:
+    if file is not None and file.suffix.lower() != ".png":
+        raise typer.BadParameter(f"pictures are PNG: {file.name!r} must end in .png, as {file.stem or 'picture'}.png")
+    return file
+
+
 def byte_count() -> Any:
     """Arguments of typer.Option for a number of bytes, as 8GB or 512MiB."""
     return {"parser": _bytes_of, "metavar": "<size>"}

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 import kvjax
 from kvjax.fidelity.needle import encode_text
 from kvjax.fidelity.score_overlap import AGES, capture_scores, overlap_rows
 from kvjax.serving.cli.options import parse_lengths, read_texts
+from pallas_kernels.bench.formats import stages
 from pallas_kernels.bench.results import write_result
 from pallas_kernels.bench.top_k.report import overlap_table, plot_overlap
 
@@ -44,15 +43,16 @@ def measure_overlap(
     ids = encode_text(loaded.tokenizer, prose).tolist()
     if len(ids) < tokens:
         raise ValueError(f"the text has {len(ids):,} tokens, but {tokens:,} are needed: give more with --text")
-    with Console(stderr=True).status("") as status:
+    with stages() as say:
         done = 0
 
-        def say(more: int) -> None:
+        def advance(more: int) -> None:
             nonlocal done
             done += more
-            status.update(f"{done:,} of {tokens:,} tokens")
+            if more > 1 or not done % 16:  # in a log each is a line
+                say(f"{done:,} of {tokens:,} tokens")
 
-        captured = capture_scores(loaded, ids[:tokens], steps, kind=kind, on_tokens=say)
+        captured = capture_scores(loaded, ids[:tokens], steps, kind=kind, on_tokens=advance)
     rows = overlap_rows(captured, sizes, [age for age in AGES if age < steps])
     if json_out is not None:
         settings = {"model": model, "tokens": tokens, "steps": steps, "kind": kind, "text": names}

@@ -213,7 +213,7 @@ def plan_of(kind: type, *args: Any, **fields: Any) -> Any:
 
 
 def run(json_out: Path | None, kind: str, rows_of: Callable[[Callable[[str], None]], Iterable[dict[str, Any]]]) -> None:
-    """Show progress, write rows as they arrive, and print their table."""
+    """Show progress, write rows as they arrive, and print their table. A row may bring the "provenance" of the process that measured it."""
     from pallas_kernels.bench import scheduling
     from pallas_kernels.bench.formats import show, stages, table
     from pallas_kernels.bench.results import write_result
@@ -221,9 +221,10 @@ def run(json_out: Path | None, kind: str, rows_of: Callable[[Callable[[str], Non
     rows: list[dict[str, Any]] = []
     with stages(kind) as say:
         for row in rows_of(say):
+            told = {"provenance": row.pop("provenance")} if "provenance" in row else {}
             rows.append(row)
             if json_out is not None:
-                write_result(json_out, {"bench": kind, "rows": rows})
+                write_result(json_out, told | {"bench": kind, "rows": rows})
     columns, cells = scheduling.TABLES[kind]
     show(table(columns, map(cells, rows)))
 

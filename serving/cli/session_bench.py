@@ -97,14 +97,15 @@ def turn_command(
     answer: Annotated[int, typer.Option(help="Tokens that each turn generates.", **whole())] = 16,
     rounds: Annotated[int, typer.Option(help="Timed turns of each kind.", **whole())] = 3,
     policy: Annotated[str, typer.Option(help="Decode policy.")] = "top:32",
-    chunk: BenchChunkOption = 2048,
+    chunk: BenchChunkOption = 512,
     dtype: BenchDtypeOption = "bfloat16",
     layers: LayersOption = None,
     json_out: JsonOption = None,
 ) -> None:
     """Time the first token of a turn in a session with a long history: on the device, demoted to host memory, and prefilled again.
 
-    It is measured in the Python client, from the append to the first token. Weights are random.
+    It is measured in the Python client, from the append to the first token. Weights are random. A turn computes whole chunks, so a smaller
+    --chunk answers sooner, and a larger one reads the history faster.
     """
     needs_extras("kvjax bench session-turn", "server")
     from kvjax.serving.bench.session_costs import Turns, turn_rows

@@ -204,7 +204,7 @@ class SessionCore:
         self._truncate(record, run)
         kept = record.kept(self.limits.window)
         run.prefill_tokens = len(kept) - record.sequence.length
-        record.run = run
+        record.run, run.admitted = run, time.monotonic()
         self.observe("session_history_tokens", length)
         self.observe("generate_prefill_tokens", run.prefill_tokens)
         request = Request(kept, run.sampling, id=run, policy=record.policy)
@@ -265,7 +265,7 @@ class SessionCore:
         except Exception:
             logger.exception("a step failed; the generations that ran have ended with this error")
         for handle, run in list(self._runs.items()):
-            if run.admitted is None and handle.prompt_tokens:
+            if not handle.prompt_tokens:  # it waits; the next step may admit it, prefill it and give its first token
                 run.admitted = time.monotonic()
             if handle.completion is not None:
                 del self._runs[handle]
@@ -462,7 +462,7 @@ class SessionCore:
             return
         if run.latest is None:
             self.observe("time_to_first_token_seconds", now - run.asked)
-            self.observe("generate_prefill_duration_seconds", now - (run.admitted or now))
+            self.observe("generate_prefill_duration_seconds", now - run.admitted)
         else:
             self.observe("token_gap_seconds", now - run.latest)
         run.latest = now

@@ -15,7 +15,7 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.06, 0.1, 0.2, 0.4, 1.0, 3.0, 10.0, 30.0, 
 HISTOGRAMS = {
     "session_history_tokens": ("Tokens of a session's history when a generation begins.", TOKENS),
     "generate_prefill_tokens": ("Tokens that a generation has to prefill.", TOKENS),
-    "generate_prefill_duration_seconds": ("From a generation's admission to its first token.", SECONDS),
+    "generate_prefill_duration_seconds": ("From the step that admits a generation to its first token.", SECONDS),
     "time_to_first_token_seconds": ("From a generation's call to its first token, waiting included.", SECONDS),
     "token_gap_seconds": ("Between two tokens of a generation.", SECONDS),
 }

@@ -20,7 +20,8 @@ END = object()
 
 @dataclasses.dataclass(eq=False)
 class Run:
-    """What the runtime knows of a generation. events: token ids, then END. admitted: when the scheduler turned to it."""
+    """What the runtime knows of a generation. events: token ids, then END. admitted: when the step began in which the
+    scheduler turned to it."""
 
     session_id: str
     sampling: Sampling
@@ -33,7 +34,7 @@ class Run:
     prefill_tokens: int = 0
     dropped_tokens: int = 0
     asked: float = dataclasses.field(default_factory=time.monotonic)
-    admitted: float | None = None
+    admitted: float = 0.0
     latest: float | None = None
     over: bool = False
 

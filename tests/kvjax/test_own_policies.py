@@ -197,6 +197,13 @@ def test_a_policy_object_is_checked_too(file):
 def test_an_unknown_name_says_what_there_is():
     with pytest.raises(ValueError, match=r"policy 'mine' is not understood; there are dense, .*a registered name, FILE.py:CLASS"):
         parse("mine")
+    with pytest.raises(ValueError, match=r"'top:x' is not understood; write it as top:K$"):
+        parse("top:x")
+    with pytest.raises(ValueError, match=r"'window' is not understood; write it as window:SINK\+WINDOW \(tokens, as .* or window:KEYS"):
+        parse("window")
+    with pytest.raises(ValueError, match="'heavy:x' is not understood; write it as heavy:K") as told:
+        parse("heavy:x")
+    assert "heavy-tokens" not in str(told.value)
 
 
 def test_reports_name_a_policy_so_that_it_is_found_again(file):

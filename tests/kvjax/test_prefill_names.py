@@ -62,8 +62,10 @@ def test_names(name, policy):
 
 @pytest.mark.parametrize("name", ["momo", "momo:8", "momo:8/8+all", "mean:x", "window:5"])
 def test_wrong_names_are_refused(name):
-    with pytest.raises(ValueError, match="is not understood; there are dense, bounds:K"):
+    with pytest.raises(ValueError, match=f"is not understood; write it as {name.partition(':')[0]}:[A-Z]"):
         parse_prefill(name)
+    with pytest.raises(ValueError, match=r"is not understood; there are dense, bounds:K, bounds:SHARE, momo:K/EXACT, .*docs/policies.md"):
+        parse_prefill("sparse")
 
 
 def test_the_name_of_a_decode_policy_is_refused_in_one_sentence():

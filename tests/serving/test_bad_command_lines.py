@@ -27,7 +27,7 @@ PREDICT = "bill predict"
 CALIBRATE = "bill calibrate --model {model}"
 CHOOSE = "bill choose --model {model}"
 EVIDENCE = "bill evidence {panel} --into {out}"
-REGIME = "regime-map --out {out}"
+REGIME = "regime-map --out {out}.png"
 ECHO = "echo --model {model}"
 SERVE = "serve --model {model}"
 SESSIONS = "bench sessions --model {model}"
@@ -191,6 +191,7 @@ WRONG = [
     ("demo --seed -1", "-1"),
     ("demo --picture {none}/demo.png", "no folder"),
     ("demo --picture {folder}", "is a directory"),
+    ("demo --picture {none}.jpg", "must end in .png, as none.png"),
     # needle
     (NEEDLE + " --length 10", "length 10"),
     (NEEDLE + " --length 0", "got 0"),
@@ -272,6 +273,7 @@ WRONG = [
     ("bench decode --shape tiny --weights int3", "is not one of none, int8, fp8"),
     (PREDICT + " --tensor 2 --prefill dense --policies top:8", "--policies"),
     (PREDICT + " --prefill-chunk 512", "needs --prefill"),
+    (PREDICT + " --devices 7..9", "no mesh of 7 devices"),
     (PREDICT + " --link 5", "--tier host"),
     (PREDICT + " --shape big", "qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny"),
     (PREDICT + " --lengths 0", "lengths '0'"),
@@ -308,6 +310,7 @@ WRONG = [
     ("bill evidence {none} --into {out}", "none"),
     ("bill evidence {text} --into {out}", "text.txt"),
     (EVIDENCE, "panel.json"),
+    ("regime-map --out {none}.jpgx", "'none.jpgx' must end in .png"),
     (REGIME + " --shape big", "qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny"),
     (REGIME + " --lengths 4k", "--lengths"),
     (REGIME + " --lengths 1m,4k", "--lengths"),

@@ -418,8 +418,14 @@ def test_predict_ranks_meshes(kvjax, mesh_bill):
     assert "refused: tensor 1 x context 24: context 24 is no power of two" in out
     assert "tensor x context not measured: 4 x 2, 2 x 4, 1 x 8" in out
     assert "memory of the devices was not looked at" not in out
-    status, out, _ = kvjax(*asked, "--devices", "2", "--memory", "12")
-    assert "GiB on each device, and there are 12.0" in out
+    status, out, err = kvjax(*asked, "--devices", "2", "--memory", "12")
+    assert (status, out) == (2, "")
+    assert "GiB on each device, and there are 12.0" in err
+    assert "more of them, or a greater --memory" in err
+    status, out, err = kvjax(*asked, "--devices", "7..9")
+    assert (status, out) == (2, "")
+    assert "no mesh of 7 devices can run this (tensor 1 x context 7: context 7 is no power of two" in err
+    assert "give powers of two, as 4,8" in err
     out = kvjax(*asked, "--devices", "2..9")[1]
     assert "memory of the devices was not looked at" in out
     assert [count for count in range(1, 10) if re.search(rf"^│ {count} ", out, re.MULTILINE)] == [2, 4, 8]

@@ -69,6 +69,8 @@ def test_version(kvjax):
     from importlib.metadata import version
 
     assert kvjax("--version") == (0, version("kvjax") + "\n", "")
+    command = [sys.executable, "-m", "kvjax", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == version("kvjax") + "\n"
 
 
 @pytest.mark.parametrize(

@@ -449,6 +449,31 @@ def test_the_chat_prints_what_the_session_says(server, monkeypatch, capsys):
     assert "limit of 150" in capsys.readouterr().err
     with pytest.raises(typer.BadParameter):
         chat.main(["--no-thinking"])
+    with pytest.raises(typer.BadParameter, match="must be one token, but 'ab' is 2"):
+        chat.main(["--stop", "ab"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    assert chat.main(["--address", "127.0.0.1:1"]) == 1
+    assert "is `kvjax serve` running at 127.0.0.1:1?" in capsys.readouterr().err
+
+
+def test_a_chat_on_a_terminal_has_a_prompt(monkeypatch):
+    typed, asked = iter(["Hello", "More"]), []
+
+    def answer(prompt):
+        asked.append(prompt)
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", answer)
+    assert (list(chat.lines()), asked) == (["Hello", "More"], ["> "] * 3)
+
+
+def test_a_chat_without_a_tokenizer_says_so(tmp_path):
+    with pytest.raises(typer.BadParameter, match="there is no tokenizer of "):
+        chat.main(["--model", str(tmp_path / "none")])
 
 
 def test_chat_templates_turn_by_turn():

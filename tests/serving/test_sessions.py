@@ -121,6 +121,11 @@ def test_nothing_is_prefilled_twice(engine):
         assert (len(list(second)), second.prefill_tokens) == (4, 9)  # the four generated tokens, and the five appended ones
     assert [value for name, value in seen if name == "generate_prefill_tokens"] == [70, 9]
     assert sum(name == "token_gap_seconds" for name, _ in seen) == 6
+    timed = [
+        [value for name, value in seen if name == each] for each in ("generate_prefill_duration_seconds", "time_to_first_token_seconds")
+    ]
+    assert all(0 < prefill <= first for prefill, first in zip(*timed, strict=True))
+    assert timed[0][1] > 1e-4  # and not what is left of a step after the prefill in it
 
 
 def test_breaking_off_keeps_what_was_taken(runtime):

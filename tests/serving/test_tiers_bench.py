@@ -16,7 +16,7 @@ from kvjax.serving.bench import reuse, tiered_prompts, tiers
 from kvjax.serving.bench.decode import config_of
 from kvjax.serving.bench.hollow import HollowEngine, random_model
 from kvjax.serving.bench.lists import Fresh, Replayed
-from pallas_kernels.bench.scheduling import tiered_prefill_cells, tiers_cells
+from pallas_kernels.bench.scheduling import gigabytes, shape_text, tiered_prefill_cells, tiers_cells
 
 CONFIG = config_of("tiny", 1, "float32")
 LISTS = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "lists.json"
@@ -35,6 +35,12 @@ def rows():
 
 
 @pytest.mark.long
+def test_small_numbers_are_not_rounded_to_nothing():
+    assert [gigabytes(count) for count in (0, 3_140_000, 49_000_000, 51_000_000, 8 * 10**9)] == ["0.0", "0.0031", "0.049", "0.1", "8.0"]
+    told = [shape_text({"shape": "tiny", "layers": layers}) for layers in (None, 1, 2)]
+    assert told == ["tiny", "tiny, 1 layer", "tiny, 2 layers"]
+
+
 def test_rows_of_every_length_size_and_policy(rows):
     names = [(row["device_bytes"], row["tokens"], row["policy"]) for row in rows]
     policies = ("dense", "top:8", "top:8, nothing shared")

@@ -2,7 +2,7 @@
 
 import { createInterface } from "node:readline";
 
-import { Client, SessionError } from "../src/index.js";
+import { Client, SessionError, Unavailable } from "../src/index.js";
 import { loadTokenizer } from "../src/tokenizer.js";
 
 const [address = "127.0.0.1:50051", folder = "../../../models/needle", stop = "."] = process.argv.slice(2);
@@ -10,8 +10,13 @@ const tokenizer = loadTokenizer(folder);
 const client = new Client(address);
 try {
   const session = await client.createSession();
-  for await (const line of createInterface({ input: process.stdin })) {
-    if (!line) continue;
+  const lines = createInterface({ input: process.stdin, output: process.stdin.isTTY ? process.stdout : undefined });
+  lines.prompt();
+  for await (const line of lines) {
+    if (!line) {
+      lines.prompt();
+      continue;
+    }
     await session.append(tokenizer.encode(line));
     const tokens = session.generate({ maxNewTokens: 64, stopTokenIds: tokenizer.encode(stop).slice(0, 1) });
     let told = "";
@@ -22,11 +27,13 @@ try {
       told = text;
     }
     console.log();
+    lines.prompt();
   }
   await session.close();
 } catch (error) {
   if (!(error instanceof SessionError)) throw error;
-  console.error(`chat: ${error.message}`);
+  const remedy = error instanceof Unavailable ? `; is \`kvjax serve\` running at ${address}? If not, start it, or give its address` : "";
+  console.error(`chat: ${error.message}${remedy}`);
   process.exitCode = 1;
 } finally {
   client.close();

@@ -4,6 +4,8 @@ import { type Client as GrpcClient, type ServiceClientConstructor, loadPackageDe
 import { loadSync } from "@grpc/proto-loader";
 import { fileURLToPath } from "node:url";
 
+import { InvalidArgument } from "./errors.js";
+
 const PROTO = fileURLToPath(new URL("../runtime.proto", import.meta.url));
 
 /** How a generation is sampled. What is left out has its default: 128 new tokens, greedy, seed 0, the model's end-of-sequence tokens. */
@@ -25,7 +27,7 @@ const LARGEST = 2 ** 32 - 1;
 const WHOLE = new Set(["maxNewTokens", "topK", "seed"]);
 const FIELDS = new Set([...WHOLE, "temperature", "topP", "minP", "repetitionPenalty", "presencePenalty", "frequencyPenalty"]);
 
-/** The message of sampling fields. TypeError for one that there is not, or a value that is none: protobuf would change it silently. */
+/** The message of sampling fields. InvalidArgument for one that there is not, or a wrong value: protobuf would change it silently. */
 export function samplingMessage(sampling: Sampling): Record<string, unknown> {
   const message: Record<string, unknown> = {};
   for (const [name, value] of Object.entries(sampling)) {
@@ -33,9 +35,10 @@ export function samplingMessage(sampling: Sampling): Record<string, unknown> {
     if (name === "stopTokenIds") {
       message.stopTokens = { tokenIds: checkedTokens(value as readonly number[]) };
     } else if (!FIELDS.has(name)) {
-      throw new TypeError(`there is no ${name} in a generation: its fields are ${[...FIELDS].join(", ")} and stopTokenIds`);
+      throw new InvalidArgument(`there is no ${name} in a generation: its fields are ${[...FIELDS].join(", ")} and stopTokenIds`, name);
     } else if (WHOLE.has(name) ? !isToken(value) : typeof value !== "number") {
-      throw new TypeError(`${name} must be a ${WHOLE.has(name) ? "whole number from 0 on" : "number"}, got ${String(value)}`);
+      const wanted = WHOLE.has(name) ? "whole number from 0 on" : "number";
+      throw new InvalidArgument(`${name} must be a ${wanted}, got ${String(value)}`, name);
     } else {
       message[name] = value;
     }
@@ -43,10 +46,10 @@ export function samplingMessage(sampling: Sampling): Record<string, unknown> {
   return message;
 }
 
-/** Token ids as they are sent. TypeError for what is none. */
+/** Token ids as they are sent. InvalidArgument for what is none. */
 export function checkedTokens(tokenIds: readonly number[]): number[] {
   const wrong = tokenIds.find((each) => !isToken(each));
-  if (wrong !== undefined) throw new TypeError(`token ids must be whole numbers from 0 on, got ${String(wrong)}`);
+  if (wrong !== undefined) throw new InvalidArgument(`token ids must be whole numbers from 0 on, got ${String(wrong)}`, "token_ids");
   return [...tokenIds];
 }
 
