@@ -27,6 +27,12 @@ pytestmark = pytest.mark.bits
 PAGE = 16
 
 
+@pytest.fixture(scope="module")
+def model(one_layer):
+    """What is counted, and where bits may differ, is the same in every layer."""
+    return one_layer
+
+
 @pytest.fixture
 def engine(model):
     return Engine(model, "quest:2", policies=["dense", TopBlocks(1, local=1, block_size=16)], pages=24, page_size=PAGE, prefill_chunk=32)
