@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -29,7 +30,7 @@ from kvjax.policies.decode import HeavyPages, Stateless, TopBlocks
 PAGE, CHUNK, STEPS = 16, 64, 10
 POLICIES = {2: TopBlocks(k=3, sink=1, local=2, block_size=16), 4: HeavyPages(3)}
 MESHES = {2: {"tensor": 2}, 4: {"tensor": 2, "context": 2}}
-POLICY_OF = {"brief": "dense", "auto": "auto"}
+POLICY_OF = {"brief": "dense", "lost": "dense", "auto": "auto"}
 """Of the engines of some scenarios."""
 
 
@@ -164,8 +165,10 @@ def auto(engine):
     return {"answers": [each[1:] for each in found], "chosen": [each[0] for each in found]}
 
 
-def endless(engine):
-    """Steps without an end."""
+def lost(engine, folder):
+    """One answer, which is printed, and then steps without an end. The last process kills itself when these have begun."""
+    print(json.dumps(brief(engine)), flush=True)
+    Path(folder, "answered").touch()
     scheduler = kvjax.Scheduler(engine)
     while True:
         if scheduler.idle:
@@ -178,24 +181,35 @@ def fails(engine):
     kvjax.generate(engine, [[1, 2, 3]], policy=Fails(False), max_new_tokens=4)
 
 
-SCENARIOS = {"job": job, "brief": brief, "auto": auto, "endless": endless, "fails": fails}
+def die_in_a_step(folder):
+    """End this process by the signal that nothing can hold back, half a second after the first answer."""
+    while not Path(folder, "answered").exists():
+        time.sleep(0.05)
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+SCENARIOS = {"job": job, "brief": brief, "auto": auto, "fails": fails}
 
 
 def main():
     scenario, (port, count, number, devices), folder = sys.argv[1], map(int, sys.argv[2:6]), sys.argv[6]
     jax.config.update("jax_num_cpu_devices", devices)
+    scenarios = SCENARIOS | {"lost": lambda engine: lost(engine, folder)}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background
     with kvjax.start_processes(f"localhost:{port}", count, number) as processes:
         engine = engine_of(count * devices, POLICY_OF.get(scenario))
         found = {"alike": alike(engine, folder)} if scenario == "job" else {}
         found["shared"] = processes.share(f"from {number}")
         if number:
-            if scenario == "endless" and number == count - 1:
-                threading.Timer(2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            if scenario == "lost":
+                print(json.dumps(found), flush=True)
+                if number == count - 1:
+                    threading.Thread(target=die_in_a_step, args=(folder,), daemon=True).start()
             processes.follow(engine)
         else:
             with processes.lead(engine):
-                found |= SCENARIOS[scenario](engine)
+                found |= scenarios[scenario](engine)
         print(json.dumps(found))
 
 

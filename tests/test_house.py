@@ -43,6 +43,12 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), label(path))
 
 
+@functools.cache
+def nodes_of(tree: ast.Module) -> list[ast.AST]:
+    """Every node, found once: all files together have more than a million, and several rules look at each."""
+    return list(ast.walk(tree))
+
+
 def check_each(paths: list[Path], faults_of: Callable[[Path], Iterable]) -> None:
     """No file has faults. All files are one test: a test of each costs more than what it checks."""
     assert {label(path): found for path in paths if (found := list(faults_of(path)))} == {}
@@ -67,7 +73,7 @@ def imported_modules(tree: ast.Module, name: str) -> list[tuple[str, int]]:
     """(module, line) of every import in a file named `name`, wherever it stands; `from a import b` counts as a.b when that is a module
     or a front-door name of kvjax, else as a."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -98,7 +104,7 @@ def upward_imports(tree: ast.Module, name: str) -> list[str]:
         imports = imported_modules(tree, name)
         found += [(module, line) for module, line in imports if module.startswith("kvjax.") and module not in MODULES]
     if name not in DOORS:
-        strings = [(node.value, node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        strings = [(node.value, node.lineno) for node in nodes_of(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         named = [(text, line) for text, line in strings if re.fullmatch(r"(kvjax|pallas_kernels)(\.\w+)+", text)]
         found += [(text, line) for text, line in named if RANKS[layer(text)] > own]
     return [f"line {line}: {module}" for module, line in found]
@@ -155,8 +161,8 @@ def imports_of(code: dict[str, ast.Module]) -> dict[str, set[str]]:
         if name == FRONT_DOOR:
             continue
         own = name.removesuffix(".__init__")
-        unseen = {line for node in ast.walk(tree) if for_type_checkers(node) for line in range(node.lineno, node.end_lineno + 1)}
-        strings = [(node.value, node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        unseen = {line for node in nodes_of(tree) if for_type_checkers(node) for line in range(node.lineno, node.end_lineno + 1)}
+        strings = [(node.value, node.lineno) for node in nodes_of(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         found = {module for module, line in imported_modules(tree, name) + strings if line not in unseen}
         graph[own] = {module for module in found if module in MODULES and module not in (own, "kvjax")}
     return graph
@@ -220,14 +226,14 @@ def test_imports_that_make_no_circle_are_allowed():
 def environment_reads(tree: ast.Module) -> list[str]:
     """Every use of the environment, except a statement that only sets a variable for somebody else's library."""
     set_only = []
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
             set_only.append(node.value)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and getattr(node.value.func, "attr", "") == "setdefault":
             set_only.append(node.value.func.value)
     names = {"environ", "environb", "getenv", "getenvb"}
-    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in names and node not in set_only]
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and names & {alias.name for alias in node.names}]
+    attributes = [node for node in nodes_of(tree) if isinstance(node, ast.Attribute) and node.attr in names and node not in set_only]
+    imports = [node for node in nodes_of(tree) if isinstance(node, ast.ImportFrom) and names & {alias.name for alias in node.names}]
     return [f"line {node.lineno}" for node in attributes + imports]
 
 
@@ -300,7 +306,7 @@ def test_type_checkers_see_the_names_that_are_resolved_on_first_use(name):
 def too_large(path: Path) -> list[str]:
     """The file, if it is too long, and its functions that are."""
     lines = len(path.read_text().splitlines())
-    functions = [node for node in ast.walk(parse(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [node for node in nodes_of(parse(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     found = [f"{lines} lines"] if lines > MAX_FILE_LINES else []
     return found + [node.name for node in functions if node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES]
 
@@ -416,7 +422,7 @@ def undeclared_imports(tree: ast.Module, name: str) -> list[str]:
     An extra's package is imported inside a function, or for type checkers.
     """
     core, extra = core_packages(), {package for packages in EXTRAS.values() for package in packages}
-    inside = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or for_type_checkers(node)]
+    inside = [node for node in nodes_of(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or for_type_checkers(node)]
     late = {line for node in inside for line in range(node.lineno, node.end_lineno + 1)}
     found = []
     for module, line in imported_modules(tree, name):

@@ -85,10 +85,20 @@ class TinyModel:
         return np.asarray(self._forward(self.params, jnp.asarray(tokens, jnp.int32)[None]))
 
 
+@functools.cache
+def _drawn(config):
+    return init_params(config, jax.random.key(7), std=0.15)
+
+
+def random_weights(config):
+    """Weights of a `TinyModel`. They are drawn once: the draws compile a program for each shape, and each module would do so again."""
+    return dict(_drawn(config))
+
+
 def make_model(**changes):
     """`TINY` with changes, and random weights."""
     decoder = TransformerDecoder(altered(TINY, **changes))
-    return TinyModel(decoder, init_params(decoder.config, jax.random.key(7), std=0.15))
+    return TinyModel(decoder, random_weights(decoder.config))
 
 
 RECURRENT = dataclasses.replace(
@@ -139,7 +149,7 @@ LATENT = dataclasses.replace(
 def make_latent_model(dtype="float32"):
     """`LATENT` with random weights."""
     decoder = TransformerDecoder(dataclasses.replace(LATENT, compute_dtype=dtype))
-    return TinyModel(decoder, init_params(decoder.config, jax.random.key(7), std=0.15))
+    return TinyModel(decoder, random_weights(decoder.config))
 
 
 def sharing(config, share_with):
@@ -173,7 +183,7 @@ def make_family(name, *, head_dim=16, window=24, dtype="float32"):
         )
         layers = tuple(LayerConfig(mixer, mlp, post_norms=True) for mixer in mixers)
         config = dataclasses.replace(config, layers=layers, norm_offset=1.0, embed_scale=8.0)
-    return TinyModel(TransformerDecoder(config), init_params(config, jax.random.key(7), std=0.15))
+    return TinyModel(TransformerDecoder(config), random_weights(config))
 
 
 def shallow(model):
@@ -185,7 +195,7 @@ def shallow(model):
 def remembering(config):
     """A model with recurrent layers whose decays are so slow that a page's tokens are remembered."""
     decoder = TransformerDecoder(config)
-    params = init_params(config, jax.random.key(7), std=0.15)
+    params = random_weights(config)
     slower = [layer | {"decay_log": layer["decay_log"] - 4} if "decay_log" in layer else layer for layer in params["layers"]]
     return TinyModel(decoder, params | {"layers": tuple(slower)})
 
@@ -194,12 +204,16 @@ LEAST = altered(
     TINY, vocab_size=40, hidden_size=16, intermediate_size=24, head_dim=8, max_positions=64, tie_embeddings=False, eos_token_ids=(3, 5)
 )
 """Of checkpoints that tests write and read."""
-_initialised = jax.jit(init_params, static_argnums=0)
+
+
+@functools.cache
+def _initialised(config):
+    return jax.jit(init_params, static_argnums=0)(config, jax.random.key(0))
 
 
 def random_model(dtype=jnp.float32, config=LEAST, tokenizer=None):
     config = dataclasses.replace(config, compute_dtype=jnp.dtype(dtype).name)
-    return CausalLM(TransformerDecoder(config), _initialised(config, jax.random.key(0)), tokenizer, "random")
+    return CausalLM(TransformerDecoder(config), dict(_initialised(config)), tokenizer, "random")
 
 
 def same_params(first, second):

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, UInt8
 
-from kvjax.cache.pool import Pool, place_beside
+from kvjax.cache.pool import Pool, first_array, place_beside
 from kvjax.cache.spec import OPEN, CacheSpec, PagedSpec, RecurrentSpec
 from kvjax.cache.types import IndexSpec, LatentPages, LayerCache, OpenRows, SlotLayer, kept_in
 from kvjax.cache.writes import seal
@@ -154,7 +154,7 @@ def write_blocks(
     blocks: in any memory. opened: whether the last page is open.
     """
     pool.bind({group: ids})
-    beside = place_beside(pool.layers)
+    beside, committed = place_beside(pool.layers), first_array(pool.layers).committed
     numbers = _holding(spec, group)
     nowhere = len(next(iter(stored_arrays(pool.layers[numbers[0]], group).values())))
     kinds = {"group": group, "numbers": numbers, "indexes": indexes, "shapes": _arrays_of(spec, group), "shards": pool.shards}
@@ -164,16 +164,24 @@ def write_blocks(
     for place, pieces in enumerate(zip(*rows, strict=True)):
         piece = pieces[0]
         given = tuple(blocks[place * PIECE : (place + 1) * PIECE])
-        given = _put(given, beside)
+        given = _put(given, beside, committed)
         given += given[-1:] * (len(piece) - len(given))  # of pages that are nowhere
         pool.run(_unpack, pool.layers, *pieces, given, **kinds)
 
 
-def _put(blocks: tuple[Block | np.ndarray, ...], beside: jax.sharding.Sharding) -> tuple[Block, ...]:
-    """Blocks on every device of a sharding. With several processes, `device_put` would compare the blocks of all of them first."""
-    if beside.is_fully_addressable:
+def _put(blocks: tuple[Block | np.ndarray, ...], beside: jax.sharding.Sharding, committed: bool) -> tuple[Block, ...]:
+    """Blocks on every device of a sharding. With several processes, `device_put` would compare the blocks of all of them first.
+
+    committed: whether the pool's arrays are. If they are not, blocks of the host are not either: a program's results are committed if one
+    argument is, and every program that reads these pages would be compiled again.
+    """
+    if not beside.is_fully_addressable:
+        return tuple(jax.make_array_from_callback(block.shape, beside, np.asarray(block).__getitem__) for block in blocks)
+    if committed or not all(isinstance(block, np.ndarray) for block in blocks):
         return tuple(jax.device_put(blocks, beside))
-    return tuple(jax.make_array_from_callback(block.shape, beside, np.asarray(block).__getitem__) for block in blocks)
+    (device,) = beside.device_set
+    with jax.default_device(device):
+        return tuple(jax.device_put(blocks))
 
 
 def _pieces(ids: Sequence[int] | Int[np.ndarray, " n"], fill: int) -> Iterator[Int[np.ndarray, " n"]]:

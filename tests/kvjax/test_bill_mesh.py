@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from planted_meshes import C0, C1, CHOOSE, HOP, LAUNCH, LINK, MESHES, RATE, mesh_run, mesh_seconds
 from quick_cases import rest_long
-from tiny_models import QWEN_7B, RECURRENT, TINY, altered, make_family
+from tiny_models import QWEN_7B, RECURRENT, TINY, altered, make_family, random_weights
 
 import kvjax
 from kvjax.bill import step_bytes
@@ -36,7 +36,7 @@ from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.spec import WHOLE
 from kvjax.cache.types import Cache
 from kvjax.layers import DeltaLayer
-from kvjax.models.decoder import TransformerDecoder, init_params
+from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode import Cascade, TopBlocks, TopTokens, parse
 from kvjax.policies.prefill import BoundsBlocks, DensePrefill, indexes_of, parse_prefill
 from kvjax.sampling import SamplingRows
@@ -54,7 +54,7 @@ def lowered(config, policy, tensor, context):
     spec, decoder = config.cache_spec(PAGE).on_mesh(tensor), TransformerDecoder(config)
     each = {group.name: 8 for group in spec.groups if group.page_size != WHOLE and context > 1}
     shards = Shards(kvjax.mesh(tensor=tensor, context=context), tuple(each.items()))
-    params = place_params(decoder, init_params(config, jax.random.key(0)), shards)
+    params = place_params(decoder, random_weights(config), shards)
     layers = jax.eval_shape(lambda: spec.empty({group.name: 8 * context for group in spec.groups}, policy.indexes()))
     tables = {group.name: jax.ShapeDtypeStruct((BATCH, 16), jnp.int32) for group in spec.groups}
     row = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
@@ -111,7 +111,7 @@ def lowered_chunk(config, policy, tensor, context, last):
     spec, decoder, chunk = config.cache_spec(PAGE).on_mesh(tensor), TransformerDecoder(config), 4 * PAGE
     each = {group.name: 8 for group in spec.groups if group.page_size != WHOLE and context > 1}
     shards = Shards(kvjax.mesh(tensor=tensor, context=context), tuple(each.items()), context)
-    params = place_params(decoder, init_params(config, jax.random.key(0)), shards)
+    params = place_params(decoder, random_weights(config), shards)
     indexes = indexes_of(policy)
     layers = jax.eval_shape(lambda: spec.empty({group.name: 8 * context for group in spec.groups}, indexes))
     tables = {group.name: jax.ShapeDtypeStruct((1, 16), jnp.int32) for group in spec.groups}
@@ -248,7 +248,7 @@ def test_exchanges_by_hand():
 def test_a_device_has_the_weights_that_are_counted(case):
     config, policy, tensor, context = CASES[case]
     shards = Shards(kvjax.mesh(tensor=tensor, context=context))
-    params = place_params(TransformerDecoder(config), init_params(config, jax.random.key(0)), shards)
+    params = place_params(TransformerDecoder(config), random_weights(config), shards)
     held = [leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(params["layers"])]
     moved = step_bytes(config, policy, 256, BATCH, page_size=PAGE, tensor=tensor, context=context)
     rows = BATCH * config.hidden_size

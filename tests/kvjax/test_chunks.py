@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import QWEN_7B, RECURRENT, TINY, TinyModel, altered
+from tiny_models import QWEN_7B, RECURRENT, TINY, TinyModel, altered, random_weights
 
 from kvjax import Engine
 from kvjax.chunks import cut_layers
-from kvjax.models.decoder import TransformerDecoder, init_params
+from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode import PrefillMass
 from kvjax.policies.decode.base import Stateless
 from kvjax.policies.prefill import DensePrefill
@@ -66,7 +66,7 @@ def test_layers_that_differ_share_no_program():
 
 
 def model_of(config):
-    return TinyModel(TransformerDecoder(config), init_params(config, jax.random.key(7), std=0.15))
+    return TinyModel(TransformerDecoder(config), random_weights(config))
 
 
 def compiled():

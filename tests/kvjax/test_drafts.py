@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import TINY, TinyModel
+from tiny_models import TINY, TinyModel, random_weights
 
 from kvjax import Engine, Sampling, sampling, steps
-from kvjax.models.decoder import TransformerDecoder, init_params
+from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode.base import Stateless
 from kvjax.policies.decode.mass import largest_blocks, mass_of_step
 from kvjax.sampling import SamplingRows, seen_tokens
@@ -48,7 +48,7 @@ def windowed():
     layers = list(TINY.layers)
     layers[0] = dataclasses.replace(layers[0], mixer=dataclasses.replace(layers[0].mixer, window=24))
     config = dataclasses.replace(TINY, layers=tuple(layers))
-    return TinyModel(TransformerDecoder(config), init_params(config, jax.random.key(7), std=0.15))
+    return TinyModel(TransformerDecoder(config), random_weights(config))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

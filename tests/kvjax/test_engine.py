@@ -19,12 +19,18 @@ from kvjax.cache.writes import copy_page
 from kvjax.model import LongRope
 from kvjax.policies.decode import Blocks, TopBlocks, TopTokens, select_and_attend
 from kvjax.sampling import SamplingRows
-from kvjax.steps import prefill_slice
+from kvjax.steps import decode_step, prefill_slice
 from pallas_kernels.page_index import page_index
 
 pytestmark = pytest.mark.bits
 
 PAGE = 16
+
+
+@pytest.fixture(scope="module")
+def model(one_layer):
+    """What is counted, and where bits may differ, is the same in every layer."""
+    return one_layer
 
 
 @pytest.fixture
@@ -339,6 +345,25 @@ def test_a_saved_sequence_comes_back_bit_for_bit(engine, model, text, tmp_path):
     sequence.tokens.pop()
     with pytest.raises(ValueError, match=r"90 tokens were written, but \.tokens holds 89"):
         engine.save(sequence, tmp_path / "other.safetensors")
+
+
+def test_pages_that_come_back_make_no_program_compile_again(engine, text, tmp_path):
+    """Nothing commits them to a device: a program's results are committed if one argument is, and so all pages would be."""
+
+    def decoded_and_prefilled():
+        (other,) = engine.prefill([text[:40]])
+        for token in range(2):
+            engine.decode([sequence], [token])
+        engine.free(other)
+        return [step._cache_size() for step in (prefill_slice, decode_step)]
+
+    (sequence,) = engine.prefill([text[:40]])
+    engine.save(sequence, tmp_path / "prompt.safetensors")
+    compiled = decoded_and_prefilled()
+    engine.suspend(sequence)
+    engine.resume(sequence)
+    engine.restore(tmp_path / "prompt.safetensors")
+    assert decoded_and_prefilled() == compiled
 
 
 def test_a_file_that_does_not_fit_takes_no_page(engine, model, text, tmp_path):

@@ -1,10 +1,9 @@
 """Pages that no sequence holds, in a pool that spans device and host memory: they make room first, and change places with pages in use."""
 
-import jax
 import numpy as np
 import pytest
 from quick_cases import rest_long
-from tiny_models import TINY, TinyModel, altered, init_params
+from tiny_models import TINY, TinyModel, altered, random_weights
 
 from kvjax import Engine
 from kvjax.cache import PageAllocator
@@ -129,7 +128,7 @@ def test_pages_that_no_sequence_holds_make_room_first():
 @pytest.fixture(scope="module")
 def model():
     config = altered(TINY, num_layers=2)
-    return TinyModel(TransformerDecoder(config), init_params(config, jax.random.key(7), std=0.15))
+    return TinyModel(TransformerDecoder(config), random_weights(config))
 
 
 def engine_of(model, **places) -> Engine:

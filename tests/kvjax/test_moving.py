@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from quick_cases import rest_long
-from tiny_models import TINY, TinyModel, altered, init_params, make_family
+from tiny_models import TINY, TinyModel, altered, make_family, random_weights
 
 from kvjax import Engine
 from kvjax.cache.frames import Frames
@@ -24,7 +24,7 @@ PAGE, CHUNK, DEVICE, HOST = 4, 16, 16, 120
 @pytest.fixture(scope="module")
 def model():
     config = altered(TINY, num_layers=2)
-    return TinyModel(TransformerDecoder(config), init_params(config, jax.random.key(7), std=0.15))
+    return TinyModel(TransformerDecoder(config), random_weights(config))
 
 
 def engine_of(model, scale: int = 1, **places) -> Engine:

@@ -74,15 +74,16 @@ def poisoned(x):
     return jnp.full_like(x, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 119)
 
 
-def served(model, tokens, text, **options) -> np.ndarray:
+def served(model, tokens, text, *, steps=True, **options) -> np.ndarray:
     """Logits after each token from the 20th on: two prompts' worth of prefill in odd cuts, then a draft step over a page's end, then
-    steps of one token."""
+    steps of one token. steps: False ends before the first of them."""
     engine = engine_of(model, text, **options)
     engine._pool.layers = jax.tree.map(poisoned, engine._pool.layers)
     (sequence,) = engine.prefill([tokens[:20]])
     rows = [engine.extend(sequence, tokens[20:25], all_logits=True), engine.extend(sequence, tokens[25:62], all_logits=True)]
-    rows += [engine.decode([sequence], [tokens[62:66]])[0]]
-    rows += [engine.decode([sequence], [token]) for token in tokens[66:]]
+    if steps:
+        rows += [engine.decode([sequence], [tokens[62:66]])[0]]
+        rows += [engine.decode([sequence], [token]) for token in tokens[66:]]
     return np.concatenate([np.asarray(row) for row in rows])
 
 
@@ -195,68 +196,6 @@ def test_queries_that_run_again_without_their_page_would_show(model, tokens, mon
         test_mass_is_of_the_pages_as_queries_read_them(model, tokens)
 
 
-# Mutants.
-
-
-def _own_page_packed(real):
-    """Queries read their own page as its format rounds it so far."""
-
-    def opened(layer, pages):
-        formats = (layer.pages.k_packed, pages.k), (layer.pages.v_packed, pages.v)
-        k, v = (unpack(how, *pack_pages(x, format=how)).astype(x.dtype) for how, x in formats)
-        return real(layer, pages.replace(k=k, v=v))
-
-    return opened
-
-
-def _all_of_the_chunk_open(real):
-    """Queries of a chunk read each page that the chunk writes as it was before it was packed."""
-
-    def opened(layer, pages):
-        rows = jnp.maximum(pages.row_of, 0)
-        here = (pages.row_of >= 0)[:, None, None, None]
-        k, v = (jnp.where(here, x[rows], y) for x, y in ((pages.k, layer.pages.keys), (pages.v, layer.pages.values)))
-        return layer.replace(pages=Pages(k, v), open=None)
-
-    return opened
-
-
-def _packed_early(real):
-    """A page is packed when its last token is still to come, and not again."""
-
-    def seal_packed(layer, k, v, pages, indexes):
-        return real(layer, k.at[:, :, -1].set(0), v.at[:, :, -1].set(0), pages, indexes)
-
-    return seal_packed
-
-
-def _another_row(real):
-    """Tokens of a step go to the row of another sequence."""
-    return lambda layer, k, v, positions, valid, table, rows, indexes: real(layer, k, v, positions, valid, table, (rows + 1) % 2, indexes)
-
-
-MUTANTS = {
-    "own page read as packed": ("kvjax.steps.opened", _own_page_packed),
-    "all pages of a chunk read open": ("kvjax.steps.opened", _all_of_the_chunk_open),
-    "packed before the last token": ("kvjax.cache.packed.seal_packed", _packed_early),
-    "a row of another sequence": ("kvjax.attend.append_packed", _another_row),
-}
-
-
-@pytest.mark.parametrize("mutant", rest_long(MUTANTS, "own page read as packed", "packed before the last token"))
-def test_mutants_of_what_is_read_fail(model, tokens, expected, mutant, monkeypatch):
-    where, change = MUTANTS[mutant]
-    module, _, name = where.rpartition(".")
-    real = getattr(__import__(module, fromlist=[name]), name)
-    jax.clear_caches()
-    monkeypatch.setattr(where, change(real))
-    try:
-        with pytest.raises(AssertionError):
-            check(served(model, tokens, K_AND_V), expected)
-    finally:
-        jax.clear_caches()
-
-
 # Indexes.
 
 
@@ -270,7 +209,7 @@ def check_indexes(engine, sequence) -> None:
             np.testing.assert_array_equal(layer.index[each.name][sealed], built)
 
 
-def test_indexes_are_of_the_unpacked_keys_however_a_page_was_filled(model, tokens, tmp_path, monkeypatch):
+def test_indexes_are_of_the_unpacked_keys_however_a_page_was_filled(model, tokens, tmp_path):
     engine = engine_of(model, policies=("quest:1",))
     (sequence,) = engine.prefill([tokens[:40]])
     for token in tokens[40:52]:
@@ -280,14 +219,6 @@ def test_indexes_are_of_the_unpacked_keys_however_a_page_was_filled(model, token
     engine.save(sequence, tmp_path / "sequence")
     restored = engine.restore(tmp_path / "sequence")
     check_indexes(engine, restored)
-
-    real = packed.unpack
-    monkeypatch.setattr(packed, "unpack", lambda how, codes, scales: real(how, codes, scales * jnp.asarray(1.01, scales.dtype)))
-    jax.clear_caches()
-    engine = engine_of(model, policies=("quest:1",))
-    with pytest.raises(AssertionError):
-        check_indexes(engine, *engine.prefill([tokens[:40]]))
-    jax.clear_caches()
 
 
 # Bits.
@@ -443,3 +374,77 @@ def test_a_file_of_another_format_is_refused(model, tokens, tmp_path):
     for text in (None, "int8"):
         with pytest.raises(ValueError, match="cache_format 'k=int8:channel,v=int4'"):
             engine_of(model, text).restore(tmp_path / "sequence")
+
+
+# Mutants. They come last: each has to compile its programs anew, and leaves none behind.
+
+
+def _own_page_packed(real):
+    """Queries read their own page as its format rounds it so far."""
+
+    def opened(layer, pages):
+        formats = (layer.pages.k_packed, pages.k), (layer.pages.v_packed, pages.v)
+        k, v = (unpack(how, *pack_pages(x, format=how)).astype(x.dtype) for how, x in formats)
+        return real(layer, pages.replace(k=k, v=v))
+
+    return opened
+
+
+def _all_of_the_chunk_open(real):
+    """Queries of a chunk read each page that the chunk writes as it was before it was packed."""
+
+    def opened(layer, pages):
+        rows = jnp.maximum(pages.row_of, 0)
+        here = (pages.row_of >= 0)[:, None, None, None]
+        k, v = (jnp.where(here, x[rows], y) for x, y in ((pages.k, layer.pages.keys), (pages.v, layer.pages.values)))
+        return layer.replace(pages=Pages(k, v), open=None)
+
+    return opened
+
+
+def _packed_early(real):
+    """A page is packed when its last token is still to come, and not again."""
+
+    def seal_packed(layer, k, v, pages, indexes):
+        return real(layer, k.at[:, :, -1].set(0), v.at[:, :, -1].set(0), pages, indexes)
+
+    return seal_packed
+
+
+def _another_row(real):
+    """Tokens of a step go to the row of another sequence."""
+    return lambda layer, k, v, positions, valid, table, rows, indexes: real(layer, k, v, positions, valid, table, (rows + 1) % 2, indexes)
+
+
+IN_STEPS = "a row of another sequence"
+MUTANTS = {
+    "own page read as packed": ("kvjax.steps.opened", _own_page_packed),
+    "all pages of a chunk read open": ("kvjax.steps.opened", _all_of_the_chunk_open),
+    "packed before the last token": ("kvjax.cache.packed.seal_packed", _packed_early),
+    IN_STEPS: ("kvjax.attend.append_packed", _another_row),
+}
+
+
+@pytest.mark.parametrize("mutant", rest_long(MUTANTS, "own page read as packed", "packed before the last token"))
+def test_mutants_of_what_is_read_fail(model, tokens, expected, mutant, monkeypatch):
+    where, change = MUTANTS[mutant]
+    module, _, name = where.rpartition(".")
+    real = getattr(__import__(module, fromlist=[name]), name)
+    jax.clear_caches()
+    monkeypatch.setattr(where, change(real))
+    try:
+        found = served(model, tokens, K_AND_V, steps=mutant == IN_STEPS)
+        with pytest.raises(AssertionError):
+            check(found, expected[: len(found)])
+    finally:
+        jax.clear_caches()
+
+
+def test_indexes_of_other_keys_than_those_that_are_read_would_show(model, tokens, monkeypatch):
+    real = packed.unpack
+    monkeypatch.setattr(packed, "unpack", lambda how, codes, scales: real(how, codes, scales * jnp.asarray(1.01, scales.dtype)))
+    jax.clear_caches()
+    engine = engine_of(model, policies=("quest:1",))
+    with pytest.raises(AssertionError):
+        check_indexes(engine, *engine.prefill([tokens[:40]]))
+    jax.clear_caches()

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tiny_models import make_family
+from tiny_models import make_family, shallow
 
 import kvjax
 from kvjax import Engine, OutOfPages, Request, Scheduler
@@ -14,7 +14,7 @@ SIZES = {"page_size": PAGE, "prefill_chunk": PAGE, "batch_buckets": (2,)}
 
 @pytest.fixture(scope="module")
 def model():
-    return make_family("llama")
+    return shallow(make_family("llama"))
 
 
 @pytest.fixture(scope="module")

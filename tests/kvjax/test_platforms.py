@@ -107,7 +107,7 @@ def test_steps_over_packed_pages_take_the_kernels_that_unpack_them(as_on, text):
 @pytest.mark.parametrize(("name", "picked"), [("cascade:1/2", "mosaic_gpu"), ("cascade:1/2+1bit", "composed")])
 def test_a_step_of_cascade_takes_the_kernel_that_chooses_from_a_shortlist(as_on, name, picked, caplog):
     """Without being told to; with 1 bit and head dim 64 a key has too few bytes, and the log says so."""
-    config = make_family("llama", head_dim=64, dtype="bfloat16").config
+    config = shallow(make_family("llama", head_dim=64, dtype="bfloat16")).config
     spec, decoder, policy = config.cache_spec(128), TransformerDecoder(config), parse(name)
     tables = {group.name: np.zeros((1, 8), np.int32) for group in spec.groups}
     shapes = jax.eval_shape(lambda: (init_params(config, jax.random.key(0)), spec.empty(dict.fromkeys(tables, 8), policy.indexes())))
@@ -168,7 +168,7 @@ def test_the_document_names_what_every_op_takes():
 @pytest.mark.parametrize("picked", ["mosaic_gpu", "xla"])
 def test_a_decode_step_on_a_mesh_of_hopper_gpus_adds_by_one_kernel_each(as_on, picked):
     """Twice in a layer, after its projections `o` and `down`, and once after the embedding, within one program; no other sum is left."""
-    config = dataclasses.replace(make_family("llama", head_dim=128, dtype="bfloat16").config, hidden_size=128, vocab_size=96)
+    config = dataclasses.replace(shallow(make_family("llama", head_dim=128, dtype="bfloat16")).config, hidden_size=128, vocab_size=96)
     shards, decoder = Shards(kvjax.mesh(tensor=2)), TransformerDecoder(config)
     spec = config.cache_spec(128)
     params, layers = jax.eval_shape(lambda: (init_params(config, jax.random.key(0)), spec.empty({g.name: 4 for g in spec.groups}, ())))

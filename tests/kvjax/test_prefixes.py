@@ -101,11 +101,11 @@ def test_a_page_after_another_text_is_not_found(model, text, monkeypatch):
     mixed = one[:PAGE] + two[PAGE:]
 
     def found():
-        engine = Engine(model, pages=40, reuse=True, **SIZES)
+        engine = Engine(model, pages=32, reuse=True, **SIZES)
         answer(engine, one)
         answer(engine, two)
         before = engine.stats().found_tokens
-        right = np.array_equal(answer(engine, mixed), answer(Engine(model, pages=40, **SIZES), mixed))
+        right = np.array_equal(answer(engine, mixed), answer(Engine(model, pages=32, **SIZES), mixed))
         return engine.stats().found_tokens - before, right
 
     assert found() == (PAGE, True)

@@ -75,7 +75,8 @@ def check_alike(results, one):
     np.testing.assert_allclose(results[0]["alike"]["logits"], one["logits"], rtol=0, atol=1e-5 * np.abs(one["logits"]).max())
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [2, 4])
 def test_several_processes_answer_as_one(count, tmp_path):
     results = [found_by(each) for each in run_job("brief", count, 1, tmp_path)]
     assert [each["shared"] for each in results] == ["from 0"] * count
@@ -112,10 +113,14 @@ def test_the_first_process_schedules_for_all(sizes, tmp_path):
     assert set(first["used"].values()) == {0}
 
 
-def test_a_lost_process_ends_the_job(tmp_path):
+def test_processes_answer_as_one_until_one_is_lost_which_ends_the_job(tmp_path):
     """It was killed between two steps, or in one."""
-    first, lost = run_job("endless", 2, 1, tmp_path)
-    assert (first[0], lost[0]) == (1, -9)
+    first, lost = run_job("lost", 2, 1, tmp_path)
+    assert (first[0], lost[0]) == (1, -9), first[2]
+    lines = ([json.loads(line) for line in output.splitlines() if line.startswith("{")] for _, output, _ in (first, lost))
+    (found,), (other,) = lines
+    assert other["shared"] == "from 0"
+    check_same(found["answers"], brief(engine_of(2, "dense"))["answers"])
     assert "process 1 of 2 was lost: its connection broke; start all 2 processes again" in first[2]
 
 

@@ -21,8 +21,8 @@ PAGES, PAGE, CHUNK = 60, 16, 32
 
 
 @pytest.fixture(scope="module")
-def engine(model):
-    return Engine(model, policies=["quest:1", MASSES], pages=PAGES, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(2,))
+def engine(one_layer):
+    return Engine(one_layer, policies=["quest:1", MASSES], pages=PAGES, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(2,))
 
 
 @pytest.fixture(autouse=True)

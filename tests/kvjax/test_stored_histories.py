@@ -165,7 +165,7 @@ def test_the_comparison_sees_a_page_that_was_given_to_others(tmp_path, monkeypat
 
     monkeypatch.setattr(PageAllocator, "take_from", take)
     with pytest.raises((AssertionError, ValueError, KeyError)):
-        run_histories(make_family("llama"), range(40), tmp_path, SHORT_CHUNKS, StoredHistory)
+        run_histories(make_family("llama"), range(40), tmp_path, SHORT_CHUNKS, BusyHistory)
 
 
 class BusyHistory(StoredHistory):
@@ -220,7 +220,7 @@ def test_busy_histories_of_a_mesh_bring_pages_back(mesh, tmp_path, totals, monke
 
 def test_the_comparison_sees_a_page_on_another_device(tmp_path, monkeypatch):
     """Pages of a prompt that are found wherever it begins are not dealt out in turn."""
-    monkeypatch.setattr(BusyMeshHistory, "shared", {"mesh": mesh_of("context 2")})
+    monkeypatch.setattr(BusyMeshHistory, "shared", {"mesh": mesh_of("tensor 2 context 2")})
     monkeypatch.setattr(prefixes, "Place", lambda first, key: key)
     with pytest.raises(AssertionError, match="differ"):
         run_histories(model_of("llama"), range(40), tmp_path, ONE_POLICY, BusyMeshHistory)

@@ -319,6 +319,7 @@ def test_what_makes_no_sense_is_refused(run, message):
         run()
 
 
+@pytest.mark.long
 def test_prompts_over_packed_weights_and_pages():
     run = prefill_cli.time_run(
         "tiny", "200", "dense", "float32", chunk=128, layers=1, packed=((None, None), ("int4", "k=int8:channel,v=int4"))

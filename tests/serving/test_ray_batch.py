@@ -136,6 +136,7 @@ def on_results(monkeypatch, do):
     monkeypatch.setattr(Partial, "append", counted)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)  # on a busy machine, the processes of a cluster take minutes to start
 def test_a_small_job_on_a_cluster(cluster, setup, tmp_path):
     """A worker answers what this process would, in the order of the input, and a record that is wrong is an error of its own."""
@@ -243,6 +244,14 @@ def test_a_record_that_kills_its_worker_is_an_error_of_its_own(setup, tmp_path):
     assert replica.attempts.begin(("record", 1)) == 2, "the others ran by themselves, too"
 
 
+def without_cluster(monkeypatch, answers_of):
+    """What a job asks a cluster for is done in this process."""
+    monkeypatch.setattr(on_ray, "_answers", answers_of)
+    monkeypatch.setattr(on_ray, "_cluster", lambda *_: contextlib.nullcontext({"num_cpus": 1, "num_gpus": 0}))
+    monkeypatch.setattr(ray, "remote", lambda **_: lambda scout: SimpleNamespace(remote=scout))
+    monkeypatch.setattr(ray, "get", lambda found: found)
+
+
 def test_answers_that_come_twice_or_not_at_all(setup, tmp_path, monkeypatch):
     """As when a worker dies whose second run gives its answers in another order than the first."""
     source, rounds = write(tmp_path / "in.jsonl", [{"id": f"r{n}", "prompt": "amber"} for n in range(4)]), []
@@ -252,15 +261,31 @@ def test_answers_that_come_twice_or_not_at_all(setup, tmp_path, monkeypatch):
         coming = ([1, 2, 2, 1], [3], [])[len(rounds) - 1]
         return iter([Result(line, {"id": line}, failed=False) for line in coming])
 
-    monkeypatch.setattr(on_ray, "_answers", answers_of)
-    monkeypatch.setattr(on_ray, "_cluster", lambda *_: contextlib.nullcontext({"num_cpus": 1, "num_gpus": 0}))
-    monkeypatch.setattr(ray, "remote", lambda **_: lambda scout: SimpleNamespace(remote=scout))
-    monkeypatch.setattr(ray, "get", lambda found: found)
+    without_cluster(monkeypatch, answers_of)
     with pytest.raises(RuntimeError, match="no answer to any of 1 records"):
         on_ray.run_on_ray(source, tmp_path / "out.jsonl", setup)
     assert rounds == [[1, 2, 3, 4], [3, 4], [4]]
     kept = [json.loads(line) for line in (tmp_path / "out.jsonl.partial").read_text().splitlines()[1:]]
     assert [entry["line"] for entry in kept] == [5 + 1, 1, 2, 3], "the line that is not JSON, then each answer once"
+
+
+def test_a_small_job_is_that_of_this_process(setup, tmp_path, monkeypatch):
+    """A replica answers what this process would, block by block; the output has the order of the input, and a record that is wrong is an
+    error of its own. `test_a_small_job_on_a_cluster` does it with processes of Ray."""
+    source, setup = write(tmp_path / "in.jsonl", records(4)), dataclasses.replace(setup, slots=2)
+
+    def answers_of(left, sized, place, replicas, _):
+        replica = Here(sized, source, {})
+        blocks = on_ray._blocks(left, setup.slots, replicas)
+        assert len(blocks) > 1
+        found = [result for block in reversed(blocks) for result in replica.answers(block).values()]
+        return (Result(**result) for result in found)
+
+    without_cluster(monkeypatch, answers_of)
+    summary = on_ray.run_on_ray(source, tmp_path / "out.jsonl", setup, defaults=DEFAULTS)
+    here = run_here(setup, source, tmp_path / "here.jsonl")
+    assert answers(tmp_path / "out.jsonl") == answers(tmp_path / "here.jsonl")
+    assert (summary.records, summary.errors) == (here.records, here.errors) == (5, 2)
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_appends_run_in_place_on_a_page_each(policy):
     assert positions.tolist() == [[page * 128 + (127 if policy == "bounds16" else 64) for page in range(8)]] * 2
 
 
-@pytest.mark.quick_but("qkv")
+@pytest.mark.quick("down", "logits")
 @pytest.mark.parametrize("policy", PROJECTIONS)
 def test_projections(policy):
     (row,) = run(Case("project", "tiny", 0, 2, policy))
@@ -334,9 +334,9 @@ def _refuses(case, implementation):
 
 def test_what_cannot_run_leaves_a_row_that_says_why(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "op_of", _refuses)
-    assert run(SPARSE)[0]["skipped"] == "not here"
+    assert run(INDEX)[0]["skipped"] == "not here"
     monkeypatch.setattr(measure, "op_of", lambda case, implementation: 1 / 0)
-    assert run(SPARSE)[0]["failed"] == "ZeroDivisionError: division by zero"
+    assert run(INDEX)[0]["failed"] == "ZeroDivisionError: division by zero"
     monkeypatch.setattr(inputs, "memory_bytes", lambda: 2**20)
     file = tmp_path / "ops.json"
     (row,) = run(SPARSE, json_out=file)
