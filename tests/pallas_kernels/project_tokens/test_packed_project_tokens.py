@@ -423,20 +423,6 @@ def test_bits_alone(tools, case):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("case", ["int8, queries, keys and values", "int8, long rows, a team"])
-def test_matrices_that_follow_do_not_change_bits(tools, case):
-    """Large, small and odd ones, which need not be read by anyone."""
-    (x, weights), keywords = arguments(case)
-    format = MatrixFormat("int8")
-    large = PackedMatrix(jnp.zeros((18_944, 3584), jnp.int8), jnp.ones((18_944, 1), jnp.float32), format=format)
-    following = large, jnp.zeros((3, 8), x.dtype), jnp.zeros((5, 3), x.dtype)
-    for each in ((large,), following):
-        for a, b in zip(project_tokens(x, weights, **keywords, following=each), project_tokens(x, weights, **keywords), strict=True):
-            tools.assert_same_bits(a, b)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("hopper")
 def test_a_matrix_past_2_to_the_31():
     """Rows at both ends and around 2^31 codes are read where they are."""
     width, features = 4096, 2**19 + 264
