@@ -44,9 +44,6 @@ config: the layer's mixer. params: the layer's parameters. x: the layer's input,
 `kvjax.model.Mix` with the layer's number filled in. out: the input of the projection `o`, `[B, T, inputs of o]`.
 """
 
-FIRST = {AttentionLayer: ("q", "k", "v"), DeltaLayer: ("qkv", "z"), LatentLayer: ("q_a", "kv_a")}
-"""The matrices that a mixer multiplies a layer's input by, as far as they are large, by its kind."""
-
 MLP_TOKENS = 8192
 """Tokens of a row that go through an MLP together. The inner results of more would take gigabytes: of a 7B model, 0.6 GB for each 8192."""
 
@@ -111,17 +108,9 @@ class TransformerDecoder:
             x = jax.lax.optimization_barrier(x)  # else XLA keeps float32 inside a program, and rounds only at its end
             out, state = MIXERS[type(layer.mixer)](layer.mixer, weights, x, tokens, functools.partial(mix, number), state)
             after = (weights["attn_post_norm"], weights["mlp_post_norm"]) if layer.post_norms else (None, None)
-            options = biases_of(weights, layer.mixer.o_bias, "o") | {"following": (weights["gate"], weights["up"])}
-            x = self._add(x, out, weights["o"], options, after[0])
-            x = self._add_mlp(layer, weights, x, tokens, after[1], self._first_matrices(params, number + 1))
+            x = self._add(x, out, weights["o"], biases_of(weights, layer.mixer.o_bias, "o"), after[0])
+            x = self._add_mlp(layer, weights, x, tokens, after[1])
         return x, state
-
-    def _first_matrices(self, params: Params, number: int) -> tuple[Matrix, ...]:
-        """Those that layer `number` multiplies tokens by first; none after the last layer."""
-        if number == self.config.num_layers:
-            return ()
-        names, weights = FIRST[type(self.config.layers[number].mixer)], params["layers"][number]
-        return tuple(weights[name] for name in names if name in weights)
 
     def final_norm(self, params: Params, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
         """Final hidden states, from the output of the last layer."""
@@ -135,39 +124,34 @@ class TransformerDecoder:
         x: Float[Array, "B T E"],
         inner: Float[Array, "B T F"],
         matrix: Matrix,
-        options: dict[str, Any],
+        biases: dict[str, Any],
         post_norm: Float[Array, "E"] | None,
     ) -> Float[Array, "B T E"]:
-        """x plus one half of a layer: `inner`, projected back and, if `post_norm` is given, normalised. options: of `project`, biases and
-        the matrices that follow."""
+        """x plus one half of a layer: `inner`, projected back and, if `post_norm` is given, normalised."""
         if self.shards is not None:
-            return self._add_parts(x, inner, matrix, options, post_norm)
+            return self._add_parts(x, inner, matrix, biases, post_norm)
         if post_norm is None:
-            return project(inner, matrix, residual=x, **options)[0]
-        return x + self._norm(project(inner, matrix, **options)[0], post_norm)
+            return project(inner, matrix, residual=x, **biases)[0]
+        return x + self._norm(project(inner, matrix, **biases)[0], post_norm)
 
-    def _add_mlp(
-        self, layer: LayerConfig, weights: Params, x: Float[Array, "B T E"], tokens: Tokens, post_norm, following: tuple[Matrix, ...]
-    ) -> Float[Array, "B T E"]:
-        """x plus the MLP of a layer, `MLP_TOKENS` of each row after the other. following: the matrices of the next layer."""
-        options = biases_of(weights, layer.mlp.bias, "down") | {"following": following}
+    def _add_mlp(self, layer: LayerConfig, weights: Params, x: Float[Array, "B T E"], tokens: Tokens, post_norm) -> Float[Array, "B T E"]:
+        """x plus the MLP of a layer, `MLP_TOKENS` of each row after the other."""
         done: list[Array] = []
         for first in range(0, x.shape[1], MLP_TOKENS):
             part = x[:, first : first + MLP_TOKENS]
             if done:  # else XLA computes the inner results of all parts before it projects them back
                 part, done[-1] = jax.lax.optimization_barrier((part, done[-1]))
             inner = gate_tokens(layer.mlp, weights, part, tokens)
-            done.append(self._add(part, inner, weights["down"], options, post_norm))
+            done.append(self._add(part, inner, weights["down"], biases_of(weights, layer.mlp.bias, "down"), post_norm))
         return done[0] if len(done) == 1 else jnp.concatenate(done, axis=1)
 
-    def _add_parts(self, x: Array, inner: Array, matrix: Matrix, options: dict[str, Any], post_norm: Array | None) -> Float[Array, "B T E"]:
+    def _add_parts(self, x: Array, inner: Array, matrix: Matrix, biases: dict[str, Any], post_norm: Array | None) -> Float[Array, "B T E"]:
         """`_add` where each device has some columns of the matrix."""
-        parts = project(inner, matrix, following=options["following"])[0]
-        biases = options.get("biases", ())
+        parts = project(inner, matrix)[0]
         if post_norm is None and not biases:
             return self.shards.sum(parts, residual=x)
         y = self.shards.sum(parts)
-        for bias in biases:
+        for bias in biases.get("biases", ()):
             y = y + bias
         return x + (y if post_norm is None else self._norm(y, post_norm))
 

@@ -78,12 +78,6 @@ def prefetch(ref, offset_bytes) -> None:
     lanes.ptx("prefetch.global.L2 [$0];", lanes.address(ref, offset_bytes))
 
 
-def prefetch_bulk(ref, size: int, *, block: Scalar, block_bytes: int) -> None:
-    """Bring `size` bytes of an array in global memory into the L2 cache, from `block * block_bytes` on; both multiples of 16. Nothing waits
-    for them."""
-    lanes.ptx("cp.async.bulk.prefetch.L2.global [$0], $1;", lanes.address(ref, 0, block, block_bytes), size)
-
-
 def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int, around: int | None = None) -> None:
     """Start copying rows to `rows * row_bytes` bytes of shared memory from word `offset` on, by one warp, 16-byte pieces permuted by row.
 

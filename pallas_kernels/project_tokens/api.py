@@ -41,7 +41,6 @@ def project_tokens(
     rotated: int = 0,
     gated: Literal["silu", "gelu_tanh"] | None = None,
     residual: Float[Array, "R F"] | None = None,
-    following: tuple[Float[Array, "G C"] | PackedMatrix, ...] = (),
     out_dtype: DTypeLike | None = None,
     config: Any = None,
     implementation: str | None = None,
@@ -58,8 +57,6 @@ def project_tokens(
         rotated: the results of the first `rotated` matrices are heads of D = 2 * D2 features; pair (i, i + D2) of each head is rotated.
         gated: two matrices of one shape give one result, `activation(first) * second`; gelu_tanh is the tanh approximation of GELU.
         residual: added to the only result, of x's dtype.
-        following: matrices that the next call reads, in the order in which it needs them. The kernel brings a part of them into the L2
-            cache while it ends. They do not change results; "xla" does not look at them.
         out_dtype: x's dtype (default) or float32.
         config: settings of the implementation; no implementation takes any so far.
         implementation: see `pallas_kernels.dispatch`.
@@ -88,12 +85,11 @@ def project_tokens(
     """
     call = Call(norm_eps, norm_offset, rotated, gated, jnp.dtype(out_dtype or x.dtype), config)
     _check(call, x, weights, biases, norm, rotation, residual)
-    _check_following(following)
     shapes = ", ".join(str(w) if is_packed(w) else str(list(w.shape)) for w in weights)
     options = {"biases": biases, "norm": norm, "rotation": rotation, "gated": gated, "residual": residual}
     given = " ".join(name for name, option in options.items() if option is not None)
     signature = f"{dispatch.signature(x=x)} weights {shapes} {given} -> {call.out_dtype}"
-    return dispatch.run("project_tokens", implementation, signature, call, x, weights, biases, norm, rotation, residual, following)
+    return dispatch.run("project_tokens", implementation, signature, call, x, weights, biases, norm, rotation, residual)
 
 
 def _check(call: Call, x, weights, biases, norm, rotation, residual) -> None:
@@ -127,12 +123,6 @@ def _check(call: Call, x, weights, biases, norm, rotation, residual) -> None:
         raise ValueError(f"residual must have the shape of the only result; got {arrays}, {results} results of weights {matrices}")
     if call.out_dtype not in (x.dtype, jnp.float32):
         raise ValueError(f"out_dtype must be x's {x.dtype} or float32, got {call.out_dtype}")
-
-
-def _check_following(following) -> None:
-    for number, w in enumerate(following):
-        if w.ndim != 2:
-            raise ValueError(f"matrices that follow must be [features, inputs]; got {dispatch.signature(matrix=w)} as following[{number}]")
 
 
 def _check_rotation(x, weights, rotation, rotated: int, gated: str | None) -> None:

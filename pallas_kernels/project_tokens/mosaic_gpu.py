@@ -14,9 +14,6 @@ Each CTA copies all tokens, from the cache. Where packed weights have few and lo
 CTAs are a team (a cluster): they share rows, and each copies one part of the inputs, of weights and tokens. At the end of a tile each adds
 up one half of the rows, with what the other sends it.
 
-While a launch ends, the next would wait for its first weights. So before a CTA adds up its last tile, it asks for a part of the matrices
-that follow, which then come into the L2 cache: at most `AHEAD_BYTES`, from the start of each row.
-
 Memory traffic: the weights once, with their scales; tokens, norm, biases, residual and results are small and come from the cache.
 """
 
@@ -34,19 +31,15 @@ from pallas_kernels.hopper import lane_codes, lane_copies, lane_math, lane_pairs
 from pallas_kernels.matrices import MatrixFormat, PackedMatrix, is_packed
 from pallas_kernels.project_tokens.api import Call
 from pallas_kernels.project_tokens.operands import Operands
-from pallas_kernels.project_tokens.shape import RowsAhead, Shape
+from pallas_kernels.project_tokens.shape import Shape
 
 MOST_TOKENS, MOST_TOKENS_PACKED = 8, 16
 
 LINES = 256
 """Bytes of packed weights that memory should bring together: a warp copies 64 of a row, and the others of its CTA the next to them."""
 
-AHEAD_BYTES = 16 << 20
-"""Of matrices that follow: what memory brings in the four microseconds or so between the last loads of a launch and the first of the next,
-and less than the L2 cache holds."""
 
-
-def unsupported(call: Call, x, weights, biases, norm, rotation, residual, following=()) -> str | None:
+def unsupported(call: Call, x, weights, biases, norm, rotation, residual) -> str | None:
     """Why this kernel cannot take this valid input, or None if it can."""
     most = MOST_TOKENS_PACKED if all(map(is_packed, weights)) else MOST_TOKENS
     if x.shape[0] > most:
@@ -81,24 +74,11 @@ def _packing(weight) -> tuple[MatrixFormat | None, str | None, bool]:
     return (weight.format, weight.scales.dtype.name, weight.zeros is not None) if is_packed(weight) else (None, None, False)
 
 
-def _codes(weight):
-    return weight.codes if is_packed(weight) else weight
-
-
-def rows_ahead(following) -> tuple[RowsAhead, ...]:
-    """What is brought of each matrix that follows: as many bytes of each row, because its CTAs should have equally much."""
-    arrays = [*map(_codes, following)]
-    each = AHEAD_BYTES // max(1, sum(codes.shape[0] for codes in arrays)) // 128 * 128
-    found = [(codes.shape[0], codes.shape[1] * codes.dtype.itemsize) for codes in arrays]
-    # Copies are of whole 16 bytes.
-    return tuple(RowsAhead(rows, row_bytes, 0 if row_bytes % 16 else min(each, row_bytes)) for rows, row_bytes in found)
-
-
 def _name(weight) -> str:
     return f"{weight} with scales in {weight.scales.dtype}" if is_packed(weight) else f"{weight.dtype}{list(weight.shape)}"
 
 
-def project_tokens(call: Call, x, weights, biases, norm, rotation, residual, following=()):
+def project_tokens(call: Call, x, weights, biases, norm, rotation, residual):
     """See `pallas_kernels.project_tokens.project_tokens`; takes no config."""
     reason = unsupported(call, x, weights, biases, norm, rotation, residual)
     if reason:
@@ -115,10 +95,9 @@ def project_tokens(call: Call, x, weights, biases, norm, rotation, residual, fol
         residual=residual is not None,
         dtype=x.dtype.name,
         out_dtype=call.out_dtype.name,
-        following=rows_ahead(following),
         **dict(zip(("format", "scales", "zeros"), _packing(weights[0]), strict=True)),
     ).fitted()
-    options = {"biases": biases, "norm": norm, "rotation": rotation, "residual": residual, "following": [*map(_codes, following)]}
+    options = {"biases": biases, "norm": norm, "rotation": rotation, "residual": residual}
     return tuple(_project(s, {"x": x, "weights": weights} | options))
 
 
@@ -368,8 +347,6 @@ class _Tiles:
                         row = lanes.warp() * s.rows + (16 * m + 8 * half) + g
                         at = buffer + row * s.sum_columns + (t * 2 + 8 * column)
                         lanes.store_shared(sums_s, at, *acc[4 * (m * tiles + column) + 2 * half :][:2])
-        with lanes.when(tile == s.tiles - 1):
-            self._bring_following()
         lanes.cta_barrier(self.threads)
         if s.split == 1:
             self._for_pairs(tile, lambda token, row, unit: self._write(lambda row: self._total(buffer, row, token), token, row, unit))
@@ -395,17 +372,6 @@ class _Tiles:
         self._for_pairs(tile, send, lambda row: ~is_mine(row))
         lanes.cluster_barrier()
         self._for_pairs(tile, finish, is_mine)
-
-    def _bring_following(self) -> None:
-        """Ask for the matrices that follow, a row by each thread: neighbouring rows by different CTAs."""
-        s = self.s
-        cta = self.team if self.rank is None else self.team * s.split + self.rank
-        ctas = s.teams * s.split
-        for ref, (rows, row_bytes, brought) in zip(self.inputs["following"], s.following, strict=True):
-            for start in range(0, rows if brought else 0, ctas * self.threads):
-                row = lanes.thread() * ctas + (cta + start)
-                with lanes.when(row < rows):
-                    lane_copies.prefetch_bulk(ref, brought, block=row, block_bytes=row_bytes)
 
     def _for_pairs(self, tile, function, chosen=None) -> None:
         """Call function(token, row, unit) for each token and two rows of a tile's parts, `row` and the next; chosen: row -> whether."""

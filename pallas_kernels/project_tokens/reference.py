@@ -9,7 +9,7 @@ from pallas_kernels.matrices import PackedMatrix, is_packed
 from pallas_kernels.project_tokens.api import FEW, Call
 
 
-def project_tokens(call: Call, x, weights, biases, norm, rotation, residual, following=()):
+def project_tokens(call: Call, x, weights, biases, norm, rotation, residual):
     """See `pallas_kernels.project_tokens.project_tokens`; takes no config. Rounds once, at the end; cannot be traced."""
     many, rounded = x.shape[0] > FEW, [is_packed(w) and w.format.fp8_tokens for w in weights]
     x, *weights = (_unpacked(y) if is_packed(y) else np.asarray(y, np.float64) for y in (x, *weights))

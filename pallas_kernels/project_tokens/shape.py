@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 from pallas_kernels.hopper import clusters, lanes
 from pallas_kernels.matrices import MatrixFormat
@@ -21,20 +20,11 @@ SHORT_ROWS, LONG_CHUNKS = 32, 12
 """Two CTAs share the rows of packed matrices if one CTA would have at most so many rows, and each of its warps so many chunks of them."""
 
 
-class RowsAhead(NamedTuple):
-    """Of a matrix that follows: its rows, the bytes of one, and how many of these are brought into the cache."""
-
-    rows: int
-    row_bytes: int
-    brought: int
-
-
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """Everything that the kernel's code depends on. features: of each matrix. half: half of the head dim where results are rotated, else 0.
     format: of packed weights; scales: the dtype of their scales; zeros: whether they have some. most_rows: of weights in a tile. depth:
-    chunks that a warp has in flight. split: CTAs of a team, which share rows: each multiplies a part of the inputs. following: what to
-    bring of each matrix that follows.
+    chunks that a warp has in flight. split: CTAs of a team, which share rows: each multiplies a part of the inputs.
 
     A team's work is counted in units. A unit is one feature, or two features that are combined into results: those of the two matrices of a
     gated product, or a pair that RoPE rotates. `parts` is how many rows of weights a unit has.
@@ -55,7 +45,6 @@ class Shape:
     format: MatrixFormat | None = None
     scales: str | None = None
     zeros: bool = False
-    following: tuple[RowsAhead, ...] = ()
     ctas: int = clusters.MULTIPROCESSORS
     warps: int = 8
     most_rows: int = MOST_ROWS[0]

@@ -16,7 +16,7 @@ TILE_BYTES = 4 << 20
 
 
 @functools.partial(jax.jit, static_argnames="call")
-def project_tokens(call: Call, x, weights, biases, norm, rotation, residual, following=()):
+def project_tokens(call: Call, x, weights, biases, norm, rotation, residual):
     """See `pallas_kernels.project_tokens.project_tokens`; takes no config."""
     if norm is not None:
         x = elementwise.rms_norm(x, norm, call.norm_eps, call.norm_offset)

@@ -324,16 +324,6 @@ def _nothing_to_see(machine, *pointer):
     pass
 
 
-@code(r"cp\.async\.bulk\.prefetch\.L2\.global \[\$0\], \$1;", effects=True)
-def _prefetch_bulk(machine, pointer, size):
-    """Nothing to see, but the bytes have to be there."""
-    sizes = np.asarray(machine.known(size, "the size of a prefetch"), np.int64)
-    machine.refuse((sizes <= 0) | (sizes % 16 != 0), Fault, "prefetches bytes that are not whole 16")
-    for end in (pointer, pointer.moved(sizes - 16)):
-        for _ in machine.places(end, 4):
-            pass
-
-
 # Warps, CTAs, the cluster.
 
 

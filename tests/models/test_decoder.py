@@ -96,27 +96,6 @@ def test_a_model_without_biases_computes_without_them():
     assert not any("biases" in options for options in calls)
 
 
-def test_each_product_but_that_before_attention_and_the_last_knows_what_follows():
-    calls, expected = [], []
-
-    def heard(x, weights, *, following=(), **options):
-        calls.append((weights, following))
-        return project_tokens(x, weights, following=following, **options)
-
-    def run(params):
-        for layer in params["layers"]:
-            expected.extend(tuple(layer[name] for name in names) for names in (("q", "k", "v"), ("o",), ("gate", "up"), ("down",)))
-        return TransformerDecoder(CONFIG).hidden(params, *batch(), MIX, None)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "project_tokens", heard)
-        jax.make_jaxpr(run)(initialised(CONFIG, jax.random.key(0)))
-    assert len(calls) == len(expected)
-    for n, given in enumerate(calls):
-        after = () if n % 4 == 0 or n + 1 == len(calls) else expected[n + 1]
-        assert [[*map(id, each)] for each in given] == [[*map(id, each)] for each in (expected[n], after)]
-
-
 def test_a_row_does_not_depend_on_the_others(params):
     tokens, positions = batch()
     want = forward(params, tokens, positions)

@@ -13,7 +13,6 @@ import paging
 import projection_suite
 import pytest
 from emulator.kernels import kernels
-from emulator.values import Fault
 from far_pools import needs_memory
 from projection_suite import compare, packed_case
 from quick_cases import one_in, rest_long
@@ -165,49 +164,6 @@ def test_emulated_a_tokens_bits_do_not_depend_on_company(tools, case):
             tools.assert_same_bits(a[token : token + 1], b)
 
 
-def test_emulated_matrices_that_follow_are_asked_for_once(tools, monkeypatch):
-    """As many bytes of each row as there is room for. Results stay bit for bit."""
-    (x, weights), keywords = arguments("int8, long rows, a team")
-    shapes = ((1700, 16), 64), ((700, 96), 256), ((300, 256), 256)
-    following = [jax.new_ref(jnp.zeros(shape, jnp.int32)) for shape, _ in shapes]
-    monkeypatch.setattr(mosaic_gpu, "AHEAD_BYTES", 2700 * 300)
-    prefetch, sizes = lane_copies.prefetch_bulk, []
-
-    def counted(ref, size, *, block, block_bytes):
-        sizes.append((block_bytes, size))
-        prefetch(ref, size, block=block, block_bytes=block_bytes)
-        lanes.ptx("red.global.add.u32 [$0], 1;", lanes.address(ref, 0, block, block_bytes))
-
-    monkeypatch.setattr(lane_copies, "prefetch_bulk", counted)
-    ours = emulated(x, weights, **keywords, following=tuple(following))
-    assert set(sizes) == {(4 * width, brought) for (_, width), brought in shapes}
-    for ref in following:
-        np.testing.assert_array_equal(ref[...], jnp.zeros_like(ref[...]).at[:, 0].set(1))
-    for a, b in zip(ours, emulated(x, weights, **keywords), strict=True):
-        tools.assert_same_bits(a, b)
-
-
-@pytest.mark.parametrize("wrong", [1, -1])
-def test_emulated_asking_for_what_is_not_there_is_found(monkeypatch, wrong):
-    (x, weights), keywords = arguments("int8, a product")
-    prefetch = lane_copies.prefetch_bulk
-    monkeypatch.setattr(lane_copies, "prefetch_bulk", lambda ref, size, *, block, **rest: prefetch(ref, size, block=block + wrong, **rest))
-    with pytest.raises(Fault):
-        emulated(x, weights, **keywords, following=(jnp.zeros((40, 64), x.dtype),))
-
-
-def test_what_is_brought_of_matrices_that_follow():
-    def brought(*shapes, dtype=jnp.int8):
-        return [each.brought for each in mosaic_gpu.rows_ahead([jax.ShapeDtypeStruct(shape, dtype) for shape in shapes])]
-
-    assert brought() == []
-    assert brought((3584, 3584), (512, 3584), (512, 3584)) == [3584] * 3
-    assert brought((18944, 3584), (18944, 3584)) == [384, 384]
-    assert brought((3584, 18944)) == [4608]
-    assert brought((18944, 3584), (18944, 3584), dtype=jnp.bfloat16) == [384, 384]
-    assert brought((64, 24), (64, 48)) == [0, 48]  # rows of whole 16 bytes only
-
-
 def _of(owner, name: str, make):
     """Replaces a function by one made from it."""
     return lambda monkeypatch: monkeypatch.setattr(owner, name, make(getattr(owner, name)))
@@ -282,8 +238,8 @@ def test_a_planted_bug_is_found(monkeypatch, name):
 def production(kind: str, tokens: int, width: int, features: tuple[int, ...], dtype: str = "bfloat16", **options) -> tuple:
     """(op, arrays, keywords) of a call; shapes and dtypes in the place of arrays."""
 
-    def matrix(count, inputs=width):
-        own = KINDS[kind].format.empty((count, inputs))
+    def matrix(count):
+        own = KINDS[kind].format.empty((count, width))
         zeros = (own.scales.shape, "uint8") if KINDS[kind].zeros else None
         return own.replace(codes=(own.codes.shape, own.codes.dtype.name), scales=(own.scales.shape, KINDS[kind].scales), zeros=zeros)
 
@@ -296,8 +252,6 @@ def production(kind: str, tokens: int, width: int, features: tuple[int, ...], dt
         arrays["rotation"] = [((tokens, half), "float32")] * 2
     if options.pop("summed", False):
         arrays["residual"] = ((tokens, features[0]), dtype)
-    if after := options.pop("following", ()):
-        arrays["following"] = [matrix(count, inputs) for count, inputs in after]
     keywords = {"norm_eps": 1e-6, "norm_offset": 0.0, "rotated": 0, "gated": None, "out_dtype": jnp.dtype(dtype), "config": None} | options
     return "project_tokens", arrays, keywords | {name: None for name in ("biases", "norm", "rotation", "residual") if name not in arrays}
 
@@ -310,8 +264,6 @@ PRODUCTION = {
     "int8 logits": production("int8", 1, 3584, (152064,), out_dtype=jnp.dtype("float32")),
     "fp8 q, k, v, 4 tokens": production("fp8", 4, 3584, (3584, 512, 512), **QKV_7B),
     "int8 down, 8 tokens": production("int8", 8, 18944, (3584,), summed=True),
-    "int8 gate and up before down": production("int8", 1, 3584, (18944, 18944), following=[(3584, 18944)], **GATED),
-    "int8 down before q, k, v": production("int8", 1, 18944, (3584,), summed=True, following=[(3584, 3584), (512, 3584), (512, 3584)]),
     "int4 down, 16 tokens": production("int4", 16, 18944, (3584,), summed=True),
     "fp8 down, 8 tokens, float16": production("fp8", 8, 18944, (3584,), "float16", summed=True),
     "fp8 blocks gate and up, 8 tokens": production("fp8 blocks", 8, 3584, (18944, 18944), **GATED),
