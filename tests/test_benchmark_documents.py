@@ -175,9 +175,12 @@ def test_the_tables_of_packed_numbers_are_what_the_results_make(document):
 
 def test_sentences_on_packed_steps_are_what_the_results_say():
     text = " ".join((ROOT / "docs" / "formats.md").read_text(encoding="utf-8").split())
-    (run,) = report.load([RESULTS / "packed-steps.json"])
-    found = {(row["tokens"], row["policy"], row["cache_format"]): row for row in run["rows"]}
-    row, packed = found[2**17, "top:32", None], found[2**20, "top:32", "int8"]
+    older, now, ahead = (
+        {(row["tokens"], row["policy"], row["cache_format"]): row for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]}
+        for name in ("packed-steps", "packed-steps-int8", "designs-packed-steps-ahead")
+    )
+    row, packed = now[2**17, "top:32", None], older[2**20, "top:32", "int8"]
+    assert f"was slower: {ahead[2**17, 'top:32', None]['median_s'] * 1e3:.2f} ms" in text
     assert f"with `int8` weights {row['median_s'] * 1e3:.2f} ms, {row['profile']['median_s'] * 1e3:.2f} on the device" in text
     products, attention = (kernel["total_s"] * 1e3 for kernel in row["profile"]["kernels"][:2])
     assert f"Products with weights take {products:.2f} ms of it, the 28 launches of attention {attention:.2f}" in text
@@ -201,6 +204,14 @@ def test_the_table_of_exchanges_is_what_the_results_make():
         assert f"<!-- bench:{name} -->" in text
     files = [file for pattern in ("*/exchange*.json", "*/mesh-*.json") for file in RESULTS.parent.glob(pattern)]
     assert report.rendered(text, report.load(files)) == text
+    (step,) = json.loads((RESULTS / "mesh-steps-2.json").read_text())["rows"]
+    seconds = {kernel["name"].split("_")[0]: kernel for kernel in step["profile"]["kernels"]}
+    said = [f"{seconds[name]['total_s'] * 1e3:.2f}" for name in ("project", "selected", "anonymous", "append")]
+    assert "Its products take {} ms, attention {}, sums {} and appending {}.".format(*said) in " ".join(text.split())
+    chain = json.loads((RESULTS / "exchange-2.json").read_text())["rows"][0]["kernels"][0]
+    said = f"takes {seconds['anonymous']['median_s'] * 1e6:.1f} us of device time for each sum of a decode step**"
+    assert said in " ".join(text.split())
+    assert f"and {chain['median_s'] * 1e6:.1f} us in a chain of sums" in " ".join(text.split())
 
 
 def test_sentences_on_other_platforms_are_what_the_results_say():
