@@ -52,10 +52,11 @@ class TieredPrompts:
 def tiered_prompt_rows(plan: TieredPrompts, say: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
     """A row for each size of the device, length and policy: seconds of the prompt, and of its chunks, and on a GPU of the kernels of the
     last two, with the rates of their copies (`traced_copy_rates`); bytes that its chunks copied from host memory; bytes that moved there;
-    the rate of a plain copy from there; and the most bytes of device memory that the process has taken so far, weights left out and pages
-    of `device_bytes` included. `skipped` is set if everything on the device does not fit there."""
+    the rate of a plain copy from there; and the most bytes of device memory that the process has taken so far, and after what this rose (`Peaks`), weights left out and pages
+    included. `skipped` is set if everything on the device does not fit there."""
     say("weights")
-    model = random_model(plan.config)
+    model, peaks = random_model(plan.config), Peaks()
+    peaks.look("weights")
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     frame, rate = plan.config.cache_spec(PAGE_SIZE).bytes_per_frame("full"), copy_rate()
     for device_bytes in plan.device_bytes:
@@ -73,16 +74,37 @@ def tiered_prompt_rows(plan: TieredPrompts, say: Callable[[str], None] = lambda 
                     continue
             say("pages")
             engine = HollowEngine(model, "dense", prefill=policy, prefill_chunk=plan.chunk, hollow=0, **sizes)
+            peaks.look("pages")
+            # Pages of an array that spans memories are not JAX's; indexes are.
+            spanned = sum(each.counts.border for each in engine.frames.values()) * frame
             for tokens in plan.tokens:
                 _compile(engine, tokens, say)
+                peaks.look("programs")
                 say(f"{tokens:,} tokens, {policy}")
                 measured = _time_prompt(engine, tokens)
-                there = 0 if device_bytes is None else device_bytes
-                taken = memory_stats().get("peak_bytes_in_use")
-                measured["peak_bytes"] = None if taken is None else taken - weights + there
+                peaks.look("the prompt")
+                measured |= peaks.measured((0 if device_bytes is None else spanned) - weights)
                 yield _named(plan, tokens, policy, device_bytes) | measured | {"rate": rate}
             del engine
             gc.collect()
+
+
+class Peaks:
+    """The most bytes that JAX has taken on the device, and when they rose."""
+
+    def __init__(self):
+        self._seen: list[tuple[str, int]] = []
+
+    def look(self, what: str) -> None:
+        """Note the peak after `what`, if it rose."""
+        taken = memory_stats().get("peak_bytes_in_use")
+        if taken is not None and (not self._seen or taken > self._seen[-1][1]):
+            self._seen.append((what, taken))
+
+    def measured(self, more: int) -> dict[str, Any]:
+        """For a row: the peak, and those before it, all with `more` bytes; None where the device does not tell."""
+        peaks = [(what, taken + more) for what, taken in self._seen]
+        return {"peak_bytes": peaks[-1][1] if peaks else None, "peaks": peaks}
 
 
 def memory_stats() -> dict[str, int]:

@@ -138,3 +138,16 @@ def test_a_prompt_copies_its_earlier_pages_once_for_each_chunk(monkeypatch):
 def test_only_known_stores_are_timed():
     with pytest.raises(ValueError, match="stores are none, device, host, disk, not tape"):
         reuse.Reused("tiny", CONFIG, 1024, 64, 512, 1, None, ("host", "tape"))
+
+
+def test_the_peak_of_memory_says_after_what_it_rose(monkeypatch):
+    taken = iter((5, 5, 9, 8, 12))
+    monkeypatch.setattr(tiered_prompts, "memory_stats", lambda: {"peak_bytes_in_use": next(taken)})
+    peaks = tiered_prompts.Peaks()
+    for what in ("weights", "pages", "programs", "the prompt", "another"):
+        peaks.look(what)
+    assert peaks.measured(-4) == {"peak_bytes": 8, "peaks": [("weights", 1), ("programs", 5), ("another", 8)]}
+    monkeypatch.setattr(tiered_prompts, "memory_stats", dict)
+    nothing = tiered_prompts.Peaks()
+    nothing.look("weights")
+    assert nothing.measured(7) == {"peak_bytes": None, "peaks": []}
