@@ -52,8 +52,8 @@ class TieredPrompts:
 def tiered_prompt_rows(plan: TieredPrompts, say: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
     """A row for each size of the device, length and policy: seconds of the prompt, and of its chunks, and on a GPU of the kernels of the
     last two, with the rates of their copies (`traced_copy_rates`); bytes that its chunks copied from host memory; bytes that moved there;
-    the rate of a plain copy from there; and the most bytes of device memory that the process has taken so far, and after what this rose (`Peaks`), weights left out and pages
-    included. `skipped` is set if everything on the device does not fit there."""
+    the rate of a plain copy from there; and the most bytes of device memory that the process has taken so far, and after what this rose
+    (`Peaks`), weights left out and pages included. `skipped` is set if everything on the device does not fit there."""
     say("weights")
     model, peaks = random_model(plan.config), Peaks()
     peaks.look("weights")
