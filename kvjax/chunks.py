@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Array, Int
 
@@ -255,8 +254,6 @@ class Prefiller:
         own = [number for number in copied if part.first <= number < part.last]
         self._pool.copied_bytes += sum(run.staged[spec.layers[number].group][1].bytes_of(self._read_by(number)) for number in own)
         if own and run.ahead is None and (window := self._window(run.staged, own[0])) is not None:
-            # A slice that still runs holds the memory of the last copies, although nobody reads them any more.
-            jax.block_until_ready(self._pool.layers)
             run.ahead = copy_window(window)
         # After the last slice no layer follows. It copies for its own first layer again, so that it runs the same program as the others.
         following = next((number for number in copied if number >= part.last), own[0]) if own else None

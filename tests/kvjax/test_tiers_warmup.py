@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import TINY, TinyModel, altered, init_params
 
-from kvjax import Engine, chunks
+from kvjax import Engine
 from kvjax.cache import staging
 from kvjax.cache.frames import Frames
 from kvjax.cache.spanning import FrameCounts
@@ -61,25 +61,6 @@ def test_a_chunk_that_has_run_keeps_no_copies(monkeypatch):
     engine.prefill([np.random.default_rng(0).integers(0, 97, 600).tolist()])
     assert sum(staged for staged, _ in kept) > 1, "chunks copied pages"
     assert [ahead for _, ahead in kept] == [None] * 10
-
-
-def test_the_first_copies_of_a_chunk_wait_for_the_slice_before(monkeypatch):
-    """While it runs, it holds the memory of its own."""
-    config = altered(TINY, num_layers=1, max_positions=2000)
-    model = TinyModel(TransformerDecoder(config), init_params(config, jax.random.key(7)))
-    frame = memory_plan(config, page_size=16).frame_bytes
-    engine = Engine(model, "quest:2", page_size=16, prefill_chunk=64, batch_buckets=(1,), pages=24, host_bytes=100 * frame)
-    done, wait, copy, waited = [], jax.block_until_ready, chunks.copy_window, []
-    monkeypatch.setattr(jax, "block_until_ready", lambda arrays: done.append(arrays) or wait(arrays))
-
-    def copied(window):
-        waited.append(done[-1] is engine._pool.layers)
-        return copy(window)
-
-    monkeypatch.setattr(chunks, "copy_window", copied)
-    engine.prefill([np.random.default_rng(0).integers(0, 97, 600).tolist()])
-    assert waited == [True] * len(waited)
-    assert len(waited) > 1
 
 
 @settings(max_examples=40, deadline=None)
