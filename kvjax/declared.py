@@ -19,7 +19,7 @@ from kvjax.chunk_rows import uneven_work
 from kvjax.learning import PolicyStates
 from kvjax.model import Model, ModelConfig
 from kvjax.policies.choice import Choice, ChoosesDecode, ChoosesPrefill
-from kvjax.policies.decode import DecodePolicy, Dense, TopTokens, Window, check_budgets, parse
+from kvjax.policies.decode import Cascade, DecodePolicy, Dense, TopTokens, Window, check_budgets, parse
 from kvjax.policies.decode.base import chooses_over_devices
 from kvjax.policies.prefill import DensePrefill, PrefillPolicy, SinkWindow, TopTokensPrefill, indexes_of, parse_prefill
 from kvjax.policies.prefill.lists import TileLists
@@ -204,9 +204,10 @@ def _check_layers(said: str, policy: DecodePolicy | PrefillPolicy, ranks: type, 
     paged = len(config.attention) + len(config.latent)
     if isinstance(policy, ranks) and len(config.latent) < paged:
         raise ValueError(f"{said} needs latent pages and a lightning indexer in every layer of attention, which this model does not have")
-    if config.latent and (isinstance(policy, chooses) or indexes_of(policy)):
+    if config.latent and (isinstance(policy, chooses | Cascade) or indexes_of(policy)):
         own = " or ".join(dict.fromkeys(map(str, own_policies(config))))
-        needs = "has no evidence about" if isinstance(policy, chooses) else f"scans the index {indexes_of(policy)[0].name}, not kept in"
+        scanned = [f"scans the index {index.name}, not kept in" for index in indexes_of(policy)]
+        needs = "has no evidence about" if isinstance(policy, chooses) else (*scanned, "reads keys of each KV head, not kept in")[0]
         raise ValueError(f"{said} {needs} layers of latent attention, as this model has: leave it out for {own}, or name dense or window")
 
 

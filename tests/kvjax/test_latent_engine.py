@@ -268,6 +268,10 @@ class Learns(TopBlocks):
     ("options", "said"),
     [
         ({"policy": "top:8"}, "policy top:8 scans the index bounds128, not kept in layers of latent attention"),
+        (
+            {"policy": "cascade:2/all+cache"},
+            r"policy cascade:2/all\+cache reads keys of each KV head, not kept in layers of latent attention",
+        ),
         ({"policies": ["quest:1"]}, "leave it out for tokens:24, or name dense or window"),
         ({"policy": "auto"}, "policy auto has no evidence about layers of latent attention"),
         ({"prefill": "auto"}, "prefill auto has no evidence about layers of latent attention"),
