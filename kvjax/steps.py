@@ -135,7 +135,7 @@ def _missing_in_prefill(
     return pages.missing(tables[group.name], cache.lengths, page_size=group.page_size, window=window, num_queries=cache.lengths - first)
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "shards"), donate_argnames=("cache", "ahead"))
+@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "shards"), donate_argnames=("cache", "x", "ahead"))
 def prefill_slice(
     decoder,
     policy,
@@ -153,7 +153,7 @@ def prefill_slice(
     ahead=None,
     shards: Shards | None = None,
 ):
-    """`prefill_layers`, jitted. DONATES cache and ahead. shards: of the mesh over which params and cache are split."""
+    """`prefill_layers`, jitted. DONATES cache, x and ahead. shards: of the mesh over which params and cache are split."""
 
     def step(decoder, params, cache, owners, learning, *arrays):
         copied = {"copies": copies, "ahead": ahead}

@@ -252,6 +252,20 @@ def test_chunks_of_prefill_begin_at_multiples_of_the_chunk(engine, text, monkeyp
     assert starts == [0, 32, 64, 64, 96, 128]
 
 
+def test_a_slice_takes_the_memory_of_its_input(engine, text, monkeypatch):
+    """The host may be many slices ahead of the device, and each would hold the hidden states of a chunk."""
+    inputs = []
+
+    def spy(*args, **kwargs):
+        inputs.append(args[5])
+        return prefill_slice(*args, **kwargs)
+
+    monkeypatch.setattr("kvjax.chunks.prefill_slice", spy)
+    engine.prefill([text[:70]])
+    assert len(inputs) == 3
+    assert all(x.is_deleted() for x in inputs)
+
+
 def test_reserved_pages_are_each_sequences_own_and_given_back(engine, text):
     one, two = engine.prefill([text[:10], text[:10]])
     engine.reserve([one, two], 40)
