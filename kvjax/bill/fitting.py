@@ -161,8 +161,8 @@ def solve(cells: Sequence[Cell], form: str = "fixed") -> Parameters:
     gigabytes = np.array([cell.bytes.total for cell in dense]) / 1e9
     if len(set(gigabytes)) < 2:
         raise ValueError(
-            f"bandwidth and c0 need dense rows of at least two sizes, got {len(set(gigabytes))}: measure more lengths "
-            "or batches (kvjax bench decode --policies dense,... --lengths 8k,32k,128k)"
+            f"bandwidth and c0 need dense rows of at least two sizes with everything on the device, got {len(set(gigabytes))}: measure "
+            "more lengths or batches (kvjax bench decode --policies dense,... --lengths 8k,32k,128k)"
         )
     slope, c0 = relative_fit([gigabytes, np.ones(len(dense))], dense, 0.0)
     if slope * np.ptp(gigabytes) < 1e-3 * max(cell.seconds for cell in dense):

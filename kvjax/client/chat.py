@@ -42,6 +42,8 @@ def chat_command(
         tokenizer = load_tokenizer(model)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(f"there is no tokenizer of {model!r}: {str(error).splitlines()[0]}", param_hint="--model") from None
+    if template and getattr(tokenizer, "chat_template", None) is None:
+        raise typer.BadParameter(f"{model!r} has no chat template: leave it out, and lines go as they are", param_hint="--template")
     sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     if stop is not None:
         sampling["stop_token_ids"] = ids = tokenizer(stop, add_special_tokens=False)["input_ids"]

@@ -259,7 +259,7 @@ def test_the_last_measurement_of_a_cell_counts():
 
 def test_measurements_that_cannot_be_fitted():
     cells = planted()
-    with pytest.raises(ValueError, match=r"at least two sizes, got 1.*kvjax bench decode"):
+    with pytest.raises(ValueError, match=r"at least two sizes with everything on the device, got 1.*kvjax bench decode"):
         solve([cell for cell in cells if cell.policy != "dense" or (cell.length, cell.batch) == (8192, 1)])
     with pytest.raises(ValueError, match=r"no longer with more bytes.*longer sequences"):
         solve([dataclasses.replace(cell, seconds=1.0) for cell in cells])

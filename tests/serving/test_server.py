@@ -471,9 +471,11 @@ def test_a_chat_on_a_terminal_has_a_prompt(monkeypatch):
     assert (list(chat.lines()), asked) == (["Hello", "More"], ["> "] * 3)
 
 
-def test_a_chat_without_a_tokenizer_says_so(tmp_path):
+def test_a_chat_without_a_tokenizer_or_its_template_says_so(tmp_path):
     with pytest.raises(typer.BadParameter, match="there is no tokenizer of "):
         chat.main(["--model", str(tmp_path / "none")])
+    with pytest.raises(typer.BadParameter, match="'needle' has no chat template"):
+        chat.main(["--template"])
 
 
 def test_chat_templates_turn_by_turn():
