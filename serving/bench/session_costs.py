@@ -19,7 +19,7 @@ import numpy as np
 
 from kvjax.client import Client, Session
 from kvjax.policies.decode import parse
-from kvjax.serving.bench.session_load import PAGE_SIZE, ServerProcess, page_of
+from kvjax.serving.bench.session_load import PAGE_SIZE, ServerProcess, check_chunk, page_of
 from pallas_kernels.bench.results import device_here, provenance
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class Tokens:
             found = f"{self.sessions} sessions of {self.prompt} + {self.answer} tokens, {self.rounds} rounds"
             raise ValueError(f"session-tokens needs at least 1 session of 1 + 2 tokens, and 1 round, got {found}")
         parse(self.policy)
+        check_chunk(self.chunk)
 
     @property
     def pages(self) -> int:
@@ -297,6 +298,7 @@ class Turns:
             found = f"{self.history}, {self.appended}, {self.answer}, {self.rounds}"
             raise ValueError(f"session-turn needs a history, appended and generated tokens, and a round, got {found}")
         parse(self.policy)
+        check_chunk(self.chunk)
 
     @property
     def longest(self) -> int:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.client import Client
+from kvjax.policies.decode import parse
 from kvjax.serving.bench.agents import TRACE, Agent, Turn, Work, run_agents
 from pallas_kernels.bench.results import device_here, provenance
 
@@ -55,6 +56,14 @@ class Load:
     def __post_init__(self):
         if self.history < 64:
             raise ValueError(f"history must be at least 64 tokens, got {self.history}")
+        parse(self.policy)
+        check_chunk(self.chunk)
+
+
+def check_chunk(chunk: int) -> None:
+    """ValueError if a server with pages of PAGE_SIZE tokens cannot prefill in chunks of so many: before its process starts."""
+    if chunk % PAGE_SIZE:
+        raise ValueError(f"chunk {chunk} must be a multiple of the page size {PAGE_SIZE}")
 
 
 def load_rows(load: Load, say: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:

@@ -197,6 +197,16 @@ def test_only_half_an_hour_decides_memory_and_latency():
 def test_sizes_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="at least 64"):
         Load("needle", (1,), 1.0, "dense", **{**SIZES, "history": 10})
+    with pytest.raises(ValueError, match="'nonsense' is not understood"):
+        Load("needle", (1,), 1.0, "nonsense", **SIZES)
+    sizes = {"rounds": 1, "chunk": 100, "answer": 6}
+    for plan in (
+        lambda: Load("needle", (1,), 1.0, "dense", **{**SIZES, "chunk": 100}),
+        lambda: Tokens("tiny", 1, "float32", "dense", sessions=3, prompt=20, **sizes),
+        lambda: Turns("tiny", 1, "float32", "dense", history=20, appended=2, **sizes),
+    ):
+        with pytest.raises(ValueError, match="chunk 100 must be a multiple of the page size 128"):
+            plan()
 
 
 def test_rounds_in_which_something_was_compiled_do_not_count():
