@@ -112,7 +112,8 @@ def forced(implementation: str) -> contextlib.AbstractContextManager[None]:
         with kvjax.dispatch("xla"):  # as on an AMD GPU; "cudnn": an NVIDIA GPU older than Hopper; "blackwell": one newer than it
             kvjax.generate(model, "Once upon a time")
 
-    "OP=NAME" forces one op to one of its implementations, and leaves the others: "all_reduce=xla".
+    "OP=NAME" forces one op to one of its implementations, and leaves the others: "all_reduce=xla". Of nested blocks the innermost
+    alone counts: what an outer one forces is not forced inside.
 
     An op that is called with a name takes that name, inside the block too. Programs that were compiled outside of the block are not used
     inside, nor the other way round. Results of different implementations differ in their bits: use an engine either inside or outside, not

@@ -41,7 +41,7 @@ def chat_command(
     try:
         tokenizer = load_tokenizer(model)
     except (ValueError, OSError) as error:
-        raise typer.BadParameter(f"there is no tokenizer of {model!r}: {str(error).splitlines()[0]}", param_hint="--model") from None
+        raise typer.BadParameter(f"there is no tokenizer of {model!r}: {' '.join(str(error).split())}", param_hint="--model") from None
     if template and getattr(tokenizer, "chat_template", None) is None:
         raise typer.BadParameter(f"{model!r} has no chat template: leave it out, and lines go as they are", param_hint="--template")
     sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
@@ -57,6 +57,8 @@ def chat_command(
             for line in lines():
                 if not (text := line.rstrip("\n")):
                     continue
+                if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):  # so Python keeps bytes it cannot decode
+                    raise ValueError(f"a line is not UTF-8: {text!r:.60}")
                 if template:
                     said = {"role": "user", "content": text}
                     session.append(tokens_for_chat([said], tokenizer, after=messages, stopped=stopped, **variables))

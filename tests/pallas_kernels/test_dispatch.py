@@ -214,6 +214,14 @@ def test_what_was_forced_is_logged(caplog, own_kernel):
     assert [record.getMessage() for record in caplog.records] == ["page_index mean4 keys float32[2, 44, 8]: xla (forced to xla)"]
 
 
+def test_of_nested_blocks_the_innermost_alone_counts(hopper):
+    usual = {op: dispatch.candidates(op) for op in dispatch.IMPLEMENTATIONS}
+    with dispatch.forced("xla"), dispatch.forced("top_k=xla"):
+        assert {op: dispatch.candidates(op) for op in usual} == usual | {"top_k": ("xla",)}
+    with dispatch.forced("top_k=xla"), dispatch.forced("page_index=xla"):
+        assert dispatch.candidates("top_k") == usual["top_k"]
+
+
 def test_one_op_can_be_forced_alone(caplog):
     others = {op: dispatch.candidates(op) for op in dispatch.IMPLEMENTATIONS}
     with dispatch.forced("top_k=reference"):

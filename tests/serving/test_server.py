@@ -447,6 +447,9 @@ def test_the_chat_prints_what_the_session_says(server, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"Hello{'~' * 200}\n"))
     assert chat.main(["--address", f"127.0.0.1:{server.port}"]) == 1
     assert "limit of 150" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), "utf-8", "surrogateescape"))
+    assert chat.main(["--address", f"127.0.0.1:{server.port}"]) == 1
+    assert "chat: a line is not UTF-8" in capsys.readouterr().err
     with pytest.raises(typer.BadParameter):
         chat.main(["--no-thinking"])
     with pytest.raises(typer.BadParameter, match="must be one token, but 'ab' is 2"):
@@ -476,6 +479,8 @@ def test_a_chat_without_a_tokenizer_or_its_template_says_so(tmp_path):
         chat.main(["--model", str(tmp_path / "none")])
     with pytest.raises(typer.BadParameter, match="'needle' has no chat template"):
         chat.main(["--template"])
+    with pytest.raises(typer.BadParameter, match=r"from one of: .*tokenizers"):  # the first line of this error says nothing
+        chat.main(["--model", str(tmp_path)])
 
 
 def test_chat_templates_turn_by_turn():
