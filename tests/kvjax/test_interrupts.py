@@ -170,7 +170,8 @@ class ByInstruction:
 def codes_of_kvjax() -> list[types.CodeType]:
     """The code of every function of kvjax that runs in a call: what is traced by JAX runs only when a step is compiled."""
     gc.unfreeze()  # tests/conftest.py freezes, and what is frozen is not listed
-    found = [each.__code__ for each in gc.get_objects() if isinstance(each, types.FunctionType)]
+    # `isinstance` would ask a weak proxy for the class of its object, which may be gone.
+    found = [each.__code__ for each in gc.get_objects() if type(each) is types.FunctionType]
     found = [code for code in found if Path(code.co_filename).parent in SOURCES]
     for code in found:
         found += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]

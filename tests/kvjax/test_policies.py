@@ -207,9 +207,16 @@ def test_defaults_are_block_128_and_k_8():
     assert TopBlocks() == TopBlocks(k=8, sink=1, local=4, block_size=128, index="bounds", dense_layers=0)
 
 
-@pytest.mark.parametrize("name", ["", "top", "top:-1", "top:x", "window:64", "quest:", "Dense", 7, None])
-def test_unknown_names_say_what_there_is(name):
-    with pytest.raises(ValueError, match="window:SINK\\+WINDOW"):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        *((name, r"window:SINK\+WINDOW") for name in ("", "window:64", "Dense", 7, None)),
+        *((name, r"write it as top:K") for name in ("top", "top:-1", "top:x")),
+        ("quest:", r"write it as quest:K"),
+    ],
+)
+def test_unknown_names_say_what_there_is(name, said):
+    with pytest.raises(ValueError, match=said):
         parse(name)
 
 
