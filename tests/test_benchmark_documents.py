@@ -122,40 +122,6 @@ def test_the_tables_of_sessions_are_what_the_results_make():
     assert row["gates"]["G1"]["unaccounted_bytes"] == row["gates"]["G1"]["pages_left"] == 0
 
 
-def test_the_table_of_reuse_is_what_the_results_make():
-    """After new measurements: the report's command with these files and docs/tiers.md."""
-    text = (ROOT / "docs" / "tiers.md").read_text(encoding="utf-8")
-    assert "<!-- bench:reuse -->" in text
-    assert "<!-- bench:tiers -->" in text
-    assert "<!-- bench:tiered-prefill -->" in text
-    assert (
-        report.rendered(text, [run for name in ("reuse", "tiers") for run in report.load(RESULTS.parent.glob(f"*/{name}*.json"))]) == text
-    )
-    quarter, everything = (row["median_s"] for row in json.loads((RESULTS.parent / "h100" / "tiers-128k.json").read_text())["rows"])
-    said = f"takes {quarter * 1e3:.2f} ms by recorded lists, and {everything * 1e3:.2f} ms with everything on the device: "
-    assert f"{said}{everything / quarter:.2f}" in " ".join(text.split())
-    (windows,) = json.loads((RESULTS.parent / "h100" / "designs-tiers-prompts.json").read_text())["rows"]
-    said = f"{windows['seconds']:.1f} s, of which the first chunk's {windows['chunks_s'][0]:.1f} s compiled"
-    assert said in " ".join(text.split())
-    assert f"takes {windows['staged_bytes'] / windows['rate']:.1f} s for its copies" in text
-    assert f"peak memory was {windows['peak_bytes'] / 1e9:.1f} GB" in text
-    tiered, resident, momo, two = (
-        json.loads((RESULTS / f"{name}.json").read_text())["rows"][0]
-        for name in ("tiers-prompts", "tiers-prompts-resident", "tiers-prompts-momo", "designs-tiers-prompts-2gb")
-    )
-    ratio = tiered["seconds"] / resident["seconds"]
-    said = f"`bounds:32` takes {tiered['seconds']:.1f} s: {ratio:.2f} times its time with everything on the device"
-    assert f"{said}. The bus needs {tiered['staged_bytes'] / tiered['rate']:.1f} s of them" in " ".join(text.split())
-    assert f"Of the {momo['seconds']:.1f} s of `momo:128/8`, the first chunk took {momo['chunks_s'][0]:.1f} s" in " ".join(text.split())
-    assert f"{two['seconds']:.1f} s (`designs-tiers-prompts-2gb.json`)" in text
-    (words,) = report.load([RESULTS.parent / "h100" / "designs-reuse-words.json"])
-    computed, found = (
-        [row["median_s"] for row in words["rows"] if (row["store"], row["op"]) == ("host", op)] for op in ("computed", "found")
-    )
-    assert f"took {computed[0]:.1f} s to compute" in text
-    assert f"and {found[0]:.2f} s to find them" in text
-
-
 PACKED = {"formats": {"packed-matrices": "packed-matrices", "packed-steps": "decode-step"}}
 PACKED |= {"cache-formats": {"packed-attention": "packed-attention", "packed-chunks": "packed-prefill"}}
 """By document, the results that it shows and the table that they make."""

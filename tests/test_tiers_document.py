@@ -1,0 +1,64 @@
+"""Every measured figure in docs/tiers.md is in the committed JSON."""
+
+import json
+from pathlib import Path
+
+from pallas_kernels.bench import report
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "h200"
+
+
+def rows_of(name: str) -> list[dict]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+
+
+def test_the_table_of_reuse_is_what_the_results_make():
+    """After new measurements: the report's command with these files and docs/tiers.md."""
+    text = (ROOT / "docs" / "tiers.md").read_text(encoding="utf-8")
+    assert "<!-- bench:reuse -->" in text
+    assert "<!-- bench:tiers -->" in text
+    assert "<!-- bench:tiered-prefill -->" in text
+    assert (
+        report.rendered(text, [run for name in ("reuse", "tiers") for run in report.load(RESULTS.parent.glob(f"*/{name}*.json"))]) == text
+    )
+    quarter, everything = (row["median_s"] for row in json.loads((RESULTS.parent / "h100" / "tiers-128k.json").read_text())["rows"])
+    said = f"takes {quarter * 1e3:.2f} ms by recorded lists, and {everything * 1e3:.2f} ms with everything on the device: "
+    assert f"{said}{everything / quarter:.2f}" in " ".join(text.split())
+    (windows,) = json.loads((RESULTS.parent / "h100" / "designs-tiers-prompts.json").read_text())["rows"]
+    said = f"{windows['seconds']:.1f} s, of which the first chunk's {windows['chunks_s'][0]:.1f} s compiled"
+    assert said in " ".join(text.split())
+    assert f"takes {windows['staged_bytes'] / windows['rate']:.1f} s for its copies" in text
+    assert f"peak memory was {windows['peak_bytes'] / 1e9:.1f} GB" in text
+    tiered, resident, momo, two = (
+        json.loads((RESULTS / f"{name}.json").read_text())["rows"][0]
+        for name in ("tiers-prompts", "tiers-prompts-resident", "tiers-prompts-momo", "designs-tiers-prompts-2gb")
+    )
+    ratio = tiered["seconds"] / resident["seconds"]
+    said = f"`bounds:32` takes {tiered['seconds']:.1f} s: {ratio:.2f} times its time with everything on the device"
+    assert f"{said}. The bus needs {tiered['staged_bytes'] / tiered['rate']:.1f} s of them" in " ".join(text.split())
+    assert f"Of the {momo['seconds']:.1f} s of `momo:128/8`, the first chunk took {momo['chunks_s'][0]:.1f} s" in " ".join(text.split())
+    assert f"{two['seconds']:.1f} s (`designs-tiers-prompts-2gb.json`)" in text
+    (words,) = report.load([RESULTS.parent / "h100" / "designs-reuse-words.json"])
+    computed, found = (
+        [row["median_s"] for row in words["rows"] if (row["store"], row["op"]) == ("host", op)] for op in ("computed", "found")
+    )
+    assert f"took {computed[0]:.1f} s to compute" in text
+    assert f"and {found[0]:.2f} s to find them" in text
+
+
+def test_sentences_on_steps_pages_and_copies_are_what_the_results_say():
+    text = " ".join((ROOT / "docs" / "tiers.md").read_text(encoding="utf-8").split())
+    steps = {row["lists"]: row["median_s"] for row in rows_of("tiers-1m")}
+    said = f"needs {steps['nothing shared'] * 1e3:.2f} ms for them: {1 / steps['nothing shared']:.0f} tokens/s, where we want 100; and"
+    assert f"{said} {steps['recorded'] * 1e3:.2f} ms for recorded lists: {1 / steps['recorded']:.0f} tokens/s" in text
+    hybrid = {row["tokens"]: 1 / row["median_s"] for row in rows_of("tiers-hybrid") if row["policy"] == "top:32"}
+    assert f"with `top:32`: it makes {hybrid[200_000]:.0f} and {hybrid[1_000_000]:.0f}." in text
+    found = {row["store"]: row for row in rows_of("reuse") if row["op"] == "found"}
+    assert f"{found['device']['median_s']:.2f} s to the first token, where we want" in text
+    assert f"Pages in host memory take {found['host']['median_s']:.2f} s" in text
+    disk = rows_of("reuse-disk")[-1]
+    share = disk["bytes"] / disk["rate"] / disk["median_s"]
+    assert f"on disk take {disk['median_s']:.2f} s: {share:.0%} of the rate of plain reads" in text
+    rates = {way: f"{rate / 1e9:.1f}" for way, rate in rows_of("designs-tiers-prompts-copies")[0]["copy_rates"].items()}
+    assert f"copies in ran at {rates['in']} GB/s, copies out at {rates['out']}, and both at once at {rates['both']} together" in text
