@@ -86,11 +86,12 @@ class Pool:
         self._hot = self.put(buffers) if buffers else None
         self._missing: list[jax.Array] = []  # counts of chunks of prefill that were not looked at yet
         self._latest: jax.Array | None = None  # an output of the latest call, which shows whether it failed
+        self.launched: jax.Array | None = None  # an output of the latest program, also of one that only reads the pages
         self._failure: Exception | None = None
         self.copied_bytes = 0
         pool = weakref.proxy(self)  # a pool that nobody holds any more should go at once, and its memory with it
         calls = lambda *copies: pool._copy(*copies), lambda: pool._finish_copies(), lambda: pool._copies_finished()
-        self._moving = Moving(*calls, lambda: pool._latest)
+        self._moving = Moving(*calls, lambda: pool.launched)
         for name, each in self.frames.items():
             each.arrived, each.arrive = lambda: pool._moving.arrived, lambda: pool._arrive()
             each.give_up = functools.partial(self._moving.give_up, name)
@@ -333,6 +334,7 @@ class Pool:
             self.check(error)
             raise
         self.layers, self._latest = (result, first_array(result)) if kept is None else kept(result)
+        self.launched = self._latest
         return result
 
     def lose(self, error: Exception) -> None:

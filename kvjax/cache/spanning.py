@@ -120,13 +120,19 @@ def host_rows(array: Array, first: int, count: int) -> Array:
 
 @functools.cache
 def _host_view(address: int, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    """Cached, and never forgotten, because JAX reads what was exported when it forgets the array. The array does not keep the memory."""
-    exported = _Exported(address, shape, dtype, DLPACK_CUDA_HOST)
-    _views.append(exported)
+    """Cached, so that there are few. The array does not keep the memory."""
+    return _imported(address, shape, dtype, DLPACK_CUDA_HOST)
+
+
+def _imported(address: int, shape: tuple[int, ...], dtype: jnp.dtype, device: int) -> Array:
+    """What lies at an address, as an array. JAX reads what was exported once more when it forgets the array, which may be any time after
+    the memory's owner is gone. So what was exported, a few hundred bytes, stays for the life of the process."""
+    exported = _Exported(address, shape, dtype, device)
+    _all_exported.append(exported)
     return jax.dlpack.from_dlpack(exported)
 
 
-_views: list[_Exported] = []
+_all_exported: list[_Exported] = []
 
 
 _ranges: dict[int, _Range] = {}
@@ -162,8 +168,7 @@ def _mapped(shape: tuple[int, ...], dtype: jnp.dtype, device_rows: int) -> Array
         )
     memory = _Range(device_rows * row, (shape[0] - device_rows) * row)
     _ranges[memory.start] = memory
-    memory.exported = _Exported(memory.start, shape, dtype, DLPACK_CUDA)
-    return jax.dlpack.from_dlpack(memory.exported)
+    return _imported(memory.start, shape, dtype, DLPACK_CUDA)
 
 
 class _Place(ctypes.Structure):
@@ -278,7 +283,7 @@ class _Range:
         self.bytes = first + -(-host_bytes // grain) * grain
         address = ctypes.c_ulonglong()
         self._call("cuMemAddressReserve", ctypes.byref(address), _size(self.bytes), _size(0), ctypes.c_ulonglong(0), ctypes.c_ulonglong(0))
-        self.address, self._mapped, self.exported = address.value, 0, None
+        self.address, self._mapped = address.value, 0
         self.start = self.address + first - device_bytes
         try:
             advice = "JAX holds most of it: set XLA_PYTHON_CLIENT_MEM_FRACTION to less before JAX starts, or give less device_bytes; it"

@@ -136,6 +136,7 @@ def read_blocks(pool: Pool, spec: CacheSpec, group: str, ids: Sequence[int] | In
     for piece, frames in zip(_pieces(ids, 0), _pieces(pool.frames_of(group, ids), 0), strict=True):
         blocks = _pack(layers, piece, frames, group=group, shards=pool.shards)
         found += blocks if pool.shards is None else [block.addressable_data(0) for block in blocks]
+        pool.launched = found[-1]  # copies beside the programs must not overwrite what this one still reads
     return found[: len(ids)]
 
 

@@ -14,6 +14,7 @@ from kvjax.cache.frames import Frames
 from kvjax.cache.moving import Moving
 from kvjax.cache.pool import Pool
 from kvjax.cache.spanning import FrameCounts
+from kvjax.cache.transfer import PIECE, read_blocks
 from kvjax.chunks import Prefiller
 from kvjax.memory import memory_plan
 from kvjax.models.decoder import TransformerDecoder
@@ -274,6 +275,19 @@ def test_a_prompt_that_ends_in_its_middle_leaves_everything_right(model):
     assert (sorted(frames._free_device), sorted(frames._free_host)) == ([*range(DEVICE)], [*range(DEVICE, DEVICE + HOST)])
     (sequence,), (alone,) = engine.prefill([tokens]), engine_of(model, pages=60).prefill([tokens])
     np.testing.assert_array_equal(sequence.logits, alone.logits)
+
+
+def test_copies_begin_after_programs_that_only_read_pages(model):
+    """Blocks for a store are read from frames that a copy may write to as soon as their pages are gone."""
+    engine = tiered(model)
+    (sequence,) = engine.prefill([[1] * 100])
+    pool, moving = engine._pool, engine._pool._moving
+    *_, last = read_blocks(pool, engine.spec, "full", sequence.pages["full"][:PIECE])
+    pool.copy_ahead("full", set(sequence.pages["full"]), 2)
+    assert moving._after is last
+    engine.decode([sequence], [1])
+    assert pool.launched is pool._latest
+    assert pool.launched is not last
 
 
 def test_a_failed_program_before_the_copies_is_told(model, monkeypatch):

@@ -34,11 +34,12 @@ def resident_bytes() -> int:
 
 @dataclasses.dataclass
 class Seen:
-    """What a soak did. memory: resident bytes after each round; files: bytes on disk, and the most that they may have."""
+    """What a soak did. wrong: what differs, for each answer that does. memory: resident bytes after each round; files: bytes on disk, and
+    the most that they may have."""
 
     requests: int = 0
     tokens: int = 0
-    wrong: int = 0
+    wrong: list[str] = dataclasses.field(default_factory=list)
     pins: int = 0
     cancelled: int = 0
     memory: list[int] = dataclasses.field(default_factory=list)
@@ -102,7 +103,14 @@ class Soak:
         assert right.error is None
         self.seen.requests += 1
         self.seen.tokens += found.prompt_tokens + len(found.token_ids)
-        self.seen.wrong += (found.token_ids, found.logprobs, found.error) != (right.token_ids, right.logprobs, None)
+        if (found.token_ids, found.logprobs, found.error) != (right.token_ids, right.logprobs, None):
+            both = zip(found.logprobs or (), right.logprobs, strict=False)
+            first = next((place for place, (one, other) in enumerate(both) if one != other), None)
+            alike = found.token_ids == right.token_ids
+            self.seen.wrong.append(
+                f"request {self.seen.requests}: {found.found_tokens} of {found.prompt_tokens} tokens found, error {found.error!r:.200}, "
+                f"{'equal' if alike else 'other'} tokens; from token {first} on: {found.logprobs} for {right.logprobs}"
+            )
 
     def turn_pins(self, request: Request) -> None:
         """Pin the beginning of a prompt, for some rounds."""
@@ -133,7 +141,7 @@ def soak(model, folder, seconds: float, seed: int = 0, page_size: int = 16) -> t
 
 
 def check(seen: Seen, stats) -> None:
-    assert seen.wrong == 0
+    assert not seen.wrong, "\n".join(seen.wrong[:5])
     assert seen.requests > 20
     assert seen.pins > 0
     assert 0 < seen.files <= seen.limit
@@ -176,8 +184,9 @@ def soak_and_print(name, minutes, capsys, model, folder, **sizes):
     """A soak that must end well."""
     seen, stats = soak(model, folder, 60 * minutes, seed=os.getpid(), **sizes)
     with capsys.disabled():
-        print(f"\n{name}, {minutes:.1f} min, seed {os.getpid()}: {seen.requests:,} requests of {seen.tokens:,} tokens, {seen.wrong} differ")
-        print(f"{seen.pins:,} pins, {seen.cancelled:,} cancelled; memory {seen.memory[-1] / 1e6:,.0f} MB, {seen.growth:+.2%}")
+        print(f"\n{name}, {minutes:.1f} min, seed {os.getpid()}: {len(seen.wrong)} of {seen.requests:,} requests differ")
+        print(f"{seen.tokens:,} tokens, {seen.pins:,} pins, {seen.cancelled:,} cancelled")
+        print(f"memory {seen.memory[-1] / 1e6:,.0f} MB, {seen.growth:+.2%}")
         print(f"files {seen.files:,} of {seen.limit:,} bytes\n{stats}")
     check(seen, stats)
     assert abs(seen.growth) < GROWTH
