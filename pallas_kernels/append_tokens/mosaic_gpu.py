@@ -36,7 +36,7 @@ UNROLLED = 8
 """Loads of a page's keys that a thread has in flight."""
 
 PARTIAL_WORDS = THREADS * 16
-"""Words of shared memory: per thread, eight columns of two rows."""
+"""Words of shared memory: per thread, eight columns of two rows; or, per warp, what a channel of a token needs."""
 
 IDENTITY = {"bounds": (float("-inf"), float("inf")), "mean": (0.0,)}
 """Start value of the reduction for each row of an index."""
@@ -180,7 +180,7 @@ def _run(s: Shape, read, written, partial_s, *rest) -> None:
     places_ref, table_refs, row_of_ref = read["places"], read["tables"], read.get("row_of")
     _write(s, row, head, places_ref, table_refs, row_of_ref, read["tokens"], written["rows"])
     if s.packed:
-        keys_at = functools.partial(_pack, s, head, read["divisors"], written, *keys_s)
+        keys_at = functools.partial(_pack, s, head, read["divisors"], written, partial_s, *keys_s)
     else:
         keys_at = functools.partial(_in_pool, s, written["rows"][0], head)
     if s.kinds or s.packed:
@@ -227,7 +227,7 @@ def _in_pool(s: Shape, k_pages_ref, head, frame, _) -> InPool:
     return InPool(s, k_pages_ref, head, frame)
 
 
-def _pack(s: Shape, head, divisors_ref, written, *places) -> InShared | None:
+def _pack(s: Shape, head, divisors_ref, written, partial_s, *places) -> InShared | None:
     """Pack one page and head; returns its keys as they are read, if there is shared memory for them. places: that memory, if there is; the
     page's frame, and its open row."""
     *keys_s, frame, row = places
@@ -238,7 +238,7 @@ def _pack(s: Shape, head, divisors_ref, written, *places) -> InShared | None:
         most = lanes.load_global(divisors_ref, n, "f32")
         to = keys_s[0] if keys_s and name == "k" else None
         packed = Packing(format, s.page_size, s.head_dim, s.dtype)
-        packed.pack(written["rows"][n], at_row, codes_ref, scales_ref, at, most, to, THREADS)
+        packed.pack(written["rows"][n], at_row, codes_ref, scales_ref, at, most, partial_s, to, THREADS)
     lanes.cta_barrier(THREADS)  # the keys are in shared memory
     return InShared(keys_s[0]) if keys_s else None
 

@@ -1,7 +1,8 @@
 """Packing a page that fills, by the threads of `hopper.lanes`: the bits of `pack_pages.xla` on the same GPU.
 
 A piece is 8 numbers of a token. The threads that have a token's pieces are neighbours in a warp, so shuffles find the largest of what
-shares a scale. A thread has its piece of several consecutive tokens, which it loads together. Codes and scales go to the pool. Keys, as
+shares a scale; of channels, with shared memory, before anything is packed. A thread has its piece of several consecutive tokens, which it
+loads together. Codes and scales go to the pool. Keys, as
 they are read from then on, go to shared memory too, where indexes are built from them.
 """
 
@@ -32,8 +33,8 @@ def unsupported(format: PageFormat | None, page_size: int, head_dim: int) -> str
         return None
     if format.rotate or format.codes in LATTICES:
         return f"it does not pack {format.codes}{' with rotation' * format.rotate}"
-    if format.scale in ("channel", "page"):
-        return f"it finds scales within a token, not of a whole {format.scale}"
+    if format.scale == "page":
+        return "it finds scales of a token or a channel, not of a whole page"
     if format.group is not None and (format.group % PIECE or format.group & (format.group - 1)):
         return f"numbers that share a scale must be 8, 16, 32, ..., got {format.group}"
     return None
@@ -42,6 +43,19 @@ def unsupported(format: PageFormat | None, page_size: int, head_dim: int) -> str
 def divisor(format: PageFormat | None) -> float:
     """What the largest magnitude is divided by for a scale."""
     return float(LARGEST.get(format.codes, LARGEST["int8"])) if format else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """A scale, NaN where a number is not finite, and what numbers are divided by, if they are not 0."""
+
+    scale: Scalar
+    divides: Scalar
+    by: Scalar
+
+    def of(self, x: Scalar) -> Scalar:
+        """A number in units of the scale."""
+        return lanes.where(self.divides, lane_math.quotient_of_xla(x, self.by), 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,22 +88,34 @@ class Packing:
         """Words of a token's codes."""
         return self.head_dim // 2 if self.format is None else self.format.width(self.head_dim) // 4
 
-    def pack(self, rows_ref, at_row: Scalar, codes_ref, scales_ref, at: Scalar, most: Scalar, keys_s, threads: int) -> None:
-        """Pack number `at_row` of the open pages of each head to number `at` of the pool's. scales_ref: None without scales. most:
-        `divisor`, from memory. keys_s: where numbers go as they are read, `page_words` words; or None. By all threads of the CTA."""
-        together = 4 if self.page_size % 4 == 0 else 2
+    @property
+    def _together(self) -> int:
+        """Tokens that a thread packs together."""
+        return 4 if self.page_size % 4 == 0 else 2
+
+    @property
+    def _of_channels(self) -> bool:
+        return self.format is not None and self.format.scale == "channel"
+
+    def pack(self, rows_ref, at_row: Scalar, codes_ref, scales_ref, at: Scalar, most: Scalar, partial_s, keys_s, threads: int) -> None:
+        """Pack number `at_row` of the open pages of each head to number `at` of the pool's. By all threads of the CTA.
+
+        scales_ref: None without scales. most: `divisor`, from memory. partial_s: shared memory, a word for each number of a token and each
+        warp, free before and after. keys_s: where numbers go as they are read, `page_words` words; or None.
+        """
         rows = lanes.part(rows_ref, lanes.i32(0), at_row, 4 * self.page_words)
         codes = lanes.part(codes_ref, lanes.i32(0), at, 4 * self.page_size * self.token_words)
         piece = lanes.thread() % self.pieces
+        units = None
+        if self._of_channels:
+            units = [self._unit(x, most) for x in self._largest_of_channels(rows, partial_s, threads)]
+            self._put_channel_scales(scales_ref, at, units)
 
         def turn(first):
-            group = lanes.thread() // self.pieces + first
-            inside = group * together < self.page_size
-            token = lanes.where(inside, group * together, 0)
-            places = [(token + n) * (self.head_dim // 2) + piece * 4 for n in range(together)]
-            loaded = [lanes.load_written_16_bytes(rows, place * 4, block=lanes.i32(0), block_bytes=0) for place in places]
-            packed = [self._piece(words, piece, most) for words in loaded]
-            self._put_scales(scales_ref, at, token, piece, inside, [scale for _, scale, _ in packed])
+            token, inside, places = self._places(first)
+            packed = [self._piece(words, most, units) for words in self._load(rows, places)]
+            if units is None:
+                self._put_scales(scales_ref, at, token, piece, inside, [scale for _, scale, _ in packed])
             with lanes.when(inside):
                 for n, (words, _, read) in enumerate(packed):
                     self._put_codes(codes, token + n, piece, words)
@@ -97,30 +123,53 @@ class Packing:
                         lanes.store_shared(keys_s, places[n], *read)
             return []
 
-        lanes.loop(self.page_size // together, [], turn, step=threads // self.pieces)
+        lanes.loop(self.page_size // self._together, [], turn, step=threads // self.pieces)
 
-    def _piece(self, words: list[Scalar], piece: Scalar, most: Scalar) -> tuple[list[Scalar], Scalar | None, list[Scalar]]:
-        """Words of codes, which `_put_codes` stores; the scale; and words of the numbers as they are read."""
+    def _places(self, first: Scalar) -> tuple[Scalar, Scalar, list[Scalar]]:
+        """The first of this thread's tokens that are packed together, token 0 where there are none; whether there are; and where its pieces
+        of them begin, in words."""
+        group = lanes.thread() // self.pieces + first
+        inside = group * self._together < self.page_size
+        token = lanes.where(inside, group * self._together, 0)
+        start = lanes.thread() % self.pieces * 4
+        return token, inside, [(token + n) * (self.head_dim // 2) + start for n in range(self._together)]
+
+    def _load(self, rows, places: list[Scalar]) -> list[list[Scalar]]:
+        return [lanes.load_written_16_bytes(rows, place * 4, block=lanes.i32(0), block_bytes=0) for place in places]
+
+    def _numbers(self, words: list[Scalar]) -> list[Scalar]:
+        return [x for word in words for x in lane_pairs.unpack(word, self.dtype)]
+
+    def _piece(self, words: list[Scalar], most: Scalar, units: list[Unit] | None) -> tuple[list[Scalar], Scalar | None, list[Scalar]]:
+        """Words of codes, which `_put_codes` stores; the scale, if it is of a token; and words of the numbers as they are read.
+
+        units: of the piece's channels, or None."""
         if self.format is None:
             return words, None, words
-        numbers = [x for word in words for x in lane_pairs.unpack(word, self.dtype)]
+        numbers = self._numbers(words)
         if self.format.codes in GGML:
-            scale, units = self._ggml_units(numbers, most)
+            scale, in_units = self._ggml_units(numbers, most)
+            scales = [scale] * PIECE
         elif self.format.scale is None:
-            scale, units = None, numbers
+            scale, in_units, scales = None, numbers, None
         else:
-            scale, units = self._units(numbers, most)
+            units = units or [self._unit(self._largest([_magnitude(x) for x in numbers]), most)] * PIECE
+            scale, scales = units[0].scale, [unit.scale for unit in units]
+            in_units = [unit.of(x) for x, unit in zip(numbers, units, strict=True)]
         if self.format.codes == "fp8_e4m3":
-            units = [lanes.where(_magnitude(x) < INFINITY, x, float("nan")) for x in units]
-            codes = [lane_pairs.to_e4m3(*units[n : n + 4]) for n in (0, 4)]
+            in_units = [lanes.where(_magnitude(x) < INFINITY, x, float("nan")) for x in in_units]
+            codes = [lane_pairs.to_e4m3(*in_units[n : n + 4]) for n in (0, 4)]
             read = [x for word in codes for x in _of_e4m3(word)]
         else:
-            whole = [self._code(x) for x in units]
+            whole = [self._code(x) for x in in_units]
             codes, read = self._bytes(whole), [lanes.number(x) for x in whole]
-        if scale is not None:
-            stored = lane_pairs.unpack(lane_pairs.pack(scale, scale, self._scale_dtype), self._scale_dtype)[0]
-            read = [lane_math.multiply(x, stored) for x in read]
+        if scales is not None:
+            read = [lane_math.multiply(x, self._stored(y)) for x, y in zip(read, scales, strict=True)]
         return codes, scale, [lane_pairs.pack(*read[n : n + 2], self.dtype) for n in range(0, PIECE, 2)]
+
+    def _stored(self, scale: Scalar) -> Scalar:
+        """A scale as it is stored."""
+        return lane_pairs.unpack(lane_pairs.pack(scale, scale, self._scale_dtype), self._scale_dtype)[0]
 
     @property
     def _scale_dtype(self) -> str:
@@ -137,18 +186,39 @@ class Packing:
             distance *= 2
         return found
 
-    def _units(self, numbers: list[Scalar], most: Scalar) -> tuple[Scalar, list[Scalar]]:
-        """The scale, NaN where a number is not finite; and numbers in units of it."""
-        largest = self._largest([_magnitude(x) for x in numbers])
+    def _largest_of_channels(self, rows, partial_s, threads: int) -> list[Scalar]:
+        """The same of each channel of this thread's piece. It ends with a barrier."""
+
+        def turn(first, *found):
+            for words in self._load(rows, self._places(first)[2]):
+                found = [lanes.maximum(x, _magnitude(y)) for x, y in zip(found, self._numbers(words), strict=True)]
+            return found
+
+        found = lanes.loop(self.page_size // self._together, [lanes.i32(0)] * PIECE, turn, step=threads // self.pieces)
+        distance = self.pieces
+        while distance < 32:
+            found = [lanes.maximum(x, lanes.shuffle_xor(x, distance)) for x in found]
+            distance *= 2
+        piece = lanes.thread() % self.pieces
+        with lanes.when(lanes.lane() < self.pieces):
+            for n in (0, 4):
+                lanes.store_shared(partial_s, lanes.warp() * self.head_dim + piece * PIECE + n, *found[n : n + 4])
+        lanes.cta_barrier(threads)
+        for warp in range(threads // 32):
+            theirs = [x for n in (0, 4) for x in lanes.load_shared(partial_s, piece * PIECE + (warp * self.head_dim + n), count=4)]
+            found = [lanes.maximum(x, y) for x, y in zip(found, theirs, strict=True)]
+        lanes.cta_barrier(threads)
+        return found
+
+    def _unit(self, largest: Scalar, most: Scalar) -> Unit:
+        """From the largest magnitude, as bits."""
         scale = lanes.bits((lanes.bits(lane_math.quotient_of_xla(lanes.bits(largest), most)) + 0xFFFF) & -0x10000)
         scale = lanes.where(scale < SMALLEST, 0.0, scale)
         divides = scale > 0.0
-        by = lanes.where(divides, scale, 1.0)
-        units = [lanes.where(divides, lane_math.quotient_of_xla(x, by), 0.0) for x in numbers]
-        return lanes.where(largest < INFINITY, scale, float("nan")), units
+        return Unit(lanes.where(largest < INFINITY, scale, float("nan")), divides, lanes.where(divides, scale, 1.0))
 
     def _ggml_units(self, numbers: list[Scalar], most: Scalar) -> tuple[Scalar, list[Scalar]]:
-        """The same for ggml's formats."""
+        """The scale of ggml's formats, NaN where a number is not finite; and numbers in units of it."""
         magnitudes = [_magnitude(x) for x in numbers]
         largest = self._largest(magnitudes)
         finite = largest < INFINITY
@@ -228,6 +298,13 @@ class Packing:
             for n, pair in enumerate(zip(scales, others, strict=True)):
                 place = (token + n) * (count // 2) + piece // (2 * self.sharing)
                 lanes.store_global(own, place, lane_pairs.pack(*pair, self._scale_dtype))
+
+    def _put_channel_scales(self, scales_ref, at: Scalar, units: list[Unit]) -> None:
+        """Store the scales of channels."""
+        own = lanes.part(scales_ref, lanes.i32(0), at, 2 * self.head_dim)
+        words = [lane_pairs.pack(units[n].scale, units[n + 1].scale, self._scale_dtype) for n in range(0, PIECE, 2)]
+        with lanes.when(lanes.thread() < self.pieces):
+            lanes.store_global(own, lanes.thread() * 4, *words)
 
 
 _BITS_OF_SMALLEST = 0x00800000

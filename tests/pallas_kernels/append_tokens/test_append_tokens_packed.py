@@ -28,7 +28,9 @@ from pallas_kernels.pages import OpenPages, Pages
 
 QUICK = ("int8", "int8, drafts", "int8, a page is missing", "fp8", "int4", "q8_0, halves", "q4_0", "keys as they are, int4 values")
 
-DEFINED = {name: case for name, case in (CASES | ONLY_XLA).items() if name not in ("int8, codes of keys", "d4")}
+DEFINED = {
+    name: case for name, case in (CASES | ONLY_XLA).items() if name not in ("int8, codes of keys", "int8, codes and means alone", "d4")
+}
 """Without those whose definition takes minutes, or picks another of several nearest lattice points."""
 
 
@@ -81,6 +83,8 @@ KERNEL_MUTANTS = {
     "the last of the largest": ("q4_0, halves", _in(Packing, "_first", _last_of_the_largest)),
     "low bits for high ones": ("int4", _in(Packing, "_bytes", lambda found: lambda self, codes: found(self, codes[::-1]))),
     "bits of another piece": ("q4_0", _in(Packing, "_half", lambda _: property(lambda self: 1))),
+    "channels of one warp": ("int8 per channel", _in(lanes, "warp", lambda _: lambda: lanes.i32(0))),
+    "a scale of the first channel": ("int8 per channel", _in(Packing, "_stored", lambda _: lambda self, scale: lanes.f32(0.02))),
     "bytes reversed": ("fp8", _in(lane_pairs, "to_e4m3", lambda to: lambda *x: to(*x[::-1]))),
     "indexes of the rows": ("int8", _in(Packing, "_piece", lambda of: lambda self, words, *rest: (*of(self, words, *rest)[:2], words))),
     "every head is the first": ("int8", _in(mosaic_gpu, "_pack", lambda pack: lambda s, head, *rest: pack(s, head * 0, *rest))),
@@ -140,6 +144,7 @@ PRODUCTION = {
     "int8": production("int8"),
     "int8, batch 8, drafts, float16": production("int8", 8, 8, dtype="float16", head_dim=64),
     "int8, head dim 256, three indexes": production("int8", head_dim=256, kinds=(("bounds", 128), ("mean", 16), ("keys4", 128))),
+    "int8 keys per channel, float16": production(("int8 per channel", "int8"), dtype="float16"),
     "fp8": production("fp8"),
     "fp8 without scales, no index": production("fp8 without scales", kinds=()),
     "int4": production("int4"),
@@ -182,8 +187,7 @@ def test_a_donated_pool_is_not_copied():
 
 
 REFUSED = {
-    "int8 per channel": "it finds scales within a token, not of a whole channel",
-    "int8 per page": "it finds scales within a token, not of a whole page",
+    "int8 per page": "it finds scales of a token or a channel, not of a whole page",
     "int8 rotated": "it does not pack int8 with rotation",
     "d4": "it does not pack d4",
     "float32": "it packs numbers of 16 bits",

@@ -31,7 +31,7 @@ def test_it_has_the_bits_of_xla(case):
     check(kernel, CASES[case])
 
 
-@pytest.mark.parametrize("format", ["int8", "fp8", "fp8 without scales", "int4", "int4 per 32", "q8_0", "q4_0"])
+@pytest.mark.parametrize("format", ["int8", "int8 per channel", "fp8", "fp8 without scales", "int4", "int4 per 32", "q8_0", "q4_0"])
 def test_two_million_numbers_have_the_bits_of_xla(format):
     check(kernel, Case(format, **MANY))
 
