@@ -80,7 +80,9 @@ CASES = {
     "int8, head dim 256, float16": Case("int8", starts=(15, 31), head_dim=256, dtype="float16", token_dtype="float32", kv_heads=1),
     "int8 per 16": Case("int8 per 16", starts=(15, 31), head_dim=64),
     "int8 per channel": Case("int8 per channel", starts=(15, 31, 14), num_tokens=2),
-    "int8 keys per channel, not finite": Case(("int8 per channel", "int8"), starts=(15, 31, 47), content="not finite", head_dim=64),
+    "int8 keys per channel, not finite": Case(
+        ("int8 per channel", "int8"), starts=(15, 31, 47), content="not finite", head_dim=64, kinds=(("mean", 8),)
+    ),  # no bounds: where a whole block is NaN, those of XLA on a CPU may be infinities
     "int8, codes and means alone": Case("int8", starts=(15, 31), kinds=(("keys4", 16), ("mean", 4))),
     "int4 keys per channel, head dim 256": Case(("int4 per channel", "int4 per 32"), starts=(15,), head_dim=256, kv_heads=1),
     "fp8 per channel, pages of 6": Case("fp8 per channel", page_size=6, starts=(5, 11), kinds=(("bounds", 6),), content="tiny"),
