@@ -27,8 +27,10 @@ def _attention(op: str) -> Callable:
     return over_pages
 
 
-def append_tokens(k_pages, v_pages, *arrays, value_dim=None, **keywords):
+def append_tokens(k_pages, v_pages=None, *arrays, value_dim=None, **keywords):
     """Returns the pages of keys, those of values, and the indexes."""
+    if isinstance(k_pages, Pages):  # packed ones have more parts
+        return _public("append_tokens")(k_pages, *(() if v_pages is None else (v_pages,)), *arrays, **keywords)
     pages, indexes = _public("append_tokens")(Pages(k_pages, v_pages, value_dim), *arrays, **keywords)
     return pages.k, pages.v, indexes
 

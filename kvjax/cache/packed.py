@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.types import IndexSpec, OpenRows, PagedKV, kept_in
 from kvjax.cache.writes import seal
-from pallas_kernels.pack_pages import pack_pages
-from pallas_kernels.page_format import unpack
+from pallas_kernels.append_tokens import append_tokens
+from pallas_kernels.pack_pages.pool import put_pages
 from pallas_kernels.pages import OpenPages, physical
 
 NOWHERE = jnp.iinfo(jnp.int32).max
@@ -36,25 +36,14 @@ def append_packed(
     positions, valid, page_table: as in `append`, at most `MOST_TOKENS` tokens. rows: of `layer.open`, one of each sequence. A page that
     drafted tokens fill is packed too; if they are dropped, it is packed again when it fills again: the row still has its tokens.
     """
-    page_size, count = layer.pages.page_size, layer.open.k.shape[1]
-    logical, offset = positions // page_size, positions % page_size
+    count = layer.open.k.shape[1]
+    logical = positions // layer.pages.page_size
     page = physical(page_table, logical, valid & (rows >= 0)[:, None], NOWHERE)
-    row, place = jnp.where(page < NOWHERE, rows[:, None], NOWHERE), logical % count
-    opened = OpenRows(*(_put(pool, (row, place, slice(None), offset), new) for pool, new in ((layer.open.k, k), (layer.open.v, v))))
-    # XLA may fuse the write into its readers. They would then read the rows as they were before, and need a copy of them.
-    opened = jax.lax.optimization_barrier(opened)
-    # At most `span` pages of a row can fill in one step. Each filled page gets a slot, in the order of the row.
-    span = (positions.shape[1] - 1) // page_size + 1
-    slot = jnp.where(offset == page_size - 1, logical - logical[:, :1], span)
-    batch = jnp.arange(page.shape[0])[:, None]
-
-    def of_filled(numbers: Int[Array, "B T"]) -> Int[Array, "n"]:
-        return jnp.full((page.shape[0], span), NOWHERE, jnp.int32).at[batch, slot].set(numbers, mode="drop").reshape(-1)
-
-    filled, where = of_filled(page), (of_filled(row), of_filled(place))
-    k, v = (pool.at[where].get(mode="fill", fill_value=0) for pool in (opened.k, opened.v))
-    layer = seal_packed(layer.replace(open=opened), k, v, filled, indexes)
-    return layer, _open_pages(opened.k, opened.v, page, row * count + place, layer.pages.num_pages)
+    opened = _open_pages(layer.open.k, layer.open.v, page, rows[:, None] * count + logical % count, layer.pages.num_pages)
+    kinds = tuple((spec.name, spec.kind, spec.block_size) for spec in kept_in(layer.index, indexes))
+    pages, index = append_tokens(layer.pages.replace(open=opened), layer.index, k, v, positions, valid, page_table, kinds=kinds)
+    kept = OpenRows(*(new.reshape(old.shape) for new, old in ((pages.open.k, layer.open.k), (pages.open.v, layer.open.v))))
+    return PagedKV(pages.replace(open=None), index, kept), pages.open
 
 
 def append_chunk(
@@ -117,16 +106,7 @@ def seal_packed(
 ) -> PagedKV:
     """Pack the numbers of whole pages to `pages` (ids; numbers outside the pool are skipped), and index keys as they are read from then
     on."""
-    put: dict[str, Array] = {}
-    keys = k
-    for name, numbers, packed in (("k", k, layer.pages.k_packed), ("v", v, layer.pages.v_packed)):
-        codes, scales = (numbers, None) if packed is None else pack_pages(numbers, format=packed)
-        put |= {name: codes} if scales is None else {name: codes, f"{name}_scales": scales}
-        if name == "k" and packed is not None:
-            keys = unpack(packed, codes, scales)
-    arrays = {name: _put(getattr(layer.pages, name), pages, new) for name, new in put.items()}
-    # As above: readers must not read the pool as it was.
-    packed = jax.lax.optimization_barrier(layer.pages.replace(**arrays))
+    packed, keys = put_pages(layer.pages, k, v, pages)
     return layer.replace(pages=packed, index=seal(layer.index, keys, pages, kept_in(layer.index, indexes)))
 
 

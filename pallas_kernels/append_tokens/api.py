@@ -42,11 +42,14 @@ def append_tokens(
     config: Any = None,
     implementation: str | None = None,
 ) -> tuple[Pages, Indexes]:
-    """Write the valid tokens at their positions. Then seal each page whose last token is among them: build its indexes from its keys.
+    """Write the valid tokens at their positions. Then seal each page whose last token is among them: pack it, where pages are packed, and
+    build its indexes from its keys, as they are read from then on.
 
     Args:
-        pages: the pool.
-        indexes: rows of every page, by page id, in the dtype of the keys. Indexes that `kinds` does not name are returned unchanged.
+        pages: the pool. Packed ones need `open`: there tokens are written, each to the row of its page (`row_of`). From these rows a page
+            that fills is packed to its frame, as `pack_pages` says. The rows stay as they are.
+        indexes: rows of every page, by page id, in the dtype of the keys as they are read. Those that `kinds` does not name are returned
+            unchanged.
         k, v: the new tokens, rounded to the pool's dtypes. v is None where V is a view of K.
         positions: int32, tokens from the start of the sequence; those of one row are consecutive.
         valid: tokens to write.
@@ -57,17 +60,20 @@ def append_tokens(
         config: settings of the implementation; "mosaic_tpu" takes `pallas_kernels.append_tokens.mosaic_tpu.Config`.
         implementation: see `pallas_kernels.dispatch`.
 
-    A valid token whose page is missing in one of the tables is dropped, not written elsewhere. No two rows may write to the same page.
-    Drafted tokens that fill a page seal it too: queries of the same step past the page's end read its index, and queries before its end
-    read no index of it. If such tokens are dropped later, the page is open again, and its index rows mean nothing until it fills again.
+    A valid token whose page is missing in one of the tables, or has no row, is dropped, not written elsewhere. No two rows may write to
+    the same page. Drafted tokens that fill a page seal it too: queries of the same step past the page's end read its index, and queries
+    before its end read no index of it. If such tokens are dropped later, the page is open again, and its index rows, and what is packed of
+    it, mean nothing until it fills again.
 
     Returns the updated pool and indexes. Under jit with both donated, the update is in place. It reads and writes only the tokens and the
-    keys of the pages that fill, at most (T - 1) // P + 1 per row.
+    keys (and packed pages' values) of the pages that fill, at most (T - 1) // P + 1 per row.
 
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
     """
     _check(pages, indexes, k, v, positions, valid, table, kinds, frames)
     signature = f"{kinds} {dispatch.signature(k_pages=pages.k, v_pages=pages.v, k=k, table=table, frames=frames)}"
+    if pages.packed:
+        signature += f" keys {pages.k_format} values {pages.v_format}"
     operands = (pages, indexes, k, v, positions, valid, table, frames)
     return dispatch.run("append_tokens", implementation, signature, Call(kinds, config), *operands)
 
@@ -84,16 +90,15 @@ def _check(
     frames: jax.Array | None,
 ) -> None:
     check_pages(pages)
-    if pages.packed:
-        raise NotImplementedError(
-            f"append_tokens writes numbers as they are, not {pages.k_format.codes}: write whole pages, packed by pallas_kernels.pack_pages"
-        )
+    if pages.packed and pages.open is None:
+        raise ValueError("append_tokens writes to the open rows of packed pages: give pages with `open`, or pack whole pages by pack_pages")
     check_frames(table, frames)
     pools = {"k_pages": pages.k, "v_pages": pages.v}
     arrays = dispatch.signature(**pools, k=k, v=v, positions=positions, valid=valid, table=table)
     if (pages.v is None) != (v is None):
         raise ValueError(f"give v where the pages have one, and None where V is a view of K; got {arrays}")
-    tokens = [(k, pages.k)] if v is None else [(k, pages.k), (v, pages.v)]
+    written = pages.open if pages.packed else pages
+    tokens = [(k, written.k)] if v is None else [(k, written.k), (v, written.v)]
     if table.ndim != 2 or any(x.ndim != 4 for x, _ in tokens):
         raise ValueError(f"append_tokens takes pages, k [B,T,K,D], v [B,T,K,Dv], table [B,M]; got {arrays}")
     if any(x.shape[:2] != k.shape[:2] for x, _ in tokens):
@@ -108,7 +113,7 @@ def _check(
         raise ValueError(f"positions and valid must be [B,T], table [B,M] with the B and T of k; got {arrays}")
     if positions.dtype != jnp.int32 or table.dtype != jnp.int32 or valid.dtype != jnp.bool_:
         raise ValueError(f"positions and table must be int32, valid bool; got {arrays}")
-    num_pages, num_kv_heads, page_size, head_dim = pages.k.shape
+    (num_pages, num_kv_heads, page_size, _), head_dim, dtype = pages.k.shape, pages.head_dim, pages.k_format.dtype
     for name, kind, block_size in kinds:
         if kind not in INDEX_KINDS:
             raise ValueError(f"index kind {kind!r} is unknown; there are {', '.join(sorted(INDEX_KINDS))}")
@@ -119,7 +124,5 @@ def _check(
         found = indexes[name]
         count = num_pages if frames is None or not found.ndim else len(found)  # with `frames`, page ids have a number of their own
         shape = (count, num_kv_heads, page_size // block_size, *index_shape(kind, block_size, head_dim))
-        if found.shape != shape or found.dtype != index_dtype(kind, pages.k.dtype):
-            raise ValueError(
-                f"index {name!r} must be {index_dtype(kind, pages.k.dtype)}{list(shape)}, got {found.dtype}{list(found.shape)}"
-            )
+        if found.shape != shape or found.dtype != index_dtype(kind, dtype):
+            raise ValueError(f"index {name!r} must be {index_dtype(kind, dtype)}{list(shape)}, got {found.dtype}{list(found.shape)}")

@@ -7,6 +7,8 @@ codes of some tokens: it loads the levels of their channels once, then token aft
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 from pallas_kernels.hopper import lane_math, lane_pairs, lanes
 from pallas_kernels.hopper.lanes import Scalar
@@ -72,15 +74,14 @@ class CodedRows:
             for n, word in enumerate(words, start):
                 lanes.store_global(own, first + n, word)
 
-    def store_codes(self, index_ref, at: Scalar, k_pages_ref, at_frame: Scalar, threads: int) -> None:
-        """Store the codes of all keys, after a barrier. at_frame: number of the page and head among frames. By all threads of the CTA."""
+    def store_codes(self, index_ref, at: Scalar, load_word: Callable[[Scalar], Scalar], threads: int) -> None:
+        """Store the codes of all keys, after a barrier. load_word: of the page's keys, by its number. By all threads of the CTA."""
         words = self.page_size // self.block_size * (self.row_bytes // 4)
         strands = 1  # threads that have the same bytes of a block's codes, each of equally many tokens
         while self.block_size % (2 * strands) == 0 and 2 * strands * words <= threads:
             strands *= 2
         count = self.block_size // strands
         together = next(n for n in range(min(UNROLLED, count), 0, -1) if count % n == 0)
-        keys = lanes.part(k_pages_ref, lanes.i32(0), at_frame, self.page_size * self.head_dim * 2)
         own = self._own(index_ref, at)
 
         def task(start):
@@ -91,7 +92,7 @@ class CodedRows:
                 first = i // words * count
 
                 def tokens(n):
-                    found = [self._keys(keys, block * self.block_size + (first + n + t), word) for t in range(together)]
+                    found = [self._keys(load_word, block * self.block_size + (first + n + t), word) for t in range(together)]
                     for t, numbers in enumerate(found):
                         place = block * self.block_words + (first + n + t) * (self.row_bytes // 4) + word
                         lanes.store_global(own, place, self._codes(numbers, *levels))
@@ -105,19 +106,20 @@ class CodedRows:
     def _own(self, index_ref, at: Scalar):
         return lanes.part(index_ref, lanes.i32(0), at, self.page_size // self.block_size * self.block_words * 4)
 
-    def _channels(self, ref, start, word: Scalar, dtype: str) -> list[Scalar]:
-        """16-bit numbers of the channels of four bytes of codes: of the lowest bits of each byte, then of the next. start: word in an array
-        where those of channel 0 lie."""
+    def _channels(self, load_word: Callable[[Scalar], Scalar], start, word: Scalar, dtype: str) -> list[Scalar]:
+        """16-bit numbers of the channels of four bytes of codes: of the lowest bits of each byte, then of the next. start: number of the
+        word where those of channel 0 lie."""
         pairs = [start + word * 2 + (field * self.row_bytes // 2 + n) for field in range(8 // self.bits) for n in range(2)]
-        return [x for pair in [lanes.load_global_now(ref, pair) for pair in pairs] for x in lane_pairs.unpack(pair, dtype)]
+        return [x for pair in [load_word(pair) for pair in pairs] for x in lane_pairs.unpack(pair, dtype)]
 
-    def _keys(self, keys, token: Scalar, word: Scalar) -> list[Scalar]:
-        return self._channels(keys, token * (self.head_dim // 2), word, self.dtype)
+    def _keys(self, load_word: Callable[[Scalar], Scalar], token: Scalar, word: Scalar) -> list[Scalar]:
+        return self._channels(load_word, token * (self.head_dim // 2), word, self.dtype)
 
     def _levels(self, own, block: Scalar, word: Scalar) -> tuple[list[Scalar], list[Scalar]]:
         """The lowest levels, and what distances to them are divided by."""
         first = block * self.block_words + self.block_size * self.row_bytes // 4
-        low, steps = (self._channels(own, first + n * self.level_words, word, LEVELS) for n in range(2))
+        load_word = functools.partial(lanes.load_global_now, own)
+        low, steps = (self._channels(load_word, first + n * self.level_words, word, LEVELS) for n in range(2))
         return low, [lanes.where(x == 0.0, 1.0, x) for x in steps]
 
     def _codes(self, keys: list[Scalar], low: list[Scalar], steps: list[Scalar]) -> Scalar:

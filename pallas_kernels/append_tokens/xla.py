@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.append_tokens.api import Call
+from pallas_kernels.pack_pages.pool import put_pages
 from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import physical
 
@@ -22,13 +23,19 @@ def append_tokens(call: Call, pages, indexes, k, v, positions, valid, table, fra
     frame = page = physical(table, logical, valid, NOWHERE)
     if frames is not None:
         frame = physical(frames, logical, page < NOWHERE, NOWHERE)
-        page = jnp.where(frame < NOWHERE, page, NOWHERE)
-    written = pages.replace(k=pages.k.at[frame, :, offset].set(k.astype(pages.k.dtype), mode="drop"))
+    tile = frame
+    if pages.packed:  # tokens go to the open pages
+        tile = pages.open.row_of.at[frame].get(mode="fill", fill_value=-1)
+        tile = jnp.where(tile >= 0, tile, NOWHERE)
+    page, frame = (jnp.where(tile < NOWHERE, x, NOWHERE) for x in (page, frame))
+    pools = pages.open if pages.packed else pages
+    pools = pools.replace(k=pools.k.at[tile, :, offset].set(k.astype(pools.k.dtype), mode="drop"))
     if v is not None:
-        written = written.replace(v=pages.v.at[frame, :, offset].set(v.astype(pages.v.dtype), mode="drop"))
+        pools = pools.replace(v=pools.v.at[tile, :, offset].set(v.astype(pools.v.dtype), mode="drop"))
     # XLA may fuse the write into its readers. These then read the pool as it was before, which needs a copy of all of it.
-    written = jax.lax.optimization_barrier(written)
-    if not call.kinds:
+    pools = jax.lax.optimization_barrier(pools)
+    written = pages.replace(open=pools) if pages.packed else pools
+    if not call.kinds and not pages.packed:
         return written, indexes
     last = offset == page_size - 1
     # At most `span` pages of a row can fill in one call. Each filled page gets a slot, in the order of the row.
@@ -39,8 +46,12 @@ def append_tokens(call: Call, pages, indexes, k, v, positions, valid, table, fra
     def of_filled(numbers):
         return jnp.full((page.shape[0], span), NOWHERE, page.dtype).at[rows, slot].set(numbers, mode="drop").reshape(-1)
 
-    sealed = of_filled(page)
-    keys = written.k.at[sealed if frames is None else of_filled(frame)].get(mode="fill", fill_value=0)
+    def whole(pool):
+        return pool.at[of_filled(tile)].get(mode="fill", fill_value=0)
+
+    keys, sealed = whole(pools.k), of_filled(page)
+    if pages.packed:
+        written, keys = put_pages(written, keys, None if v is None else whole(pools.v), of_filled(frame))
     built = dict(indexes)
     for name, kind, block_size in call.kinds:
         rows = page_index(keys, kind=kind, block_size=block_size)

@@ -49,6 +49,22 @@ def quotient(a: Scalar, b: Scalar) -> Scalar:
     return lanes.ptx("div.rn.f32 $0, $1, $2;", a, b, result="f32")
 
 
+def quotient_of_xla(a: Scalar, b: Scalar) -> Scalar:
+    """a / b to 2 ulp, by the instruction that XLA divides with: the same bits. b: not one that the compiler knows, else it may divide
+    otherwise."""
+    return lanes.ptx("div.full.f32 $0, $1, $2;", a, b, result="f32")
+
+
+def inverse_of_xla(x: Scalar) -> Scalar:
+    """1 / x to about 1 ulp, by the instruction that XLA takes for it: the same bits."""
+    return lanes.ptx("rcp.approx.f32 $0, $1;", x, result="f32")
+
+
+def truncated(x: Scalar) -> Scalar:
+    """x without its fraction, as an integer; 0 for a NaN."""
+    return lanes.ptx("cvt.rzi.s32.f32 $0, $1;", x, result="i32")
+
+
 def nearest(x: Scalar) -> Scalar:
     """The nearest integer, the even one of two. The nearest that there is for numbers beyond 32 bits; 0 for a NaN."""
     return lanes.ptx("cvt.rni.s32.f32 $0, $1;", x, result="i32")

@@ -59,6 +59,12 @@ def of_e4m3(word: lanes.Scalar) -> tuple[lanes.Scalar, lanes.Scalar]:
     return low, high
 
 
+def to_e4m3(a: lanes.Scalar, b: lanes.Scalar, c: lanes.Scalar, d: lanes.Scalar) -> lanes.Scalar:
+    """Four float32 rounded to float8_e4m3fn, the first in the lowest byte. What is beyond 448 becomes 448, with its sign."""
+    low, high = (f"cvt.rn.satfinite.e4m3x2.f32 {half}, {pair};" for half, pair in (("l", "$2, $1"), ("h", "$4, $3")))
+    return lanes.ptx(f"{{.reg .b16 l, h; {low} {high} mov.b32 $0, {{l, h}};}}", a, b, c, d, result="i32")
+
+
 def multiply_add_pairs(a: lanes.Scalar, b: lanes.Scalar, c: lanes.Scalar, dtype: str) -> lanes.Scalar:
     """a * b + c of the two numbers of each word, rounded once to bfloat16 or float16."""
     kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]

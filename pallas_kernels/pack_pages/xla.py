@@ -47,12 +47,15 @@ def _quotient(x: Float32[Array, "..."], y: Array | float) -> Float32[Array, "...
 
 def _largest(format: PageFormat, x: Float32[Array, "*lead P D"]) -> Float32[Array, "*lead S n"]:
     """The largest magnitude of what shares a scale; NaN where one is NaN."""
-    magnitude = jnp.abs(x)
+    # As integers, whose order is that of magnitudes, with NaN last: XLA's largest float on a CPU may leave out a NaN.
+    bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
     if format.scale == "channel":
-        return magnitude.max(-2, keepdims=True)
-    if format.scale == "page":
-        return magnitude.max((-2, -1), keepdims=True)
-    return magnitude.reshape(*x.shape[:-1], -1, format.group or x.shape[-1]).max(-1)
+        largest = bits.max(-2, keepdims=True)
+    elif format.scale == "page":
+        largest = bits.max((-2, -1), keepdims=True)
+    else:
+        largest = bits.reshape(*x.shape[:-1], -1, format.group or x.shape[-1]).max(-1)
+    return jax.lax.bitcast_convert_type(largest, jnp.float32)
 
 
 def _rounded_up(x: Float32[Array, "..."]) -> Float32[Array, "..."]:

@@ -117,6 +117,8 @@ pure("add.rn.f32", lambda a, b: a + b)
 pure("sub.rn.f32", lambda a, b: a - b)
 pure("mul.rn.f32", lambda a, b: a * b)
 pure("div.rn.f32", lambda a, b: a / b)
+pure("div.full.f32", lambda a, b: a / b)  # rounded more exactly than by a GPU
+pure("rcp.approx.f32", lambda x: np.float32(1) / x)
 pure("fma.rn.f32", lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32))
 pure("max.f32", lambda a, b: np.fmax(a, b))
 pure("min.f32", lambda a, b: np.fmin(a, b))
@@ -191,6 +193,14 @@ def _multiply_add_pairs(machine, a, b, c, kind):
 @code(re.escape("{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}"))
 def _unpack(machine, word):
     return [value(x, word) for x in _split(word.data, "f16x2")]
+
+
+@code(re.escape("{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; mov.b32 $0, {l, h};}"))
+def _to_e4m3(machine, *numbers):
+    """Four numbers in the bytes of a word; NaN without its sign."""
+    data = np.stack(np.broadcast_arrays(*(np.atleast_1d(x.data) for x in numbers)), -1)
+    data = np.where(np.isnan(data), np.float32(np.nan), np.clip(data, -448, 448))
+    return value(data.astype(ml_dtypes.float8_e4m3fn).view(np.int32)[..., 0], *numbers)
 
 
 @code(

@@ -14,13 +14,13 @@ from quick_cases import rest_long
 from tiny_models import make_family, shallow
 
 import kvjax
-from kvjax.cache import OPEN, Cache, packed
+from kvjax.cache import OPEN, Cache
 from kvjax.cache.formats import parse_cache_format
 from kvjax.engine import Engine
 from kvjax.policies.decode import PrefillMass, Stateless, mass_of_step, parse
 from kvjax.policies.prefill import parse_prefill
 from kvjax.steps import decode_step, prefill_step
-from pallas_kernels.pack_pages import pack_pages
+from pallas_kernels.pack_pages import pack_pages, pool
 from pallas_kernels.page_format import unpack
 from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import Pages
@@ -441,8 +441,8 @@ def test_mutants_of_what_is_read_fail(model, tokens, expected, mutant, monkeypat
 
 
 def test_indexes_of_other_keys_than_those_that_are_read_would_show(model, tokens, monkeypatch):
-    real = packed.unpack
-    monkeypatch.setattr(packed, "unpack", lambda how, codes, scales: real(how, codes, scales * jnp.asarray(1.01, scales.dtype)))
+    real = pool.unpack
+    monkeypatch.setattr(pool, "unpack", lambda how, codes, scales: real(how, codes, scales * jnp.asarray(1.01, scales.dtype)))
     jax.clear_caches()
     engine = engine_of(model, policies=("quest:1",))
     with pytest.raises(AssertionError):

@@ -396,11 +396,11 @@ def _calls(api, op: str):
     return api.Call(**sizes, sm_scale=0.2, config=None)
 
 
-def test_ops_that_write_refuse_packed_or_open_pages(tools):
+def test_ops_that_write_refuse_pages_that_they_cannot(tools):
     s = Sequences(tools, (96, 43), num_queries=3)
     token = jnp.zeros((2, 1, 2, 32))
     where = s.lengths[:, None], jnp.ones((2, 1), bool), s.table
-    with pytest.raises(NotImplementedError, match="append_tokens writes numbers as they are, not int8"):
+    with pytest.raises(ValueError, match="append_tokens writes to the open rows of packed pages"):
         append_tokens(s.pages.replace(open=None), {}, token, token, *where, kinds=())
     tiles = jnp.zeros((1, 2), jnp.int32)
     with pytest.raises(NotImplementedError, match="copy_tiles reads no open pages"):

@@ -202,8 +202,9 @@ def _thread_by_thread(threads, monkeypatch, without=None):
             for module, name in itertools.product((mosaic_gpu, coded_rows), ("lanes", "lane_pairs", "lane_math")):
                 monkeypatch.setattr(module, name, cta, raising=False)
             unit = [threads.Numbers(np.int32(x)) for x in (row, head)]
-            mosaic_gpu._write(s, *unit, places, tables, tokens, pools)
-            mosaic_gpu._seal(s, *unit, places, tables, pools[0], built, partial_s)
+            mosaic_gpu._write(s, *unit, places, tables, None, tokens, pools)
+            keys_at = functools.partial(mosaic_gpu._in_pool, s, pools[0], unit[1])
+            mosaic_gpu._seal(s, *unit, places, tables, None, keys_at, built, partial_s)
             for memory in (*pools, *built):  # the CTA is done
                 memory.settle()
         return *(x.array for x in pools), dict(indexes) | {name: x.array for (name, _, _), x in zip(kinds, built, strict=True)}
