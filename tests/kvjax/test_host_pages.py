@@ -110,7 +110,7 @@ def answers(length: int, trials: int, batch: int, policies: tuple[str, ...], sha
     if share is not None:
         there = int(pages * share)
         sizes = {"pages": there, "host_bytes": (pages - there // 4) * memory_plan(model.config).frame_bytes}
-    engine = Engine(model, policies=policies, prefill_chunk=256, batch_buckets=(batch,), **sizes)
+    engine = Engine(model, policies=policies, prefill_chunk=max(256, length // 16), batch_buckets=(batch,), **sizes)
     trials = task.trials(length - 64, trials, seed=3)
     results = needle_exact_match(engine, trials, policies, tokenizer, batch=batch)
     if share is not None:
@@ -119,6 +119,7 @@ def answers(length: int, trials: int, batch: int, policies: tuple[str, ...], sha
     return [(each.policy, each.answers, each.keys_per_step) for each in results]
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("length", "trials", "batch", "policies"),
     [

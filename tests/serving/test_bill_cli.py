@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -10,9 +11,10 @@ import pytest
 from planted_meshes import mesh_run
 from planted_tiers import sizes, tier_run
 
-from kvjax.bill import load_bills, step_bytes
+from kvjax.bill import known_bills, load_bills, step_bytes
 from kvjax.bill.evidence import read_evidence
 from kvjax.bill.report import rendered
+from kvjax.bill.step_bill import to_json
 from kvjax.policies.decode import parse
 from kvjax.serving.bench.decode import SHAPES
 
@@ -307,7 +309,7 @@ def test_calibrate_writes_a_bill(kvjax, model_folder, monkeypatch):
         (("bill", "predict", "--tier", "host"), "keys and values on 'host' need --link"),
         (("bill", "predict", "--device-memory", "8GB"), "go together: give both, or neither"),
         (("bill", "predict", "--hits", "0.5"), "--hits: needs --device-memory and --host-memory"),
-        (("bill", "predict", *TIERS), "no bandwidth for the tier 'host'; fit one to rows of kvjax bench tiers"),
+        (("bill", "predict", "--fit", "plain.json", *TIERS), "no bandwidth for the tier 'host'; fit one to rows of kvjax bench tiers"),
         (("bill", "predict", *TIERS[:3], "1KB"), "--host-memory of 1,000 is less than one page"),
         (("bill", "predict", *TIERS, "--tier", "host", "--link", "52"), "leave out --device-memory"),
         (("bill", "predict", "--link", "52"), "--link: needs --tier host or disk"),
@@ -335,6 +337,7 @@ def test_calibrate_writes_a_bill(kvjax, model_folder, monkeypatch):
 def test_wrong_usage_is_named(kvjax, arguments, words):
     Path("ops.json").write_text(json.dumps({"bench": "ops", "provenance": {"date": "2026"}}))
     old = {"shape": "qwen2.5-7b", "layers": 28, "tokens": 2**17, "policy": "dense", "median_s": 1.0}
+    Path("plain.json").write_text(json.dumps({"bills": [to_json(dataclasses.replace(each, bus=None)) for each in known_bills()]}))
     Path("old.json").write_text(json.dumps({"bench": "tiers", "provenance": {"date": "2026", "device": "it"}, "rows": [old]}))
     status, _, err = kvjax(*arguments)
     assert status == 2
