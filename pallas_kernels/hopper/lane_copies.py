@@ -73,11 +73,6 @@ def pipeline(
     return carry[(depth + 1) * size :]
 
 
-def prefetch(ref, offset_bytes) -> None:
-    """Bring the 32 bytes around a byte of an array in global memory into the L2 cache."""
-    lanes.ptx("prefetch.global.L2 [$0];", lanes.address(ref, offset_bytes))
-
-
 def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int, around: int | None = None) -> None:
     """Start copying rows to `rows * row_bytes` bytes of shared memory from word `offset` on, by one warp, 16-byte pieces permuted by row.
 

@@ -136,10 +136,28 @@ class Shape:
         """Words of the sums of all warps over a tile."""
         return self.warps * self.rows * self.sum_columns
 
+    @property
+    def has_end_scales(self) -> bool:
+        """Whether finished sums are multiplied by scales of whole rows."""
+        return self.format is not None and not self.in_blocks
+
+    def ends_words(self) -> dict[str, int]:
+        """Words of what the ends of a team's tiles need besides sums, by name. Even numbers first: two are loaded together."""
+        of_tokens = self.tokens * self.per_team
+        words = {
+            "scales": self.parts * self.per_team if self.has_end_scales else 0,
+            "cos": of_tokens if self.half else 0,
+            "sin": of_tokens if self.half else 0,
+            "biases": self.parts * self.per_team // 2 if self.biased else 0,
+            "residual": of_tokens // 2 if self.residual else 0,
+        }
+        return {name: count for name, count in words.items() if count}
+
     def scratch_words(self) -> dict[str, int]:
-        """Words of shared memory: the ring, the sums of two tiles, the sums of squares of all warps, and what the other CTA of the team
-        adds to two tiles."""
+        """Words of shared memory: the ring, the sums of two tiles, the sums of squares of all warps, what the ends of tiles need, and what
+        the other CTA of the team adds to two tiles."""
         words = {"ring_s": self.warps * self.depth * self.slot_words, "sums_s": 2 * self.sums_words, "squares_s": self.warps * self.tokens}
+        words |= {"ends_s": sum(self.ends_words().values())} if self.ends_words() else {}
         return words | ({"others_s": 2 * self.rows * self.sum_columns} if self.split > 1 else {})
 
     def fitted(self) -> Shape:

@@ -190,6 +190,10 @@ PLANTED = {
     "scales of the next chunk": _locating(1),
     "scales of the chunk before": _locating(-1),
     "no scales": _scales(lambda load, self, ref, at: lanes.f32(0.01)),
+    "scales, biases and residuals of the next units": _of(mosaic_gpu._Tiles, "_end_unit", lambda f: lambda self, mine: f(self, mine + 2)),
+    "a thread's first word of the ends for all": _of(
+        mosaic_gpu._Tiles, "_store_ends", lambda f: lambda self, words: f(self, words[:1] * len(words))
+    ),
     "the first scale for all": _scales(lambda load, self, ref, at: load(self, ref, at * 0)),
     "a chunk's sums are not added": _of(
         lanes, "fma", lambda f: lambda a, b, c: f(a, b, c * 0.0) if isinstance(c, lanes.Scalar) else f(a, b, c)
