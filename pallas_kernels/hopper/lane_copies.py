@@ -41,12 +41,14 @@ def pipeline(
     carry: Sequence[Scalar],
     meanwhile: Callable = lambda: None,
     prepare: Callable = lambda: None,
+    conclude: Callable = lambda n, *carry: carry,
 ) -> list[Scalar]:
-    """`for n in range(turns): carry = consume(n, place, *carry)`; returns the carry.
+    """`for n in range(turns): carry = conclude(n, *consume(n, place, *carry))`; returns the carry.
 
     place = locate(n), a list; fetch(n, place) starts copies. Fetching runs `depth` turns ahead, and locating one turn more, so that a turn
     waits neither for the reads of `locate` nor for the copies. prepare: called before the first copies are started, while `locate` reads
-    their places. meanwhile: called after these copies are started; what it reads arrives after them.
+    their places. meanwhile: called after these copies are started; what it reads arrives after them. conclude: called after a
+    turn's copies are started; it does not read what was fetched.
     """
     places = [locate(lanes.i32(n)) for n in range(depth + 1)]
     prepare()
@@ -66,7 +68,7 @@ def pipeline(
         wait_for_copies(depth - 1)
         after = consume(n, carry[:size], *carry[(depth + 1) * size :])
         start(n + depth, carry[depth * size :][:size])
-        return [*carry[size : (depth + 1) * size], *after_next, *after]
+        return [*carry[size : (depth + 1) * size], *after_next, *conclude(n, *after)]
 
     carry = lanes.loop(turns, [*(x for place in places for x in place), *carry], turn)
     wait_for_copies(0)

@@ -2,8 +2,8 @@
 
 Each CTA, or team of CTAs, owns consecutive features and walks them in tiles. The inputs of a tile are dealt to the warps in chunks. Each
 warp copies its chunks of the weights' rows, of the tokens and of the norm's weight ahead into its own ring (`cp.async`), and multiplies
-them (`mma.m16n8k16`: weights are the 16 rows, tokens the 8 columns). At the end of a tile the warps' sums are added in shared memory, in
-order.
+them (`mma.m16n8k16`: weights are the 16 rows, tokens the 8 columns). After a tile the warps' sums are added in shared memory, in order,
+while the first chunks of the next tile are multiplied: the ring runs on over all tiles of the CTA.
 RMSNorm is split: its weight multiplies the tokens before the product, its scale multiplies the finished sums. What else the ends of
 tiles need (scales of rows, biases, residual, angles) is loaded before the first copies and waits in shared memory.
 
@@ -171,8 +171,12 @@ class _Tiles:
                 self._add_squares(squares)
 
         locate = self._blocks if s.in_blocks else lambda n: []
+        conclude = {"conclude": self._conclude} if s.tiles > 1 else {}
         turns = lanes.i32(s.tiles * s.turns)
-        lane_copies.pipeline(turns, s.depth, locate, self._fetch, self._consume, acc, meanwhile, prepare)
+        acc = lane_copies.pipeline(turns, s.depth, locate, self._fetch, self._consume, acc, meanwhile, prepare, **conclude)
+        if s.tiles == 1:
+            self._keep(lanes.i32(0), acc)
+        self._finish(lanes.i32(s.tiles - 1))
 
     def _chunk(self, n):
         """Number of this warp's chunk n in a row, and whether there is one."""
@@ -342,10 +346,18 @@ class _Tiles:
                 for at in range(m * len(tokens), (m + 1) * len(tokens)):
                     scaled = zip(sums[at], (low, low, high, high), before[at], strict=True)
                     sums[at] = [lanes.fma(x, scale, y) for x, scale, y in scaled]
-        acc = [x for four in sums for x in four]
-        last = n % s.turns == s.turns - 1
+        return [x for four in sums for x in four]
+
+    def _conclude(self, n, *acc) -> list[lanes.Scalar]:
+        """Keep a tile's sums after its last chunk; finish it a chunk later. Then other warps have seldom to be waited for, and meanwhile
+        the copies into the places of both chunks are in flight."""
+        s = self.s
+        turn, tile = n % s.turns, n // s.turns
+        with lanes.when((turn == min(1, s.turns - 1)) & (tile > 0)):
+            self._finish(tile - 1)
+        last = turn == s.turns - 1
         with lanes.when(last):
-            self._finish(n // s.turns, acc)
+            self._keep(tile, acc)
         return [lanes.where(last, 0.0, x) for x in acc]
 
     def _of_rows(self, values, m: int):
@@ -392,21 +404,26 @@ class _Tiles:
         squares = [lanes.load_shared(self.scratch["squares_s"], token + w * s.tokens, "f32")[0] for w in range(s.warps)]
         return lane_math.rsqrt(functools.reduce(lambda a, b: a + b, squares) * (1.0 / s.width) + s.norm_eps)
 
-    def _finish(self, tile, acc) -> None:
-        """Add up the warps' sums of a tile, and write its features. All threads call this together."""
+    def _keep(self, tile, acc) -> None:
+        """Write this warp's sums of a tile to shared memory. Two buffers alternate: all threads have finished the tile that used this one
+        before, since they have met for the tile after it."""
         s, lane = self.s, lanes.lane()
         g, t = lane >> 2, lane & 3
-        # Two buffers alternate. When a warp writes to one, all threads have finished the tile that used it before.
-        buffer = tile % 2 * s.sums_words
-        sums_s = self.scratch["sums_s"]
         tiles = s.columns // 8
         for column in range(tiles):
             with lanes.when(t * 2 + 8 * column < s.tokens):
                 for m in range(s.rows // 16):
                     for half in range(2):
                         row = lanes.warp() * s.rows + (16 * m + 8 * half) + g
-                        at = buffer + row * s.sum_columns + (t * 2 + 8 * column)
-                        lanes.store_shared(sums_s, at, *acc[4 * (m * tiles + column) + 2 * half :][:2])
+                        at = self._buffer(tile) + row * s.sum_columns + (t * 2 + 8 * column)
+                        lanes.store_shared(self.scratch["sums_s"], at, *acc[4 * (m * tiles + column) + 2 * half :][:2])
+
+    def _buffer(self, tile):
+        return tile % 2 * self.s.sums_words
+
+    def _finish(self, tile) -> None:
+        """Add up the warps' sums of a tile, and write its features. All threads call this together, after `_keep`."""
+        s, buffer = self.s, self._buffer(tile)
         lanes.cta_barrier(self.threads)
         if s.split == 1:
             self._for_pairs(tile, lambda token, row, unit: self._write(lambda row: self._total(buffer, row, token), token, row, unit))

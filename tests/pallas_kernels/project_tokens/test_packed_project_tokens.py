@@ -203,6 +203,10 @@ PLANTED = {
     ),
     "copies are not awaited": _of(lane_copies, "wait_for_copies", lambda f: lambda groups: f(groups + 1)),
     "no barrier before results": _of(lanes, "cta_barrier", lambda f: lambda threads: None),
+    "one buffer for the sums of all tiles": _of(mosaic_gpu._Tiles, "_buffer", lambda f: lambda self, tile: f(self, tile * 0)),
+    "a tile's end is not the tile before": _of(
+        mosaic_gpu._Tiles, "_finish", lambda f: lambda self, tile: f(self, lanes.minimum(tile + 1, self.s.tiles - 1))
+    ),
     "no barrier of a team": _of(lanes, "cluster_barrier", lambda f: lambda: None),
     "nothing is sent in a team": _of(lanes, "store_cluster", lambda f: lambda *args: None),
     "a team's CTAs multiply the same inputs": _of(
