@@ -203,10 +203,16 @@ class _Tiles:
 
             return place
 
+        around = LINES if s.format else None
         for part in range(s.parts):
             start = slot + part * s.stride * s.row_words
-            around = LINES if s.format else None
-            lane_copies.copy_rows_async(ring_s, start, weight_row(part), rows=s.stride, row_bytes=row_bytes, around=around)
+            if s.consecutive:
+                place = {"block": self.team * s.per_team + tile * s.per_tile, "block_bytes": s.width // s.operands.chunk * row_bytes}
+                place["count"] = lanes.where(inside, self._units_of(tile), 0)
+                copy = functools.partial(lane_copies.copy_consecutive_rows_async, ring_s, start, refs[part], chunk * row_bytes, **place)
+            else:
+                copy = functools.partial(lane_copies.copy_rows_async, ring_s, start, weight_row(part))
+            copy(rows=s.stride, row_bytes=row_bytes, around=around)
         small = s.tokens + (s.norm_eps is not None)
 
         def small_row(row):
@@ -309,6 +315,12 @@ class _Tiles:
         mine = tile * s.per_tile + row
         unit = self.team * s.per_team + mine
         return unit, (row < s.per_tile) & (mine < s.per_team) & (unit < s.units)
+
+    def _units_of(self, tile):
+        """How many units a tile has."""
+        s, before = self.s, tile * self.s.per_tile
+        left = lanes.minimum(lanes.i32(s.units) - self.team * s.per_team, s.per_team) - before
+        return lanes.minimum(left, s.per_tile)
 
     def _row(self, refs, unit, part):
         """The array (one per matrix) that holds a part of a unit, the row in it, and how many rows that array has."""

@@ -92,6 +92,11 @@ class Shape:
         return sum(self.features) // self.parts
 
     @property
+    def consecutive(self) -> bool:
+        """Whether consecutive units are consecutive rows of one array for each part."""
+        return not self.half and len(self.features) == self.parts
+
+    @property
     def teams(self) -> int:
         """Teams of CTAs. Each owns units."""
         return self.ctas // self.split

@@ -203,6 +203,8 @@ PLANTED = {
     ),
     "copies are not awaited": _of(lane_copies, "wait_for_copies", lambda f: lambda groups: f(groups + 1)),
     "no barrier before results": _of(lanes, "cta_barrier", lambda f: lambda threads: None),
+    "rows past the end of a matrix": _of(mosaic_gpu._Tiles, "_units_of", lambda f: lambda self, tile: f(self, tile) * 0 + self.s.per_tile),
+    "a tile's last two rows are left out": _of(mosaic_gpu._Tiles, "_units_of", lambda f: lambda self, tile: f(self, tile) - 2),
     "one buffer for the sums of all tiles": _of(mosaic_gpu._Tiles, "_buffer", lambda f: lambda self, tile: f(self, tile * 0)),
     "a tile's end is not the tile before": _of(
         mosaic_gpu._Tiles, "_finish", lambda f: lambda self, tile: f(self, lanes.minimum(tile + 1, self.s.tiles - 1))
