@@ -13,7 +13,7 @@ and its zeros, are loaded to registers as many chunks ahead as the ring holds, a
 
 Each CTA copies all tokens, from the cache. Where packed weights have few and long rows, that would be as much as the weights. There two
 CTAs are a team (a cluster): they share rows, and each copies one part of the inputs, of weights and tokens. At the end of a tile each adds
-up one half of the rows, with what the other sends it.
+up one half of the rows, with what the other sends it. For few tokens two CTAs run on a multiprocessor (`shape.TWO_RESIDENT`).
 
 Memory traffic: the weights once, with their scales; tokens, norm, biases, residual and results are small and come from the cache.
 """

@@ -130,9 +130,9 @@ def test_many_tokens_are_rounded_to_fp8_where_the_matrix_says_so():
 # On emulated threads.
 
 
-def emulated(x, weights, *, ctas: int = 2, **keywords):
-    """The kernel by emulated threads, in a launch of few CTAs, so that there are several tiles."""
-    with mock.patch.object(mosaic_gpu, "Shape", functools.partial(mosaic_gpu.Shape, ctas=ctas)), kernels():
+def emulated(x, weights, *, multiprocessors: int = 2, **keywords):
+    """The kernel by emulated threads, on few multiprocessors, so that there are several tiles."""
+    with mock.patch.object(mosaic_gpu, "Shape", functools.partial(mosaic_gpu.Shape, multiprocessors=multiprocessors)), kernels():
         return paging.implementation("project_tokens", "mosaic_gpu")(x, weights, **keywords)
 
 
@@ -153,7 +153,11 @@ def test_emulated_it_matches_the_reference(case):
     check(emulated, case)
 
 
-@pytest.mark.parametrize("case", rest_long(["int8, queries, keys and values", "int4 with zeros, float16"], "int4 with zeros, float16"))
+COMPANY = ("int8, queries, keys and values", "int4 with zeros, float16", "fp8 blocks, a gate of GELU", "int8, long rows, a team")
+"""Alone, tokens of the last ones are multiplied by two CTAs on a multiprocessor, and together by one."""
+
+
+@pytest.mark.parametrize("case", rest_long(COMPANY, "int4 with zeros, float16", "fp8 blocks, a gate of GELU"))
 def test_emulated_a_tokens_bits_do_not_depend_on_company(tools, case):
     (x, weights), keywords = arguments(case)
     together = emulated(x, weights, **keywords)
@@ -292,6 +296,27 @@ def test_it_lowers_to_one_kernel(cuda, case):
 
 def test_it_compiles_without_spilling(spill_free):
     spill_free(PRODUCTION, launches=1)
+
+
+QKV_8B = (4096, 1024, 1024)
+TWO_RESIDENT = {
+    f"{kind} {name}, {tokens} tokens": production(kind, tokens, 3584, features, dtype, **options)
+    for kind, most in (("int8", 4), ("fp8", 4), ("int8 blocks", 4), ("int4", 4), ("int4 with zeros", 2))
+    for tokens, dtype, name, features, options in (
+        (1, "bfloat16", "gate and up", (18944, 18944), GATED),
+        (most, "bfloat16", "gate and up", (18944, 18944), GATED),
+        (most, "bfloat16", "gate and up with biases", (18944, 18944), GATED | {"biased": True, "norm_offset": 1.0}),
+        (most, "float16", "gate and up in float16", (18944, 18944), {"gated": "gelu_tanh"}),
+        (most, "bfloat16", "q, k, v", QKV_8B, QKV_7B),
+    )
+}
+
+
+@pytest.mark.long
+def test_two_ctas_fit_on_a_multiprocessor(spill_free):
+    """Or they would run one after the other, in twice the time."""
+    for name, (kernel,) in spill_free(TWO_RESIDENT, launches=1).items():
+        assert kernel["registers"] <= 65536 // 2 // 256, name
 
 
 def test_it_compiles_for_blackwell_without_spilling(spill_free_on_blackwell):
