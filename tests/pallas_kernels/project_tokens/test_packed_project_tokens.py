@@ -168,6 +168,28 @@ def test_emulated_a_tokens_bits_do_not_depend_on_company(tools, case):
             tools.assert_same_bits(a[token : token + 1], b)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4 with zeros"])
+def test_the_order_of_sums_is_the_same_for_any_number_of_tokens(kind):
+    """Also where two CTAs run on a multiprocessor for few tokens, and one for more."""
+    fixed = {"half": 0, "rotated": 0, "norm_eps": None, "norm_offset": 0.0, "biased": False, "residual": False}
+    fixed |= {
+        "dtype": "bfloat16",
+        "out_dtype": "bfloat16",
+        "format": KINDS[kind].format,
+        "scales": KINDS[kind].scales,
+        "zeros": KINDS[kind].zeros,
+    }
+    for width, features, gated, split in ((3584, (18944, 18944), "silu", 1), (18944, (3584,), None, 2), (3584, (3584,), None, 1)):
+        shapes = [mosaic_gpu.Shape(tokens, width, features, gated=gated, **fixed).fitted() for tokens in range(1, 17)]
+        if kind == "int8":
+            assert [s.split for s in shapes] == [split] * 16
+        assert len({(s.warps, s.split, s.operands) for s in shapes}) == 1
+        assert {s.resident for s in shapes} == {1, 2}
+        for s in shapes:
+            taken = sum(-(-4 * n // 1024) * 1024 for n in s.scratch_words().values())
+            assert s.resident * (taken + 1024) <= 228 << 10, "not all CTAs fit on an H200's multiprocessor"
+
+
 def _of(owner, name: str, make):
     """Replaces a function by one made from it."""
     return lambda monkeypatch: monkeypatch.setattr(owner, name, make(getattr(owner, name)))
