@@ -27,13 +27,17 @@ for name in ("CI", "BUILD_NUMBER"):
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-# Compiled quickly means: without XLA's optimizations, by emitters that run no MLIR pipeline for every fusion, and in one piece. It takes
-# a third of the time that XLA takes by default. It is sound because no test compares bits of what is compiled quickly with bits of what is
-# not: a module is compiled one way, with the processes that it starts, and numbers from elsewhere are compared within errors.
+# Compiled quickly means: without XLA's optimizations, by emitters that run no MLIR pipeline for every fusion, in one piece, and with XLA's
+# preset for short compilation. It takes a third of the time that XLA takes by default. It is sound because no test compares bits of what is
+# compiled quickly with bits of what is not: a module is compiled one way, with the processes that it starts, and numbers from elsewhere are
+# compared within errors.
 #
 # One kind of program takes these emitters minutes and gigabytes: chains in which each step uses the last one's result several times, as
 # `union_blocks` has for the rows of a tile. Keep such chains short in tests, or give them the mark `long`.
-QUICK_EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
+QUICK_EMITTERS = (
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
+    " --xla_cpu_opt_preset=FAST_COMPILE"
+)
 DEVICES = "--xla_force_host_platform_device_count=8"
 """A CPU shows as eight devices, for tests of meshes. Everything else uses the first of them."""
 
