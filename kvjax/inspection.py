@@ -18,6 +18,7 @@ from kvjax.checks import listed
 from kvjax.decoding import padded_rows
 from kvjax.policies.decode import Blocks, DecodePolicy, ScoresBlocks, SelectContext
 from kvjax.policies.decode.base import attend_listed
+from kvjax.programs import program
 from kvjax.sequences import CachedSequence
 from kvjax.sharding import WHOLE_COPY, Shards, on_mesh, spec_of, specs_of_states
 from kvjax.slots import NextPages
@@ -90,7 +91,7 @@ def watch(
     return blocks, lse, scores
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "shards"), donate_argnames="cache")
+@functools.partial(program, static_argnames=("decoder", "policy", "indexes", "shards"), donate_argnames="cache")
 def inspect_step(
     decoder, policy, indexes, params, cache: Cache, tokens, active, states, following: NextPages, shards: Shards | None = None
 ):

@@ -19,6 +19,7 @@ from kvjax.model import ModelConfig
 from kvjax.policies.decode import DecodePolicy, LearnsFromPrefill, MassContext, PrefillMass, StateSpec
 from kvjax.policies.decode.mass import fitted
 from kvjax.policies.prefill import DensePrefill, PrefillContext, PrefillPolicy
+from kvjax.programs import program
 from pallas_kernels.block_mass import block_mass
 from pallas_kernels.flash_attention import flash_attention
 
@@ -170,12 +171,12 @@ def rows_of(states: States) -> tuple[States, ...]:
     return (states,) if size == 1 else _split(states, size)
 
 
-@jax.jit
+@program
 def _join(rows: tuple[States, ...]) -> States:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *rows)
 
 
-@functools.partial(jax.jit, static_argnames="size")
+@functools.partial(program, static_argnames="size")
 def _split(states: States, size: int) -> tuple[States, ...]:
     return tuple(jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], states) for row in range(size))
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Int, Int32
 
 from kvjax.outcomes import BLOCKS, FINITE, KEYS, TOKENS, listed, unpack
 from kvjax.plans import Decoded, DecodeGroup
+from kvjax.programs import program
 from kvjax.requests import Completion
 from kvjax.sampling import NotFinite, Sampling, SamplingRows
 from kvjax.sequences import CachedSequence
@@ -243,13 +244,13 @@ class Batch:
         return Flight(self._roster.samples, decoded.packed, self._roster, ends=not self._roster.steps)
 
 
-@jax.jit
+@program
 def _set_token(tokens: Int[Array, "B"], slot: Int[Array, ""], token: Int[Array, "1"]) -> Int[Array, "B"]:
     """`tokens`, with one slot's token replaced."""
     return tokens.at[slot].set(token[0])
 
 
-@functools.partial(jax.jit, donate_argnames="counts")
+@functools.partial(program, donate_argnames="counts")
 def _set_counts(counts: Int[Array, "B V"], slot: Int[Array, ""], row: Int[Array, " V"]) -> Int[Array, "B V"]:
     """`counts`, with one slot's row replaced. DONATES counts."""
     return counts.at[slot].set(row)

@@ -16,6 +16,7 @@ from kvjax.engine import Engine
 from kvjax.generation import engine_for
 from kvjax.model import Model
 from kvjax.policies.decode import DecodePolicy, Dense
+from kvjax.programs import program
 from kvjax.prompts import Prompt, encode, one_by_one
 from kvjax.sampling import NotFinite, all_finite
 from kvjax.scheduler import DEFAULT_SLOTS
@@ -142,7 +143,7 @@ def encode_pair(tokenizer: Any, prompt: Prompt, continuation: Prompt) -> tuple[l
     return head, rest
 
 
-@jax.jit
+@program
 def _look_up(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-probability of each token under its row of logits, whether it is the largest, and whether the row is finite."""
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)

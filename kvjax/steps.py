@@ -32,6 +32,7 @@ from kvjax.model import Decoder, LayerInput, Params, Recurrence
 from kvjax.outcomes import Reads, pack
 from kvjax.policies.decode import Blocks, DecodePolicy, KeepsByMass, SelectContext
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy, indexes_of
+from kvjax.programs import program
 from kvjax.release import reach_of
 from kvjax.sampling import Sampled, SamplingRows, accept, count_tokens, sample
 from kvjax.sharding import WHOLE_COPY, Shards, layer_specs, on_mesh, on_mesh_alone, specs_of_states
@@ -135,7 +136,7 @@ def _missing_in_prefill(
     return pages.missing(tables[group.name], cache.lengths, page_size=group.page_size, window=window, num_queries=cache.lengths - first)
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "shards"), donate_argnames=("cache", "x", "ahead"))
+@functools.partial(program, static_argnames=("decoder", "policy", "indexes", "shards"), donate_argnames=("cache", "x", "ahead"))
 def prefill_slice(
     decoder,
     policy,
@@ -168,7 +169,7 @@ def prefill_slice(
     return x, cache, learned, missing, coming
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "shards"))
+@functools.partial(program, static_argnames=("decoder", "shards"))
 def embed_chunk(decoder: Decoder, params: Params, tokens: Int[Array, "B T"], shards: Shards | None = None) -> Float[Array, "B T E"]:
     """The input of the first layer. On a mesh, rows are dealt out (`Shards.chunk_spec`)."""
 
@@ -190,7 +191,7 @@ def chunk_logits(
     return decoder.logits(params, x)
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "all_logits", "shards"))
+@functools.partial(program, static_argnames=("decoder", "all_logits", "shards"))
 def row_logits(
     decoder, params, x: Float[Array, "1 T E"], starts, lengths, *, all_logits: bool, shards: Shards | None = None
 ) -> Float[Array, "*T V"]:
@@ -203,7 +204,7 @@ def row_logits(
     return on_mesh_alone(shards, find, decoder, params, x, starts, lengths, specs=specs)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "all_logits", "shards"), donate_argnames="cache")
+@functools.partial(program, static_argnames=("decoder", "policy", "indexes", "all_logits", "shards"), donate_argnames="cache")
 def prefill_step(
     decoder: Decoder,
     policy: PrefillPolicy,
@@ -309,7 +310,7 @@ def decode(
     return decoder.logits(params, hidden), after, states, reads
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "shards"), donate_argnames="cache")
+@functools.partial(program, static_argnames=("decoder", "policy", "indexes", "shards"), donate_argnames="cache")
 def decode_step(
     decoder, policy, indexes, params, cache: Cache, tokens, active, states, following: NextPages | None = None, shards: Shards | None = None
 ):
@@ -327,7 +328,7 @@ def decode_step(
     return logits, cache, states, reads
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "shards"), donate_argnames=("cache", "counts"))
+@functools.partial(program, static_argnames=("decoder", "policy", "indexes", "shards"), donate_argnames=("cache", "counts"))
 def decode_and_sample(
     decoder: Decoder,
     policy: DecodePolicy,
@@ -371,7 +372,7 @@ def decode_and_sample(
     return sampled, packed, cache, states, reads
 
 
-@jax.jit
+@program
 def sample_first(
     logits: Float[Array, " V"], rows: SamplingRows, positions: Int[Array, "1"], counts: Int[Array, " V"] | None = None
 ) -> tuple[Int[Array, "1"], Int[Array, "1 C"]]:

@@ -18,6 +18,7 @@ from kvjax.cache.pool import Pool, first_array, place_beside
 from kvjax.cache.spec import OPEN, CacheSpec, PagedSpec, RecurrentSpec
 from kvjax.cache.types import IndexSpec, LatentPages, LayerCache, OpenRows, SlotLayer, kept_in
 from kvjax.cache.writes import seal
+from kvjax.programs import program
 from kvjax.sharding import Shards
 from pallas_kernels.page_format import unpack
 
@@ -220,7 +221,7 @@ def _places(layer: LayerCache, name: str, ids: Int[Array, " n"], frames: Int[Arr
     return frames if name in IN_FRAMES and not isinstance(layer, SlotLayer) else ids
 
 
-@functools.partial(jax.jit, static_argnames=("group", "shards"))
+@functools.partial(program, static_argnames=("group", "shards"))
 def _pack(
     layers: tuple[LayerCache, ...], ids: Int[Array, " n"], frames: Int[Array, " n"], *, group: str, shards: Shards | None
 ) -> tuple[Block, ...]:
@@ -231,7 +232,7 @@ def _pack(
     return tuple(rows[place] for place in range(len(ids)))
 
 
-@functools.partial(jax.jit, static_argnames=("group", "numbers", "indexes", "shapes", "shards"), donate_argnames="layers")
+@functools.partial(program, static_argnames=("group", "numbers", "indexes", "shapes", "shards"), donate_argnames="layers")
 def _unpack(
     layers: tuple[LayerCache, ...],
     ids: Int[Array, " n"],

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.types import INDEXER, INDEXER_SCALES, IndexSpec, LatentPages, LayerCache, PagedKV
+from kvjax.programs import program
 from pallas_kernels import dispatch
 from pallas_kernels.append_tokens import append_tokens
 from pallas_kernels.copy_tiles import copy_tiles
@@ -101,7 +102,7 @@ Places = tuple[Int[Array, ""], ...]
 """A page of each layer: its id, or its frame."""
 
 
-@functools.partial(jax.jit, static_argnames="shards", donate_argnames="layers")
+@functools.partial(program, static_argnames="shards", donate_argnames="layers")
 def copy_page(
     layers: tuple[LayerCache | None, ...],
     sources: Places,
@@ -133,7 +134,7 @@ def copy_page(
     return tuple(result) if shards is None else shards.keep(tuple(result))
 
 
-@functools.partial(jax.jit, static_argnames="numbers", donate_argnames="layers")
+@functools.partial(program, static_argnames="numbers", donate_argnames="layers")
 def move_frames(
     layers: tuple[LayerCache | None, ...], sources: Int[Array, " n"], targets: Int[Array, " n"], *, numbers: tuple[int, ...]
 ) -> tuple[LayerCache | None, ...]:
