@@ -88,6 +88,7 @@ class DecodeRunner:
         self._pool, self._groups, self._declared = pool, groups, declared
         self._slots: dict[tuple[int, DecodePolicy], Slots] = {}
         self._rows: tuple[SamplingRows | None, int] = None, 0  # the latest, and the slots that they are known to fit
+        self._placed: tuple[SamplingRows | None, SamplingRows | None] = None, None  # rows as given, and on the device
         self._chosen: Array | None = None  # the tokens that the latest step sampled for these rows, one for each slot
         self._ahead = CompileAhead()
         self.last_reads: Reads | None = None
@@ -133,22 +134,30 @@ class DecodeRunner:
         counts = shape_of((vocab_size,), np.int32) if one.penalises else None
         logits = shape_of((vocab_size,), np.float32, beside)
         yield functools.partial(sample_first, logits, one, shape_of((1,), np.int32), counts)
-        placed = beside if self._pool.frames else None
+        placed = self._pool.beside
         tables = {name: shape_of((size, width), np.int32, placed) for name, width in widths.items()}
         cache = self._pool.as_it_is(tables, shape_of((size,), np.int32, placed))
         states = self._declared.states.of_batch(policy, [sequence] + [None] * (size - 1))
         counts = shape_of((size, vocab_size), np.int32) if rows.penalises else None
         tokens = shape_of((size,), np.int32, beside)
-        arrays = (model.params, cache, tokens, shape_of((size,), bool), states, rows, counts)
-        following = {group.name: shape_of((size, pages_of_step(group.page_size)), np.int32) for group in self._groups.spec.groups}
+        rows = jax.tree.map(lambda each: shape_of(each.shape, each.dtype, placed), rows)
+        arrays = (model.params, cache, tokens, shape_of((size,), bool, placed), states, rows, counts)
+        counts_of = {group.name: pages_of_step(group.page_size) for group in self._groups.spec.groups}
+        following = {name: shape_of((size, count), np.int32, placed) for name, count in counts_of.items()}
         static = {"following": following, "shards": self._pool.shards}
         yield functools.partial(decode_and_sample, model.decoder, policy, self._declared.indexes, *arrays, **static)
+
+    def placed(self, rows: SamplingRows) -> SamplingRows:
+        """The rows on the device. The same rows are put there once."""
+        if rows is not self._placed[0]:
+            self._placed = rows, self._pool.put(rows)
+        return self._placed[1]
 
     def slots(self, policy: DecodePolicy, size: int) -> Slots:
         """The slots of a policy's batches of this size."""
         slots = self._slots.get((size, policy))
         if slots is None:
-            slots = self._slots[size, policy] = Slots(self._groups.spec, size)
+            slots = self._slots[size, policy] = Slots(self._groups.spec, size, self._pool.put)
         return slots
 
     def launch(self, step: Callable, slots: Slots, tokens: Array, policy: DecodePolicy, *rest: Any, num_tokens: int = 1) -> Launched:
@@ -162,7 +171,7 @@ class DecodeRunner:
         cache, following = slots.cache(self._pool, num_tokens)
         if self._ahead.running:
             self._ahead.wait((policy, slots.size, *(cache.page_tables[group.name].shape[1] for group in cache.spec.groups)))
-        if self._pool.frames and not isinstance(tokens, jax.Array):
+        if self._pool.beside is not None and not isinstance(tokens, jax.Array):
             tokens = self._pool.put(tokens)
         states = self._declared.states.of_batch(policy, slots.sequences)
         args = (self.model.decoder, policy, self._declared.indexes, self.model.params, cache, tokens, slots.active, states, *rest)

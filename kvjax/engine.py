@@ -332,7 +332,8 @@ class Engine:
 
     def _decode(self, group: DecodeGroup) -> Decoded:
         """Run a group that the runner has checked."""
-        given, drafted = (group.tokens, group.policy, group.sampling, group.counts), group.tokens.ndim == 2
+        rows = self._runner.placed(group.sampling)
+        given, drafted = (group.tokens, group.policy, rows, group.counts), group.tokens.ndim == 2
         launched = self._launch(decode_and_sample, group.sequences, *given, num_tokens=group.tokens.shape[1] if drafted else 1)
         sampled, packed = launched.results
         self._runner.keep_sampled(launched, sampled, drafted=drafted)

@@ -7,9 +7,9 @@ the host's time per step depends neither on the number of rows nor on the length
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
@@ -32,11 +32,12 @@ class Slots:
     Sequences may change between steps in any way (`truncate`, `extend`): then they leave the slots' `Growth`, by which `hold` and `fill`
     find them.
 
-    rows: slots with a sequence, ascending. live: their sequences. longest: tokens of the longest.
+    put: puts arrays where a step reads them (`Pool.put`). rows: slots with a sequence, ascending. live: their sequences. longest: tokens
+    of the longest.
     """
 
-    def __init__(self, spec: CacheSpec, size: int):
-        self.spec, self.size = spec, size
+    def __init__(self, spec: CacheSpec, size: int, put: Callable[[Any], Any]):
+        self.spec, self.size, self._put = spec, size, put
         self.sequences: tuple[CachedSequence | None, ...] = (None,) * size
         self.rows: list[int] = []
         self.live: list[CachedSequence] = []
@@ -45,13 +46,13 @@ class Slots:
         self._limits: list[int] = []  # of `live`: up to what growth `_next` has their pages
         self._nearest = 0  # the smallest limit
         self._next = {group.name: np.full((size, pages_of_step(group.page_size)), -1, np.int32) for group in spec.groups}
-        self._named: NextPages | None = None  # `_next` as passed to a step; the call moves it to the device
+        self._named: NextPages | None = None  # `_next` on the device
         self._host_tables: dict[str, Int[np.ndarray, "B M"]] = {}
         self._holds = 0, 0  # bounds of the longest row for the current table width: more than, at most
         self._dirty: set[int] = set()
         self._tables: dict[str, Int[Array, "B M"]] | None = None
         self._device_lengths: Int[Array, "B"] | None = None
-        self.active: Bool[Array, "B"] = jax.device_put(np.zeros(size, bool))
+        self.active: Bool[Array, "B"] = put(np.zeros(size, bool))
 
     def hold(self, sequences: Sequence[CachedSequence | None]) -> bool:
         """Whether these sequences are in the slots, unchanged since the last step. A freed or suspended sequence counts as changed."""
@@ -63,7 +64,7 @@ class Slots:
         """Put these sequences into the slots (None: an empty slot). Rows that have not changed since the last step stay on the device."""
         rows = [row for row, each in enumerate(sequences) if each is not None]
         if rows != self.rows:  # first, because it may fail
-            self.active = jax.device_put(np.array([each is not None for each in sequences]))
+            self.active = self._put(np.array([each is not None for each in sequences]))
         known = dict(zip(self.rows, zip(self.live, self._limits, strict=True), strict=True))
         before, self._growth = self._growth, Growth()
         self.sequences = tuple(sequences)
@@ -112,9 +113,9 @@ class Slots:
             lengths = np.zeros(self.size, np.int32)
             lengths[self.rows] = self.lengths
             # Copies, because these arrays change in place while a transfer may be running, and a CPU array may share this memory.
-            self._tables, self._device_lengths = pool.put(({name: table.copy() for name, table in self._host_tables.items()}, lengths))
+            self._tables, self._device_lengths = self._put(({name: table.copy() for name, table in self._host_tables.items()}, lengths))
         if self._named is None:
-            self._named = {name: ids.copy() for name, ids in self._next.items()}  # as above
+            self._named = self._put({name: ids.copy() for name, ids in self._next.items()})  # as above
         return pool.cache(self.spec, self._tables, self._device_lengths), self._named
 
     def advance(self, cache: Cache, written: int | Int[np.ndarray, "B"]) -> None:

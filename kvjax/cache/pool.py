@@ -73,11 +73,14 @@ class Pool:
 
     frames: those of the layer groups whose pages may lie in host memory. In other groups the frame of a page is its id. shards: of the mesh
     over which layers are split; None: one device. copied_bytes: what chunks of prefill copied from host memory.
+    beside: where to put what steps read beside the pages; None: wherever JAX puts it.
     """
 
     def __init__(self, layers: Layers, spec: CacheSpec, frames: Mapping[str, Frames] | None = None, shards: Shards | None = None):
         self.frames, self.spec, self.shards = dict(frames or {}), spec, shards
-        self._beside = place_beside(layers) if self.frames else None
+        # With several processes device_put would compare the arrays of all of them: they are left to each program's call.
+        beside = place_beside(layers)
+        self.beside = beside if self.frames or (shards is not None and beside.is_fully_addressable) else None
         self._layers = self.put(layers) if self.frames else layers
         if self.frames:
             free_with(self, [leaf for layer in layers if isinstance(layer, PagedKV | LatentPages) for leaf in jax.tree.leaves(layer.pages)])
@@ -109,9 +112,10 @@ class Pool:
         self._layers = layers
 
     def put(self, arrays: Any) -> Any:
-        """What a step reads beside the pages, on their device. Arrays that span two memories are committed to their device, and so is
-        everything that a program makes of them. If what the host makes anew were not, each program would be compiled for both."""
-        return jax.device_put(arrays, self._beside)
+        """What a step reads beside the pages, on their device, or on each of the mesh. Arrays that span two memories are committed to their
+        device, and so is everything that a program makes of them. If what the host makes anew were not, each program would be compiled for
+        both. What is not on all devices of a mesh would be copied there in each step."""
+        return jax.device_put(arrays, self.beside)
 
     def cache(self, spec: CacheSpec, tables: dict[str, Any], lengths: Any, first: int = 0, last: int | None = None) -> Cache:
         """What a step over layers [first, last) reads and writes. spec: of these layers. The step DONATES it: give its result to `keep`."""
