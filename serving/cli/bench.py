@@ -110,7 +110,15 @@ def decode_command(
     with forced_to(implementation):
         rows = _measured(plans, json_out, implementation)
     show(step_table(rows) if plans[0].drafts == (1,) else drafts_table(rows))
+    _exit_unless_timed(rows)
+
+
+def _exit_unless_timed(rows: list[dict[str, Any]]) -> None:
+    """Exit with status 1 if a row failed, or if all were skipped: then nothing was timed."""
     if any("failed" in row for row in rows):
+        raise typer.Exit(1)
+    if all("skipped" in row for row in rows):
+        typer.echo(f"nothing was timed: {rows[0]['skipped'] if rows else 'there are no rows'}", err=True)
         raise typer.Exit(1)
 
 
@@ -224,8 +232,7 @@ def prefill_command(
         raise typer.BadParameter(str(error)) from None
     with forced_to(implementation):
         rows = prefill_cli.show(run, json_out, implementation)
-    if any("failed" in row for row in rows):
-        raise typer.Exit(1)
+    _exit_unless_timed(rows)
 
 
 @bench_app.command("overlap")

@@ -146,6 +146,13 @@ def test_rows_of_a_mesh_say_what_its_devices_read_and_exchange(mesh):
     assert f"top:2, tensor {mesh[0]} context {mesh[1]}" in report.step_cells(row)
 
 
+@pytest.mark.parametrize("command", ["decode", "prefill"])
+def test_a_run_that_timed_nothing_says_so(kvjax, command):
+    status, _, err = kvjax("bench", command, "--shape", "tiny", "--lengths", "1k", "--policies", "dense", "--context", "16")
+    assert status == 1
+    assert "nothing was timed: the mesh needs 16 devices, and there are 8" in err
+
+
 def test_a_mesh_that_cannot_be_is_refused_or_skipped():
     rows = list(decode_bench.run_plan(plan(context=16), 1e9))
     assert [row["skipped"] for row in rows] == ["the mesh needs 16 devices, and there are 8"] * 2
