@@ -88,7 +88,7 @@ ATTENDING = ("dense", "sparse", "pair", "gather")
 """Ops that return attention over all keys, or an approximation of it."""
 
 SMALL_CHUNKS = (128, 256, 512)
-"""Queries of the cases of `chunk` that leave multiprocessors idle unless keys are split."""
+"""Queries of the cases of `chunk` with few CTAs; the first two leave multiprocessors idle unless keys are split."""
 
 CHUNK, CHUNK_LISTED, CHUNK_WINDOW = 8192, 32, 1024
 """Queries of a case of `chunk`; blocks that a tile of 128 of them lists; tokens of its window."""

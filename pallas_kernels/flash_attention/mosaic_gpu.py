@@ -3,8 +3,8 @@
 Key tiles are fixed spans of absolute positions, walked in ascending order. So a row's bits depend neither on where its chunk starts, nor on
 the width of the page table, nor on the other rows.
 
-A chunk whose heads and tiles of queries are fewer CTAs than a device has multiprocessors has its keys split (`query_tiles.splits_of`): tile
-j of the keys goes to part j modulo the number of parts, and the parts are merged in order. That number depends only on the heads, so
+A chunk whose heads and tiles of queries are too few CTAs for the multiprocessors of a device has its keys split (`query_tiles.splits_of`):
+tile j of the keys goes to part j modulo the number of parts, and the parts are merged in order. That number depends only on the heads, so
 each part of a row has the same keys, in the same order, whatever the length, the table's width and the chunk. Chunks that are split and
 chunks that are not differ in their bits. Attention in a window and over packed pages is not split: it has few tiles, or two kinds of them.
 

@@ -40,6 +40,9 @@ FOLDERS = 2
 TILE_ROWS = FOLDERS * ROWS
 """Query rows of a tile, which one CTA folds."""
 
+FULL = 0.75
+"""The share of multiprocessors from which tiles of queries are not split: with short histories, parts cost more than they gain."""
+
 MOST_SPLITS = 32
 """CTAs among which the keys of a tile of queries are split, at most. Every part is written and read again."""
 
@@ -140,13 +143,14 @@ def shape_of(q, k, *, sm_scale: float, row_stride: int = 1, block_size: int | No
 
 
 def splits_of(num_heads: int, num_rows: int) -> int:
-    """CTAs among which the keys of each tile of queries are split: 1 where heads and tiles of `num_rows` queries fill the device.
+    """CTAs among which the keys of each tile of queries are split: 1 where heads and tiles of `num_rows` queries are `FULL` of the
+    multiprocessors, or more.
 
     Otherwise it depends on the heads alone: the smallest number with which the parts of one tile of queries occupy `FILLED` of the
     multiprocessors, or the number up to `MOST_SPLITS` that occupies most. So all chunks that are split give a row the same bits, and the
     last chunk of a prompt, of which some tiles are empty, fills the device too.
     """
-    if num_heads * -(-num_rows // TILE_ROWS) >= MULTIPROCESSORS:
+    if num_heads * -(-num_rows // TILE_ROWS) >= FULL * MULTIPROCESSORS:
         return 1
 
     def filled(splits: int) -> float:
@@ -455,19 +459,26 @@ def store(s: Shape, folded, warpgroup, first_row, row, head, scratch, out_ref, l
     plgpu.wait_smem_to_gmem(0)
 
 
-def store_part(s: Shape, folded, warpgroup, first_row, row, head, number, scratch, out_ref, lse_ref) -> None:
-    """By a folding warpgroup: write part `number` of its rows, 0 and -inf where the part has no keys, to `outputs` with splits."""
+def store_part(s: Shape, folded, some, warpgroup, first_row, row, head, number, scratch, out_ref, lse_ref) -> None:
+    """By a folding warpgroup: write part `number` of its rows to `outputs` with splits, -inf where a row sees none of its keys.
+
+    some: whether the part has any keys. If not, only its LSE is written, but of part 0 the zeros, too, as `split_merge.merge` wants it.
+    """
     acc, m, total = folded
     part_s, lse_s = scratch["part_s"].at[warpgroup], scratch["lse_s"].at[warpgroup]
     acc *= lax.broadcast_in_dim(1.0 / jnp.where(total == 0, 1.0, total), acc.shape, [0])
     lse_s[...] = natural_lse(m, total)
-    for column in range(0, s.head_dim, s.part_columns):
-        part_s[...] = lax.slice(acc, (0, column), (ROWS, column + s.part_columns))
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(part_s, out_ref.at[row, head, number, pl.ds(first_row, ROWS), pl.ds(column, s.part_columns)])
-        if column == 0:
-            plgpu.copy_smem_to_gmem(lse_s, lse_ref.at[row, head, number, pl.ds(first_row, ROWS)])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(lse_s, lse_ref.at[row, head, number, pl.ds(first_row, ROWS)])
+
+    @pl.when(some | (number == 0))
+    def _():
+        for column in range(0, s.head_dim, s.part_columns):
+            part_s[...] = lax.slice(acc, (0, column), (ROWS, column + s.part_columns))
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(part_s, out_ref.at[row, head, number, pl.ds(first_row, ROWS), pl.ds(column, s.part_columns)])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -564,7 +575,7 @@ def launch(
                 if number is None:
                     store(s, folded, warpgroup, first_row, row, head, scratch, out_ref, lse_ref)
                 else:
-                    store_part(s, folded, warpgroup, first_row, row, head, number, scratch, out_ref, lse_ref)
+                    store_part(s, folded, walk.steps > 0, warpgroup, first_row, row, head, number, scratch, out_ref, lse_ref)
 
             @pl.when(warpgroup == FOLDERS)
             def _():
