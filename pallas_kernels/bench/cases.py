@@ -7,8 +7,8 @@ dense      gather_attention over every page (dense, paged)
 sparse     selected_attention: selection and attention over the list as one op
 pair       the same as two ops, select_blocks and gather_attention
 gather     gather_attention over a list that is already made
-chunk      prefill: the last queries of each row, at most 8,192, by flash_attention (policy "dense"), or by block_sparse_attention over
-           random lists ("lists:32": 32 blocks of 128 keys, and a window of 1,024)
+chunk      prefill: the last queries of each row, at most 8,192, by flash_attention (policy "dense"; "dense:256": the last 256 queries), or
+           by block_sparse_attention over random lists ("lists:32": 32 blocks of 128 keys, and a window of 1,024)
 select     select_blocks alone
 index      page_index of `tokens` tokens
 append     append_tokens of one token per row, in place; policy: the index of a page that every op fills, or "open" (no page fills)
@@ -87,6 +87,9 @@ PACKED = ("int8", "fp8", "int8:128x128", "fp8:128x128", "int4")
 ATTENDING = ("dense", "sparse", "pair", "gather")
 """Ops that return attention over all keys, or an approximation of it."""
 
+SMALL_CHUNKS = (128, 256, 512)
+"""Queries of the cases of `chunk` with few CTAs; the first two leave multiprocessors idle unless keys are split."""
+
 CHUNK, CHUNK_LISTED, CHUNK_WINDOW = 8192, 32, 1024
 """Queries of a case of `chunk`; blocks that a tile of 128 of them lists; tokens of its window."""
 
@@ -96,9 +99,9 @@ BASELINES = {"gpu": ("cudnn", "torch-flash", "torch-cudnn", "torch-efficient"), 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One thing to measure. policy: a key of `BUDGETS` or `REFINED`, "dense", a baseline, for `index` and `append` "bounds" and the block
-    size (`append` also "open"), for `project` one of `PROJECTIONS`, with ":" and one of `PACKED` if the weights are packed. format: of
-    packed pages, one of `FORMATS`; only for `ATTENDING` and `chunk`."""
+    """One thing to measure. policy: a key of `BUDGETS` or `REFINED`, "dense", a baseline, for `chunk` also "lists:32" or "dense:" and how
+    many queries, for `index` and `append` "bounds" and the block size (`append` also "open"), for `project` one of `PROJECTIONS`, with ":"
+    and one of `PACKED` if the weights are packed. format: of packed pages, one of `FORMATS`; only for `ATTENDING` and `chunk`."""
 
     op: str
     shape: str
@@ -135,7 +138,10 @@ class Case:
     @property
     def queries(self) -> int:
         """Queries of a row."""
-        return min(CHUNK, self.tokens // 4) if self.op == "chunk" else 1
+        if self.op != "chunk":
+            return 1
+        named = self.policy.removeprefix("dense:")
+        return int(named) if named != self.policy else min(CHUNK, self.tokens // 4)
 
     @property
     def packed(self) -> str | None:
@@ -211,6 +217,8 @@ def _cases() -> Iterator[Case]:
                 yield Case("sparse", "qwen2.5-7b", tokens, batch, "top:32", format)
     for policy in ("dense", "lists:32"):
         yield from (Case("chunk", "qwen2.5-7b", 131072, 1, policy, format) for format in (None, *FORMATS))
+    for tokens in (8192, 131072):
+        yield from (Case("chunk", "qwen2.5-7b", tokens, 1, f"dense:{queries}") for queries in SMALL_CHUNKS)
     for tokens in (8192, 131072):
         for block_size in (128, 16):
             yield Case("index", "qwen2.5-7b", tokens, 1, f"bounds{block_size}")

@@ -161,7 +161,7 @@ def _chunk(case: Case, implementation: str | None) -> dict[str, Any]:
     _check_memory(case, 1)
     pool, tables = inputs.make_pool(case, 1, seed=0)
     lengths, chain = jnp.full((case.batch,), case.tokens, jnp.int32), inputs.MIN_OPS
-    lists = [inputs.chunk_lists(case, i) for i in range(chain)] if case.policy != "dense" else [None] * chain
+    lists = [inputs.chunk_lists(case, i) for i in range(chain)] if case.policy.startswith("lists") else [None] * chain
     asked = zip(inputs.queries(case, chain, seed=case.batch), lists, strict=True)
     own = [(q, jnp.array(tables[0]), lengths, *(() if x is None else (jnp.array(x),))) for q, x in asked]
     op = op_of(case, implementation)

@@ -3,12 +3,19 @@
 Key tiles are fixed spans of absolute positions, walked in ascending order. So a row's bits depend neither on where its chunk starts, nor on
 the width of the page table, nor on the other rows.
 
-Memory traffic: q and out once; keys and values of a sequence once per 128 queries and head, from L2 where neighbours share them. Source:
-FlashAttention-3 (arXiv 2407.08608); StreamingLLM (arXiv 2309.17453) for sinks and window.
+A chunk whose heads and tiles of queries are too few CTAs for the multiprocessors of a device has its keys split (`clusters.splits_of`):
+tile j of the keys goes to part j modulo the number of parts, and the parts are merged in order. That number depends only on the heads, so
+each part of a row has the same keys, in the same order, whatever the length, the table's width and the chunk. Chunks that are split and
+chunks that are not differ in their bits. Attention in a window and over packed pages is not split: it has few tiles, or two kinds of them.
+
+Memory traffic: q and out once; keys and values of a sequence once per 128 queries and head, from L2 where neighbours share them. With
+splits, also splits * H * T * (D + 1) float32, written and read; independent of the number of keys. Source: FlashAttention-3 (arXiv
+2407.08608); Flash-Decoding for splits; StreamingLLM (arXiv 2309.17453) for sinks and window.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -16,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.flash_attention.api import Call
-from pallas_kernels.hopper import packed_tiles, query_tiles
+from pallas_kernels.hopper import clusters, packed_tiles, query_tiles
 
 
 def unsupported(call: Call, q, pages, table, starts, lengths) -> str | None:
@@ -35,11 +42,15 @@ def flash_attention(call: Call, q, pages, table, starts, lengths):
 @functools.partial(jax.jit, static_argnames="call")
 def _attend(call: Call, q, pages, table, starts, lengths):
     s = packed_tiles.shape_of(q, pages, sm_scale=call.sm_scale)
+    if call.window is None and not pages.packed:
+        s = dataclasses.replace(s, splits=clusters.splits_of(s.num_heads, s.query_tiles))
     plain_end = query_tiles.plain_ends(table, lengths, s.page_size)
     walk = functools.partial(_walk, s, call.window, pages.open is not None)
     launch = query_tiles.launch(s, "flash_attention_kernel", walk, fetcher=packed_tiles.fetcher_of(s, pages))
     out, lse = launch(query_tiles.padded(q), packed_tiles.pools_of(pages), table, starts, lengths, plain_end)
-    return query_tiles.cut(s, out, lse)
+    if s.splits == 1:
+        return query_tiles.cut(s, out, lse)
+    return tuple(x[:, : s.num_rows] for x in query_tiles.merge_parts(s, out, lse))
 
 
 def _walk(s: query_tiles.Shape, window, opened: bool, refs, row, head, tile):

@@ -24,10 +24,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, merge
-from pallas_kernels.gather_attention import listed, split_merge, turns
+from pallas_kernels.gather_attention import listed, turns
 from pallas_kernels.gather_attention.api import Call
 from pallas_kernels.hopper import decode_tiles as tiles
-from pallas_kernels.hopper import decode_turns, lanes, packed_turns
+from pallas_kernels.hopper import decode_turns, lanes, packed_turns, split_merge
 from pallas_kernels.pages import as_rows, unlike
 
 SMS = 132

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gather_attention import cluster_merge, listed, split_merge
-from pallas_kernels.hopper import clusters, decode_turns, lane_pairs, lanes, packed_turns
+from pallas_kernels.gather_attention import cluster_merge, listed
+from pallas_kernels.hopper import clusters, decode_turns, lane_pairs, lanes, packed_turns, split_merge
 from pallas_kernels.hopper.decode_tiles import LOG2E
 from pallas_kernels.hopper.decode_turns import KEYS, Shape
 from pallas_kernels.hopper.packed_turns import Codes

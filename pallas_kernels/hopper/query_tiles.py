@@ -7,6 +7,9 @@ arXiv 2407.08608). The op decides which keys a tile of queries meets, and in whi
 
 Tiles are folded in the order of the walk. A tile that a row may not see leaves that row's bits unchanged. So a row's bits depend only on
 its own keys and their order, not on the other rows of its tile.
+
+Few tiles of queries leave multiprocessors idle. Then the keys of each are split: of `splits` CTAs, number i folds tiles i, i + splits,
+i + 2 * splits, ... of the walk, and `hopper.split_merge` merges the parts in order. A part holds the same keys however many follow them.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import decode_tiles, split_merge
 from pallas_kernels.hopper.decode_tiles import LAYOUT, LOG2E, LOWEST, SWIZZLED, natural_lse
 
 ROWS = 64
@@ -35,13 +39,15 @@ FOLDERS = 2
 TILE_ROWS = FOLDERS * ROWS
 """Query rows of a tile, which one CTA folds."""
 
+PART_TILED = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """Everything that the shared stage's code depends on.
 
     num_rows: query rows per sequence. row_stride: tokens between two of them. piece: consecutive tokens of a page in one copy, divides
-    tile. tile: keys folded in at once. stages: tiles in flight.
+    tile. tile: keys folded in at once. stages: tiles in flight. splits: CTAs that share the keys of a tile of queries.
     """
 
     batch: int
@@ -56,6 +62,7 @@ class Shape:
     stages: int
     sm_scale: float
     dtype: Any
+    splits: int = 1
 
     @property
     def group(self) -> int:
@@ -77,10 +84,16 @@ class Shape:
         """Tiles of queries per sequence and head."""
         return -(-self.num_rows // TILE_ROWS)
 
+    @property
+    def part_columns(self) -> int:
+        """Columns of a part that go through shared memory together: what it has room for beside the ring."""
+        return 64 if self.head_dim <= 128 else 32
+
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers."""
         ring = (self.stages, self.tile, self.head_dim)
-        return {
+        parts = plgpu.SMEM((FOLDERS, ROWS, self.part_columns), jnp.float32, transforms=PART_TILED)
+        return ({} if self.splits == 1 else {"part_s": parts}) | {
             "q_s": plgpu.SMEM((FOLDERS, ROWS, self.head_dim), self.dtype, transforms=SWIZZLED),
             "k_s": plgpu.SMEM(ring, self.dtype, transforms=SWIZZLED),
             "v_s": plgpu.SMEM(ring, self.dtype, transforms=SWIZZLED),
@@ -144,6 +157,13 @@ class Walk:
     unmasked: Callable | None = None
     seen: Callable | None = None
     packed: tuple[Any, Any] | None = None
+
+    def part(self, number, parts: int) -> Walk:
+        """Every `parts`-th tile of a walk over all keys, from tile `number` on. They are read from pages of numbers."""
+        if self.unmasked is not None or self.seen is not None:
+            raise ValueError("only a walk over all keys is split, got one that leaves keys out: its tiles may differ between queries")
+        steps = lax.div(self.steps - number + (parts - 1), jnp.int32(parts))
+        return dataclasses.replace(self, steps=steps, starts=lambda step: self.starts(number + step * parts), packed=None)
 
 
 def window_masks(s: Shape, window: tuple[int, int]) -> dict[str, Callable]:
@@ -410,8 +430,42 @@ def store(s: Shape, folded, warpgroup, first_row, row, head, scratch, out_ref, l
     plgpu.wait_smem_to_gmem(0)
 
 
+def store_part(s: Shape, folded, some, warpgroup, first_row, row, head, number, scratch, out_ref, lse_ref) -> None:
+    """By a folding warpgroup: write part `number` of its rows to `outputs` with splits, -inf where a row sees none of its keys.
+
+    some: whether the part has any keys. If not, only its LSE is written, but of part 0 the zeros, too, as `split_merge.merge` wants it.
+    """
+    acc, m, total = folded
+    part_s, lse_s = scratch["part_s"].at[warpgroup], scratch["lse_s"].at[warpgroup]
+    acc *= lax.broadcast_in_dim(1.0 / jnp.where(total == 0, 1.0, total), acc.shape, [0])
+    lse_s[...] = natural_lse(m, total)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(lse_s, lse_ref.at[row, head, number, pl.ds(first_row, ROWS)])
+
+    @pl.when(some | (number == 0))
+    def _():
+        for column in range(0, s.head_dim, s.part_columns):
+            part_s[...] = lax.slice(acc, (0, column), (ROWS, column + s.part_columns))
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(part_s, out_ref.at[row, head, number, pl.ds(first_row, ROWS), pl.ds(column, s.part_columns)])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def merge_parts(s: Shape, out, lse):
+    """The parts of all splits merged in order: out `[B, R padded to whole tiles, H, D]`, lse `[B, R padded to whole tiles, H]`."""
+    rows = s.query_tiles * TILE_ROWS
+    sizes = (s.batch, rows, s.num_heads, s.num_heads, s.head_dim, s.page_size, s.page_size)
+    return split_merge.merge(decode_tiles.Shape(*sizes, None, None, s.sm_scale, s.dtype, s.tile, s.stages, 1, s.splits), out, lse)
+
+
 def outputs(s: Shape) -> list[jax.ShapeDtypeStruct]:
-    """Out `[B, R padded to 8, H, D]` and lse `[B, H, R padded to whole tiles]`, because TMA needs the padding."""
+    """Out `[B, R padded to 8, H, D]` and lse `[B, H, R padded to whole tiles]`, because TMA needs the padding. With splits, their parts,
+    float32: `[B, H, splits, R padded to whole tiles, D]` and `[B, H, splits, R padded to whole tiles]`."""
+    if s.splits > 1:
+        parts = (s.batch, s.num_heads, s.splits, s.query_tiles * TILE_ROWS)
+        return [jax.ShapeDtypeStruct((*parts, s.head_dim), jnp.float32), jax.ShapeDtypeStruct(parts, jnp.float32)]
     return [
         jax.ShapeDtypeStruct((s.batch, -(-s.num_rows // 8) * 8, s.num_heads, s.head_dim), s.dtype),
         jax.ShapeDtypeStruct((s.batch, s.num_heads, s.query_tiles * TILE_ROWS), jnp.float32),
@@ -457,6 +511,7 @@ def launch(
     interpret=None,
 ):
     """A kernel that folds every tile of queries, as a function of (`padded` queries, pools, *others) -> (*`outputs`, *more_outputs).
+    With splits, a CTA folds a part of a walk, and `outputs` are for `merge_parts`.
 
     walk_of: (references of the others, row of the batch, head, tile) -> (`Walk`, position of the tile's first query). aside_of: (`Walk`,
     row of the batch, head, first of 64 query rows, its position, references of more_outputs) -> `Aside`. more_outputs: shapes and dtypes.
@@ -471,11 +526,16 @@ def launch(
             others_refs, (out_ref, lse_ref, *more_refs) = refs[: len(others)], refs[len(others) :]
             head, row, warpgroup = (lax.axis_index(name) for name in ("head", "row", "warpgroup"))
             tile = s.query_tiles - 1 - lax.axis_index("tile")  # the longest walks first
+            number = lax.axis_index("split") if s.splits > 1 else None
+
+            def walk_here():
+                walk, position = walk_of(others_refs, row, head, tile)
+                return (walk if number is None else walk.part(number, s.splits)), position
 
             @pl.when(warpgroup < FOLDERS)
             def _():
                 plgpu.set_max_registers(fetcher.registers[0], action="increase")
-                walk, position = walk_of(others_refs, row, head, tile)
+                walk, position = walk_here()
                 first_row = (tile * FOLDERS + warpgroup) * ROWS
                 q_bar = scratch["q_bar"].at[warpgroup]
                 plgpu.copy_gmem_to_smem(q_ref.at[row, pl.ds(first_row, ROWS), head], scratch["q_s"].at[warpgroup], q_bar)
@@ -483,12 +543,15 @@ def launch(
                 first = position + warpgroup * (ROWS * s.row_stride)
                 aside = aside_of(walk, row, head, first_row, first, more_refs) if aside_of else None
                 folded = fold(s, walk, warpgroup, first, scratch, aside)
-                store(s, folded, warpgroup, first_row, row, head, scratch, out_ref, lse_ref)
+                if number is None:
+                    store(s, folded, warpgroup, first_row, row, head, scratch, out_ref, lse_ref)
+                else:
+                    store_part(s, folded, walk.steps > 0, warpgroup, first_row, row, head, number, scratch, out_ref, lse_ref)
 
             @pl.when(warpgroup == FOLDERS)
             def _():
                 plgpu.set_max_registers(fetcher.registers[1], action="decrease")
-                walk, _ = walk_of(others_refs, row, head, tile)
+                walk, _ = walk_here()
                 fetcher.bring(s, walk, pools, lax.div(head, jnp.int32(s.group)), scratch)
                 drain(s, walk, scratch)
 
@@ -496,8 +559,8 @@ def launch(
         return plgpu.kernel(
             kernel,
             out_type=[*outputs(s), *more_outputs],
-            grid=(s.num_heads, s.query_tiles, s.batch),
-            grid_names=("head", "tile", "row"),
+            grid=(s.num_heads, s.query_tiles, *((s.splits,) if s.splits > 1 else ()), s.batch),
+            grid_names=("head", "tile", *(("split",) if s.splits > 1 else ()), "row"),
             num_threads=FOLDERS + 1,
             thread_name="warpgroup",
             scratch_types=s.scratch(),

@@ -131,14 +131,22 @@ def test_packed_pages_are_compared_with_unpacked_ones():
 @pytest.mark.long
 def test_a_chunk_of_prefill_over_packed_pages():
     """Its own pages are open; the queries that are checked read what they should."""
-    rows = run(*(Case("chunk", "tiny", 1024, 2, "dense", format) for format in (None, "q4_0")))
+    rows = run(*(Case("chunk", "tiny", 1024, 2, "dense", format) for format in (None, "q4_0")), Case("chunk", "tiny", 1024, 2, "dense:128"))
     assert rows[0]["error"] < 8e-3
+    assert rows[2]["error"] < 8e-3
     assert rows[1]["error"] < 2e-2
     assert rows[1]["path"] == {"flash_attention": "xla"}
     assert rows[1]["unpacked"] == {"case": "chunk/tiny/1k/b2/dense", "times": rows[1]["median_s"] / rows[0]["median_s"]}
     table = report.packed_prefill_table(rows)
     assert f"| {rows[1]['unpacked']['times']:.3f} |" in table
     assert report.packed_attention_table(rows).count("\n") == 1
+
+
+@pytest.mark.parametrize(("policy", "queries"), [("dense:128", 128), ("dense", 8192), ("lists:32", 8192)])
+def test_how_many_queries_a_chunk_has(policy, queries):
+    case = Case("chunk", "qwen2.5-7b", 131_072, 1, policy)
+    assert case in matching([f"chunk/*/128k/*/{policy}"])
+    assert case.queries == queries
 
 
 def test_lists_of_a_chunk_lie_between_the_first_block_and_the_window():

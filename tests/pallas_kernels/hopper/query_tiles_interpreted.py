@@ -13,13 +13,14 @@ import paging
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import query_tiles
+from pallas_kernels import merge
+from pallas_kernels.hopper import clusters, query_tiles, split_merge
 
 pytestmark = pytest.mark.usefixtures("fresh_caches")
 
 SMALL = {"dtype": "bfloat16", "head_dim": 64, "page_size": 64, "kv_heads": 1, "group": 1, "width": 6, "num_queries": 72}
 
-# Inputs of `make_paged` over these, then: starts, window, lists = (width, block size).
+# Inputs of `make_paged` over these, then: starts, window, lists = (width, block size), splits.
 CASES = {
     "chunks": {"lengths": (200, 300), "starts": (128, 150)},
     "a page is missing": {"lengths": (0, 384), "starts": (0, 300), "hole": True},
@@ -28,6 +29,8 @@ CASES = {
     "head dim 128": {"lengths": (200,), "starts": (128,), "head_dim": 128},
     "lists, sinks and window": {"lengths": (300,), "starts": (228,), "window": (5, 40), "lists": (5, 64)},
     "lists of pages of 128": {"lengths": (600,), "starts": (528,), "page_size": 128, "lists": (5, 128)},
+    "two splits, a page is missing": {"lengths": (40, 384), "starts": (0, 300), "hole": True, "splits": 2},
+    "three splits, head dim 128": {"lengths": (500,), "starts": (440,), "head_dim": 128, "width": 9, "splits": 3},
 }
 
 
@@ -37,7 +40,7 @@ def check(tools, interpreter, monkeypatch):
 
     def run(case: str) -> None:
         spec = SMALL | CASES[case]
-        starts, window, lists = (spec.pop(name, None) for name in ("starts", "window", "lists"))
+        starts, window, lists, splits = (spec.pop(name, None) for name in ("starts", "window", "lists", "splits"))
         paged = tools.make_paged(seed=sum(map(ord, case)), **spec)
         arrays, keywords = (
             (*paged.arrays[:4], jnp.asarray(starts, jnp.int32), paged.lengths),
@@ -50,6 +53,8 @@ def check(tools, interpreter, monkeypatch):
             ids = np.append(rng.permutation(num_blocks), [-1, num_blocks])[:width]
             keywords |= {"blocks": jnp.asarray(ids, jnp.int32)[None, None, None], "block_size": size, "query_tile": 128}
         expected = paging.implementation(op, "reference")(*arrays, **keywords)
+        monkeypatch.setattr(clusters, "splits_of", lambda *_: splits or 1)
+        monkeypatch.setattr(split_merge, "merge", merged_by_arrays)
         monkeypatch.setattr(query_tiles, "launch", functools.partial(LAUNCH, interpret=interpreter.params))
         found = interpreter.finished(paging.implementation(op, "mosaic_gpu"), *arrays, **keywords)
         tools.assert_rows_close(found[0], expected[0], 2 * tools.row_error[paged.q.dtype.name])
@@ -60,6 +65,12 @@ def check(tools, interpreter, monkeypatch):
 
 
 LAUNCH = query_tiles.launch
+
+
+def merged_by_arrays(s, out, lse):
+    """`split_merge.merge`, which has stages for single threads: the interpreter has none. The emulator has them (`test_query_tiles.py`)."""
+    out, lse = merge.merge_attention([out[:, :, n] for n in range(s.splits)], [lse[:, :, n] for n in range(s.splits)])
+    return out.swapaxes(1, 2).astype(s.dtype), lse.swapaxes(1, 2)
 
 
 @pytest.mark.timeout(60)
@@ -98,7 +109,24 @@ def _missing_pages_read(monkeypatch):
     monkeypatch.setattr(query_tiles, "plain_ends", lambda table, lengths, size: ends(jnp.maximum(table, 0), lengths, size))
 
 
+def _other_tile_first(monkeypatch):
+    part = query_tiles.Walk.part
+    monkeypatch.setattr(query_tiles.Walk, "part", lambda walk, number, parts: part(walk, number + 1, parts))
+
+
+def _part_unnormalised(monkeypatch):
+    monkeypatch.setattr(query_tiles, "natural_lse", lambda m, total: m)
+
+
+def _columns_overwritten(monkeypatch):
+    wait = plgpu.wait_smem_to_gmem
+    monkeypatch.setattr(plgpu, "wait_smem_to_gmem", lambda n, wait_read_only=False: None if wait_read_only else wait(n))
+
+
 BUGS = {
+    "a split begins one tile late": _other_tile_first,
+    "parts are merged by their maxima": _part_unnormalised,
+    "columns of a part are overwritten before they are read": _columns_overwritten,
     "results are not published before they are stored": lambda patch: patch.setattr(plgpu, "commit_smem", _nothing),
     "values that were never written are multiplied": lambda patch: patch.setattr(query_tiles, "forget_unwritten", _nothing),
     "zeroed values are not published": _unpublished,
@@ -106,7 +134,7 @@ BUGS = {
     "a tile that needs a mask gets none": _half_a_tile_unmasked,
     "missing pages are read": _missing_pages_read,
 }
-FOR_BUGS = ("chunks", "a page is missing")
+FOR_BUGS = ("chunks", "a page is missing", "three splits, head dim 128")
 
 
 @pytest.mark.timeout(120)

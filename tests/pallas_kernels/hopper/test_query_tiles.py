@@ -5,12 +5,19 @@ What only a GPU can tell is in `test_flash_attention_on_hopper.py` and `test_blo
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+
 import as_on_accelerators
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from emulator.kernels import kernels
 from quick_cases import rest_long
 
-from pallas_kernels.hopper import query_tiles
+from pallas_kernels import merge
+from pallas_kernels.hopper import clusters, query_tiles
 
 
 @pytest.mark.timeout(600)
@@ -38,6 +45,7 @@ def production(heads=(28, 4), head_dim: int = 128, page_size: int = 128, batch: 
 SPILL_FREE = {
     "dense": production(),
     "dense 32/8": production(heads=(32, 8)),
+    "dense chunk of 512": production(tokens=512),
     "dense float16, batch of 8, odd chunk": production(dtype="float16", batch=8, tokens=1001),
     "dense head dim 64": production(head_dim=64),
     "dense head dim 256": production(head_dim=256, heads=(16, 2)),
@@ -48,6 +56,14 @@ SPILL_FREE = {
     "lists head dim 64": production(head_dim=64, block_size=64, window=(64, 1024)),
     "lists of 128": production(block_size=128),
 }
+SPLIT = {
+    "chunk of 128": production(tokens=128),
+    "chunk of 256": production(tokens=256),
+    "chunk of 512, 14 of the heads": production(tokens=512, heads=(14, 2)),
+    "chunk of 300, float16, head dim 64": production(tokens=300, head_dim=64, dtype="float16"),
+}
+"""Chunks that do not fill the device: one launch folds parts, another merges them."""
+WIDE_SPLIT = {"chunk of 256, head dim 256": production(tokens=256, head_dim=256, heads=(16, 2))}
 WIDE = {
     "lists head dim 256": production(head_dim=256, heads=(16, 2), block_size=64, window=(64, 1024)),
     "lists of 16": production(block_size=16, window=(64, 1024)),
@@ -56,13 +72,90 @@ WIDE = {
 
 
 def test_compiles_without_spilling(spill_free):
-    spill_free(SPILL_FREE, WIDE)
+    spill_free(SPILL_FREE, WIDE, launches=1)
+
+
+def test_split_compiles_without_spilling(spill_free):
+    spill_free(SPLIT, WIDE_SPLIT, launches=2)
 
 
 @pytest.mark.quick("lists")
-@pytest.mark.parametrize("case", rest_long(SPILL_FREE | WIDE, "dense window", "dense head dim 256", "lists", "lists of 128"))
+@pytest.mark.parametrize(
+    "case", rest_long(SPILL_FREE | WIDE | SPLIT | WIDE_SPLIT, "chunk of 256", "dense window", "dense head dim 256", "lists", "lists of 128")
+)
 def test_lowers(cuda, case):
-    assert "mosaic_gpu" in cuda.lower(*(SPILL_FREE | WIDE)[case])
+    assert "mosaic_gpu" in cuda.lower(*(SPILL_FREE | WIDE | SPLIT | WIDE_SPLIT)[case])
+
+
+# Splits.
+
+
+@pytest.mark.parametrize("heads", [1, 4, 7, 8, 14, 16, 28, 32, 40, 48, 64, 96, 128])
+def test_splits_depend_on_heads_until_a_chunk_fills_the_device(heads):
+    """Every chunk of fewer than 99 of 132 CTAs has the same number of splits, which fills the multiprocessors, if 32 splits can."""
+    found = [clusters.splits_of(heads, tiles) for tiles in range(1, 160)]
+    full = [heads * tiles >= 99 for tiles in range(1, 160)]
+    assert {splits for splits, fills in zip(found, full, strict=True) if fills} <= {1}
+    if all(full):
+        return
+    (splits,) = {splits for splits, fills in zip(found, full, strict=True) if not fills}
+    rounds = -(-heads * splits // 132)
+    assert heads * splits >= 0.95 * 132 * rounds or splits == 32
+    assert all(heads * fewer < 0.95 * 132 * -(-heads * fewer // 132) for fewer in range(1, splits))
+
+
+def test_splits_of_the_production_shapes():
+    assert [clusters.splits_of(28, tiles) for tiles in (1, 2, 3, 4, 16, 64)] == [9, 9, 9, 1, 1, 1]
+    assert [clusters.splits_of(32, tiles) for tiles in (1, 3, 4)] == [4, 4, 1]
+
+
+@pytest.mark.parametrize("splits", [1, 2, 9])
+def test_parts_of_a_walk_are_its_tiles_at_fixed_positions(splits):
+    """Each tile is in one part, in ascending order; a longer walk only adds tiles at the end of parts."""
+    parts = {}
+    for steps in (0, 1, 8, 9, 23):
+        walk = query_tiles.Walk(jnp.int32(steps), lambda step: (step * 128, step * 128 + 64), None, None, None)
+        found = [walk.part(jnp.int32(number), splits) for number in range(splits)]
+        tiles = [[tuple(map(int, part.starts(step))) for step in range(int(part.steps))] for part in found]
+        assert sorted(itertools.chain(*tiles)) == [(128 * n, 128 * n + 64) for n in range(steps)]
+        for number, before in parts.items():
+            assert tiles[number][: len(before)] == before
+        parts = dict(enumerate(tiles))
+
+
+def test_a_walk_that_leaves_keys_out_is_not_split():
+    walk = query_tiles.Walk(3, lambda step: (step,), None, None, None, seen=lambda *_: True)
+    with pytest.raises(ValueError, match="only a walk over all keys is split"):
+        walk.part(0, 2)
+
+
+def _parts(splits: int, heads: int = 2, rows: int = 5, head_dim: int = 128):
+    """A shape, and the parts of its rows: of the first row no part has keys, of the second only the last one. Parts without keys are NaN,
+    except the first."""
+    rng = np.random.default_rng(splits)
+    out = rng.standard_normal((1, heads, splits, 128, head_dim)).astype(np.float32)
+    lse = (5 * rng.standard_normal((1, heads, splits, 128))).astype(np.float32)
+    lse[..., 0], lse[:, :, :-1, 1] = -np.inf, -np.inf
+    out = np.where(np.isinf(lse)[..., None], np.nan, out)
+    out[:, :, 0] = np.where(np.isinf(lse[:, :, 0, :, None]), 0, out[:, :, 0])
+    arrays = jax.ShapeDtypeStruct((1, rows, heads, head_dim), "bfloat16"), jax.ShapeDtypeStruct((3, 1, 128, head_dim), "bfloat16")
+    s = dataclasses.replace(query_tiles.shape_of(*arrays, sm_scale=1.0), splits=splits)
+    return s, jnp.asarray(out), jnp.asarray(lse)
+
+
+@pytest.mark.parametrize("splits", [2, 9])
+def test_parts_are_merged_as_the_merge_of_arrays_does(tools, monkeypatch, splits):
+    """The second launch, thread by thread in the emulator: out `[B, R, H, D]`, and which head and row a part belongs to."""
+    monkeypatch.setattr(query_tiles, "TILE_ROWS", 4)  # 8 rows in place of 128
+    s, out, lse = _parts(splits)
+    out, lse = out[:, :, :, :8], lse[:, :, :, :8]
+    with kernels():
+        found = query_tiles.merge_parts(s, out, lse)
+    expected = merge.merge_attention([out[:, :, n] for n in range(splits)], [lse[:, :, n] for n in range(splits)])
+    assert found[0].shape == (1, 8, 2, 128)
+    assert found[0].dtype == jnp.bfloat16
+    tools.assert_rows_close(found[0], expected[0].swapaxes(1, 2).astype(jnp.bfloat16), 4e-3)
+    tools.assert_lse_close(found[1], expected[1].swapaxes(1, 2))
 
 
 # Valid input that is none for these kernels: refused when named, passed by when picked.

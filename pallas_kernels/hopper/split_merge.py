@@ -1,6 +1,7 @@
 """Partial attentions of the spans of a (row, KV head) through global memory: what a span writes, and the launch that merges spans in order.
 
-A span writes its normalised output and LSE, float32, only for the T*G valid rows. With one span, that is the result.
+A span writes its normalised output and LSE, float32, only for the T*G valid rows. With one span, that is the result. Of a span whose LSE
+is -inf the output is not read, except that of the first span, which must be finite.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def store(s: Shape, folded, row, head, split, out_ref, lse_ref) -> None:
 
 def merge(s: Shape, out, lse):
     """Merge the parts of all spans: out `[B, T, H, D]` in the storage type, lse `[B, T, H]`. A CTA per query row; the formula is that of
-    `pallas_kernels.merge`."""
+    `pallas_kernels.merge`. Parts whose LSE is -inf need not have been written, except the first."""
     quads, rows = s.head_dim // 4, s.num_queries * s.group
     strands = THREADS // quads
 
@@ -83,6 +84,7 @@ def merge(s: Shape, out, lse):
                 n = lanes.minimum(strand + first, s.splits - 1)
                 at = (unit * s.splits + n) * rows + r
                 lse = lanes.load_global(lse_ref, at, "f32")
+                at = lanes.where(lse == float("-inf"), unit * s.splits * rows + r, at)
                 values = lanes.load_global_16_bytes(out_ref, (at * quads + quad) * 16)
                 weight = lanes.where(strand + first < s.splits, lane_math.exp2((lse - m) * LOG2E), 0.0)
                 columns = [c + weight * lanes.bits(x) for c, x in zip(columns, values, strict=True)]
