@@ -466,8 +466,7 @@ class SessionCore:
         else:
             self.observe("token_gap_seconds", now - run.latest)
         run.latest = now
-        run.tokens.append(token)
-        run.events.put(token)
+        run.add(token)
 
     def _stop(self, run: Run, error: SessionError) -> None:
         """Take a generation from the scheduler, if it has not ended."""
