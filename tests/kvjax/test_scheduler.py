@@ -140,8 +140,8 @@ def test_the_text_so_far_has_what_was_held_back_for_a_stop_string(engine):
 def test_texts_are_left_out_for_those_who_read_ids(engine):
     heard = []
     scheduler = Scheduler(engine, slots=2, texts=False, on_token=lambda *event: heard.append(event))
-    whole = alone(engine, asked("Call me", 9))
-    requests = [without_logprobs(asked("Call me", 9, stop=stop)) for stop in ((), (whole.text[2:6],))]
+    whole = alone(engine, asked("Call me", 20))
+    requests = [without_logprobs(asked("Call me", 20, stop=stop)) for stop in ((), (whole.text[2:6],))]
     plain, stopped = map(scheduler.submit, requests)
     while None in (plain.completion, stopped.completion):
         scheduler.step()
