@@ -154,6 +154,22 @@ def test_the_first_token_and_the_end_do_not_wait(end):
             stream.ready(pace)
 
 
+def test_a_token_that_comes_just_after_the_look_wakes():
+    run = Run("a", Sampling(), None)
+
+    class ComesAfter(list):
+        def __len__(self):
+            found = super().__len__()
+            if not found:
+                run.add(7)
+            return found
+
+    run.tokens = ComesAfter()
+    assert run.wait(0, timeout=SOON)
+    assert run.tokens == [7]
+    assert not run.awaited
+
+
 def test_a_message_that_is_due_has_all_tokens_and_one_that_is_late_the_next():
     run, stream = generation()
     pace = Pace(20.0)
