@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 MESSAGES_PER_SECOND = 400.0
 """One message costs the server's process 0.1 to 0.3 ms of CPU time, part of it under Python's global lock, which the thread that drives the
-engine needs, too."""
+engine needs, too. So messages take about a tenth of one core, and 64 streams get one each every 160 ms, which reads as a steady flow."""
 
 
 class Pace:
