@@ -163,6 +163,10 @@ class Roster:
         self._aside.append(rows)
         return True
 
+    def latest(self) -> list[tuple[Sample, int, str]]:
+        """Each sample, and its token of the step that was put aside last, which is no text yet."""
+        return [(sample, token, "") for sample, token in zip(self._stepping, self._aside[-1][:, TOKENS].tolist(), strict=True)]
+
     def settle(self) -> None:
         """Give the samples their tokens that were put aside."""
         if not self._aside:
@@ -264,8 +268,8 @@ def read(flight: Flight, *, listening: bool) -> tuple[list[tuple[Sample, int, st
     """
     packed, outcome, taken, ended = np.asarray(flight.packed), None, [], False
     if flight.roster is not None:
-        if not (listening or flight.ends) and flight.roster.put_aside(packed):
-            return taken, ended
+        if not flight.ends and flight.roster.put_aside(packed):
+            return flight.roster.latest() if listening else taken, ended
         flight.roster.settle()
     for slot, (sample, token, is_finite, blocks, keys) in enumerate(zip(flight.samples, *listed(packed), strict=True)):
         if sample is None or sample.finish_reason is not None:

@@ -404,10 +404,6 @@ class Scheduler:
         np.add.at(counts, sample.ids[:-1], 2)
         return counts
 
-    def _tell(self, sample: Sample, token: int, piece: str) -> None:
-        if self.on_token is not None:
-            self._events.append((sample.handle.request, token, piece))
-
     def _running(self) -> list[Sample]:
         return [sample for batch in self._batches.values() for sample in batch.samples if sample is not None]
 
@@ -463,8 +459,8 @@ class Scheduler:
         for flight in flights:
             taken, ended = read(flight, listening=self.on_token is not None)
             self._ended = self._ended or ended
-            for sample, token, piece in taken:
-                self._tell(sample, token, piece)
+            if self.on_token is not None:
+                self._events += [(sample.handle.request, token, piece) for sample, token, piece in taken]
             if self._gap is not None and steps and flight is steps[-1]:
                 self._gap.steps_read(self._slices_before)
         if self._gap is not None and not steps:

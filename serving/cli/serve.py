@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     from kvjax.model import Model
     from kvjax.serving.session.server import Server
 
+MessagesOption = Annotated[
+    float,
+    typer.Option(help="Messages with tokens, in all streams together. Beyond that, a message has several tokens.", **number(above=0)),
+]
+
 
 def serve_command(
     model: ModelOption,
@@ -102,6 +107,7 @@ def serve_command(
     rate: Annotated[
         float | None, typer.Option(help="Calls per second of each bearer token. [default: no limit]", show_default=False, **number(above=0))
     ] = None,
+    messages_per_second: MessagesOption = 400.0,
     stall_seconds: Annotated[
         float, typer.Option(help="A client that takes nothing of what is sent to it for so long is cut off.", **number(above=0))
     ] = 60.0,
@@ -143,8 +149,8 @@ def serve_command(
 
     options = ServerOptions(
         host=host, port=port, http_port=http_port, tokens=_tokens(token_file), certificate=_certificate(tls_certificate, tls_key),
-        max_tokens=max_tokens, max_new_tokens=max_new_tokens, max_calls=max_calls, calls_per_second=rate, stall_s=stall_seconds,
-        model_name=model,
+        max_tokens=max_tokens, max_new_tokens=max_new_tokens, max_calls=max_calls, calls_per_second=rate,
+        messages_per_second=messages_per_second, stall_s=stall_seconds, model_name=model,
     )  # fmt: skip
     mesh = mesh_of(tensor, context)
     split = {"mesh": mesh, "cache_format": cache_format, "page_size": page_size, "prefill_chunk": prefill_chunk}

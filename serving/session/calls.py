@@ -9,6 +9,7 @@ from typing import Any
 
 from kvjax.client.errors import Cancelled, InvalidArgument, ResourceExhausted
 from kvjax.client.wire import protocol, sampling_fields
+from kvjax.serving.session.pace import Pace
 from kvjax.serving.session.runtime import Session, SessionRuntime
 from kvjax.serving.session.stream import Generation
 
@@ -16,12 +17,12 @@ from kvjax.serving.session.stream import Generation
 class Calls:
     """One method for each call, by its name. They take a message and the call's context, and raise `SessionError`s.
 
-    max_tokens: the most token ids in one call. max_new_tokens: the most that one call may generate.
+    max_tokens: the most token ids in one call. max_new_tokens: the most that one call may generate. pace: of all streams.
     """
 
-    def __init__(self, runtime: SessionRuntime, max_tokens: int, max_new_tokens: int):
+    def __init__(self, runtime: SessionRuntime, max_tokens: int, max_new_tokens: int, pace: Pace):
         self._runtime, self._max_tokens, self._max_new_tokens = runtime, max_tokens, max_new_tokens
-        self._types = protocol()
+        self._pace, self._types = pace, protocol()
 
     def CreateSession(self, request: Any, context: Any) -> Any:
         """A new session."""
@@ -106,7 +107,7 @@ class Calls:
         """Responses of one generation. It is cancelled when nobody takes them any more."""
         types, first = self._types, True
         try:
-            while tokens := generation.ready():
+            while tokens := generation.ready(self._pace):
                 if first and generation.dropped_tokens:
                     yield response(truncated=types.HistoryTruncated(dropped_tokens=generation.dropped_tokens))
                 first = False

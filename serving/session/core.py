@@ -79,6 +79,7 @@ class SessionCore:
         hooks = {"on_token": self._token, "on_short": self._give_room, "texts": False}  # detokenizing is the clients' business
         self.scheduler = Scheduler(engine, slots=slots, max_gap_ms=max_gap_ms, **hooks)
         self._runs: dict[Any, Run] = {}  # by handle
+        self._heard: list[Run] = []  # one for each token of the step under way
         self._journal = journal
         if journal is not None:
             try:
@@ -264,6 +265,7 @@ class SessionCore:
             self.scheduler.step()
         except Exception:
             logger.exception("a step failed; the generations that ran have ended with this error")
+        self._observe_tokens()
         for handle, run in list(self._runs.items()):
             if not handle.prompt_tokens:  # it waits; the next step may admit it, prefill it and give its first token
                 run.admitted = time.monotonic()
@@ -457,17 +459,21 @@ class SessionCore:
     # Tokens
 
     def _token(self, request: Request, token: int, piece: str) -> None:
-        run, now = request.id, time.monotonic()
-        if run.over:
-            return
-        if run.latest is None:
-            self.observe("time_to_first_token_seconds", now - run.asked)
-            self.observe("generate_prefill_duration_seconds", now - run.admitted)
-        else:
-            self.observe("token_gap_seconds", now - run.latest)
-        run.latest = now
-        run.tokens.append(token)
-        run.events.put(token)
+        run = request.id
+        if not run.over:
+            run.add(token)
+            self._heard.append(run)
+
+    def _observe_tokens(self) -> None:
+        """Tell the times of the tokens that a step gave."""
+        now, heard, self._heard = time.monotonic(), self._heard, []
+        for run in heard:
+            if run.latest is None:
+                self.observe("time_to_first_token_seconds", now - run.asked)
+                self.observe("generate_prefill_duration_seconds", now - run.admitted)
+            else:
+                self.observe("token_gap_seconds", now - run.latest)
+            run.latest = now
 
     def _stop(self, run: Run, error: SessionError) -> None:
         """Take a generation from the scheduler, if it has not ended."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from kvjax.checks import whole_number
 from kvjax.client.errors import Cancelled, ResourceExhausted, SessionError, Unauthenticated, Unavailable
 from kvjax.serving.session.metrics import Metrics
+from kvjax.serving.session.pace import MESSAGES_PER_SECOND, Pace
 from kvjax.serving.session.runtime import SessionRuntime
 
 logger = logging.getLogger("kvjax.server")
@@ -34,6 +35,7 @@ class ServerOptions:
         max_new_tokens: the most tokens that one call may generate.
         max_calls: calls at once; each takes a thread.
         calls_per_second: of each token, on average, in bursts of up to ten seconds' worth; None: no limit.
+        messages_per_second: of tokens, in all streams together; beyond that, a message has several tokens (`kvjax.serving.session.pace`).
         stall_s: seconds after which a client is cut off that takes none of what is sent to it, or does not finish its request over HTTP.
         http_port: for /v1, /metrics and /healthz; None: none; 0 chooses a free one.
         model_name: the model's name in /v1.
@@ -48,6 +50,7 @@ class ServerOptions:
     max_new_tokens: int = 32_768
     max_calls: int = 256
     calls_per_second: float | None = None
+    messages_per_second: float = MESSAGES_PER_SECOND
     stall_s: float = 60.0
     http_port: int | None = None
     model_name: str = "kvjax"
@@ -88,11 +91,13 @@ class Allowance:
 
 
 class Desk:
-    """Who may call, how often, and what is noted of each call. started: seconds since 1970. ending: whether the server is draining."""
+    """Who may call, how often, and what is noted of each call. started: seconds since 1970. ending: whether the server is draining.
+    pace: of all its streams."""
 
     def __init__(self, runtime: SessionRuntime, metrics: Metrics, options: ServerOptions):
         self.runtime, self.metrics, self.options = runtime, metrics, options
         self.started, self.ending = int(time.time()), False
+        self.pace = Pace(options.messages_per_second)
         self._allowance = None if options.calls_per_second is None else Allowance(options.calls_per_second)
         self._under_way: set[Call] = set()
         self._changed = threading.Condition()

@@ -39,7 +39,8 @@ class Server:
 
         self.runtime, self.metrics, self.options = runtime, metrics, options
         metrics.runtime = runtime
-        self._desk, self._calls = Desk(runtime, metrics, options), Calls(runtime, options.max_tokens, options.max_new_tokens)
+        self._desk = Desk(runtime, metrics, options)
+        self._calls = Calls(runtime, options.max_tokens, options.max_new_tokens, self._desk.pace)
         sizes = [("grpc.max_receive_message_length", options.max_message_bytes), ("grpc.max_metadata_size", MOST_HEADERS)]
         self._server = grpc.server(
             ThreadPoolExecutor(options.max_calls + 8, thread_name_prefix="kvjax call"),

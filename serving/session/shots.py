@@ -6,6 +6,7 @@ import contextlib
 
 from kvjax.client.errors import SessionError
 from kvjax.serving.session.openai_form import Asked
+from kvjax.serving.session.pace import Pace
 from kvjax.serving.session.runtime import SessionRuntime
 from kvjax.text import TextStream
 
@@ -14,11 +15,11 @@ class Shot:
     """A session, made from a prompt and closed after its one answer. It shares no prefix with others, and is not kept on disk.
 
     `more` and `close` wait, so they belong into a thread; `stop` does not. generated: tokens so far. finish_reason: "stop" or "length";
-    None while more text may come.
+    None while more text may come. pace: of all streams of the server.
     """
 
-    def __init__(self, runtime: SessionRuntime, request: Asked):
-        model = runtime.engine.model
+    def __init__(self, runtime: SessionRuntime, request: Asked, pace: Pace):
+        model, self._pace = runtime.engine.model, pace
         self.prompt_tokens, self.generated = len(request.ids), 0
         self.finish_reason: str | None = None
         self._text = TextStream(model.tokenizer, request.stop)
@@ -34,7 +35,7 @@ class Shot:
         """Wait for tokens, and return the text that is certain with them, possibly none yet; None at the end. Raises SessionError."""
         if self.finish_reason is not None:
             return None
-        tokens = self._generation.ready()
+        tokens = self._generation.ready(self._pace)
         if not tokens:
             self.finish_reason = self._generation.finish_reason
             return self._text.close()

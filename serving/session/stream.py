@@ -14,20 +14,23 @@ from kvjax.client.errors import DeadlineExceeded
 if TYPE_CHECKING:
     from kvjax.sampling import Sampling
     from kvjax.scheduler import Handle
-
-END = object()
+    from kvjax.serving.session.pace import Pace
 
 
 @dataclasses.dataclass(eq=False)
 class Run:
-    """What the runtime knows of a generation. events: token ids, then END. admitted: when the step began in which the
-    scheduler turned to it."""
+    """What the runtime knows of a generation. The runtime's thread adds tokens; one other thread waits for them.
+
+    awaited: whether that thread waits for the next token. Only then does a token wake it, because a wake-up costs the runtime's thread
+    far more than a token. wakes: an entry for each wake-up. admitted: when the step began in which the scheduler turned to it.
+    """
 
     session_id: str
     sampling: Sampling
     at: int | None
     tokens: list[int] = dataclasses.field(default_factory=list)
-    events: queue.SimpleQueue = dataclasses.field(default_factory=queue.SimpleQueue)
+    awaited: bool = False
+    wakes: queue.SimpleQueue = dataclasses.field(default_factory=queue.SimpleQueue)
     handle: Handle | None = None
     finish_reason: str | None = None
     error: BaseException | None = None
@@ -41,8 +44,41 @@ class Run:
     def end(self, reason: str | None, error: BaseException | None = None) -> None:
         """No more tokens come."""
         if not self.over:
-            self.over, self.finish_reason, self.error = True, reason, error
-            self.events.put(END)
+            self.finish_reason, self.error, self.over = reason, error, True
+            self.wakes.put(None)
+
+    def add(self, token: int) -> None:
+        """A token has come. Called in the runtime's thread."""
+        self.tokens.append(token)
+        if self.awaited:
+            self.awaited = False
+            self.wakes.put(None)
+
+    def wait(self, taken: int, timeout: float | None = None) -> bool:
+        """Wait for more than `taken` tokens, or the end. Returns False if neither came within `timeout` seconds."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            self.awaited = True  # before the look at the tokens: one that comes after the look then wakes this thread
+            if len(self.tokens) > taken or self.over:
+                self.awaited = False
+                return True
+            if not self._woken(until):
+                self.awaited = False
+                return False
+
+    def wait_for_end(self, until: float) -> bool:
+        """Wait for the end until this time of `time.monotonic`. Returns whether it has come. Tokens do not wake this thread."""
+        while not self.over:
+            if not self._woken(until):
+                return self.over
+        return True
+
+    def _woken(self, until: float | None) -> bool:
+        try:
+            self.wakes.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            return False
+        return True
 
 
 class Generation:
@@ -100,16 +136,15 @@ class Generation:
         """
         if self._closed:
             return None
-        try:
-            event = self._run.events.get(timeout=timeout)
-        except queue.Empty:
-            raise DeadlineExceeded(f"no token came within {timeout:g} s") from None
-        if event is not END:
+        run = self._run
+        if not run.wait(self._taken, timeout):
+            raise DeadlineExceeded(f"no token came within {timeout:g} s")
+        if len(run.tokens) > self._taken:
             self._taken += 1
-            return event
-        self.cancel(self._taken if self._run.error is None else self._so_far)
-        if self._run.error is not None:
-            raise self._run.error
+            return run.tokens[self._taken - 1]
+        self.cancel(self._taken if run.error is None else self._so_far)
+        if run.error is not None:
+            raise run.error
         return None
 
     def cancel(self, keep: int | None = None) -> None:
@@ -122,14 +157,24 @@ class Generation:
     def _so_far(self) -> int:
         return self._taken if self.kept_if_broken is None else self.kept_if_broken
 
-    def ready(self) -> list[int]:
-        """Wait for the next token, and return it with those that have come meanwhile; [] at the end. Raises as `token`."""
-        token, found = self.token(), []
-        while token is not None:
-            found.append(token)
-            token = None if self._run.events.empty() or len(self._run.tokens) == self._taken else self.token()
+    def ready(self, pace: Pace | None = None) -> list[int]:
+        """Wait for the next token, and return it with those that have come meanwhile; [] at the end. Raises as `token`.
+
+        pace: where tokens are sent on: the first is returned at once, later ones when the next message is due, and all at the end.
+        """
+        if self._closed:
+            return []
+        run = self._run
+        if pace is not None and self._taken:
+            pace.wait(run)
+        run.wait(self._taken)
+        found = run.tokens[self._taken :]
+        self._taken += len(found)
+        if not found:
+            self.token()
         return found
 
     def stop(self) -> None:
         """Let it end within a step, from any thread. Who waits for a token then gets the error Cancelled."""
-        self._conclude(self._run, -1, False)
+        if not self._closed:
+            self._conclude(self._run, -1, False)

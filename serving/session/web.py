@@ -228,7 +228,7 @@ class _Routes:
         shot, streams = None, False
         try:
             wanted = await self._in_thread(asked, body, chat, runtime.engine.model, options)
-            shot = await self._in_thread(Shot, runtime, wanted)
+            shot = await self._in_thread(Shot, runtime, wanted, self._desk.pace)
             call.session, form = shot.session.id, Form(wanted, options.model_name)
             first = await _unless_gone(request, self._in_thread(shot.more))  # an error before the first token has a status of its own
             if wanted.stream:

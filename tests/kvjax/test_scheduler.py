@@ -139,14 +139,17 @@ def test_the_text_so_far_has_what_was_held_back_for_a_stop_string(engine):
 
 def test_texts_are_left_out_for_those_who_read_ids(engine):
     heard = []
-    scheduler = Scheduler(engine, slots=2, texts=False, on_token=lambda request, token, piece: heard.append(piece))
-    whole = alone(engine, asked("Call me", 9))
-    plain, stopped = (scheduler.submit(asked("Call me", 9, stop=stop)) for stop in ((), (whole.text[2:6],)))
+    scheduler = Scheduler(engine, slots=2, texts=False, on_token=lambda *event: heard.append(event))
+    whole = alone(engine, asked("Call me", 20))
+    requests = [without_logprobs(asked("Call me", 20, stop=stop)) for stop in ((), (whole.text[2:6],))]
+    plain, stopped = map(scheduler.submit, requests)
     while None in (plain.completion, stopped.completion):
         scheduler.step()
     assert (plain.completion.token_ids, plain.completion.text) == (whole.token_ids, "")
     assert (stopped.completion.finish_reason, stopped.completion.text) == ("stop", whole.text[:2])
-    assert "".join(heard) == whole.text[:2]
+    assert "".join(piece for *_, piece in heard) == whole.text[:2]
+    for handle in (plain, stopped):  # once the second has ended, the tokens of the first are put aside in each step, and heard all the same
+        assert tuple(token for request, token, _ in heard if request is handle.request) == handle.completion.token_ids
 
 
 def test_cancelled_between_slices_of_a_chunk(engine):

@@ -49,6 +49,7 @@ WRONG = [
     (SERVE + " --host 0.0.0.0", "--token-file"),
     (SERVE + " --window 100 --pages 8", "four pages"),
     (SERVE + " --stall-seconds 0", "0"),
+    (SERVE + " --messages-per-second 0", "0"),
     # bench sessions
     (SESSIONS + " --history 10", "at least 64"),
     (SESSIONS + " --agents none", "none"),
