@@ -3,7 +3,7 @@
 Key tiles are fixed spans of absolute positions, walked in ascending order. So a row's bits depend neither on where its chunk starts, nor on
 the width of the page table, nor on the other rows.
 
-A chunk whose heads and tiles of queries are too few CTAs for the multiprocessors of a device has its keys split (`query_tiles.splits_of`):
+A chunk whose heads and tiles of queries are too few CTAs for the multiprocessors of a device has its keys split (`clusters.splits_of`):
 tile j of the keys goes to part j modulo the number of parts, and the parts are merged in order. That number depends only on the heads, so
 each part of a row has the same keys, in the same order, whatever the length, the table's width and the chunk. Chunks that are split and
 chunks that are not differ in their bits. Attention in a window and over packed pages is not split: it has few tiles, or two kinds of them.
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.flash_attention.api import Call
-from pallas_kernels.hopper import packed_tiles, query_tiles
+from pallas_kernels.hopper import clusters, packed_tiles, query_tiles
 
 
 def unsupported(call: Call, q, pages, table, starts, lengths) -> str | None:
@@ -43,7 +43,7 @@ def flash_attention(call: Call, q, pages, table, starts, lengths):
 def _attend(call: Call, q, pages, table, starts, lengths):
     s = packed_tiles.shape_of(q, pages, sm_scale=call.sm_scale)
     if call.window is None and not pages.packed:
-        s = dataclasses.replace(s, splits=query_tiles.splits_of(s.num_heads, s.num_rows))
+        s = dataclasses.replace(s, splits=clusters.splits_of(s.num_heads, s.query_tiles))
     plain_end = query_tiles.plain_ends(table, lengths, s.page_size)
     walk = functools.partial(_walk, s, call.window, pages.open is not None)
     launch = query_tiles.launch(s, "flash_attention_kernel", walk, fetcher=packed_tiles.fetcher_of(s, pages))

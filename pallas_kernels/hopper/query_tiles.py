@@ -28,7 +28,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import decode_tiles, split_merge
-from pallas_kernels.hopper.clusters import MULTIPROCESSORS
 from pallas_kernels.hopper.decode_tiles import LAYOUT, LOG2E, LOWEST, SWIZZLED, natural_lse
 
 ROWS = 64
@@ -39,15 +38,6 @@ FOLDERS = 2
 
 TILE_ROWS = FOLDERS * ROWS
 """Query rows of a tile, which one CTA folds."""
-
-FULL = 0.75
-"""The share of multiprocessors from which tiles of queries are not split: with short histories, parts cost more than they gain."""
-
-MOST_SPLITS = 32
-"""CTAs among which the keys of a tile of queries are split, at most. Every part is written and read again."""
-
-FILLED = 0.95
-"""The share of multiprocessors, over all rounds of a launch, with which more splits gain too little for the parts that they add."""
 
 PART_TILED = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
@@ -140,25 +130,6 @@ def shape_of(q, k, *, sm_scale: float, row_stride: int = 1, block_size: int | No
     stages = 4 if head_dim == 64 else 2
     sizes = (num_heads, num_kv_heads, head_dim, page_size, piece, tile, stages)
     return Shape(batch, num_rows, row_stride, *sizes, sm_scale, q.dtype)
-
-
-def splits_of(num_heads: int, num_rows: int) -> int:
-    """CTAs among which the keys of each tile of queries are split: 1 where heads and tiles of `num_rows` queries are `FULL` of the
-    multiprocessors, or more.
-
-    Otherwise it depends on the heads alone: the smallest number with which the parts of one tile of queries occupy `FILLED` of the
-    multiprocessors, or the number up to `MOST_SPLITS` that occupies most. So all chunks that are split give a row the same bits, and the
-    last chunk of a prompt, of which some tiles are empty, fills the device too.
-    """
-    if num_heads * -(-num_rows // TILE_ROWS) >= FULL * MULTIPROCESSORS:
-        return 1
-
-    def filled(splits: int) -> float:
-        ctas = num_heads * splits
-        return ctas / (-(-ctas // MULTIPROCESSORS) * MULTIPROCESSORS)
-
-    numbers = range(1, MOST_SPLITS + 1)
-    return next((splits for splits in numbers if filled(splits) >= FILLED), max(numbers, key=filled))
 
 
 def plain_ends(table, lengths, page_size: int):

@@ -14,7 +14,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import merge
-from pallas_kernels.hopper import query_tiles, split_merge
+from pallas_kernels.hopper import clusters, query_tiles, split_merge
 
 pytestmark = pytest.mark.usefixtures("fresh_caches")
 
@@ -53,7 +53,7 @@ def check(tools, interpreter, monkeypatch):
             ids = np.append(rng.permutation(num_blocks), [-1, num_blocks])[:width]
             keywords |= {"blocks": jnp.asarray(ids, jnp.int32)[None, None, None], "block_size": size, "query_tile": 128}
         expected = paging.implementation(op, "reference")(*arrays, **keywords)
-        monkeypatch.setattr(query_tiles, "splits_of", lambda *_: splits or 1)
+        monkeypatch.setattr(clusters, "splits_of", lambda *_: splits or 1)
         monkeypatch.setattr(split_merge, "merge", merged_by_arrays)
         monkeypatch.setattr(query_tiles, "launch", functools.partial(LAUNCH, interpret=interpreter.params))
         found = interpreter.finished(paging.implementation(op, "mosaic_gpu"), *arrays, **keywords)

@@ -17,7 +17,7 @@ from emulator.kernels import kernels
 from quick_cases import rest_long
 
 from pallas_kernels import merge
-from pallas_kernels.hopper import query_tiles
+from pallas_kernels.hopper import clusters, query_tiles
 
 
 @pytest.mark.timeout(600)
@@ -93,8 +93,8 @@ def test_lowers(cuda, case):
 @pytest.mark.parametrize("heads", [1, 4, 7, 8, 14, 16, 28, 32, 40, 48, 64, 96, 128])
 def test_splits_depend_on_heads_until_a_chunk_fills_the_device(heads):
     """Every chunk of fewer than 99 of 132 CTAs has the same number of splits, which fills the multiprocessors, if 32 splits can."""
-    found = [query_tiles.splits_of(heads, rows) for rows in range(1, 20_000, 127)]
-    full = [heads * -(-rows // 128) >= 99 for rows in range(1, 20_000, 127)]
+    found = [clusters.splits_of(heads, tiles) for tiles in range(1, 160)]
+    full = [heads * tiles >= 99 for tiles in range(1, 160)]
     assert {splits for splits, fills in zip(found, full, strict=True) if fills} <= {1}
     if all(full):
         return
@@ -105,8 +105,8 @@ def test_splits_depend_on_heads_until_a_chunk_fills_the_device(heads):
 
 
 def test_splits_of_the_production_shapes():
-    assert [query_tiles.splits_of(28, rows) for rows in (1, 128, 256, 384, 385, 512, 2048, 8192)] == [9, 9, 9, 9, 1, 1, 1, 1]
-    assert [query_tiles.splits_of(32, rows) for rows in (128, 384, 512)] == [4, 4, 1]
+    assert [clusters.splits_of(28, tiles) for tiles in (1, 2, 3, 4, 16, 64)] == [9, 9, 9, 1, 1, 1]
+    assert [clusters.splits_of(32, tiles) for tiles in (1, 3, 4)] == [4, 4, 1]
 
 
 @pytest.mark.parametrize("splits", [1, 2, 9])
