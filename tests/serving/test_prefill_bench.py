@@ -234,7 +234,7 @@ def test_a_profile_falls_into_parts():
     for name in set(names.values()):
         assert found[name] == pytest.approx(0.5 * list(names.values()).count(name))
     assert found["idle"] == pytest.approx(5.0)
-    assert sum(found.values()) == pytest.approx(9.5)
+    assert sum(found.values()) == pytest.approx(10.5)
 
 
 def test_the_longest_kernels_are_named():
