@@ -41,14 +41,12 @@ def pipeline(
     carry: Sequence[Scalar],
     meanwhile: Callable = lambda: None,
     prepare: Callable = lambda: None,
-    conclude: Callable = lambda n, *carry: carry,
 ) -> list[Scalar]:
-    """`for n in range(turns): carry = conclude(n, *consume(n, place, *carry))`; returns the carry.
+    """`for n in range(turns): carry = consume(n, place, *carry)`; returns the carry.
 
     place = locate(n), a list; fetch(n, place) starts copies. Fetching runs `depth` turns ahead, and locating one turn more, so that a turn
     waits neither for the reads of `locate` nor for the copies. prepare: called before the first copies are started, while `locate` reads
-    their places. meanwhile: called after these copies are started; what it reads arrives after them. conclude: called after a
-    turn's copies are started; it does not read what was fetched.
+    their places. meanwhile: called after these copies are started; what it reads arrives after them.
     """
     places = [locate(lanes.i32(n)) for n in range(depth + 1)]
     prepare()
@@ -68,11 +66,16 @@ def pipeline(
         wait_for_copies(depth - 1)
         after = consume(n, carry[:size], *carry[(depth + 1) * size :])
         start(n + depth, carry[depth * size :][:size])
-        return [*carry[size : (depth + 1) * size], *after_next, *conclude(n, *after)]
+        return [*carry[size : (depth + 1) * size], *after_next, *after]
 
     carry = lanes.loop(turns, [*(x for place in places for x in place), *carry], turn)
     wait_for_copies(0)
     return carry[(depth + 1) * size :]
+
+
+def prefetch(ref, offset_bytes) -> None:
+    """Bring the 32 bytes around a byte of an array in global memory into the L2 cache."""
+    lanes.ptx("prefetch.global.L2 [$0];", lanes.address(ref, offset_bytes))
 
 
 def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int, around: int | None = None) -> None:
@@ -92,23 +95,6 @@ def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int,
         with lanes.when(i < rows * pieces) if first + 32 > rows * pieces else contextlib.nullcontext():
             source = {"block": block, "block_bytes": block_bytes, "there": there}
             copy_async_16_bytes(shared, target, ref, start + piece * 16, **source, around=around)
-
-
-def copy_consecutive_rows_async(
-    shared, offset: Scalar, ref, start: Scalar, *, block: Scalar, block_bytes: int, count: Scalar, rows: int, row_bytes: int, around=None
-) -> None:
-    """The same for rows that are at byte `start` of consecutive blocks, from block number `block` on; zeros from row number `count` on.
-
-    Costs fewer instructions: each lane forms one address, and the others are a constant away. rows: a multiple of 8.
-    """
-    pieces = row_bytes // 16
-    step = max(32 // pieces, 1)  # rows that the warp copies at a time
-    row, piece = lanes.lane() // pieces, lanes.lane() % pieces
-    first = lanes.part(ref, start + piece * 16, block + row, block_bytes)
-    targets = [offset + swizzled(row + n, piece, row_bytes) for n in range(0, 8, step)]  # then the permutation repeats
-    for n in range(0, rows, step):
-        target = targets[n % 8 // step] + n // 8 * 8 * (row_bytes // 4)
-        copy_async_16_bytes(shared, target, first, n * block_bytes, block=lanes.i32(0), block_bytes=0, there=row < count - n, around=around)
 
 
 def copy_bytes_async(shared, offset: Scalar, ref, start: Scalar, size: int, *, block: Scalar, block_bytes: int, there: Scalar) -> None:

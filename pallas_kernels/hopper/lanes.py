@@ -539,16 +539,13 @@ def warp_reduce(x: Scalar, kind: str) -> Scalar:
 
 
 SHARED_BYTES = {9: 222 << 10, 10: 222 << 10, 12: 94 << 10}
-"""Bytes of shared memory for a CTA's stages, by the first number of the compute capability: 6 KB less than a multiprocessor has, of which
-the hardware needs 1 for each CTA and Mosaic the rest, as it begins each array at a multiple of 1 KB."""
+"""Bytes of shared memory for a CTA's stages, by the first number of the compute capability: less than there are, as Mosaic needs some."""
 
 
-def shared_words(resident: int = 1) -> int:
-    """32-bit words of shared memory for a CTA's stages on this process's GPU; where there is none, on a Hopper GPU. resident: CTAs that are
-    to run on a multiprocessor at once."""
-    capability, needed = dispatch.compute_capability(), 6 << 10
-    size = SHARED_BYTES.get(capability[0] if capability else 9, SHARED_BYTES[9])
-    return ((size + needed) // resident - needed) // 4
+def shared_words() -> int:
+    """32-bit words of shared memory for a CTA's stages on this process's GPU; where there is none, on a Hopper GPU."""
+    capability = dispatch.compute_capability()
+    return SHARED_BYTES.get(capability[0] if capability else 9, SHARED_BYTES[9]) // 4
 
 
 CTA_BARRIER = 15

@@ -2,10 +2,9 @@
 
 Each CTA, or team of CTAs, owns consecutive features and walks them in tiles. The inputs of a tile are dealt to the warps in chunks. Each
 warp copies its chunks of the weights' rows, of the tokens and of the norm's weight ahead into its own ring (`cp.async`), and multiplies
-them (`mma.m16n8k16`: weights are the 16 rows, tokens the 8 columns). After a tile the warps' sums are added in shared memory, in order,
-while the first chunks of the next tile are multiplied: the ring runs on over all tiles of the CTA.
-RMSNorm is split: its weight multiplies the tokens before the product, its scale multiplies the finished sums. What else the ends of
-tiles need (scales of rows, biases, residual, angles) is loaded before the first copies and waits in shared memory.
+them (`mma.m16n8k16`: weights are the 16 rows, tokens the 8 columns). At the end of a tile the warps' sums are added in shared memory, in
+order.
+RMSNorm is split: its weight multiplies the tokens before the product, its scale multiplies the finished sums.
 
 Packed weights stay codes until they are in registers (`lane_codes`), where they become numbers of the tokens' dtype, exactly. Scales
 multiply float32 sums: of whole rows the finished ones, of smaller blocks those of a chunk, which lies in one block. The scales of a chunk,
@@ -13,14 +12,13 @@ and its zeros, are loaded to registers as many chunks ahead as the ring holds, a
 
 Each CTA copies all tokens, from the cache. Where packed weights have few and long rows, that would be as much as the weights. There two
 CTAs are a team (a cluster): they share rows, and each copies one part of the inputs, of weights and tokens. At the end of a tile each adds
-up one half of the rows, with what the other sends it. For few tokens two CTAs run on a multiprocessor (`shape.TWO_RESIDENT`).
+up one half of the rows, with what the other sends it.
 
 Memory traffic: the weights once, with their scales; tokens, norm, biases, residual and results are small and come from the cache.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 
@@ -36,9 +34,6 @@ from pallas_kernels.project_tokens.operands import Operands
 from pallas_kernels.project_tokens.shape import Shape
 
 MOST_TOKENS, MOST_TOKENS_PACKED = 8, 16
-
-EARLY_TOKENS = 2
-"""Most tokens that are loaded for their squares before the first copies start: a few registers for each. Later loads wait behind copies."""
 
 LINES = 256
 """Bytes of packed weights that memory should bring together: a warp copies 64 of a row, and the others of its CTA the next to them."""
@@ -158,25 +153,15 @@ class _Tiles:
     def run(self) -> None:
         s = self.s
         acc = [lanes.f32(0.0)] * (s.rows * s.columns // 32)
-        ends, squares = [], []
-
-        def prepare():
-            ends.extend(self._load_ends())
-            if s.norm_eps is not None and s.tokens <= EARLY_TOKENS:
-                squares.extend(self._load_token(token) for token in range(s.tokens))
 
         def meanwhile():
-            self._store_ends(ends)
+            if s.format and not s.in_blocks:
+                self._prefetch_scales()
             if s.norm_eps is not None:
-                self._add_squares(squares)
+                self._add_squares()
 
         locate = self._blocks if s.in_blocks else lambda n: []
-        conclude = {"conclude": self._conclude} if s.tiles > 1 else {}
-        turns = lanes.i32(s.tiles * s.turns)
-        acc = lane_copies.pipeline(turns, s.depth, locate, self._fetch, self._consume, acc, meanwhile, prepare, **conclude)
-        if s.tiles == 1:
-            self._keep(lanes.i32(0), acc)
-        self._finish(lanes.i32(s.tiles - 1))
+        lane_copies.pipeline(lanes.i32(s.tiles * s.turns), s.depth, locate, self._fetch, self._consume, acc, meanwhile)
 
     def _chunk(self, n):
         """Number of this warp's chunk n in a row, and whether there is one."""
@@ -203,16 +188,10 @@ class _Tiles:
 
             return place
 
-        around = LINES if s.format else None
         for part in range(s.parts):
             start = slot + part * s.stride * s.row_words
-            if s.consecutive:
-                place = {"block": self.team * s.per_team + tile * s.per_tile, "block_bytes": s.width // s.operands.chunk * row_bytes}
-                place["count"] = lanes.where(inside, self._units_of(tile), 0)
-                copy = functools.partial(lane_copies.copy_consecutive_rows_async, ring_s, start, refs[part], chunk * row_bytes, **place)
-            else:
-                copy = functools.partial(lane_copies.copy_rows_async, ring_s, start, weight_row(part))
-            copy(rows=s.stride, row_bytes=row_bytes, around=around)
+            around = LINES if s.format else None
+            lane_copies.copy_rows_async(ring_s, start, weight_row(part), rows=s.stride, row_bytes=row_bytes, around=around)
         small = s.tokens + (s.norm_eps is not None)
 
         def small_row(row):
@@ -242,59 +221,16 @@ class _Tiles:
                 zeros.append(lane_codes.zero_word(lanes.load_global_now(ref, at, 1), s.dtype))
         return scales + zeros
 
-    def _load_ends(self) -> list[lanes.Scalar]:
-        """Load what the ends of all tiles of this CTA need besides sums: scales of whole rows, biases, residual, angles. So the ends do not
-        wait for memory. Returns words for `ends_s`: for each kind, `threads` at a time."""
-        s = self.s
-        counts = s.ends_words()
-        loads = {"scales": self._end_scale, "biases": self._end_biases, "residual": self._end_residual}
-        if s.half:
-            cos, sin = self.inputs["rotation"]
-            loads |= {"cos": functools.partial(self._end_angle, cos), "sin": functools.partial(self._end_angle, sin)}
-        found = []
-        for name, count in counts.items():
-            for start in range(0, count, self.threads):
-                found.append(loads[name](lanes.minimum(lanes.thread() + start, count - 1)))
-        return found
-
-    def _store_ends(self, words: list[lanes.Scalar]) -> None:
-        """Put what `_load_ends` loaded into shared memory. The barrier of the first tile's end makes it visible."""
-        words, first = iter(words), 0
-        for count in self.s.ends_words().values():
-            for start in range(0, count, self.threads):
-                i, word = lanes.thread() + start, next(words)
-                with lanes.when(i < count) if start + self.threads > count else contextlib.nullcontext():
-                    lanes.store_shared(self.scratch["ends_s"], i + first, word)
-            first += count
-
-    def _end_unit(self, mine):
-        """Number of this team's unit `mine`, or of the last two units, of which it has the parity."""
-        unit = self.team * self.s.per_team + mine
-        return lanes.minimum(unit, (self.s.units - 2) + mine % 2)
-
-    def _end_scale(self, i):
-        s = self.s
-        ref, row, _ = self._row([w.scales for w in self.inputs["weights"]], self._end_unit(i % s.per_team), i // s.per_team)
-        return lanes.bits(self._load_scale(ref, self._block_of(row)))
-
-    def _end_biases(self, i):
-        pairs = self.s.per_team // 2
-        ref, row, _ = self._row(self.inputs["biases"], self._end_unit(i % pairs * 2), i // pairs)
-        return lanes.load_global_now(ref, row // 2)
-
-    def _end_residual(self, i):
-        s, pairs = self.s, self.s.per_team // 2
-        return lanes.load_global_now(self.inputs["residual"], (i // pairs * s.units + self._end_unit(i % pairs * 2)) // 2)
-
-    def _end_angle(self, ref, i):
-        s = self.s
-        return lanes.load_global_now(ref, i // s.per_team * s.half + self._end_unit(i % s.per_team) % s.half)
-
-    def _end(self, name: str, at, count: int = 1, kind: str = "f32") -> list[lanes.Scalar]:
-        """`count` words of those that are called so, from number `at` on."""
-        counts = self.s.ends_words()
-        first = sum(list(counts.values())[: list(counts).index(name)])
-        return lanes.load_shared(self.scratch["ends_s"], at + first, kind, count)
+    def _prefetch_scales(self) -> None:
+        """Bring the scales of whole rows into the cache, 32 bytes by each thread: tiles end without waiting for memory."""
+        s, each = self.s, 32 // jnp.dtype(self.s.scales).itemsize
+        for part in range(s.parts):
+            for start in range(0, s.per_team + each, each * self.threads):
+                mine = lanes.thread() * each + start
+                unit = lanes.minimum(self.team * s.per_team + lanes.minimum(mine, s.per_team - 1), s.units - 1)
+                with lanes.when(mine < s.per_team + each):
+                    ref, row, _ = self._row([w.scales for w in self.inputs["weights"]], unit, part)
+                    lane_copies.prefetch(ref, self._block_of(row) * (32 // each))
 
     def _block_of(self, row, chunk=None):
         """Number of the scale of a row of a matrix; chunk: of inputs, where a row has several scales."""
@@ -315,12 +251,6 @@ class _Tiles:
         mine = tile * s.per_tile + row
         unit = self.team * s.per_team + mine
         return unit, (row < s.per_tile) & (mine < s.per_team) & (unit < s.units)
-
-    def _units_of(self, tile):
-        """How many units a tile has."""
-        s, before = self.s, tile * self.s.per_tile
-        left = lanes.minimum(lanes.i32(s.units) - self.team * s.per_team, s.per_team) - before
-        return lanes.minimum(left, s.per_tile)
 
     def _row(self, refs, unit, part):
         """The array (one per matrix) that holds a part of a unit, the row in it, and how many rows that array has."""
@@ -358,18 +288,10 @@ class _Tiles:
                 for at in range(m * len(tokens), (m + 1) * len(tokens)):
                     scaled = zip(sums[at], (low, low, high, high), before[at], strict=True)
                     sums[at] = [lanes.fma(x, scale, y) for x, scale, y in scaled]
-        return [x for four in sums for x in four]
-
-    def _conclude(self, n, *acc) -> list[lanes.Scalar]:
-        """Keep a tile's sums after its last chunk; finish it a chunk later. Then other warps have seldom to be waited for, and meanwhile
-        the copies into the places of both chunks are in flight."""
-        s = self.s
-        turn, tile = n % s.turns, n // s.turns
-        with lanes.when((turn == min(1, s.turns - 1)) & (tile > 0)):
-            self._finish(tile - 1)
-        last = turn == s.turns - 1
+        acc = [x for four in sums for x in four]
+        last = n % s.turns == s.turns - 1
         with lanes.when(last):
-            self._keep(tile, acc)
+            self._finish(n // s.turns, acc)
         return [lanes.where(last, 0.0, x) for x in acc]
 
     def _of_rows(self, values, m: int):
@@ -388,24 +310,18 @@ class _Tiles:
             return [[lane_pairs.multiply_add_pairs(a, b, a, s.dtype) for a, b in zip(words, norm, strict=True)] for words in found]
         return [[lane_pairs.multiply_pairs(a, b, s.dtype) for a, b in zip(words, norm, strict=True)] for words in found]
 
-    def _load_token(self, token: int) -> list[list[lanes.Scalar]]:
-        """This thread's pieces of a token, 16 bytes each; beyond the last it loads the first again."""
-        s, found = self.s, []
-        for start in range(0, s.width // 8, self.threads):
-            i = lanes.thread() + start
-            piece = lanes.where(i < s.width // 8, i, 0)
-            found.append(lanes.load_ahead(self.inputs["x"], piece * 16 + token * s.width * 2, 16))
-        return found
-
-    def _add_squares(self, loaded: list) -> None:
-        """Sums of squares of the tokens, by each warp over its part; `_scale` adds them up. loaded: by `_load_token`, or nothing."""
+    def _add_squares(self) -> None:
+        """Sums of squares of the tokens, by each warp over its part; `_scale` adds them up."""
         s = self.s
         for token in range(s.tokens):
             total = lanes.f32(0.0)
-            for n, words in enumerate(loaded[token] if loaded else self._load_token(token)):
+            for start in range(0, s.width // 8, self.threads):
+                i = lanes.thread() + start
+                piece = lanes.where(i < s.width // 8, i, 0)
+                words = lanes.load_global_16_bytes(self.inputs["x"], piece * 16 + token * s.width * 2)
                 values = [x for word in words for x in lane_pairs.unpack(word, s.dtype)]
                 squares = functools.reduce(lambda a, b: a + b, [x * x for x in values])
-                total = total + lanes.where(lanes.thread() + n * self.threads < s.width // 8, squares, 0.0)
+                total = total + lanes.where(i < s.width // 8, squares, 0.0)
             for distance in (16, 8, 4, 2, 1):
                 total = total + lanes.shuffle_xor(total, distance)
             with lanes.when(lanes.lane() == 0):
@@ -416,26 +332,21 @@ class _Tiles:
         squares = [lanes.load_shared(self.scratch["squares_s"], token + w * s.tokens, "f32")[0] for w in range(s.warps)]
         return lane_math.rsqrt(functools.reduce(lambda a, b: a + b, squares) * (1.0 / s.width) + s.norm_eps)
 
-    def _keep(self, tile, acc) -> None:
-        """Write this warp's sums of a tile to shared memory. Two buffers alternate: all threads have finished the tile that used this one
-        before, since they have met for the tile after it."""
+    def _finish(self, tile, acc) -> None:
+        """Add up the warps' sums of a tile, and write its features. All threads call this together."""
         s, lane = self.s, lanes.lane()
         g, t = lane >> 2, lane & 3
+        # Two buffers alternate. When a warp writes to one, all threads have finished the tile that used it before.
+        buffer = tile % 2 * s.sums_words
+        sums_s = self.scratch["sums_s"]
         tiles = s.columns // 8
         for column in range(tiles):
             with lanes.when(t * 2 + 8 * column < s.tokens):
                 for m in range(s.rows // 16):
                     for half in range(2):
                         row = lanes.warp() * s.rows + (16 * m + 8 * half) + g
-                        at = self._buffer(tile) + row * s.sum_columns + (t * 2 + 8 * column)
-                        lanes.store_shared(self.scratch["sums_s"], at, *acc[4 * (m * tiles + column) + 2 * half :][:2])
-
-    def _buffer(self, tile):
-        return tile % 2 * self.s.sums_words
-
-    def _finish(self, tile) -> None:
-        """Add up the warps' sums of a tile, and write its features. All threads call this together, after `_keep`."""
-        s, buffer = self.s, self._buffer(tile)
+                        at = buffer + row * s.sum_columns + (t * 2 + 8 * column)
+                        lanes.store_shared(sums_s, at, *acc[4 * (m * tiles + column) + 2 * half :][:2])
         lanes.cta_barrier(self.threads)
         if s.split == 1:
             self._for_pairs(tile, lambda token, row, unit: self._write(lambda row: self._total(buffer, row, token), token, row, unit))
@@ -484,35 +395,36 @@ class _Tiles:
     def _write(self, total, token, row, unit) -> None:
         """Write the results of a token's units `unit` and `unit + 1`. total: row of the tile -> its sum."""
         s = self.s
-        mine = unit - self.team * s.per_team
+        if s.format and not s.in_blocks:  # loaded first, since they come from far
+            rows = [self._row([w.scales for w in self.inputs["weights"]], unit, part) for part in range(s.parts)]
+            scales = [[self._load_scale(ref, self._block_of(row + n)) for n in range(2)] for ref, row, _ in rows]
         results = [[total(row + (part * s.stride + n)) for n in range(2)] for part in range(s.parts)]
-        if s.has_end_scales:
-            scales = [self._end("scales", mine + part * s.per_team, 2) for part in range(s.parts)]
+        if s.format and not s.in_blocks:
             results = [[x * scale for x, scale in zip(*twos, strict=True)] for twos in zip(results, scales, strict=True)]
         if s.norm_eps is not None:
             scale = self._scale(token)
             results = [[x * scale for x in two] for two in results]
         if s.biased:
-            words = [self._end("biases", (mine + part * s.per_team) // 2, kind="i32")[0] for part in range(s.parts)]
-            biases = [lane_pairs.unpack(word, s.dtype) for word in words]
+            rows = [self._row(self.inputs["biases"], unit, part) for part in range(s.parts)]
+            biases = [lane_pairs.unpack(lanes.load_global(ref, row // 2), s.dtype) for ref, row, _ in rows]
             results = [_add(*twos) for twos in zip(results, biases, strict=True)]
         if s.half:
             results = self._rotate(results, token, unit)
         if s.gated:
             results = [[_activated(gate, s.gated) * up for gate, up in zip(*results, strict=True)]]
         if s.residual:
-            (word,) = self._end("residual", (token * s.per_team + mine) // 2, kind="i32")
+            word = lanes.load_global(self.inputs["residual"], (token * s.units + unit) // 2)
             results = [_add(results[0], lane_pairs.unpack(word, s.dtype))]
         for part, two in enumerate(results):
             self._store(token, unit, part, two)
 
     def _rotate(self, results, token, unit):
         s = self.s
-        at = token * s.per_team + (unit - self.team * s.per_team)
-        angles = zip(self._end("cos", at, 2), self._end("sin", at, 2), strict=True)
+        at = token * s.half + unit % s.half
         there = unit < sum(s.features[: s.rotated]) // 2
         turned = []
-        for first, second, (cos, sin) in zip(*results, angles, strict=True):
+        for n, (first, second) in enumerate(zip(*results, strict=True)):
+            cos, sin = (lanes.load_global(ref, at + n, "f32") for ref in self.inputs["rotation"])
             cos, sin = lanes.where(there, cos, 1.0), lanes.where(there, sin, 0.0)
             turned.append((first * cos - second * sin, second * cos + first * sin))
         return list(zip(*turned, strict=True))

@@ -13,12 +13,6 @@ MOST_ROWS_PACKED = (96, 64, *MOST_ROWS)
 """Most rows of weights in a tile: the first that leaves room for two chunks per warp. In tall tiles tokens are copied less often, and of
 packed weights they would be a large part of the bytes."""
 
-TWO_RESIDENT = {"rows": (4, (48, 32, 16)), "blocks": (4, (32, 16)), "blocks with zeros": (2, (32, 16))}
-"""By what packed matrices have scales of: for at most how many tokens two CTAs run on a multiprocessor, and most rows in a tile then,
-chosen as above. While warps of one CTA wait, those of the other multiply. Each CTA copies all tokens: for more of them one CTA with
-taller tiles copies less. A thread may need 128 registers: tall tiles, scales and zeros that warps hold, and tokens take more (a test
-compiles each). Bits are the same: which warp multiplies which inputs, and in what order sums are added, depends on neither."""
-
 MOST_DEPTH = 8
 """Most chunks in flight per warp; more are not faster."""
 
@@ -29,9 +23,8 @@ SHORT_ROWS, LONG_CHUNKS = 32, 12
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """Everything that the kernel's code depends on. features: of each matrix. half: half of the head dim where results are rotated, else 0.
-    format: of packed weights; scales: the dtype of their scales; zeros: whether they have some. multiprocessors: that the launch fills,
-    with `resident` CTAs on each. most_rows: of weights in a tile. depth: chunks that a warp has in flight. split: CTAs of a team, which
-    share rows: each multiplies a part of the inputs.
+    format: of packed weights; scales: the dtype of their scales; zeros: whether they have some. most_rows: of weights in a tile. depth:
+    chunks that a warp has in flight. split: CTAs of a team, which share rows: each multiplies a part of the inputs.
 
     A team's work is counted in units. A unit is one feature, or two features that are combined into results: those of the two matrices of a
     gated product, or a pair that RoPE rotates. `parts` is how many rows of weights a unit has.
@@ -52,8 +45,7 @@ class Shape:
     format: MatrixFormat | None = None
     scales: str | None = None
     zeros: bool = False
-    multiprocessors: int = clusters.MULTIPROCESSORS
-    resident: int = 1
+    ctas: int = clusters.MULTIPROCESSORS
     warps: int = 8
     most_rows: int = MOST_ROWS[0]
     depth: int = 1
@@ -100,14 +92,9 @@ class Shape:
         return sum(self.features) // self.parts
 
     @property
-    def consecutive(self) -> bool:
-        """Whether consecutive units are consecutive rows of one array for each part."""
-        return not self.half and len(self.features) == self.parts
-
-    @property
     def teams(self) -> int:
         """Teams of CTAs. Each owns units."""
-        return self.multiprocessors * self.resident // self.split
+        return self.ctas // self.split
 
     @property
     def per_team(self) -> int:
@@ -149,28 +136,10 @@ class Shape:
         """Words of the sums of all warps over a tile."""
         return self.warps * self.rows * self.sum_columns
 
-    @property
-    def has_end_scales(self) -> bool:
-        """Whether finished sums are multiplied by scales of whole rows."""
-        return self.format is not None and not self.in_blocks
-
-    def ends_words(self) -> dict[str, int]:
-        """Words of what the ends of a team's tiles need besides sums, by name. Even numbers first: two are loaded together."""
-        of_tokens = self.tokens * self.per_team
-        words = {
-            "scales": self.parts * self.per_team if self.has_end_scales else 0,
-            "cos": of_tokens if self.half else 0,
-            "sin": of_tokens if self.half else 0,
-            "biases": self.parts * self.per_team // 2 if self.biased else 0,
-            "residual": of_tokens // 2 if self.residual else 0,
-        }
-        return {name: count for name, count in words.items() if count}
-
     def scratch_words(self) -> dict[str, int]:
-        """Words of shared memory: the ring, the sums of two tiles, the sums of squares of all warps, what the ends of tiles need, and what
-        the other CTA of the team adds to two tiles."""
+        """Words of shared memory: the ring, the sums of two tiles, the sums of squares of all warps, and what the other CTA of the team
+        adds to two tiles."""
         words = {"ring_s": self.warps * self.depth * self.slot_words, "sums_s": 2 * self.sums_words, "squares_s": self.warps * self.tokens}
-        words |= {"ends_s": sum(self.ends_words().values())} if self.ends_words() else {}
         return words | ({"others_s": 2 * self.rows * self.sum_columns} if self.split > 1 else {})
 
     def fitted(self) -> Shape:
@@ -178,33 +147,16 @@ class Shape:
 
         Teams depend on the matrices alone: their sums have another order, and a token's must not depend on how many others there are.
         """
-        chunks, even = self.width // self.operands.chunk, self.multiprocessors % 2 == 0
-        shared = self.format and even and self.per_team * self.parts <= SHORT_ROWS and chunks >= LONG_CHUNKS * self.warps
-        alone = dataclasses.replace(self, split=2 if shared else 1)
-        found = alone._with_tiles(MOST_ROWS_PACKED if self.format else MOST_ROWS)
-        assert found, f"no tile fits into {lanes.shared_words()} words of shared memory"
-        most_tokens, heights = self._two_resident()
-        if self.tokens <= most_tokens:
-            two = dataclasses.replace(alone, resident=2)._with_tiles(heights)
-            if two and two.depth >= 2 and two.resident * two.per_team <= alone.per_team:  # else some would have more to do
-                return two
-        return found
-
-    def _two_resident(self) -> tuple[int, tuple[int, ...]]:
-        if self.format is None:
-            return 0, ()
-        return TWO_RESIDENT["blocks with zeros" if self.zeros else "blocks" if self.in_blocks else "rows"]
-
-    def _with_tiles(self, heights: tuple[int, ...]) -> Shape | None:
-        """The same with tiles of the first of these heights that leaves room for two chunks per warp, or else for one; None: for none."""
-        found, room = None, lanes.shared_words(self.resident)
-        for most_rows in heights:
-            s = dataclasses.replace(self, most_rows=most_rows, depth=1)
-            rest = room - sum((s.scratch_words() | {"ring_s": 0}).values())
+        found, chunks = None, self.width // self.operands.chunk
+        shared = self.format and self.per_team * self.parts <= SHORT_ROWS and chunks >= LONG_CHUNKS * self.warps and self.ctas % 2 == 0
+        for most_rows in MOST_ROWS_PACKED if self.format else MOST_ROWS:
+            s = dataclasses.replace(self, most_rows=most_rows, depth=1, split=2 if shared else 1)
+            rest = lanes.shared_words() - sum((s.scratch_words() | {"ring_s": 0}).values())
             s = dataclasses.replace(s, depth=min(MOST_DEPTH, rest // (s.warps * s.slot_words)))
-            found = s if s.depth > 0 and not found else found
+            found = s if s.depth and not found else found
             if s.depth >= 2:
                 return s
+        assert found, f"no tile fits into {lanes.shared_words()} words of shared memory"
         return found
 
 

@@ -329,7 +329,7 @@ def _await(machine, pointer, parity):
 
 
 @code(r"fence\.mbarrier_init\.release\.cluster;", effects=True)
-@code(r"fence\.proxy\.async\.shared::cta;", effects=True)
+@code(r"prefetch\.global\.L[12](?:::evict_last)? \[\$0\];", r"fence\.proxy\.async\.shared::cta;", effects=True)
 def _nothing_to_see(machine, *pointer):
     pass
 
