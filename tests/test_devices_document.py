@@ -1,0 +1,41 @@
+"""The tables of docs/devices.md, and the figures in its sentences, are what the committed JSON says."""
+
+import json
+from pathlib import Path
+
+from pallas_kernels.bench import report
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "h200"
+
+
+def test_the_table_of_exchanges_is_what_the_results_make():
+    """After new measurements: the report's command with these files and docs/devices.md. Names of files with rows of meshes begin with
+    mesh-, so that no other document takes them."""
+    text = (ROOT / "docs" / "devices.md").read_text(encoding="utf-8")
+    for name in ("exchange", "decode-step", "prefill-time"):
+        assert f"<!-- bench:{name} -->" in text
+    files = [file for pattern in ("*/exchange*.json", "*/mesh-*.json") for file in RESULTS.parent.glob(pattern)]
+    assert report.rendered(text, report.load(files)) == text
+    (step,) = json.loads((RESULTS / "mesh-steps-2.json").read_text())["rows"]
+    seconds = {kernel["name"].split("_")[0]: kernel for kernel in step["profile"]["kernels"]}
+    said = [f"{seconds[name]['total_s'] * 1e3:.2f}" for name in ("project", "selected", "anonymous", "append")]
+    assert "products take {} ms, attention {}, sums {} and appending {}.".format(*said) in " ".join(text.split())
+    chain = json.loads((RESULTS / "exchange-2.json").read_text())["rows"][0]["kernels"][0]
+    said = f"takes {seconds['anonymous']['median_s'] * 1e6:.1f} us of device time for each sum of a decode step**"
+    assert said in " ".join(text.split())
+    assert f"and {chain['median_s'] * 1e6:.1f} us in a chain of sums" in " ".join(text.split())
+    four, large, context, prompts = (
+        json.loads((RESULTS / f"mesh-{name}.json").read_text())["rows"] for name in ("steps-4", "steps-70b", "steps-context", "prompts")
+    )
+    times = {(row["tokens"], row["policy"], row["tensor"]): row for row in four}
+    short = times[2**17, "top:32", 4]
+    (added,) = (kernel["median_s"] * 1e6 for kernel in short["profile"]["kernels"] if kernel["name"].startswith("anonymous"))
+    told = f"| a sum of one row of 3,584 inside a step, on 2 / 4 GPUs | {seconds['anonymous']['median_s'] * 1e6:.1f} / {added:.1f} us |"
+    assert told in text
+    assert f"tensor 2 / 4 | {step['median_s'] * 1e3:.2f} / {short['median_s'] * 1e3:.2f} ms |" in text
+    assert f"dense, tensor 4 | {times[2**20, 'dense', 4]['median_s'] * 1e3:.2f} ms |" in text
+    assert "dense / `top:32` | {:.2f} / {:.2f} ms |".format(*(row["median_s"] * 1e3 for row in large)) in text
+    assert f"context 4 | {context[0]['median_s'] * 1e3:.2f} ms |" in text
+    first = {row["policy"]: row["median_s"] for row in prompts if row["tokens"] == 2**17}
+    assert f"dense / `bounds:32` | {first['dense']:.2f} / {first['bounds:32']:.2f} s |" in text
