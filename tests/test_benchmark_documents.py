@@ -145,6 +145,22 @@ def test_what_sessions_cost_on_a_gpu_is_what_the_results_say():
     assert f"the turn took {before['first_s'] * 1e3:.1f} ms with chunks of 256" in text
 
 
+def test_what_fixed_programs_give_and_cost_is_what_the_results_say():
+    text = " ".join((ROOT / "docs" / "using.md").read_text(encoding="utf-8").split())
+    bits = json.loads((RESULTS / "designs-programs-bits.json").read_text())["rows"]
+    names = ("logits", "first_logprobs", "other_logprobs", "tokens")
+    found = {kind: [tuple(row[name] for name in names) for row in bits if row["programs"] == kind] for kind in ("fixed", "tuned")}
+    assert len(set(found["fixed"])) == 1
+    assert sorted(found["tuned"].count(each) for each in set(found["tuned"])) == [4, 8], "two engines in each of two and four processes"
+    assert len({row["tokens"] for row in bits}) == 1
+    fixed, tuned = (
+        {row["policy"]: row["median_s"] for row in json.loads((RESULTS / f"designs-programs-{kind}.json").read_text())["rows"]}
+        for kind in ("fixed", "tuned")
+    )
+    assert f"takes {fixed['dense']:.3f} s where {tuned['dense']:.3f} s would do" in text
+    assert f"with `bounds:32` {fixed['bounds:32']:.3f} s where {tuned['bounds:32']:.3f} s would" in text
+
+
 PACKED = {"formats": {"packed-matrices": "packed-matrices", "packed-steps": "decode-step"}}
 PACKED |= {"cache-formats": {"packed-attention": "packed-attention", "packed-chunks": "packed-prefill"}}
 """By document, the results that it shows and the table that they make."""

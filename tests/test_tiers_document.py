@@ -68,6 +68,9 @@ def test_sentences_on_steps_pages_and_copies_are_what_the_results_say():
     assert f"copies in ran at {rates['in']} GB/s, copies out at {rates['out']}, and both at once at {rates['both']} together" in text
     assert f"it was {beside['in']}, {beside['out']} and {beside['both']} (" in text
     assert f"at once run at {rows_of('designs-tiers-copies-raw')[0]['both_per_s'] / 1e9:.0f} GB/s together" in text
+    soaks = [row for row in rows_of("designs-tiers-soak") if "changed" in row]
+    same = [row["requests"] for row in soaks if not row["other_bits"]]
+    assert f"{len(same)} of {len(soaks)} runs of 200 seconds, with {sum(same):,} requests" in text
     (ten,) = rows_of("tiers-hybrid-10m")
     assert f"{ten['cache_bytes'] / 1e9:.0f} GB of cache, it makes {1 / ten['median_s']:.0f} tokens/s" in text
     assert f"memory is what is missing, {rows_of('tiers-prompts')[0]['peak_bytes'] / 1e9:.1f} GB" in text
