@@ -86,9 +86,11 @@ def lines() -> Iterator[str]:
 def answer(session: Session, tokenizer: Any, sampling: dict[str, Any]) -> tuple[str, bool]:
     """Print an answer as it comes. Returns it, and whether it ended with a stop token."""
     text, tokens = TextStream(tokenizer), session.generate(**sampling)
-    for token in tokens:
-        print(text.push(token), end="", flush=True)
-    print(text.close())
+    try:
+        for token in tokens:
+            print(text.push(token), end="", flush=True)
+    finally:  # also where the server ends meanwhile, so that the message about it has a line of its own
+        print(text.close(), flush=True)
     return text.text, tokens.finish_reason == "stop"
 
 

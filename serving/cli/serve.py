@@ -85,14 +85,14 @@ def serve_command(
     host_memory: Annotated[
         int | None,
         typer.Option(
-            "--host-memory", help="The most host memory for them, as 64GB. [default: no limit]", show_default=False, **byte_count()
+            "--host-memory", help="Host memory for pages of idle sessions, as 64GB. [default: no limit]", show_default=False, **byte_count()
         ),
     ] = None,
     disk: Annotated[
         Path | None,
-        typer.Option(file_okay=False, help="To this folder they go when --host-memory is full; needs --disk-size.", show_default=False),
+        typer.Option(file_okay=False, help="Folder for these pages when --host-memory is full; needs --disk-size.", show_default=False),
     ] = None,
-    disk_size: Annotated[int | None, typer.Option(help="The most room there, as 20GB.", show_default=False, **byte_count())] = None,
+    disk_size: Annotated[int | None, typer.Option(help="Its largest size, as 20GB.", show_default=False, **byte_count())] = None,
     window: Annotated[
         int | None,
         typer.Option(
