@@ -148,8 +148,10 @@ class DecodeRunner:
         yield functools.partial(decode_and_sample, model.decoder, policy, self._declared.indexes, *arrays, **static)
 
     def placed(self, rows: SamplingRows) -> SamplingRows:
-        """The rows on the device. The same rows are put there once."""
+        """The rows on the device. The same rows are put there once, unless they have NumPy arrays that their owner may still change."""
         if rows is not self._placed[0]:
+            if any(isinstance(each, np.ndarray) and each.flags.writeable for each in jax.tree.leaves(rows)):
+                return self._pool.put(jax.tree.map(np.array, rows))  # copies, because a CPU array may share the memory of what was put
             self._placed = rows, self._pool.put(rows)
         return self._placed[1]
 

@@ -16,4 +16,4 @@ FIXED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 """Options of XLA. Devices other than GPUs ignore them."""
 
 program = functools.partial(jax.jit, compiler_options=FIXED)
-"""`jax.jit` with these options."""
+"""`jax.jit` with these options. They are of a whole program: inside another jitted function, `grad` or `scan`, JAX raises ValueError."""

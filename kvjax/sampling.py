@@ -183,9 +183,10 @@ class SamplingRows:
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling | None]) -> SamplingRows:
-        """One row each; None (an empty slot) is greedy."""
+        """One row each; None (an empty slot) is greedy. The arrays cannot be changed in place, so that steps put them on the device
+        once."""
         filled = [sampling or Sampling() for sampling in samplings]
-        return cls(
+        rows = cls(
             temperature=np.array([min(s.temperature, FLOAT32_MAX) for s in filled], np.float32),
             top_k=np.array([s.top_k for s in filled], np.int32),
             top_p=np.array([s.top_p for s in filled], np.float32),
@@ -198,6 +199,9 @@ class SamplingRows:
             penalises=any(s.penalises for s in filled),
             ranks=MAX_TOP_LOGPROBS if any(s.top_logprobs for s in filled) else 0,
         )
+        for array in jax.tree.leaves(rows):
+            array.flags.writeable = False
+        return rows
 
 
 def check_rows(rows: SamplingRows, tokens: Array, counts: Array | None, slots: int, vocab_size: int) -> None:

@@ -198,9 +198,11 @@ class Scheduler:
         `on_prefill` raises, or after Ctrl-C, the scheduler is as after a step: call `step` again, or `close`.
         """
         with self.engine.guard, self._call("step"):
-            self._admit()
-            self._slices = self._launch()
-            self._collect()
+            try:
+                self._admit()
+                self._slices = self._launch()
+            finally:  # a later step would give tokens to samples that ended in this one
+                self._collect()
         while self._events:
             self.on_token(*self._events.popleft())
         finished, self._finished = self._finished, []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -74,8 +75,9 @@ class Run:
         return True
 
     def _woken(self, until: float | None) -> bool:
+        timeout = None if until is None else min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)  # beyond it, Python refuses
         try:
-            self.wakes.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+            self.wakes.get(timeout=timeout)
         except queue.Empty:
             return False
         return True

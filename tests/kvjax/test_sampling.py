@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import make_model
 
-from kvjax import Sampling
+from kvjax import Engine, Sampling
 from kvjax.sampling import SamplingRows, count_tokens, kept, penalised, sample, seen_tokens
 
 sample_step = jax.jit(sample)
@@ -230,3 +231,24 @@ def test_the_most_likely_tokens_come_with_their_log_probabilities():
 def test_what_the_newer_settings_take(fields, match):
     with pytest.raises(ValueError, match=match):
         Sampling(**fields)
+
+
+def test_rows_that_change_in_place_change_the_next_step():
+    """Rows are put on the device once only if nobody can change them."""
+    engine = Engine(make_model(), "dense", pages=8, page_size=16, prefill_chunk=32, batch_buckets=(1,))
+    of = [SamplingRows.of([Sampling(temperature=1.0, seed=seed)]) for seed in range(12)]
+    (sequence,) = engine.prefill([list(range(20))])
+
+    def tokens(sequence, rows):
+        return [int(engine.decode_and_sample([sequence], np.zeros(1, np.int32), each).tokens[0]) for each in rows]
+
+    def changed(seeds):
+        rows = jax.tree.map(np.array, of[0])
+        for seed in seeds:
+            rows.seed[:] = seed
+            yield rows
+
+    assert tokens(engine.fork(sequence), changed(range(12))) == tokens(sequence, of)
+    assert engine._runner.placed(of[0]) is engine._runner.placed(of[0])
+    with pytest.raises(ValueError, match="read-only"):
+        of[0].seed[:] = 1

@@ -1,5 +1,6 @@
 """A scheduler in trouble: callbacks that raise, Ctrl-C, bad requests and bad arguments."""
 
+import contextlib
 import signal
 import threading
 
@@ -63,6 +64,31 @@ def test_on_prefill_may_raise_and_may_cancel(engine):
     handle = scheduler.submit(asked("b" * 200, 3))
     assert finish(scheduler) == []
     assert (done, handle.completion.finish_reason) == ([100, 128], "cancelled")
+
+
+def test_no_token_comes_after_the_end_where_on_prefill_raised_in_that_step(engine):
+    """A step with slices of a prefill reads tokens first. The next one must not launch what they ended."""
+
+    def on_prefill(tokens):
+        raise ZeroDivisionError
+
+    def ids(**sampling):
+        heard = []
+        functions = {"on_prefill": on_prefill, "on_token": lambda request, token, text: heard.append((request.id, token))}
+        scheduler = Scheduler(engine, slots=2, max_gap_ms=1e-3, texts=False, **functions)
+        handle = scheduler.submit(Request("Call me", Sampling(max_new_tokens=12, temperature=1.0, **sampling), id="first"))
+        scheduler.submit(asked("b" * 1000, 1))
+        while not scheduler.idle:
+            with contextlib.suppress(ZeroDivisionError):
+                scheduler.step()
+        assert [token for id, token in heard if id == "first"] == list(handle.completion.token_ids)
+        return handle.completion.token_ids
+
+    all_ids = ids(stop_token_ids=())
+    ends = [place for place in range(1, 11) if all_ids[place] not in all_ids[:place]]
+    assert ends
+    for place in ends:
+        assert ids(stop_token_ids=[all_ids[place]]) == all_ids[: place + 1]
 
 
 @pytest.mark.parametrize("place", ["between chunks", "in a step"])

@@ -230,3 +230,19 @@ def test_messages_of_several_tokens_over_the_wire():
 def test_a_rate_that_makes_no_sense_is_refused(rate):
     with pytest.raises(ValueError, match="messages per second must be above 0, got"):
         Pace(rate)
+
+
+@pytest.mark.parametrize("rate", [1e-11, 1e-320])
+def test_a_rate_without_a_second_message_in_a_lifetime_is_one_message_and_the_end(rate):
+    run, stream = generation()
+    pace = Pace(rate)
+    pace.turn()
+    run.add(7)
+    assert stream.ready(pace) == [7]
+    thread, found = in_thread(lambda: stream.ready(pace))
+    run.add(8)
+    thread.join(0.05)
+    assert not found
+    run.end("length")
+    thread.join(SOON)
+    assert found[0][0] == [8]
