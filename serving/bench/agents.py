@@ -99,8 +99,7 @@ def token_count(work: Work, spread: Spread, random: np.random.Generator) -> int:
 @dataclasses.dataclass(frozen=True)
 class Turn:
     """One append and one generation. at: when it began, in seconds of `time.monotonic`. first_s: to the first token, seconds_: to the last,
-    both from the beginning of the append. gaps: between tokens, as the client gets them. The
-    tokens of one message come together."""
+    both from the beginning of the append. gaps: between tokens, as the client gets them. The tokens of one message come together."""
 
     at: float
     first_s: float

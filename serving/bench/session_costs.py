@@ -156,10 +156,10 @@ class CountingClient(Client):
         self.arrivals: collections.defaultdict[int, list[float]] = collections.defaultdict(list)
 
     def stream(self, request: Any, timeout: float | None) -> Any:
-        """Begin a Generate, whose messages are counted."""
-        return self._counted(super().stream(request, timeout), self.arrivals[threading.get_ident()])
+        """Begin a Generate, whose messages are noted."""
+        return self._noted(super().stream(request, timeout), self.arrivals[threading.get_ident()])
 
-    def _counted(self, call: Any, arrivals: list[float]) -> Iterator[Any]:
+    def _noted(self, call: Any, arrivals: list[float]) -> Iterator[Any]:
         for message in call:
             arrivals.append(time.perf_counter())
             yield message

@@ -29,6 +29,7 @@ from kvjax.serving.cli.options import (
     token_count,
     whole,
 )
+from kvjax.serving.session.pace import MESSAGES_PER_SECOND
 from pallas_kernels.extras import needs_extras
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def serve_command(
     rate: Annotated[
         float | None, typer.Option(help="Calls per second of each bearer token. [default: no limit]", show_default=False, **number(above=0))
     ] = None,
-    messages_per_second: MessagesOption = 400.0,
+    messages_per_second: MessagesOption = MESSAGES_PER_SECOND,
     stall_seconds: Annotated[
         float, typer.Option(help="A client that takes nothing of what is sent to it for so long is cut off.", **number(above=0))
     ] = 60.0,
