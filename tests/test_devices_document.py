@@ -3,6 +3,10 @@
 import json
 from pathlib import Path
 
+import jax
+
+from kvjax.serving.bench.decode import config_of
+from kvjax.serving.bench.hollow import random_model
 from pallas_kernels.bench import report
 
 ROOT = Path(__file__).parent.parent
@@ -37,5 +41,7 @@ def test_the_table_of_exchanges_is_what_the_results_make():
     assert f"dense, tensor 4 | {times[2**20, 'dense', 4]['median_s'] * 1e3:.2f} ms |" in text
     assert "dense / `top:32` | {:.2f} / {:.2f} ms |".format(*(row["median_s"] * 1e3 for row in large)) in text
     assert f"context 4 | {context[0]['median_s'] * 1e3:.2f} ms |" in text
+    weights = jax.eval_shape(lambda: random_model(config_of("qwen2.5-7b", None, "bfloat16")).params)
+    assert f"on each device with {len(jax.tree.leaves(weights))} arrays of weights" in " ".join(text.split())
     first = {row["policy"]: row["median_s"] for row in prompts if row["tokens"] == 2**17}
     assert f"dense / `bounds:32` | {first['dense']:.2f} / {first['bounds:32']:.2f} s |" in text
