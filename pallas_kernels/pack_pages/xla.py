@@ -24,7 +24,13 @@ SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 @functools.partial(jax.jit, static_argnames="call")
 def pack_pages(call: Call, x):
     """See `pallas_kernels.pack_pages.pack_pages`."""
-    format, x = call.format, x.astype(jnp.float32)
+    # XLA for GPUs takes a number that is rounded to a narrower type and read back at once for the number itself. Indexes are of keys as
+    # they are read, so the rounding must not be left out.
+    return jax.lax.optimization_barrier(_packed(call.format, x.astype(jnp.float32)))
+
+
+def _packed(format: PageFormat, x: Float32[Array, "*lead P D"]) -> tuple[Array, Array | None]:
+    """Codes and scales."""
     if format.codes in GGML:
         return _ggml(format.codes, x)
     if format.scale_dtype is None:

@@ -43,8 +43,10 @@ def code_keys(kind: str, blocks: Float[Array, "... bs D"]) -> UInt8[Array, "... 
     """The codes of whole blocks of keys. A channel with a NaN or an infinity reads as NaN."""
     bits, keys = CODED[kind], blocks.astype(jnp.float32)
     most = 2**bits - 1
-    low = keys.min(-2, keepdims=True).astype(jnp.bfloat16)
+    # XLA for GPUs may leave out that levels are rounded where they are used, unless a barrier hides it.
+    low = jax.lax.optimization_barrier(keys.min(-2, keepdims=True).astype(jnp.bfloat16))
     step = ((keys.max(-2, keepdims=True) - low.astype(jnp.float32)) * (1 / most)).astype(jnp.bfloat16)
+    step = jax.lax.optimization_barrier(step)
     distance = jnp.broadcast_to(jnp.where(step == 0, 1, step).astype(jnp.float32), keys.shape)
     codes = (keys - low.astype(jnp.float32)) / jax.lax.optimization_barrier(distance)  # a compiler may multiply by a reciprocal otherwise
     codes = jnp.clip(jnp.nan_to_num(jnp.round(codes)), 0, most).astype(jnp.uint8)

@@ -301,3 +301,16 @@ def test_divisors_are_not_replaced_by_reciprocals():
     """What XLA does with a division by one number: the quotients of ggml's definition must come out, not products."""
     x = jnp.arange(1, 20001, dtype=jnp.float32) / 1000
     np.testing.assert_array_equal(np.asarray(jax.jit(lambda x: xla._quotient(x, 127.0))(x)), np.asarray(x) / np.float32(127))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_read_back_in_the_same_program_stays_rounded(name):
+    """XLA for GPUs drops the conversion of a number to a narrower type and back, unless a barrier stands between. So each array that
+    pack_pages returns must come from one."""
+    jaxpr = jax.make_jaxpr(lambda x: pack_pages(x, format=FORMATS[name]))(jnp.zeros((16, 64))).jaxpr
+    while jaxpr.eqns[-1].primitive.name in ("jit", "pjit"):
+        (call,) = jaxpr.eqns
+        jaxpr = call.params["jaxpr"].jaxpr
+    barrier = jaxpr.eqns[-1]
+    assert barrier.primitive.name == "optimization_barrier"
+    assert set(jaxpr.outvars) <= set(barrier.outvars)
