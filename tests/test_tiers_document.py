@@ -71,6 +71,14 @@ def test_sentences_on_steps_pages_and_copies_are_what_the_results_say():
     soaks = [row for row in rows_of("designs-tiers-soak") if "changed" in row]
     same = [row["requests"] for row in soaks if not row["other_bits"]]
     assert f"{len(same)} of {len(soaks)} runs of 200 seconds, with {sum(same):,} requests" in text
+    *fixed, histories, needles = rows_of("designs-tiers-soak-fixed")
+    assert [row["other_bits"] for row in fixed] == [0, 0]
+    assert "0 of {:,} (a Llama shape) and 0 of {:,} (a Qwen3.5 shape)".format(*(row["requests"] for row in fixed)) in text
+    assert "Memory grew by {:.2%} and {:.2%}".format(*(row["memory_growth"] for row in fixed)) in text
+    assert all(row["file_bytes"] == row["limit_bytes"] for row in fixed)
+    assert histories["passed"] == histories["of"]
+    assert needles["passed"] == needles["of"]
+    assert f"all {histories['histories']} histories with pages in host memory" in text
     (ten,) = rows_of("tiers-hybrid-10m")
     assert f"{ten['cache_bytes'] / 1e9:.0f} GB of cache, it makes {1 / ten['median_s']:.0f} tokens/s" in text
     assert f"memory is what is missing, {rows_of('tiers-prompts')[0]['peak_bytes'] / 1e9:.1f} GB" in text
