@@ -22,6 +22,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from kvjax.cache.types import Cache, LatentPages, LayerCache, SlotLayer
 from kvjax.checks import whole_number
+from pallas_kernels.all_gather import all_gather
 from pallas_kernels.all_reduce import all_reduce
 from pallas_kernels.matrices import PackedMatrix, is_packed, take_rows
 from pallas_kernels.merge import merge_attention
@@ -182,10 +183,7 @@ class Shards:
         device that has a row's first page: so bits do not depend on which one that is. first: as `first_of` finds it. block_lse: of listed
         blocks, -inf on devices that do not hold them."""
         order = (first + jnp.arange(self.context, dtype=jnp.int32)[:, None]) % self.context
-        outs, lses = (
-            jnp.take_along_axis(jax.lax.all_gather(x, CONTEXT), order.reshape(*order.shape, *[1] * (x.ndim - 1)), axis=0)
-            for x in (out, lse)
-        )
+        outs, lses = (jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)), axis=0) for x in self._from_all(out, lse))
         out, lse = merge_attention(list(outs), list(lses))
         return out, lse, None if block_lse is None else self.best_of(block_lse)
 
@@ -195,7 +193,11 @@ class Shards:
 
     def candidates(self, *arrays: Array) -> tuple[Array, ...]:
         """What each device of the context axis found, side by side along the last axis."""
-        return tuple(jax.lax.all_gather(x, CONTEXT, axis=x.ndim - 1, tiled=True) for x in arrays)
+        return tuple(jnp.concatenate(list(x), axis=-1) for x in self._from_all(*arrays))
+
+    def _from_all(self, *arrays: Array) -> tuple[Array, ...]:
+        """Small arrays of each device of the context axis, on all of them: `[n, *shape]`."""
+        return all_gather(arrays, axis_name=CONTEXT, mesh=self.mesh)
 
     def places(self, table: Int[Array, "B M"], own: Int[Array, "B M"]) -> tuple[Int[Array, "B M/n"], Int[Array, "B M"]]:
         """How to bring the pages of a table together: the rows of the pool that this device contributes, 0 where there is none, and the

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels import dispatch
+from pallas_kernels.all_gather import all_gather
 from pallas_kernels.all_reduce import all_reduce
 from pallas_kernels.append_tokens import append_tokens
 from pallas_kernels.block_mass import block_mass
@@ -146,6 +147,21 @@ class Inputs:
 
 SCALE = HEAD_DIM**-0.5
 WINDOW = (PAGE_SIZE, 2 * PAGE_SIZE)
+
+
+def _exchange(x: Inputs) -> Run:
+    """Over two devices, where there are two."""
+    mesh = Mesh(np.array(jax.local_devices()[:2]), ("context",))
+    parts = x.normal(mesh.size, x.batch, HEADS, HEAD_DIM), x.normal(mesh.size, x.batch, HEADS, dtype=jnp.float32)
+
+    def run(name):
+        def on_device(*parts):
+            return all_gather([part[0] for part in parts], axis_name="context", mesh=mesh, implementation=name)
+
+        specs = {"in_specs": PartitionSpec("context"), "out_specs": PartitionSpec()}
+        return jax.shard_map(on_device, mesh=mesh, **specs, check_vma=False)(*parts)
+
+    return run
 
 
 def _reduce(x: Inputs) -> Run:
@@ -295,6 +311,7 @@ def _union(x: Inputs) -> Run:
 
 
 EXAMPLES: dict[str, Callable[[Inputs], Run]] = {
+    "all_gather": _exchange,
     "all_reduce": _reduce,
     "append_tokens": _append,
     "block_mass": _mass,

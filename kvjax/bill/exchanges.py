@@ -147,15 +147,18 @@ Counts = dict[tuple[str, str, int, int], int]
 """How many exchanges, by kind, axis, size of the axis, and bytes of each device's array."""
 
 
-def counts_of(exchanges: Iterable[Exchange], sums: str = "xla") -> Counts:
+def counts_of(exchanges: Iterable[Exchange], sums: str = "xla", gathers: str = "xla") -> Counts:
     """Counts of exchanges as a program asks XLA for them, whatever they are for.
 
-    sums: the implementation of `pallas_kernels.all_reduce` that adds products. "xla" asks for a gather; a kernel does not ask XLA.
+    sums, gathers: the implementations of `pallas_kernels.all_reduce`, which adds products, and of `all_gather`, which exchanges outputs of
+    attention and candidates. "xla" asks XLA for a gather; a kernel does not ask XLA.
     NotImplementedError for sums so large that "xla" sends them in parts.
     """
     found: Counts = collections.Counter()
     for each in exchanges:
         kind = each.kind
+        if each.part in ("merge", "candidates") and gathers != "xla":
+            continue
         if each.part == "products":
             if sums != "xla":
                 continue

@@ -87,7 +87,7 @@ def read_mesh_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelCo
             raise ValueError(f"{where}: the row counts {counted:,} bytes, kvjax.bill {moved.total:,}; measure it again")
         exchanges = step_exchanges(config, policy, row["batch"], dtype=dtype, **mesh)
         ran = {(each["kind"], each["axis"], each["size"], each["bytes"]): each["count"] for each in row["exchanges"]}
-        asked = counts_of(exchanges, row["path"].get("all_reduce", "xla"))
+        asked = counts_of(exchanges, *(row["path"].get(op, "xla") for op in ("all_reduce", "all_gather")))
         if ran != asked:
             raise ValueError(f"{where}: the program exchanged {ran}, kvjax.bill counts {asked}; measure it again")
         choosing = layers_that_choose(config, policy) if row["context"] > 1 else 0

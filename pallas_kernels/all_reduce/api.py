@@ -64,18 +64,20 @@ def all_reduce(
         raise ValueError(f"x must be one of {', '.join(DTYPES)}; got {arrays}")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(f"residual must have x's shape and dtype; got {arrays}")
-    count = _axis_size(axis_name)
-    if mesh is not None and mesh.shape.get(axis_name) != count:
-        raise ValueError(f"mesh must be the one of this shard_map, with {count} devices along {axis_name!r}; got {dict(mesh.shape)}")
+    count = size_of_axis(axis_name, mesh)
     call = Call(axis_name, count, mesh, config)
     return dispatch.run("all_reduce", implementation, f"{arrays} over {count} devices", call, x, residual)
 
 
-def _axis_size(axis_name: str) -> int:
+def size_of_axis(axis_name: str, mesh: Mesh | None) -> int:
+    """Devices along an axis. ValueError outside of `jax.shard_map`, and for a mesh that is not its own."""
     try:
-        return jax.lax.axis_size(axis_name)
+        count = jax.lax.axis_size(axis_name)
     except NameError:
-        raise ValueError(f"all_reduce adds over the axis {axis_name!r} of a mesh: call it inside jax.shard_map over such a mesh") from None
+        raise ValueError(f"devices of the axis {axis_name!r} of a mesh exchange: call it inside jax.shard_map over such a mesh") from None
+    if mesh is not None and mesh.shape.get(axis_name) != count:
+        raise ValueError(f"mesh must be the one of this shard_map, with {count} devices along {axis_name!r}; got {dict(mesh.shape)}")
+    return count
 
 
 def add_in_order(parts: Float[Array, "n *rows E"], residual: Float[Array, "*rows E"] | None) -> Float[Array, "*rows E"]:

@@ -1,46 +1,12 @@
-"""all_reduce in Pallas Mosaic GPU: one launch per device, which writes straight to the memory of the others. No NVSHMEM, no multicast.
+"""all_reduce in Pallas Mosaic GPU: one launch per device, which writes to the memory of the others (`pallas_kernels.hopper.rooms`).
 
-XLA prepares each kernel that reaches into other devices' memory by its own means (`plgpu.remote_ref`, semaphores) anew whenever a program
-starts: a meeting of the devices' host threads, a copy to the device, and before the launch a barrier of all devices. With 56 sums a step
-this took most of the time. So a program has one such kernel, `connect`. It makes a room in each device's memory, and a table of the
-addresses of all rooms. The kernels that add get both as plain arrays, and XLA captures them in CUDA graphs as any other kernel. Each call
-asks for its own room; XLA finds that all ask for the same, and keeps one.
-
-A kernel's code comes to a device when it first runs there, and that may wait until the device is idle, while other devices wait for it. So
-the kernel that adds runs once before `connect`, without a room, and does nothing.
-
-The CTAs divide the array. A CTA writes its piece to its own part of every device's room, and waits until its part of this device's room has
-the pieces of all devices, this one included. It adds them in device order. A piece is sent in lines of 16 bytes: two words, each followed
-by the number of the call. A pair of a word and a number is written and read at once, so a reader knows by the numbers that the words came:
-nothing else is signalled. (NCCL's protocol LL does the same, with the same instructions.)
-
-Why nothing is overwritten too early, read too early, or waited for in vain:
-
-* A room. `connect` clears it, then signals to the others, and ends when all of them signalled. So nobody writes to a room before its owner
-  is done with that memory's earlier use. XLA's barrier before `connect` makes sure that no signal comes before its semaphore is zeroed.
-* Numbers. A CTA counts its calls in its device's room, from 1. All devices run the same program, so their counts agree. Only CTAs of one
-  number ever touch a part of a room, so a line holds 0 or the number of an earlier call, until the right one comes. (Counts go round after
-  2^32 calls of one program.)
-* Two halves. Calls write to the halves of a part in turn. A device that writes for call c + 2 has ended call c + 1, so it saw the pieces
-  of that call of all others. They sent them after their kernel for call c had ended, and with it all reading of this half.
-* The end. A call ends when the pieces of all devices are here. So after the last one nobody writes to a device's room any more.
-* Waiting. A CTA sends without waiting for anything, so no device can wait for one that waits for it, if all CTAs of a launch fit on the GPU
-  at once: at most `MOST_CTAS`, of 128 threads each.
-
-Calls of one program must run one after the other. They do where each needs the one before, and in XLA's default order.
-
-The tests run the kernels' bodies on emulated devices (tests/emulator/devices.py), whose steps are interleaved by adversaries.
-
-Memory traffic of each device: 2n times x out, n - 1 of n over NVLink, as much in; x, the residual and the sum in its own memory.
-`connect` writes the room, 512 KiB times n, once per program.
+A CTA adds its piece of the arrays of all devices in device order. Memory traffic of each device: that of the exchange; x, the residual and
+the sum in its own memory.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -48,101 +14,41 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch
 from pallas_kernels.all_reduce.api import Call
-from pallas_kernels.hopper import lanes
-
-THREADS = 128
-MOST_CTAS = 64
-"""All CTAs of a launch have to be on the GPU at once. Each GPU with NVLink of these compute capabilities has at least 78 cores."""
-
-MOST_DEVICES = 8
-"""The kernel's code grows with the devices; 8 is what one host has."""
-
-PIECE_BYTES = 16 * THREADS
-"""Of a CTA, at most: 16 bytes per thread."""
-
-LINES = PIECE_BYTES // 8
-"""Of a piece, at most. A line of four words holds two words of the piece."""
-
-LINE_WORDS = 4
-
-CLOSED = -1
-"""In a table, in place of this device's number: there are no rooms."""
-
-PAIRED = ("PCIe", "NVL")
-"""Ends of names of GPUs of which at most two are linked by NVLink. Signals over PCIe were never tried, and it need not have atomics."""
-
-NO_NVLINK = (12, 0)
-"""GPUs of this compute capability and above have none."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Everything that the kernel's code depends on. piece: numbers of the array that a CTA adds."""
-
-    axis_name: str
-    num_devices: int
-    size: int
-    piece: int
-
-    @property
-    def ctas(self) -> int:
-        """CTAs of a launch."""
-        return self.size // self.piece
-
-
-def piece_of(size: int, itemsize: int) -> int:
-    """Numbers for each CTA: the largest power of two, up to 16 bytes per thread, that divides the array; below `THREADS`, none fits."""
-    return min(PIECE_BYTES // itemsize, size & -size)
+from pallas_kernels.hopper import lanes, rooms
 
 
 def unsupported(call: Call, x, residual) -> str | None:
     """Why this kernel cannot take this valid input, or None if it can."""
-    piece = piece_of(x.size, x.dtype.itemsize)
-    if not 2 <= call.num_devices <= MOST_DEVICES:
-        return f"adds over 2 to {MOST_DEVICES} devices, got {call.num_devices}"
-    if piece < THREADS:
-        return f"the numbers of x must be a multiple of {THREADS}, got {x.size}"
-    if x.size > MOST_CTAS * piece:
-        return f"takes up to {MOST_CTAS} pieces of {piece} numbers ({piece * x.dtype.itemsize} bytes), got {x.size} numbers"
-    return _unsuitable(call.mesh)
-
-
-def _unsuitable(mesh) -> str | None:
-    """Why the kernel cannot reach the devices of this mesh."""
-    if mesh is None:
-        return "has to know the devices: pass mesh"
-    devices = list(mesh.devices.flat)
-    if any(device.process_index != jax.process_index() for device in devices) or jax.device_count() != jax.local_device_count():
-        return "reaches devices of one process alone, and there are several processes"
-    if [device.id for device in devices] != list(range(len(devices))):
-        return f"needs a mesh of the first devices in their order, got devices {[device.id for device in devices]}"
-    kinds = {device.device_kind for device in devices}
-    if dispatch.compute_capability() >= NO_NVLINK or any(kind.endswith(PAIRED) for kind in kinds):
-        return f"needs NVLink between all devices, which {' and '.join(sorted(kinds))} have between pairs at most"
-    return None
+    piece = rooms.piece_of(x.size, x.dtype.itemsize)
+    if not 2 <= call.num_devices <= rooms.MOST_DEVICES:
+        return f"adds over 2 to {rooms.MOST_DEVICES} devices, got {call.num_devices}"
+    if piece < rooms.THREADS:
+        return f"the numbers of x must be a multiple of {rooms.THREADS}, got {x.size}"
+    if x.size > rooms.MOST_CTAS * piece:
+        return f"takes up to {rooms.MOST_CTAS} pieces of {piece} numbers ({piece * x.dtype.itemsize} bytes), got {x.size} numbers"
+    return rooms.unsuitable(call.mesh)
 
 
 def all_reduce(call: Call, x, residual):
     """See `pallas_kernels.all_reduce.all_reduce`; takes no config."""
     if reason := unsupported(call, x, residual):
         raise NotImplementedError(f"all_reduce 'mosaic_gpu': {reason}")
-    s = Shape(call.axis_name, call.num_devices, x.size, piece_of(x.size, x.dtype.itemsize))
+    s = rooms.Shape(call.axis_name, call.num_devices, x.size, rooms.piece_of(x.size, x.dtype.itemsize))
     residual = jnp.full_like(x, -0.0) if residual is None else residual  # so that a program has one kernel; -0.0 changes no bit
     return _exchange(s, x.reshape(-1), residual.reshape(-1)).reshape(x.shape)
 
 
 @functools.partial(jax.jit, static_argnames="s")  # a step calls it for every layer: it is traced and lowered once
-def _exchange(s: Shape, x, residual):
+def _exchange(s: rooms.Shape, x, residual):
     lanes.check_version()
-    nothing, closed = jnp.zeros_like(x), jnp.full(2 * s.num_devices + 1, CLOSED, jnp.int32)
-    loaded = _add(s, jnp.zeros(room_words(s.num_devices), jnp.int32), closed, nothing, nothing)
-    return _add(s, *connect(s.axis_name, s.num_devices, loaded), x, residual)
+    nothing = jnp.zeros_like(x)
+    loaded = _add(s, *rooms.closed(s.num_devices), nothing, nothing)
+    return _add(s, *rooms.connect(s.axis_name, s.num_devices, loaded), x, residual)
 
 
 @functools.partial(jax.jit, static_argnames="s")  # traced once, so that all calls' kernels are the same to XLA
-def _add(s: Shape, room, table, x, residual):
+def _add(s: rooms.Shape, room, table, x, residual):
     return plgpu.kernel(
         functools.partial(add_piece, s),
         out_type=[jax.ShapeDtypeStruct((s.size,), x.dtype)],
@@ -152,157 +58,16 @@ def _add(s: Shape, room, table, x, residual):
     )(room, table, x, residual)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("axis_name", "num_devices"))
-def connect(axis_name: str, num_devices: int, loaded):
-    """A room on each device of the axis, int32 `[room_words]`, and a table, int32 `[2n + 1]`: the addresses of the rooms of all devices in
-    their order, each as its low and its high word, then this device's number. For the kernels of one program: see above.
+def add_piece(s: rooms.Shape, room_ref, table_ref, x_ref, residual_ref, out_ref, received_ref) -> None:
+    """By one CTA: exchange its piece, and add those of all devices in their order. Of a closed table: nothing."""
 
-    loaded: what a kernel that adds left of a closed table. It runs before, for its code to be on the device.
-    """
-
-    def kernel(_, room_ref, table_ref, ready):
-        open_room(axis_name, num_devices, room_ref, table_ref, ready)
-
-    return plgpu.kernel(
-        kernel,
-        out_type=[jax.ShapeDtypeStruct((room_words(num_devices),), jnp.int32), jax.ShapeDtypeStruct((2 * num_devices + 1,), jnp.int32)],
-        grid=(MOST_CTAS,),
-        grid_names=("cta",),
-        scratch_types=[plgpu.SemaphoreType.REGULAR],  # one for each CTA
-    )(loaded)
-
-
-def room_words(num_devices: int) -> int:
-    """Words of a room: the count of calls of each CTA, then the parts of the CTAs."""
-    return MOST_CTAS + MOST_CTAS * part_words(num_devices)
-
-
-def part_words(num_devices: int) -> int:
-    """Words of a CTA's part of a room: two halves, each with the lines of all devices."""
-    return 2 * num_devices * LINES * LINE_WORDS
-
-
-def lines_at(num_devices: int, cta, call, sender):
-    """Where in a room the lines begin that a CTA of device `sender` writes in a call. In words."""
-    return MOST_CTAS + ((cta * 2 + call % 2) * num_devices + sender) * (LINES * LINE_WORDS)
-
-
-def open_room(axis_name: str, num_devices: int, room_ref, table_ref, ready) -> None:
-    """By one CTA: clear its part of this device's room, and wait until all devices have cleared theirs. ready: this CTA's semaphore."""
-    me, cta = lax.axis_index(axis_name), lax.axis_index("cta")
-    clear(num_devices, room_ref, cta)
-    note_addresses(table_ref, [plgpu.remote_ref(room_ref, {axis_name: device}) for device in range(num_devices)], me)
-    for distance in range(1, num_devices):
-        pl.semaphore_signal(ready, device_id={axis_name: lax.rem(me + distance, num_devices)})
-    pl.semaphore_wait(ready, num_devices - 1)
-
-
-def add_piece(s: Shape, room_ref, table_ref, x_ref, residual_ref, out_ref, received_ref) -> None:
-    """By one CTA: send its piece, wait for those of all devices, add. Of a closed table: nothing. received_ref: `[n, piece]`, in shared
-    memory."""
-    me = table_ref[2 * s.num_devices]
-
-    @pl.when(me != CLOSED)
+    @pl.when(rooms.is_open(s, table_ref))
     def _():
-        cta = lax.axis_index("cta")
-        piece = pl.ds(cta * s.piece, s.piece)
-        call = room_ref[cta] + 1
-        send(s, x_ref.at[piece], table_ref, lines_at(s.num_devices, cta, call, me), call)
+        piece = pl.ds(lax.axis_index("cta") * s.piece, s.piece)
+        call = rooms.send_piece(s, room_ref, table_ref, x_ref)
         residual = residual_ref[piece].astype(jnp.float32)
-        receive(s, room_ref, lines_at(s.num_devices, cta, call, 0), call, received_ref)
-        room_ref[cta] = call
+        rooms.receive_pieces(s, room_ref, call, received_ref)
         total = received_ref[0].astype(jnp.float32)
         for device in range(1, s.num_devices):
             total = total + received_ref[device].astype(jnp.float32)
         out_ref[piece] = (total + residual).astype(out_ref.dtype)
-
-
-# Stages by single threads
-
-
-def clear(num_devices: int, room_ref, cta) -> None:
-    """Zero a CTA's part of a room, and its count."""
-
-    @lanes.stage(cta=cta)
-    def run(arrays, _, cta):
-        clear_part(part_words(num_devices), arrays, cta)
-
-    run(room_ref, ())
-
-
-def clear_part(words: int, room, cta) -> None:
-    """See `clear`."""
-    zero = lanes.i32(0)
-    for start in range(0, words, LINE_WORDS * THREADS):
-        lanes.store_global(room, cta * words + lanes.thread() * LINE_WORDS + (MOST_CTAS + start), zero, zero, zero, zero)
-    with lanes.when(lanes.thread() == 0):
-        lanes.store_global(room, cta, zero)
-
-
-def note_addresses(table_ref, rooms, me) -> None:
-    """Write the table."""
-
-    @lanes.stage(me=me)
-    def run(arrays, _, me):
-        table, rooms = arrays
-        with lanes.when(lanes.thread() == 0):
-            for number, room in enumerate(rooms):
-                for half, word in enumerate(lanes.address_words(room)):
-                    lanes.store_global(table, 2 * number + half, word)
-            lanes.store_global(table, 2 * len(rooms), me)
-
-    run((table_ref, list(rooms)), ())
-
-
-def send(s: Shape, x_ref, table_ref, place, call) -> None:
-    """Write a piece to a place in the rooms of all devices. call: its number."""
-    size = math.prod(x_ref.shape) * x_ref.dtype.itemsize
-
-    @lanes.stage(place=place, call=call)
-    def run(arrays, _, place, call):
-        x, table = arrays
-        send_lines(size, x, [lanes.at_address(table, 2 * device) for device in range(s.num_devices)], place, call)
-
-    run((x_ref, table_ref), ())
-
-
-def send_lines(size: int, x, rooms, place, call) -> None:
-    """By each thread: 16 bytes, as two lines. Threads write lines side by side."""
-    threads = size // 16
-    with lanes.when(lanes.thread() < threads):
-        words = lanes.load_global_16_bytes(x, lanes.thread() * 16)
-        for room in rooms:
-            for half in range(2):
-                line = place + (lanes.thread() + half * threads) * LINE_WORDS
-                lanes.store_line(room, line, words[2 * half], call, words[2 * half + 1], call)
-
-
-def receive(s: Shape, room_ref, place, call, received_ref) -> None:
-    """Wait for the lines of all devices, and copy their words to shared memory."""
-    size = s.piece * received_ref.dtype.itemsize
-
-    @lanes.stage(place=place, call=call)
-    def run(room, received, place, call):
-        receive_lines(size, s.num_devices, room, received, place, call)
-
-    run(room_ref, received_ref)
-
-
-def receive_lines(size: int, num_devices: int, room, received, place, call) -> None:
-    """By each thread: 16 bytes of each device. All loads of a turn are on their way at once."""
-    threads = size // 16
-
-    def load() -> list[lanes.Scalar]:
-        lines = [(device, half) for device in range(num_devices) for half in range(2)]
-        return [
-            word
-            for device, half in lines
-            for word in lanes.load_line(room, place + (lanes.thread() + half * threads) * LINE_WORDS + device * LINES * LINE_WORDS)
-        ]
-
-    with lanes.when(lanes.thread() < threads):
-        missing = lambda *words: functools.reduce(operator.or_, [number != call for number in words[1::2]])  # noqa: E731
-        words = lanes.while_loop(missing, lambda *_: load(), load())[::2]
-        for device in range(num_devices):
-            lanes.store_shared(received, lanes.thread() * 4 + device * (size // 4), *words[4 * device : 4 * device + 4])
-    lanes.cta_barrier(THREADS)

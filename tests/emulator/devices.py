@@ -4,9 +4,9 @@ Each CTA is a thread, and one of them runs at a time, until its next access to s
 on (`Adversary`). Memory is as weak as a GPU's: lines and signals arrive at any later time, in any order. Of a line, a word and its number
 arrive together, and nothing else.
 
-Each device runs a stream of programs. Between them the memory of a room belongs to other work, which notices if it is written to. A program
-opens the rooms, then calls the kernel that adds, several times. Before the first of its kernels, as XLA does it, semaphores are zeroed,
-then all devices meet at a barrier.
+Each device runs a stream of programs. Between them the memory of a room belongs to other work, which notices if it is written to. A
+program opens the rooms, then calls the kernel that exchanges, several times. Before the first of its kernels, as XLA does it, semaphores
+are zeroed, then all devices meet at a barrier.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from unittest import mock
 import numpy as np
 
 from emulator.values import Fault
+from pallas_kernels.hopper import rooms
 
 OTHER_WORK = 1
 """What the memory of a room holds between programs: the number of a first call."""
@@ -261,7 +263,7 @@ class Cta:
 
 @contextlib.contextmanager
 def _names(module: Any, ctas: int) -> Iterator[None]:
-    """In place of Pallas in the module of a kernel, and of its stages by single threads. Rooms are small."""
+    """In place of Pallas in the module of a kernel and in that of rooms, and of its stages by single threads. Rooms are small."""
     lax = SimpleNamespace(axis_index=lambda name: _current.cta.axis_index(name), rem=lambda a, b: a % b)
     pl = SimpleNamespace(
         ds=lambda start, size: slice(start, start + size),
@@ -272,41 +274,43 @@ def _names(module: Any, ctas: int) -> Iterator[None]:
     plgpu = SimpleNamespace(remote_ref=lambda ref, device_id: _current.cta.remote_ref(ref, device_id))
 
     def clear(num_devices: int, room: Ref, cta: int) -> None:
-        words = module.part_words(num_devices)
-        _current.cta.clear(room.memory[room.device], module.MOST_CTAS + cta * words, words)
+        words = rooms.part_words(num_devices)
+        _current.cta.clear(room.memory[room.device], rooms.MOST_CTAS + cta * words, words)
 
-    def note_addresses(table: Ref, rooms: Sequence[Ref], me: int) -> None:
-        table.memory[table.device][:] = [word for room in rooms for word in (room.device, 0)] + [me]
+    def note_addresses(table: Ref, opened: Sequence[Ref], me: int) -> None:
+        table.memory[table.device][:] = [word for room in opened for word in (room.device, 0)] + [me]
 
     def send(s: Any, x: _At, table: Ref, place: int, call: int) -> None:
-        rooms = [_current.rooms[device] for device in table.memory[table.device][: 2 * s.num_devices : 2]]
-        _current.cta.send(rooms, place, x.ref[x.index].view(np.int32), call)
+        known = [_current.rooms[device] for device in table.memory[table.device][: 2 * s.num_devices : 2]]
+        _current.cta.send(known, place, x.ref[x.index].view(np.int32), call)
 
     def receive(s: Any, room: Ref, place: int, call: int, received: Ref) -> None:
         out = received.memory[received.device]
         count = out.nbytes // len(out) // 4
-        places = [place + device * module.LINES * 4 + 2 * number for device in range(len(out)) for number in range(count)]
+        places = [place + device * rooms.LINES * 4 + 2 * number for device in range(len(out)) for number in range(count)]
         out[...] = _current.cta.receive(room.memory[room.device], places, call).view(out.dtype).reshape(out.shape)
 
     stages = {"clear": clear, "note_addresses": note_addresses, "send": send, "receive": receive}
-    names = {"lax": lax, "pl": pl, "plgpu": plgpu, "jnp": SimpleNamespace(float32=np.float32)}
-    with mock.patch.multiple(module, **names, **stages, MOST_CTAS=ctas, LINES=2):
+    both = {"lax": lax, "pl": pl, "plgpu": plgpu}
+    with (
+        mock.patch.multiple(rooms, **both, **stages, MOST_CTAS=ctas, LINES=2),
+        mock.patch.multiple(module, **both, jnp=SimpleNamespace(float32=np.float32)),
+    ):
         yield
 
 
 class _Streams:
     """All devices, each with its stream of programs, and the memory of its room, the same for every program."""
 
-    def __init__(self, module, shape, calls, *, per_program: int, adversary, cta_type: type[Cta], barrier: bool, resident: int | None):
-        self.module, self.shape, self.calls, self.per_program = module, shape, calls, per_program
+    def __init__(self, body, shape, calls, outs, *, per_program: int, adversary, cta_type: type[Cta], barrier: bool, resident: int | None):
+        self.body, self.shape, self.calls, self.outs, self.per_program = body, shape, calls, outs, per_program
         self.cta_type, self.barrier, self.resident = cta_type, barrier, resident
         devices = shape.num_devices
-        self.outs = [np.full_like(x, np.nan) for x, _ in calls]
         self.semaphores, self.came = np.zeros((devices, shape.ctas), np.int64), np.zeros(devices, np.int64)
         self.tables = [np.zeros(2 * devices + 1, np.int32) for _ in range(devices)]
         self.machine = Machine(adversary)
-        with _names(module, shape.ctas):
-            self.rooms = [np.full(module.room_words(devices), OTHER_WORK, np.int32) for _ in range(devices)]
+        with _names(sys.modules[body.__module__], shape.ctas):
+            self.rooms = [np.full(rooms.room_words(devices), OTHER_WORK, np.int32) for _ in range(devices)]
             for device in range(devices):
                 self.machine.start(device, functools.partial(self._stream, device))
             self.machine.run()
@@ -346,19 +350,18 @@ class _Streams:
         _current.cta, _current.rooms = self.cta_type(self.machine, thread, device, number, self.semaphores), self.rooms
         room, table = Ref(self.rooms, device), Ref(self.tables, device)
         if call is None:
-            self.module.open_room(self.shape.axis_name, self.shape.num_devices, room, table, None)
+            rooms.open_room(self.shape.axis_name, self.shape.num_devices, room, table, None)
             return
-        (x, residual), out = self.calls[call], self.outs[call]
-        received = Ref([np.zeros((len(x), self.shape.piece), x.dtype)] * len(x), device)
-        self.module.add_piece(
-            self.shape, room, table, Ref(list(x), device), Ref([residual] * len(x), device), Ref(list(out), device), received
-        )
+        given = self.calls[call]
+        received = Ref([np.zeros((len(given[0]), self.shape.piece), given[0].dtype)] * len(given[0]), device)
+        self.body(self.shape, room, table, *(Ref(list(x), device) for x in given), Ref(list(self.outs[call]), device), received)
 
 
 def run_calls(
-    module: Any,
+    body: Callable[..., None],
     shape: Any,
-    calls: Sequence[tuple[np.ndarray, np.ndarray]],
+    calls: Sequence[tuple[np.ndarray, ...]],
+    outs: list[np.ndarray],
     *,
     per_program: int,
     adversary: Any,
@@ -366,13 +369,14 @@ def run_calls(
     barrier: bool = True,
     resident: int | None = None,
 ) -> list[np.ndarray]:
-    """Run `open_room` and `add_piece` of a module on all devices, for several calls one after the other.
+    """Run `open_room` of `pallas_kernels.hopper.rooms` and the body of a kernel that exchanges on all devices, for several calls one after
+    the other.
 
-    module: `pallas_kernels.all_reduce.mosaic_gpu`. shape: as `add_piece` takes it. calls: of each, the devices' arrays `[devices, size]`,
-    and the residual `[size]`. per_program: calls of a program. barrier: False leaves XLA's barrier out. resident: CTAs that a
-    device has room for at once; None: all of a launch.
+    shape: as the body takes it. calls: of each, what the devices are given, `[devices, size]` each. outs: for each, where they write.
+    per_program: calls of a program. barrier: False leaves XLA's barrier out. resident: CTAs that a device has room for at once; None: all
+    of a launch.
 
-    Returns for each call what each device has: `[devices, size]`. Raises a `Fault`.
+    Returns outs. Raises a `Fault`.
     """
     options = {"per_program": per_program, "adversary": adversary, "cta_type": cta_type, "barrier": barrier, "resident": resident}
-    return _Streams(module, shape, calls, **options).outs
+    return _Streams(body, shape, calls, outs, **options).outs

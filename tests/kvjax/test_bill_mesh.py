@@ -14,7 +14,7 @@ from tiny_models import QWEN_7B, RECURRENT, TINY, altered, make_family, random_w
 
 import kvjax
 from kvjax.bill import step_bytes
-from kvjax.bill.exchanges import ALL_GATHER, ALL_REDUCE, Exchange, counts_in, counts_of, layers_that_choose, step_exchanges
+from kvjax.bill.exchanges import ALL_GATHER, ALL_REDUCE, KINDS, Exchange, counts_in, counts_of, layers_that_choose, step_exchanges
 from kvjax.bill.fitting import fit, read_cells, solve
 from kvjax.bill.mesh_fitting import (
     MESH_GROUPS,
@@ -233,6 +233,12 @@ def test_exchanges_by_hand():
     with pytest.raises(NotImplementedError, match="in parts"):
         counts_of([large])
     assert counts_of([large], "mosaic_gpu") == {}
+
+
+def test_what_kernels_exchange_is_not_asked_of_xla():
+    exchanges = step_exchanges(QWEN_7B, parse("top:32"), tensor=2, context=2)
+    asked = counts_of(exchanges, "mosaic_gpu", "mosaic_gpu")
+    assert {kind: sum(count for what, count in asked.items() if what[0] == kind) for kind in KINDS} == {ALL_GATHER: 1, ALL_REDUCE: 2}
     assert Exchange("x", ALL_GATHER, TENSOR, 4, 10, 100).received == 10 * 100 * 3
     assert step_exchanges(QWEN_7B, parse("top:32"), 8) == ()
     assert layers_that_choose(QWEN_7B, TopBlocks(8, dense_layers=3)) == 25

@@ -25,9 +25,9 @@ from pallas_kernels import dispatch, selftest
 
 PLATFORMS = {"cuda": ("gpu", "8.0"), "rocm": ("gpu", "gfx942"), "tpu": ("tpu", "")}
 """By the name that JAX lowers for: the backend, and what its devices say of their instructions."""
-NOT_FORCED = ("all_reduce", "copy_tiles", "pack_pages", "place_tiles")
+NOT_FORCED = ("all_gather", "all_reduce", "copy_tiles", "pack_pages", "place_tiles")
 """Ops that dispatch was never told to run by `xla` on an H200."""
-NOT_RUN = ("all_reduce",)
+NOT_RUN = ("all_gather", "all_reduce")
 """Ops whose `mosaic_gpu` has run on no GPU."""
 FAMILIES = ("gemma3_text", "qwen3_5_text", "deepseek_v32")
 
@@ -165,13 +165,12 @@ def test_the_document_names_what_every_op_takes():
     assert table.splitlines()[1:] == lines
 
 
-@pytest.mark.parametrize("picked", ["mosaic_gpu", "xla"])
-def test_a_decode_step_on_a_mesh_of_hopper_gpus_adds_by_one_kernel_each(as_on, picked):
-    """Twice in a layer, after its projections `o` and `down`, and once after the embedding, within one program; no other sum is left."""
+def step_on_hopper_gpus(as_on, picked: str, **mesh: int) -> tuple[str, dict[str, str], int]:
+    """The program of a dense decode step on a mesh of two, lowered; what ops picked; layers. picked: "xla" is forced."""
     config = dataclasses.replace(shallow(make_family("llama", head_dim=128, dtype="bfloat16")).config, hidden_size=128, vocab_size=96)
-    shards, decoder = Shards(kvjax.mesh(tensor=2)), TransformerDecoder(config)
-    spec = config.cache_spec(128)
-    params, layers = jax.eval_shape(lambda: (init_params(config, jax.random.key(0)), spec.empty({g.name: 4 for g in spec.groups}, ())))
+    spec, decoder = config.cache_spec(128), TransformerDecoder(config)
+    shards = Shards(kvjax.mesh(**mesh), tuple((group.name, 4) for group in spec.groups) if "context" in mesh else ())
+    params, layers = jax.eval_shape(lambda: (init_params(config, jax.random.key(0)), spec.empty({g.name: 8 for g in spec.groups}, ())))
     tables = {group.name: np.zeros((1, 4), np.int32) for group in spec.groups}
     cache = Cache(layers, tables, np.array([300], np.int32), spec)
     as_on("cuda", "9.0")
@@ -179,10 +178,28 @@ def test_a_decode_step_on_a_mesh_of_hopper_gpus_adds_by_one_kernel_each(as_on, p
     arguments = decoder, Dense(), (), params, cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states
     with contextlib.nullcontext() if picked == "mosaic_gpu" else dispatch.forced("xla"), dispatch.listening() as heard:
         text = decode_step.trace(*arguments, shards=shards).lower(lowering_platforms=("cuda",)).as_text()
-    assert heard["all_reduce"] == picked
-    sums = 2 * config.num_layers + 1
-    # One kernel reaches into other devices' memory by XLA's means. Those that add are plain ones, called for every sum.
+    # One kernel reaches into other devices' memory by XLA's means. Those that exchange are plain ones.
     assert text.count("uses_xla_collective_metadata = true") == (1 if picked == "mosaic_gpu" else 0)
+    assert "stablehlo.all_reduce" not in text
+    return text, heard, config.num_layers
+
+
+@pytest.mark.parametrize("picked", ["mosaic_gpu", "xla"])
+def test_a_decode_step_on_a_mesh_of_hopper_gpus_adds_by_one_kernel_each(as_on, picked):
+    """Twice in a layer, after its projections `o` and `down`, and once after the embedding, within one program; no other sum is left."""
+    text, heard, layers = step_on_hopper_gpus(as_on, picked, tensor=2)
+    assert heard["all_reduce"] == picked
+    assert "all_gather" not in heard
+    sums = 2 * layers + 1
     assert text.count("call @_exchange") == (sums if picked == "mosaic_gpu" else 0)
     assert text.count('"stablehlo.all_gather"') == (1 if picked == "mosaic_gpu" else 1 + sums)  # logits are joined
-    assert "stablehlo.all_reduce" not in text
+
+
+@pytest.mark.parametrize("picked", ["mosaic_gpu", "xla"])
+def test_where_pages_are_dealt_out_outputs_are_exchanged_by_one_kernel_a_layer(as_on, picked):
+    """An output of attention and its log-sum-exp go together."""
+    text, heard, layers = step_on_hopper_gpus(as_on, picked, context=2)
+    assert heard["all_gather"] == picked
+    assert "all_reduce" not in heard
+    assert text.count("call @_gather") == (layers if picked == "mosaic_gpu" else 0)
+    assert text.count('"stablehlo.all_gather"') == (0 if picked == "mosaic_gpu" else 2 * layers)

@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 from quick_cases import in_turn, one_in
 
 from pallas_kernels import dispatch
-from pallas_kernels.all_reduce import all_reduce, mosaic_gpu, xla
+from pallas_kernels.all_reduce import all_reduce, xla
+from pallas_kernels.hopper import rooms
 
 
 def _in_parts(*arrays, **keywords):
@@ -168,7 +169,10 @@ BAD = {
         lambda: traced(of(2, 8), of(2, 8, dtype="float32")),
         r"x's shape and dtype; .*residual float32\[2, 8\]",
     ),
-    "no mesh": (lambda: all_reduce(jnp.zeros((2, 8)), axis_name="rows"), "the axis 'rows' of a mesh: call it inside jax.shard_map"),
+    "no mesh": (
+        lambda: all_reduce(jnp.zeros((2, 8)), axis_name="rows"),
+        "the axis 'rows' of a mesh exchange: call it inside",
+    ),
     "another mesh": (
         lambda: traced(of(2, 8), mesh=Mesh(np.array(jax.devices()[:4]), (AXIS,))),
         r"the one of this shard_map, with 2 devices along 'tensor'; got \{'tensor': 4\}",
@@ -257,7 +261,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_nvlink_between_all_devices_xla_is_picked(kind):
     devices = [SimpleNamespace(id=n, process_index=0, device_kind=kind) for n in range(2)]
-    why = mosaic_gpu._unsuitable(SimpleNamespace(devices=np.array(devices)))
+    why = rooms.unsuitable(SimpleNamespace(devices=np.array(devices)))
     assert (why is None) == KINDS[kind]
     assert why is None or why == f"needs NVLink between all devices, which {kind} have between pairs at most"
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from quick_cases import one_in, some_long
 
 from pallas_kernels.all_reduce import mosaic_gpu
-from pallas_kernels.hopper import lanes
+from pallas_kernels.hopper import lanes, rooms
 
 KERNEL = paging.implementation("all_reduce", "mosaic_gpu")
 
@@ -82,23 +82,23 @@ def test_gpu_form_compiles_without_spilling_and_meets_the_others_once(tmp_path, 
         assert len(meet) == 1, name
         assert len(kernels) - 2 == (CALLS if name == "several" else 1), "one more adds nothing, before"
         assert [line in meet for line in kernels[:3]] == [False, True, False]
-        assert not re.search(rf"s32\[{mosaic_gpu.room_words(devices)}\]\S* copy", program)
+        assert not re.search(rf"s32\[{rooms.room_words(devices)}\]\S* copy", program)
 
 
 @pytest.mark.parametrize("rows", range(1, 9))
 def test_all_ctas_of_a_launch_have_room_at_once(rows):
     """GPUs with NVLink of these compute capabilities have 78 cores or more."""
     for width, itemsize in itertools.product((2048, 3584, 4096, 5120, 7168, 8192), (2, 4)):
-        piece = mosaic_gpu.piece_of(rows * width, itemsize)
+        piece = rooms.piece_of(rows * width, itemsize)
         assert rows * width % piece == 0
-        assert mosaic_gpu.THREADS <= piece <= mosaic_gpu.PIECE_BYTES // itemsize
-    assert mosaic_gpu.MOST_CTAS <= 78
+        assert rooms.THREADS <= piece <= rooms.PIECE_BYTES // itemsize
+    assert rooms.MOST_CTAS <= 78
 
 
 def on_threads(emulated, stage, arrays, scratch_words=None):
     return emulated.run_cluster(
         lambda arrays, scratch: stage(arrays, scratch),
-        ctas=1, threads=mosaic_gpu.THREADS, arrays=arrays, scratch_words=scratch_words or {},
+        ctas=1, threads=rooms.THREADS, arrays=arrays, scratch_words=scratch_words or {},
     )  # fmt: skip
 
 
@@ -106,22 +106,22 @@ def on_threads(emulated, stage, arrays, scratch_words=None):
 def test_on_emulated_threads_a_piece_is_sent_to_every_room_and_comes_back(emulated, size):
     """Two words of a line, each followed by the call's number; nothing else is written, and every word arrives in its place."""
     x, place, call = np.random.default_rng(size).integers(0, 2**31, size // 4, np.int32), 64, 7
-    lines = size // 8 * mosaic_gpu.LINE_WORDS
-    rooms = [np.full(place + mosaic_gpu.LINES * mosaic_gpu.LINE_WORDS + 8, -1, np.int32) for _ in range(3)]
+    lines = size // 8 * rooms.LINE_WORDS
+    several = [np.full(place + rooms.LINES * rooms.LINE_WORDS + 8, -1, np.int32) for _ in range(3)]
 
     def send(arrays, _):
-        mosaic_gpu.send_lines(size, *arrays, lanes.i32(place), lanes.i32(call))
+        rooms.send_lines(size, *arrays, lanes.i32(place), lanes.i32(call))
 
-    on_threads(emulated, send, (x, rooms))
-    for room in rooms:
+    on_threads(emulated, send, (x, several))
+    for room in several:
         assert sorted(room[place : place + lines : 2]) == sorted(x)
         assert (room[place + 1 : place + lines : 2] == call).all()
         assert (room[:place] == -1).all()
         assert (room[place + lines :] == -1).all()
-    whole = np.concatenate([rooms[0][:place], *(room[place : place + mosaic_gpu.LINES * mosaic_gpu.LINE_WORDS] for room in rooms)])
+    whole = np.concatenate([several[0][:place], *(room[place : place + rooms.LINES * rooms.LINE_WORDS] for room in several)])
 
     def receive(room, scratch):
-        mosaic_gpu.receive_lines(size, 3, room, scratch["received"], lanes.i32(place), lanes.i32(call))
+        rooms.receive_lines(size, 3, room, scratch["received"], lanes.i32(place), lanes.i32(call))
 
     found = on_threads(emulated, receive, whole, {"received": 3 * size // 4})["received"]
     assert found.ravel().tolist() == [*x] * 3
@@ -130,22 +130,22 @@ def test_on_emulated_threads_a_piece_is_sent_to_every_room_and_comes_back(emulat
 @pytest.mark.parametrize("late", [1, 3, 4 * 64 + 1, 4 * 127 + 3])
 def test_on_emulated_threads_a_piece_is_not_taken_before_each_number_is_there(emulated, late):
     """Threads wait for ever if one number of a line is missing."""
-    room = np.zeros(2 * mosaic_gpu.LINES * mosaic_gpu.LINE_WORDS, np.int32)
+    room = np.zeros(2 * rooms.LINES * rooms.LINE_WORDS, np.int32)
     room[1::2] = 7
     room[late] = 6
 
     def receive(room, scratch):
-        mosaic_gpu.receive_lines(1024, 2, room, scratch["received"], lanes.i32(0), lanes.i32(7))
+        rooms.receive_lines(1024, 2, room, scratch["received"], lanes.i32(0), lanes.i32(7))
 
     with mock.patch.object(emulated, "MOST_TURNS", 20), pytest.raises(Fault, match="has not ended"):
         on_threads(emulated, receive, room, {"received": 512})
 
 
 def test_on_emulated_threads_a_part_of_a_room_is_cleared(emulated):
-    words = mosaic_gpu.part_words(2)
-    room = np.full(mosaic_gpu.MOST_CTAS + 4 * words, -1, np.int32)
-    on_threads(emulated, lambda room, _: mosaic_gpu.clear_part(words, room, lanes.i32(2)), room)
-    start = mosaic_gpu.MOST_CTAS + 2 * words
+    words = rooms.part_words(2)
+    room = np.full(rooms.MOST_CTAS + 4 * words, -1, np.int32)
+    on_threads(emulated, lambda room, _: rooms.clear_part(words, room, lanes.i32(2)), room)
+    start = rooms.MOST_CTAS + 2 * words
     assert np.flatnonzero(room == 0).tolist() == [2, *range(start, start + words)]
     assert room.min() == -1
 
@@ -153,14 +153,14 @@ def test_on_emulated_threads_a_part_of_a_room_is_cleared(emulated):
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_places_of_lines_are_apart(devices):
     """Every CTA, half and sender has its own, and they fill the room behind the counts."""
-    shape = mosaic_gpu.MOST_CTAS, 2, devices
-    found = sorted(mosaic_gpu.lines_at(devices, *at) for at in np.ndindex(*shape))
-    size = mosaic_gpu.LINES * mosaic_gpu.LINE_WORDS
-    assert found == [mosaic_gpu.MOST_CTAS + n * size for n in range(len(found))]
-    assert found[-1] + size == mosaic_gpu.room_words(devices)
-    part = mosaic_gpu.part_words(devices)
+    shape = rooms.MOST_CTAS, 2, devices
+    found = sorted(rooms.lines_at(devices, *at) for at in np.ndindex(*shape))
+    size = rooms.LINES * rooms.LINE_WORDS
+    assert found == [rooms.MOST_CTAS + n * size for n in range(len(found))]
+    assert found[-1] + size == rooms.room_words(devices)
+    part = rooms.part_words(devices)
     for cta, half, sender in np.ndindex(*shape):
-        assert (mosaic_gpu.lines_at(devices, cta, half, sender) - mosaic_gpu.MOST_CTAS) // part == cta
+        assert (rooms.lines_at(devices, cta, half, sender) - rooms.MOST_CTAS) // part == cta
 
 
 # The protocol
@@ -177,13 +177,19 @@ class Setting:
     dtype: str = "float32"
 
 
+def added(shape: rooms.Shape, given: list[tuple[np.ndarray, np.ndarray]], **options) -> list[np.ndarray]:
+    """What all devices have after calls with these parts and residuals."""
+    calls = [(parts, np.broadcast_to(residual, parts.shape)) for parts, residual in given]
+    return devices.run_calls(mosaic_gpu.add_piece, shape, calls, [np.full_like(parts, np.nan) for parts, _ in given], **options)
+
+
 def run(s: Setting, adversary, **options) -> None:
     """All calls give the bits of the definition on all devices, in the order of this adversary."""
     size = 4 * s.ctas
     case = Case(s.devices, (size,), s.dtype)
     given = [parts_of(case, seed) for seed in range(s.calls)]
-    shape = mosaic_gpu.Shape(AXIS, s.devices, size, 4)
-    found = devices.run_calls(mosaic_gpu, shape, given, per_program=s.per_program, adversary=adversary, **options)
+    shape = rooms.Shape(AXIS, s.devices, size, 4)
+    found = added(shape, given, per_program=s.per_program, adversary=adversary, **options)
     for call, (of_call, (parts, residual)) in enumerate(zip(found, given, strict=True)):
         expected = ordered_sum(parts, residual)
         for device, of_device in enumerate(of_call):
@@ -377,20 +383,18 @@ class BeginsWithItsOwn(devices.Cta):
 
 def other_places(change):
     """`lines_at` with changed arguments: devices, cta, call, sender."""
-    return mock.patch.object(mosaic_gpu, "lines_at", lambda *args, original=mosaic_gpu.lines_at: original(*change(*args)))
+    return mock.patch.object(rooms, "lines_at", lambda *args, original=rooms.lines_at: original(*change(*args)))
 
 
 class HasNoRooms(devices.Cta):
     def load(self, ref, index):
         found = super().load(ref, index)
-        return np.int32(mosaic_gpu.CLOSED) if len(ref.memory[0]) == 2 * len(ref.memory) + 1 else found
+        return np.int32(rooms.CLOSED) if len(ref.memory[0]) == 2 * len(ref.memory) + 1 else found
 
 
 def test_without_rooms_nothing_is_sent_awaited_or_written():
-    case, shape = Case(3, (8,)), mosaic_gpu.Shape(AXIS, 3, 8, 4)
-    found = devices.run_calls(
-        mosaic_gpu, shape, [parts_of(case, 0)] * 2, per_program=2, adversary=devices.Adversary(0), cta_type=HasNoRooms
-    )
+    case, shape = Case(3, (8,)), rooms.Shape(AXIS, 3, 8, 4)
+    found = added(shape, [parts_of(case, 0)] * 2, per_program=2, adversary=devices.Adversary(0), cta_type=HasNoRooms)
     assert np.isnan(found).all()
 
 

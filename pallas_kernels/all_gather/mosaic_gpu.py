@@ -1,0 +1,100 @@
+"""all_gather in Pallas Mosaic GPU: one launch per device, which writes to the memory of the others (`pallas_kernels.hopper.rooms`).
+
+All arrays go as one array of 32-bit words, which XLA puts together before the launch and takes apart after it. Memory traffic of each
+device: that of the exchange, the words, and n times the words.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.all_gather.api import Call
+from pallas_kernels.hopper import lanes, rooms
+
+WORDS = rooms.PIECE_BYTES // 4
+"""Of a piece, at most."""
+
+
+def words_of(shape: tuple[int, ...], itemsize: int) -> int:
+    """Words that an array takes."""
+    return -(-math.prod(shape) * itemsize // 4)
+
+
+def piece_of(words: int) -> int:
+    """Words for each CTA: a power of two, no more than needed."""
+    return min(WORDS, max(rooms.THREADS, 1 << (words - 1).bit_length()))
+
+
+def unsupported(call: Call, *arrays) -> str | None:
+    """Why this kernel cannot take this valid input, or None if it can."""
+    if not 2 <= call.num_devices <= rooms.MOST_DEVICES:
+        return f"exchanges over 2 to {rooms.MOST_DEVICES} devices, got {call.num_devices}"
+    words = sum(words_of(x.shape, x.dtype.itemsize) for x in arrays)
+    if words > rooms.MOST_CTAS * WORDS:
+        return f"takes up to {rooms.MOST_CTAS * rooms.PIECE_BYTES} bytes of all arrays, got {4 * words}"
+    return rooms.unsuitable(call.mesh)
+
+
+def all_gather(call: Call, *arrays):
+    """See `pallas_kernels.all_gather.all_gather`; takes no config."""
+    if reason := unsupported(call, *arrays):
+        raise NotImplementedError(f"all_gather 'mosaic_gpu': {reason}")
+    sizes = [words_of(x.shape, x.dtype.itemsize) for x in arrays]
+    piece = piece_of(sum(sizes))
+    size = -(-sum(sizes) // piece) * piece
+    words = jnp.concatenate([*map(_as_words, arrays), jnp.zeros(size - sum(sizes), jnp.int32)])
+    found = _gather(rooms.Shape(call.axis_name, call.num_devices, size, piece), words)
+    parts = jnp.split(found, [sum(sizes[: n + 1]) for n in range(len(sizes))], axis=1)
+    return tuple(_from_words(part, x.shape, x.dtype) for part, x in zip(parts, arrays, strict=False))
+
+
+def _as_words(x):
+    """An array's bits, int32 `[words]`."""
+    if x.dtype.itemsize == 4:
+        return lax.bitcast_convert_type(x, jnp.int32).reshape(-1)
+    pairs = jnp.pad(x.reshape(-1), (0, x.size % 2)).reshape(-1, 2)
+    return lax.bitcast_convert_type(pairs, jnp.int32)
+
+
+def _from_words(words, shape: tuple[int, ...], dtype):
+    """`[n, *shape]` from int32 `[n, words]`."""
+    numbers = lax.bitcast_convert_type(words, dtype)
+    return numbers.reshape(len(words), -1)[:, : math.prod(shape)].reshape(len(words), *shape)
+
+
+@functools.partial(jax.jit, static_argnames="s")  # a step calls it for every layer: it is traced and lowered once
+def _gather(s: rooms.Shape, words):
+    lanes.check_version()
+    loaded = _collect(s, *rooms.closed(s.num_devices), jnp.zeros_like(words))
+    found = _collect(s, *rooms.connect(s.axis_name, s.num_devices, loaded), words)
+    return found.reshape(s.num_devices, s.size)
+
+
+@functools.partial(jax.jit, static_argnames="s")  # traced once, so that all calls' kernels are the same to XLA
+def _collect(s: rooms.Shape, room, table, words):
+    return plgpu.kernel(
+        functools.partial(collect_pieces, s),
+        out_type=[jax.ShapeDtypeStruct((s.num_devices * s.size,), jnp.int32)],
+        grid=(s.ctas,),
+        grid_names=("cta",),
+        scratch_types=[plgpu.SMEM((s.num_devices, s.piece), jnp.int32)],
+    )(room, table, words)[0]
+
+
+def collect_pieces(s: rooms.Shape, room_ref, table_ref, words_ref, out_ref, received_ref) -> None:
+    """By one CTA: exchange its piece, and write those of all devices. Of a closed table: nothing."""
+
+    @pl.when(rooms.is_open(s, table_ref))
+    def _():
+        call = rooms.send_piece(s, room_ref, table_ref, words_ref)
+        rooms.receive_pieces(s, room_ref, call, received_ref)
+        start = lax.axis_index("cta") * s.piece
+        for device in range(s.num_devices):
+            out_ref[pl.ds(device * s.size + start, s.piece)] = received_ref[device]

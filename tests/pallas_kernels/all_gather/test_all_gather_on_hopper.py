@@ -1,0 +1,63 @@
+"""all_gather on real GPUs, two or more: the kernel gives the bits of all devices, in long chains too, and with devices out of step.
+
+pytest -m gpu tests/pallas_kernels/all_gather
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from all_gather_suite import AXIS, CASES, STEPS, Case, check
+from all_reduce_suite import mesh_of
+from jax.sharding import PartitionSpec
+
+from pallas_kernels.all_gather import all_gather, mosaic_gpu
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
+
+KERNEL = functools.partial(all_gather, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.devices > 1])
+def test_the_kernel_gives_the_bits_of_all_devices(case):
+    check(KERNEL, case, calls=5)
+
+
+def _fits(case: Case) -> bool:
+    return sum(mosaic_gpu.words_of(shape, jnp.dtype(dtype).itemsize) for shape, dtype in case.arrays) <= 2**15
+
+
+@pytest.mark.parametrize("case", [name for name, case in STEPS.items() if _fits(case)])
+def test_exchanges_of_decode_steps(case):
+    check(KERNEL, STEPS[case], calls=5)
+
+
+@pytest.mark.parametrize("busy", [None, 0, 1])
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_a_long_chain_is_right_every_time(devices, busy):
+    """56 exchanges in a program, each of numbers made from the one before, 50 runs in a row without waiting between them; a busy device
+    comes late to every exchange. Whole numbers, so that every sum is exact."""
+    mesh = mesh_of(Case(devices, ()))
+
+    def device(own, work):
+        own = own[0]
+        for _ in range(56):
+            if busy is not None:
+                late = jax.lax.cond(jax.lax.axis_index(AXIS) == busy, lambda w: (w @ w).ravel()[0], lambda w: w[0, 0], work)
+                own = own + (late * 0).astype(own.dtype)
+            (found,) = KERNEL([own], axis_name=AXIS, mesh=mesh)
+            own = (own * 3 + found.sum(0)) % 1021
+        return own[None]
+
+    split = PartitionSpec(AXIS)
+    program = jax.jit(jax.shard_map(device, mesh=mesh, in_specs=(split, PartitionSpec()), out_specs=split, check_vma=False))
+    start = np.random.default_rng(0).integers(0, 1021, (devices, 900)).astype(np.int32)
+    expected = start.astype(np.int64)
+    for _ in range(56):
+        expected = (expected * 3 + expected.sum(0)) % 1021
+    for found in [program(start, jnp.zeros((2048, 2048), jnp.bfloat16)) for _ in range(50)]:
+        np.testing.assert_array_equal(np.asarray(found), expected)
