@@ -9,9 +9,11 @@ import pytest
 import safetensors.numpy
 
 from kvjax.fidelity.needle import documentation_text
-from kvjax.models import TransformerDecoder, needle
+from kvjax.models import TransformerDecoder, config_json, needle
 from kvjax.models.needle import training
-from kvjax.models.needle.recipe import MIXTURE, NEEDLE_128K, TOY, WARM_UP, Stage
+from kvjax.models.needle.parallel import batch_mesh
+from kvjax.models.needle.recipe import MIXTURE, NEEDLE, NEEDLE_128K, TOY, WARM_UP, Stage
+from kvjax.rope import frequencies
 
 TINY = dataclasses.replace(
     TOY,
@@ -38,7 +40,7 @@ def text(tmp_path_factory):
 
 
 def run(text, folder, recipe=TINY, **options):
-    options = {"workers": 0, "with_python_sources": False} | options
+    options = {"workers": 0, "with_python_sources": False, "devices": jax.devices()[:1]} | options
     return training.train(recipe, [text / "train.txt"], [text / "held_out.txt"], folder, **options)
 
 
@@ -118,6 +120,38 @@ def test_training_goes_on_from_a_model(text, whole_run, tmp_path):
     assert (tmp_path / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     (first, *_), before = records(tmp_path), records(folder)
     assert abs(first["loss"] - before[-1]["loss"]) < 0.3 < before[0]["loss"] - before[-1]["loss"]
+
+
+def test_devices_share_a_batch_and_a_run_goes_on_with_others(text, tmp_path):
+    """One device, against two, then four and two from a checkpoint: the losses and weights differ by float32 rounding."""
+    recipe = dataclasses.replace(TINY, stages=(Stage(64, 4, 3, WARM_UP), Stage(64, 2, 1, WARM_UP)), final_trials=2)
+    run(text, tmp_path / "one", recipe)
+    assert run(text, tmp_path / "more", recipe, devices=jax.devices()[:2], stop_at=2) is None
+    run(text, tmp_path / "more", recipe, devices=jax.devices()[:4])
+    one, more = ({r["step"]: r["loss"] for r in records(tmp_path / name)} for name in ("one", "more"))
+    assert (one.keys(), more.keys()) == ({3, 4}, {2, 3, 4})
+    np.testing.assert_allclose([one[3], one[4]], [(2 * more[2] + more[3]) / 3, more[4]], rtol=2e-5)
+    for a, b in zip(*(final_params(tmp_path / name) for name in ("one", "more")), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    evaluations = [json.loads((tmp_path / name / "evaluation.json").read_text())["128"] for name in ("one", "more")]
+    assert evaluations[0] == evaluations[1]
+
+
+def test_a_batch_uses_as_many_devices_as_divide_it():
+    devices = jax.devices()[:4]
+    assert [batch_mesh(batch, devices).size for batch in (1, 2, 3, 4, 6, 8)] == [1, 2, 3, 4, 3, 4]
+
+
+def test_the_long_models_slow_pairs_turn_as_far_as_they_did():
+    """Through the exported config.json: pairs that turned once or less in 32,768 tokens turn as far in 131,072, fast ones are kept."""
+    config = NEEDLE_128K.model_config()
+    assert config_json.parse(config_json.to_fields(config)) == config
+    before, after = (np.array(frequencies(c.layers[0].mixer.rope)) for c in (NEEDLE.model_config(), config))
+    slow = before * NEEDLE.max_positions <= 2 * np.pi
+    assert slow.sum() == 12
+    np.testing.assert_allclose(after[slow] * NEEDLE_128K.max_positions, before[slow] * NEEDLE.max_positions, rtol=1e-6)
+    np.testing.assert_array_equal(after[:12], before[:12])
+    assert sum(NEEDLE_128K.max_positions * before[slow] > 2 * np.pi) == 4  # without YaRN
 
 
 def test_weights_to_start_from_must_have_the_recipes_sizes():
