@@ -1,6 +1,7 @@
 """The trainer at toy size: it learns, an interrupted run ends like an uninterrupted one, and refuses to go on with something else."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -11,7 +12,7 @@ import safetensors.numpy
 from kvjax.fidelity.needle import documentation_text
 from kvjax.models import TransformerDecoder, config_json, needle
 from kvjax.models.needle import training
-from kvjax.models.needle.parallel import batch_mesh
+from kvjax.models.needle.parallel import batch_mesh, split, whole
 from kvjax.models.needle.recipe import MIXTURE, NEEDLE, NEEDLE_128K, TOY, WARM_UP, Stage
 from kvjax.rope import frequencies
 
@@ -122,6 +123,30 @@ def test_training_goes_on_from_a_model(text, whole_run, tmp_path):
     assert abs(first["loss"] - before[-1]["loss"]) < 0.3 < before[0]["loss"] - before[-1]["loss"]
 
 
+def test_a_step_on_two_devices_is_the_step_on_one():
+    """Three steps on a batch of unequal weights, so that a mean of the devices' means would differ: losses and weights, within rounding."""
+    decoder, optimiser = TransformerDecoder(TINY.model_config()), training.optimizer(TINY)
+    rng = np.random.default_rng(0)
+    batch = rng.integers(0, 512, (2, 33)).astype(np.int32), np.array([[1.0], [9.0]], np.float32) * rng.random((2, 32), np.float32)
+    found = []
+    for count in (1, 2):
+        mesh = batch_mesh(2, jax.devices()[:count])
+        assert mesh.size == count
+        params = training.first_params(TINY, decoder)
+        params, state = jax.device_put((params, optimiser.init(params)), whole(mesh))
+        update, losses = training.make_update(decoder, training.training_mix(TINY), optimiser, mesh), []
+        for _ in range(3):
+            params, state, loss = update(params, state, *jax.device_put(batch, split(mesh)))
+            losses.append(float(loss))
+        assert all(leaf.sharding == whole(mesh) for leaf in jax.tree.leaves(params))
+        found.append((losses, jax.device_get(params)))
+    (one, weights), (two, others) = found
+    assert one[2] < one[0]
+    np.testing.assert_allclose(two, one, rtol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), others, weights)
+
+
+@pytest.mark.long
 def test_devices_share_a_batch_and_a_run_goes_on_with_others(text, tmp_path):
     """One device, against two, then four and two from a checkpoint: the losses and weights differ by float32 rounding."""
     recipe = dataclasses.replace(TINY, stages=(Stage(64, 4, 3, WARM_UP), Stage(64, 2, 1, WARM_UP)), final_trials=2)
