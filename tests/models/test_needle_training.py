@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from kvjax.fidelity.needle import documentation_text
-from kvjax.models import TransformerDecoder, config_json, needle
+from kvjax.fidelity.needle import NeedleTask, documentation_text, encode_text, vocabulary_words
+from kvjax.models import TransformerDecoder, config_json, load, needle
+from kvjax.models.decoder import causal_mix
 from kvjax.models.needle import training
 from kvjax.models.needle.parallel import batch_mesh, split, whole
 from kvjax.models.needle.recipe import MIXTURE, NEEDLE, NEEDLE_128K, TOY, WARM_UP, Stage
@@ -80,8 +81,6 @@ def test_loss_falls_and_everything_is_written(whole_run):
 
 @pytest.mark.long
 def test_exported_model_loads(whole_run):
-    from kvjax.models.loading import load
-
     _, path = whole_run
     model = load(path)
     assert model.config == TINY.model_config()
@@ -177,6 +176,28 @@ def test_the_long_models_slow_pairs_turn_as_far_as_they_did():
     np.testing.assert_allclose(after[slow] * NEEDLE_128K.max_positions, before[slow] * NEEDLE.max_positions, rtol=1e-6)
     np.testing.assert_array_equal(after[:12], before[:12])
     assert sum(NEEDLE_128K.max_positions * before[slow] > 2 * np.pi) == 4  # without YaRN
+
+
+@pytest.mark.long
+def test_the_embedded_model_finds_far_needles_with_yarn_before_any_training():
+    """62,000 positions left out between a short haystack and its question: attention sees few keys, at the distance of a long prompt."""
+    model = load("needle", dtype="float32")
+    words = vocabulary_words(model.tokenizer, letters=NEEDLE.key_letters)
+    task = NeedleTask(model.tokenizer, encode_text(model.tokenizer, documentation_text()[:40_000]), words, distractors=4)
+    trials = task.trials(350, 6)
+    tokens = np.array([t.haystack_ids + t.question_ids + t.answer_ids for t in trials], np.int32)[:, :-1]
+    answers = np.array([t.answer_ids for t in trials])
+    starts = np.array([[len(t.haystack_ids)] for t in trials])
+    places = np.arange(tokens.shape[1])
+    positions = (places + 62_000 * (places >= starts)).astype(np.int32)
+    found = {}
+    for recipe in (NEEDLE, NEEDLE_128K):
+        decoder = TransformerDecoder(dataclasses.replace(recipe, compute_dtype="float32", max_positions=131_072).model_config())
+        hidden, _ = jax.jit(lambda params, decoder=decoder: decoder.hidden(params, tokens, positions, causal_mix(), None))(model.params)
+        greedy = decoder.logits(model.params, hidden[:, -answers.shape[1] :]).argmax(-1)
+        found[recipe.name] = int((greedy == answers).all(1).sum())
+    assert found["needle"] <= 1
+    assert found["needle-128k"] >= 5
 
 
 def test_weights_to_start_from_must_have_the_recipes_sizes():
