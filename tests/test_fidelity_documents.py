@@ -1,5 +1,6 @@
 """docs/fidelity.md is what the committed panels make."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,34 @@ def test_the_part_on_64_other_facts_is_what_its_panel_makes():
     assert len(hits) == len(fewer) + 7
     (dense,) = (row for row in panel["retrieval"] if (row["haystack"], row["policy"]) == ("near-miss", "dense"))
     assert (sum(cell["hits"] for cell in dense["by_depth"]), dense["invalid_trials"]) == (19, 30)
+
+
+LONG = load(list((ROOT / "benchmarks/results/h200").glob("long-*.json")))
+
+
+def test_the_page_of_the_long_model_is_what_its_files_make():
+    text = (ROOT / "docs/long-model.md").read_text(encoding="utf-8")
+    assert rendered(text, LONG, "long") == text
+    assert all(panel.get("settings", panel)["model"] == "needle-128k" for panel in LONG)
+
+
+def test_files_of_several_commands_stand_in_one_part_and_say_whose_they_are(tmp_path):
+    """Panels first, then echo, then needles after each prefill; the embedded model is not named."""
+    names = ("fidelity-long", "prefill-echo-32768", "sparse-prefill-needles-32768")
+    for number, name in enumerate(reversed(names)):
+        figures = json.loads((ROOT / f"benchmarks/results/h200/{name}.json").read_text())
+        (tmp_path / f"{number}.json").write_text(json.dumps(figures))
+        figures.get("settings", figures)["model"] = "other"
+        (tmp_path / f"other-{number}.json").write_text(json.dumps(figures))
+    own, other = (load(list(tmp_path.glob(pattern))) for pattern in ("[0-9].json", "other-*.json"))
+    mark = "<!-- fidelity:here -->\n<!-- /fidelity -->"
+    text = rendered(mark, own, "here")
+    titles = [line for line in text.splitlines() if line.startswith("**")]
+    assert [title.split()[0] for title in titles] == ["**needle", "**facts", "**needles"]
+    assert "| 32,768 | momo:64/8 | 387/400 | 384/400 |" in text
+    named = [line for line in rendered(mark, other, "here").splitlines() if line.startswith("**")]
+    assert named == [f"{title[:-2]}; model `other`**" for title in titles]
+    assert rendered(mark, [], "here") == "<!-- fidelity:here -->\n*Not measured yet.*\n<!-- /fidelity -->"
 
 
 def test_giving_pages_back_changes_no_figure():

@@ -1,9 +1,9 @@
-"""Writes a marked part of docs/fidelity.md from committed panels.
+"""Writes a marked part of a document from committed panels, and from files of `kvjax echo` and of `kvjax needle` with several prefills.
 
     python -m kvjax.fidelity.documents benchmarks/results/h200/fidelity-*.json --into docs/fidelity.md --plots docs/fidelity
 
 replaces the part between `<!-- fidelity:evidence -->` and `<!-- /fidelity -->`, and draws the pictures of the first panel of `load`. With
-`--part released` it replaces the part of that name.
+`--part released` it replaces the part of that name. Figures of another model than the embedded one say whose they are.
 """
 
 from __future__ import annotations
@@ -17,18 +17,34 @@ from typing import Annotated, Any
 import typer
 
 from kvjax.fidelity.report import kinds_rows, lists_rows, panel_rows, remarks
+from pallas_kernels.bench.prefill.echo import echo_table, needles_table
 from pallas_kernels.bench.report import markdown, source
 
 
 def evidence(panels: Sequence[dict[str, Any]]) -> str:
-    """The Markdown of all panels, one after the other: for each its tables, the remarks, and its source."""
-    return "\n\n".join(map(_panel, panels))
+    """The Markdown of all panels, one after the other: for each its tables, the remarks, and its source. Without panels it says so."""
+    return "\n\n".join(map(_made, panels)) or "*Not measured yet.*"
+
+
+def _made(figures: dict[str, Any]) -> str:
+    if "retrieval" in figures:
+        return _panel(figures)
+    if figures.get("bench") == "prefill-echo":
+        title, table = f"**facts and passages repeated in a prompt{_model(figures['settings'])}**", echo_table([figures])
+    else:
+        title, table = f"**needles found by dense decoding after each prefill{_model(figures)}**", needles_table([figures])
+    return "\n\n".join((title, table, source(figures)))
+
+
+def _model(settings: dict[str, Any]) -> str:
+    return "" if settings["model"] == "needle" else f"; model `{settings['model']}`"
 
 
 def _panel(figures: dict[str, Any]) -> str:
     settings = figures["settings"]
     columns, rows = panel_rows(figures)
-    title = f"**{settings['tasks'][0]} in {settings['haystacks'][0]}, {settings['trials']} trials; {settings['steps']:,} forced steps**"
+    what = f"{settings['tasks'][0]} in {settings['haystacks'][0]}, {settings['trials']} trials"
+    title = f"**{what}; {settings['steps']:,} forced steps{_model(settings)}**"
     parts = [title, markdown(("tokens", *columns), [(f"{length:,}", *cells) for length, cells in rows])]
     parts += [markdown(columns, rows) for columns, rows in (kinds_rows(figures), lists_rows(figures)) if rows]
     return "\n\n".join((*parts, "\n".join(f"* {line}" for line in remarks(figures)), source(figures)))
@@ -43,14 +59,17 @@ def rendered(text: str, panels: Sequence[dict[str, Any]], part: str = "evidence"
 
 
 def load(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """The panels of `files`, sorted: most lengths first, then fewest tasks and haystacks, then most forced steps."""
+    """The figures in `files`, sorted: panels first, those of most lengths before others, then fewest tasks and haystacks, then most forced
+    steps; then echo and needles, by length."""
     panels = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(files)]
     return sorted(panels, key=_place)
 
 
-def _place(panel: dict[str, Any]) -> tuple[int, int, int]:
+def _place(panel: dict[str, Any]) -> tuple[int, ...]:
+    if "retrieval" not in panel:
+        return 1, "bench" not in panel, panel["length"] if "length" in panel else panel["settings"]["lengths"][0]
     settings = panel["settings"]
-    return -len(settings["lengths"]), len(settings["tasks"]) * len(settings["haystacks"]), -settings["steps"]
+    return 0, -len(settings["lengths"]), len(settings["tasks"]) * len(settings["haystacks"]), -settings["steps"]
 
 
 def write_document(

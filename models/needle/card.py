@@ -2,8 +2,9 @@
 
     python -m kvjax.models.needle.card benchmarks/results/h200/needle-*.json
 
-rewrites the card in place. The files are the engine's measurements, written by `kvjax needle`. The training run's measurements are in this
-folder.
+rewrites the card in place. The files are the engine's measurements, written by `kvjax needle`. The training runs' measurements are in this
+folder: `training_curve.jsonl` and `evaluation.json`, and of the model for 128K tokens `long_curve.jsonl` and `long_evaluation.json`, which
+are a run's `curve.jsonl` and `evaluation.json`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvjax.models.loading import read_config
 from kvjax.models.needle import path
 from kvjax.models.needle.curve import read_records
-from kvjax.models.needle.recipe import NEEDLE
+from kvjax.models.needle.recipe import NEEDLE, NEEDLE_128K, Recipe
+
+NOTHING = "*Not measured yet.*"
 
 
 def rendered(card: str, engine_files: Iterable[Path]) -> str:
@@ -25,7 +29,14 @@ def rendered(card: str, engine_files: Iterable[Path]) -> str:
 
     Raises ValueError if the card has a part with an unknown name, or not every part exactly once.
     """
-    parts = {"model": _model(), "data": _data(), "training": _training(), "evaluation": _evaluation(), "engine": _engine(engine_files)}
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in engine_files]
+    own, long = ([run for run in runs if (run["model"] == "needle") == embedded] for embedded in (True, False))
+    parts = {"model": _model(), "data": _data(), "engine": _engine(own), "long_engine": _engine(long)}
+    parts |= {"training": _training(NEEDLE, "training_curve.jsonl", "evaluation.json"), "evaluation": _evaluation("evaluation.json")}
+    parts |= {"long_training": NOTHING, "long_evaluation": NOTHING}
+    if (path() / "long_evaluation.json").exists():
+        parts["long_training"] = _training(NEEDLE_128K, "long_curve.jsonl", "long_evaluation.json")
+        parts["long_evaluation"] = _evaluation("long_evaluation.json")
     mark = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
     named = [name for _, name, _ in mark.findall(card)]
     if sorted(named) != sorted(parts):
@@ -79,10 +90,10 @@ def _data() -> str:
     return _table(("text", "split", "bytes", "source"), rows)
 
 
-def _training() -> str:
-    records = {record["step"]: record for record in read_records(path() / "training_curve.jsonl")}
+def _training(recipe: Recipe, curve: str, evaluation: str) -> str:
+    records = {record["step"]: record for record in read_records(path() / curve)}
     rows, end, before = [], 0, 0.0
-    for stage in NEEDLE.stages:
+    for stage in recipe.stages:
         end += stage.steps
         at = records[end]
         kinds = ", ".join(f"{kind} {_percent(share)}" for kind, share in stage.mixture.items())
@@ -90,7 +101,7 @@ def _training() -> str:
         figures = f"{at['seconds'] - before:.0f}", f"{at['loss']:.3f}", _percent(at["exact_match"]), f"{at['text_nats']:.2f}"
         rows.append((shape, f"{stage.steps:,}", kinds, *figures))
         before = at["seconds"]
-    device = _json("evaluation.json")["provenance"]
+    device = _json(evaluation)["provenance"]
     last = records[end]
     columns = ("sequences x tokens", "steps", "mixture", "seconds", "loss at its end", "needles found", "held-out text, nats a token")
     return (
@@ -99,8 +110,8 @@ def _training() -> str:
     )
 
 
-def _evaluation() -> str:
-    figures = _json("evaluation.json")
+def _evaluation(name: str) -> str:
+    figures = _json(name)
     lengths = [key for key in figures if key.isdigit()]
     rows = [
         (f"{int(key):,}", _percent(figures[key]["exact_match"]), _percent(figures[key]["digits"]), _depths(figures[key]["by_depth"]))
@@ -110,11 +121,11 @@ def _evaluation() -> str:
     return _table(columns, rows)
 
 
-def _engine(files: Iterable[Path]) -> str:
+def _engine(runs: Sequence[dict[str, Any]]) -> str:
     """A table with one row per length and policy, and below it the source of the figures."""
-    runs = sorted((json.loads(file.read_text(encoding="utf-8")) for file in files), key=lambda run: run["length"])
+    runs = sorted(runs, key=lambda run: run["length"])
     if not runs:
-        return "*Not measured yet.*"
+        return NOTHING
     rows, sources = [], []
     for run in runs:
         for result in run["results"]:

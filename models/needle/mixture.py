@@ -107,15 +107,17 @@ class Slots:
 class Mixture:
     """Makes samples (tokens int32[length + 1], weights float32[length]). weights[i] is the loss weight of predicting tokens[i + 1].
 
-    kinds: "needles", in running text, with questions about them; "records", lines of one form, then only questions about them; "text",
-    running text; "recall", pairs of random tokens, then some of these pairs again; "repeats", a run of random tokens over and over.
+    kinds: "needles", in running text, with questions about them; "far", in running text, with one question about each of them at its end;
+    "records", lines of one form, then only questions about them; "text", running text; "recall", pairs of random tokens, then some of these
+    pairs again; "repeats", a run of random tokens over and over.
     """
 
     def __init__(self, vocabulary: Vocabulary, text: np.ndarray, *, seed: int, text_weight: float, answer_weight: float):
         self.vocabulary, self.text, self.seed = vocabulary, text, seed
         self.text_weight, self.answer_weight = text_weight, answer_weight
         self.pool = np.concatenate([vocabulary.digits, vocabulary.words])
-        self.kinds = {"needles": self.needles, "records": self.records, "text": self.plain, "recall": self.recall, "repeats": self.repeats}
+        self.kinds = {"needles": self.needles, "far": self.far, "records": self.records, "text": self.plain}
+        self.kinds |= {"recall": self.recall, "repeats": self.repeats}
         self._needles = self._slots(vocabulary.needles, text_weight, 0.0)
         self._questions = self._slots(vocabulary.questions, text_weight, answer_weight)
         # Most tokens of records belong to the form. A small weight keeps them from dominating the loss.
@@ -181,6 +183,29 @@ class Mixture:
             if count == asked == 1:
                 raise ValueError(f"a sample of {length} tokens is too short for a needle and its question: pass a longer length")
             count, asked = max(1, count // 2), max(1, asked // 2)
+
+    def far(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Needles in running text, then one question about each of them, in random order, up to the end.
+
+        In `needles`, a needle may be asked for several times. Then later answers can be copied from the first one, a short way back. Here
+        every answer has to come from the needle, and most needles are far from the questions: 71% of them are in the text's first half.
+        """
+        most = max(1, length // 128)
+        count = int(rng.integers(1, most + 1))
+        digits = int(rng.integers(1, MAX_DIGITS + 1))
+        forms = np.full(count, rng.integers(len(needle.TEMPLATES)))
+        keys, values = self.keys(rng, count), self.values(rng, count, digits)
+        while True:
+            count = len(keys)
+            order = [(False, i) for i in range(count)] + [(True, int(i)) for i in rng.permutation(count)]
+            events = [self._event(rng, o, forms, keys, values) for o in order]
+            free = length + 1 - sum(len(tokens) for tokens, _ in events)
+            if free >= 0:
+                places = np.sort((rng.random(count) ** 2 * free).astype(int))
+                return self._in_text(rng, events, np.concatenate([places, np.full(count, free)]), free)
+            if count == 1:
+                raise ValueError(f"a sample of {length} tokens is too short for a needle and its question: pass a longer length")
+            keys, values = keys[: count // 2], values[: count // 2]
 
     def _order(self, rng: np.random.Generator, count: int, asked: int, asks_last: bool) -> list[tuple[bool, int]]:
         """(is a question, needle number) in order of appearance. A question is about a random needle before it."""

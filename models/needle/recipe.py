@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
+from kvjax.layers import RopeScaling
 from kvjax.model import ModelConfig, uniform_config
+from kvjax.rope import mscale
 
 WARM_UP = {"repeats": 0.6, "recall": 0.4}
 MIXTURE = {"needles": 0.45, "records": 0.25, "text": 0.20, "recall": 0.05, "repeats": 0.05}
 # At these lengths one sequence of records has thousands of answers, and would outweigh the few needles of the other sequences.
 LONG_MIXTURE = {"needles": 0.60, "records": 0.12, "text": 0.20, "recall": 0.04, "repeats": 0.04}
+# The loss of a batch is one weighted mean. A sequence of records, recall or repeats weighs several times as much as one of needles, which
+# would hardly count in most batches of four or eight if the other kinds were as frequent as above.
+FAR_MIXTURE = {"far": 0.45, "needles": 0.37, "text": 0.12, "records": 0.02, "recall": 0.02, "repeats": 0.02}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Recipe:
     evaluate_every, checkpoint_every: steps; both also happen at the end of each stage. distractors: needles besides the target in an
     evaluated haystack (fewer while short lengths are trained). final_lengths, final_trials: of the evaluation after the last step. start: a
     model with weights of these sizes and a tokenizer, which training goes on from; None: training begins with `structured_params`.
+    rope_scaling: how the positions of the model to start from are stretched; None: not at all.
     """
 
     name: str
@@ -66,6 +72,7 @@ class Recipe:
     final_lengths: tuple[int, ...] = (8192, 16384, 32768)
     final_trials: int = 200
     start: str | None = None
+    rope_scaling: RopeScaling | None = None
 
     @property
     def steps(self) -> int:
@@ -108,6 +115,7 @@ class Recipe:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             rope_theta=self.rope_theta,
+            rope_scaling=self.rope_scaling,
             norm_eps=1e-6,
             tie_embeddings=True,
             max_positions=self.max_positions,
@@ -138,15 +146,26 @@ NEEDLE = Recipe(
     ),
 )
 
-# Training goes on from the embedded model, whose rates have come down. The last stage keeps shorter prompts as good as they were.
+# Training goes on from the embedded model. It finds a needle's key by rotated pairs that hardly turn: 12 of the 32 pairs of a head turn
+# less than once in the 32,768 tokens that it was trained for. In 131,072 tokens four of these turn more than once, and one more than half
+# a turn: a key that is far back would no longer match. YaRN slows exactly the 12 by four, so that in 131,072 tokens they turn as far as
+# they did in 32,768, keeps the 12 fastest, by which the model finds neighbours, and blends the 8 between. (Another base, 4.2 times as
+# large, would turn the fastest of the 12 1.6 times as far as they did, and change the fast pairs too.) The attention factor is YaRN's own:
+# logits 1.3 times as large, because four times as many keys share the attention.
+#
+# Rates are half of those of the embedded model: there is little to learn, a step has up to 524,288 tokens, and steps are few. The last
+# stage is for shorter prompts. It is short, at low rates, so that the longest ones lose little by it.
 NEEDLE_128K = dataclasses.replace(
     NEEDLE,
     name="needle-128k",
     start="needle",
     max_positions=131_072,
-    stages=(Stage(65_536, 1, 500, LONG_MIXTURE), Stage(131_072, 1, 600, LONG_MIXTURE), Stage(32_768, 2, 100, LONG_MIXTURE)),
-    matrix_rate=0.004,
-    other_rate=1.2e-3,
+    rope_scaling=RopeScaling("yarn", 4.0, NEEDLE.max_positions, attention_factor=mscale(4.0, 1.0)),
+    stages=(Stage(65_536, 4, 120, FAR_MIXTURE), Stage(131_072, 4, 250, FAR_MIXTURE), Stage(32_768, 8, 40, FAR_MIXTURE)),
+    matrix_rate=0.005,
+    other_rate=1.5e-3,
+    text_weight=0.1,
+    evaluate_every=200,
     checkpoint_every=100,
     final_lengths=(8192, 16_384, 32_768, 65_536, 131_072),
 )

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.fidelity.needle import NeedleTask, vocabulary_words
@@ -27,6 +28,7 @@ from kvjax.models.needle.curve import Curve
 from kvjax.models.needle.evaluation import needle_report
 from kvjax.models.needle.initial import structured_params
 from kvjax.models.needle.mixture import Vocabulary
+from kvjax.models.needle.parallel import batch_mesh, on_each, split, total, whole
 from kvjax.models.needle.recipe import Recipe
 from kvjax.models.needle.tokenizer import train_tokenizer, transformers_tokenizer
 from kvjax.models.needle.workers import batches
@@ -56,6 +58,7 @@ def train(
     workers: int | None = None,
     stop_at: int | None = None,
     on_record: Callable[[dict], None] | None = None,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Path | None:
     """Train by the recipe, or go on where an earlier call for the same folder stopped. Returns the folder of the exported model.
 
@@ -63,19 +66,20 @@ def train(
     are in a folder of text. with_python_sources: also train on the standard library's sources. folder: gets tokenizer.json, the texts as
     tokens, checkpoints, curve.jsonl, curve.png, evaluation.json and model/. workers: processes that make batches. stop_at: stop after this
     many steps, with a checkpoint, and return None. on_record: called with every record of the curve as it is written.
+    devices: that may be used; None: all of this process. A stage's batches are split over as many of them as divide a batch evenly.
 
-    A resumed run sees the same batches as an uninterrupted one, and on the CPU ends with the same bits. Raises ValueError if the folder
-    holds a run of another recipe or other text.
+    A resumed run sees the same batches as an uninterrupted one, and on the CPU, with as many devices, ends with the same bits. It may have
+    other devices. Raises ValueError if the folder holds a run of another recipe or other text.
     """
     folder = Path(folder)
     data = prepare(recipe, text, held_out, folder, with_python_sources=with_python_sources)
     decoder = TransformerDecoder(recipe.model_config())
     mix = training_mix(recipe)
     last = recipe.steps if stop_at is None else min(stop_at, recipe.steps)
-    params = _fit(recipe, data, decoder, mix, folder, last, workers, on_record)
+    params = _fit(recipe, data, decoder, mix, folder, last, workers, on_record, devices)
     if last < recipe.steps:
         return None
-    evaluate(recipe, data, decoder, mix, params, folder, on_record)
+    evaluate(recipe, data, decoder, mix, params, folder, on_record, devices)
     return export(recipe, decoder, params, folder)
 
 
@@ -150,7 +154,7 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
 def weighted_loss(
     decoder: TransformerDecoder, mix: Mix, params: Params, tokens: Int[Array, "B T+1"], weights: Float[Array, "B T"]
 ) -> Float[Array, ""]:
-    """Weighted mean cross-entropy of each next token, in nats. params: float32. Computed in the model's compute_dtype."""
+    """Weighted sum of the cross-entropy of each next token, in nats. params: float32. Computed in the model's compute_dtype."""
     given, wanted, dtype = tokens[:, :-1], tokens[:, 1:], decoder.config.compute_dtype
     # Embeddings are looked up here, and passed on as a table with one row per token. So the gradient of the lookup is summed in float32:
     # it adds up thousands of rows for a frequent token, and bfloat16 would round most of them away.
@@ -159,23 +163,29 @@ def weighted_loss(
     positions = jnp.broadcast_to(jnp.arange(given.shape[1]), given.shape)
     hidden, _ = decoder.hidden(cast | {"embed": rows}, jnp.arange(given.size).reshape(given.shape), positions, mix, None)
     losses = optax.softmax_cross_entropy_with_integer_labels(decoder.logits(cast, hidden), wanted)
-    return jnp.sum(losses * weights) / jnp.sum(weights)
+    return jnp.sum(losses * weights)
 
 
-def make_update(decoder: TransformerDecoder, mix: Mix, recipe: Recipe, optimiser: optax.GradientTransformation) -> Callable:
-    """Jitted (params, opt_state, tokens, weights) -> (params, opt_state, loss). DONATES params and opt_state."""
+def make_update(decoder: TransformerDecoder, mix: Mix, optimiser: optax.GradientTransformation, mesh: Mesh) -> Callable:
+    """Jitted (params, opt_state, tokens, weights) -> (params, opt_state, loss), on the devices of `batch_mesh`. DONATES params, opt_state.
+
+    loss: the mean over the whole batch, weighted. Each device computes the gradient of its sequences; the sum is the same on all of them.
+    """
     loss = functools.partial(weighted_loss, decoder, mix)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def gradient(params, tokens, weights):
+        return total(jax.value_and_grad(loss)(params, tokens, weights / total(jnp.sum(weights))))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=whole(mesh))
     def update(params, opt_state, tokens, weights):
-        value, gradients = jax.value_and_grad(loss)(params, tokens, weights)
+        value, gradients = on_each(gradient, mesh, 2, joined=False)(params, tokens, weights)
         changes, opt_state = optimiser.update(gradients, opt_state, params)
         return optax.apply_updates(params, changes), opt_state, value
 
     return update
 
 
-def _fit(recipe: Recipe, data: Data, decoder, mix, folder: Path, last: int, workers: int | None, on_record) -> Params:
+def _fit(recipe: Recipe, data: Data, decoder, mix, folder: Path, last: int, workers: int | None, on_record, devices) -> Params:
     """Run the remaining steps up to `last`. Returns the float32 weights."""
     import orbax.checkpoint as ocp
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -195,17 +205,20 @@ def _fit(recipe: Recipe, data: Data, decoder, mix, folder: Path, last: int, work
         curve = Curve(folder, recipe, done, on_record)
         with progress, batches(recipe, data.vocabulary, data.train_path, first=done, last=last, workers=workers) as source:
             task = progress.add_task(recipe.name, total=recipe.steps, completed=done)
-            update = make_update(decoder, mix, recipe, optimiser)
+            mesh = None
             ends = recipe.stage_ends()
-            for tokens, weights in source:
+            for batch in source:
                 done += 1
-                *state_parts, loss = update(state["params"], state["opt_state"], tokens, weights)
+                stage = recipe.stage(done - 1)
+                if mesh != (wanted := batch_mesh(stage.batch, devices)):
+                    mesh, state, update = wanted, jax.device_put(state, whole(wanted)), make_update(decoder, mix, optimiser, wanted)
+                *state_parts, loss = update(state["params"], state["opt_state"], *jax.device_put(batch, split(mesh)))
                 state = dict(zip(("params", "opt_state"), state_parts, strict=True))
                 curve.add(loss)
                 evaluated = done % recipe.evaluate_every == 0 or done in ends
                 if evaluated or done % LOG_EVERY == 0 or done == last:
-                    stage = recipe.stage(done - 1)
-                    curve.write(done, quick_evaluation(recipe, data, decoder, mix, state["params"], stage) if evaluated else {})
+                    found = quick_evaluation(recipe, data, decoder, mix, state["params"], stage, devices) if evaluated else {}
+                    curve.write(done, found)
                     progress.update(task, completed=done, description=curve.summary())
                 if done % recipe.checkpoint_every == 0 or done in ends or done == last:
                     manager.save(done, args=ocp.args.StandardSave(state))
@@ -225,34 +238,40 @@ def first_params(recipe: Recipe, decoder: TransformerDecoder) -> Params:
     return params
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "mix"))
-def text_loss(decoder: TransformerDecoder, mix: Mix, params: Params, tokens: Int[Array, "B T+1"]) -> Float[Array, ""]:
+@functools.partial(jax.jit, static_argnames=("decoder", "mix", "mesh"))
+def text_loss(decoder: TransformerDecoder, mix: Mix, mesh: Mesh, params: Params, tokens: Int[Array, "B T+1"]) -> Float[Array, ""]:
     """Mean cross-entropy of running text, in nats per token."""
-    return weighted_loss(decoder, mix, params, tokens, jnp.ones(tokens[:, 1:].shape))
+
+    def share(params, tokens):
+        return total(weighted_loss(decoder, mix, params, tokens, jnp.ones(tokens[:, 1:].shape)))
+
+    return on_each(share, mesh, 1, joined=False)(params, tokens) / tokens[:, 1:].size
 
 
-def quick_evaluation(recipe: Recipe, data: Data, decoder, mix, params: Params, stage) -> dict:
+def quick_evaluation(recipe: Recipe, data: Data, decoder, mix, params: Params, stage, devices=None) -> dict:
     """The figures of held-out needles and held-out text, at the length of the stage (at least 128 tokens)."""
     seconds = time.perf_counter()
     length = max(stage.length, 128)
     count = min(recipe.evaluate_trials, 8 * stage.batch)
     task = dataclasses.replace(data.task, distractors=min(recipe.distractors, length // 64))
     cast = jax.tree.map(lambda x: x.astype(recipe.compute_dtype), params)
-    report = needle_report(decoder, mix, cast, task, length, count, batch=min(stage.batch, count))
+    report = needle_report(decoder, mix, cast, task, length, count, batch=min(stage.batch, count), devices=devices)
     starts = np.linspace(0, len(data.held_out) - length - 1, stage.batch).astype(int)
     rows = np.stack([data.held_out[s : s + length + 1] for s in starts]).astype(np.int32)
-    report["text_nats"] = float(text_loss(decoder, mix, params, rows))
+    mesh = batch_mesh(stage.batch, devices)
+    report["text_nats"] = float(text_loss(decoder, mix, mesh, params, jax.device_put(rows, split(mesh))))
     return report | {"evaluation_seconds": time.perf_counter() - seconds}
 
 
-def evaluate(recipe: Recipe, data: Data, decoder, mix, params: Params, folder: Path, on_record) -> dict:
+def evaluate(recipe: Recipe, data: Data, decoder, mix, params: Params, folder: Path, on_record, devices=None) -> dict:
     """Write the final figures to evaluation.json and return them: held-out needles in held-out text, at each final length of the recipe."""
     cast = jax.tree.map(lambda x: x.astype(recipe.compute_dtype), params)
     biggest = max(s.length * s.batch for s in recipe.stages)
     figures = {"recipe": recipe.name, "steps": recipe.steps, "tokens": recipe.tokens(recipe.steps), "trials": recipe.final_trials}
     for length in recipe.final_lengths:
         batch = max(1, min(recipe.final_trials, biggest // length))
-        report = needle_report(decoder, mix, cast, data.task, length, recipe.final_trials, batch=batch, bins=10, seed=1)
+        options = {"batch": batch, "bins": 10, "seed": 1, "devices": devices}
+        report = needle_report(decoder, mix, cast, data.task, length, recipe.final_trials, **options)
         figures[str(length)] = report
         if on_record:
             on_record({"final": length, **report})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvjax.models.needle import card, curve, path
-from kvjax.models.needle.recipe import NEEDLE
+from kvjax.models.needle.recipe import NEEDLE, NEEDLE_128K
 
 MEASURED = sorted((Path(__file__).parents[2] / "benchmarks" / "results" / "h200").glob("needle-*.json"))
 README = path() / "README.md"
@@ -33,7 +33,7 @@ def test_engine_figures_are_sorted_by_length(tmp_path):
     result = {"policy": "top:8", "exact_match": 0.985, "by_depth": [0.97, None, 1.0], "blocks_per_step": 13.0}
     result |= {"keys_per_step": 1630.2, "seconds": 2.345, "hits": 197, "describe": "eight pages"}
     provenance = {"device": "some device", "device_count": 1, "versions": {"jax": "0.11.2"}, "date": "2026-01-02T03:04:05+00:00"}
-    run = {"provenance": provenance, "trials": 200, "distractors": 16, "results": [result]}
+    run = {"provenance": provenance, "model": "needle", "trials": 200, "distractors": 16, "results": [result]}
     for name, length, text in (("a", 32768, ["x.txt", "y.txt"]), ("b", 8192, "pydoc_data.topics")):
         (tmp_path / name).write_text(json.dumps(run | {"length": length, "text": text}))
     text = card.rendered(README.read_text(encoding="utf-8"), [tmp_path / "a", tmp_path / "b"])
@@ -45,15 +45,49 @@ def test_engine_figures_are_sorted_by_length(tmp_path):
     assert part[-1] == "200 needles at each length, 16 distractors each, in x.txt, y.txt; some device, jax 0.11.2, 2026-01-02."
 
 
-def test_the_curve_is_that_of_the_recipe_and_evaluation():
-    records = curve.read_records(path() / "training_curve.jsonl")
+@pytest.mark.parametrize(
+    ("recipe", "curve_file", "evaluation_file"),
+    [(NEEDLE, "training_curve.jsonl", "evaluation.json"), (NEEDLE_128K, "long_curve.jsonl", "long_evaluation.json")],
+    ids=["needle", "needle-128k"],
+)
+def test_the_curve_is_that_of_the_recipe_and_evaluation(recipe, curve_file, evaluation_file):
+    if recipe is NEEDLE_128K and not (path() / curve_file).exists() and not (path() / evaluation_file).exists():
+        pytest.skip("no run of needle-128k is on record")
+    records = curve.read_records(path() / curve_file)
     steps = [record["step"] for record in records]
     assert steps == sorted(set(steps))
-    assert steps[-1] == NEEDLE.steps
-    assert all(record["tokens"] == NEEDLE.tokens(record["step"]) for record in records)
+    assert steps[-1] == recipe.steps
+    assert all(record["tokens"] == recipe.tokens(record["step"]) for record in records)
     assert all(math.isfinite(record["loss"]) for record in records)
-    evaluation = json.loads((path() / "evaluation.json").read_text())
-    assert (evaluation["recipe"], evaluation["steps"], evaluation["tokens"]) == ("needle", NEEDLE.steps, records[-1]["tokens"])
+    evaluation = json.loads((path() / evaluation_file).read_text())
+    assert (evaluation["recipe"], evaluation["steps"], evaluation["tokens"]) == (recipe.name, recipe.steps, records[-1]["tokens"])
+
+
+def test_figures_of_the_model_for_128k_tokens_stand_apart(tmp_path, monkeypatch):
+    """A run's own files, and the engine's measurements of another model than the embedded one."""
+    for name in ("config.json", "generation_config.json", "model.safetensors", "data.json", "training_curve.jsonl", "evaluation.json"):
+        (tmp_path / name).symlink_to(path() / name)
+    ends = [120, 370, 410]
+    rest = {"loss": 1.25, "exact_match": 0.96875, "text_nats": 3.6}
+    records = [{"step": step, "tokens": NEEDLE_128K.tokens(step), "seconds": 60.0 * n, **rest} for n, step in enumerate(ends, 1)]
+    (tmp_path / "long_curve.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = {"exact_match": 0.93, "digits": 0.99, "by_depth": [0.9] * 10}
+    provenance = {"device": "some device", "device_count": 4, "versions": {"jax": "0.11.2"}, "date": "2026-01-02T03:04:05+00:00"}
+    (tmp_path / "long_evaluation.json").write_text(json.dumps({"provenance": provenance, "trials": 200, "131072": found}))
+    result = {"policy": "top:8", "exact_match": 0.9, "by_depth": [0.9] * 3, "blocks_per_step": 13.0, "keys_per_step": 1630, "seconds": 2}
+    run = {"provenance": provenance, "model": "needle-128k", "length": 131072, "trials": 200, "distractors": 16, "text": "x.txt"}
+    (tmp_path / "engine").write_text(json.dumps(run | {"results": [result]}))
+    monkeypatch.setattr(card, "path", lambda: tmp_path)
+    before = README.read_text(encoding="utf-8")
+    text = card.rendered(before, [*MEASURED, tmp_path / "engine"])
+    parts = {part.split(" -->")[0]: part.split("<!-- end -->")[0] for part in text.split("<!-- figures: ")[1:]}
+    assert "| 4 x 131,072 | 250 | far 45%, needles 37%," in parts["long_training"]
+    assert "180 seconds on 4 some device" in parts["long_training"]
+    assert "| 131,072 | 93% | 99% | 90% 90%" in parts["long_evaluation"]
+    assert "| 131,072 | `top:8` | 13.0 | 1,630 | 90% |" in parts["long_engine"]
+    assert all(
+        f"<!-- figures: {name} -->\n{parts[name].partition(' -->')[2].lstrip()}" in before for name in ("training", "evaluation", "engine")
+    )
 
 
 def test_nothing_is_too_large():

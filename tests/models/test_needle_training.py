@@ -1,6 +1,7 @@
 """The trainer at toy size: it learns, an interrupted run ends like an uninterrupted one, and refuses to go on with something else."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -8,10 +9,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from kvjax.fidelity.needle import documentation_text
-from kvjax.models import TransformerDecoder, needle
+from kvjax.fidelity.needle import NeedleTask, documentation_text, encode_text, vocabulary_words
+from kvjax.models import TransformerDecoder, config_json, load, needle
+from kvjax.models.decoder import causal_mix
 from kvjax.models.needle import training
-from kvjax.models.needle.recipe import MIXTURE, NEEDLE_128K, TOY, WARM_UP, Stage
+from kvjax.models.needle.parallel import batch_mesh, split, whole
+from kvjax.models.needle.recipe import MIXTURE, NEEDLE, NEEDLE_128K, TOY, WARM_UP, Stage
+from kvjax.rope import frequencies
 
 TINY = dataclasses.replace(
     TOY,
@@ -38,7 +42,7 @@ def text(tmp_path_factory):
 
 
 def run(text, folder, recipe=TINY, **options):
-    options = {"workers": 0, "with_python_sources": False} | options
+    options = {"workers": 0, "with_python_sources": False, "devices": jax.devices()[:1]} | options
     return training.train(recipe, [text / "train.txt"], [text / "held_out.txt"], folder, **options)
 
 
@@ -77,8 +81,6 @@ def test_loss_falls_and_everything_is_written(whole_run):
 
 @pytest.mark.long
 def test_exported_model_loads(whole_run):
-    from kvjax.models.loading import load
-
     _, path = whole_run
     model = load(path)
     assert model.config == TINY.model_config()
@@ -118,6 +120,84 @@ def test_training_goes_on_from_a_model(text, whole_run, tmp_path):
     assert (tmp_path / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     (first, *_), before = records(tmp_path), records(folder)
     assert abs(first["loss"] - before[-1]["loss"]) < 0.3 < before[0]["loss"] - before[-1]["loss"]
+
+
+def test_a_step_on_two_devices_is_the_step_on_one():
+    """Three steps on a batch of unequal weights, so that a mean of the devices' means would differ: losses and weights, within rounding."""
+    decoder, optimiser = TransformerDecoder(TINY.model_config()), training.optimizer(TINY)
+    rng = np.random.default_rng(0)
+    batch = rng.integers(0, 512, (2, 33)).astype(np.int32), np.array([[1.0], [9.0]], np.float32) * rng.random((2, 32), np.float32)
+    found = []
+    for count in (1, 2):
+        mesh = batch_mesh(2, jax.devices()[:count])
+        assert mesh.size == count
+        params = training.first_params(TINY, decoder)
+        params, state = jax.device_put((params, optimiser.init(params)), whole(mesh))
+        update, losses = training.make_update(decoder, training.training_mix(TINY), optimiser, mesh), []
+        for _ in range(3):
+            params, state, loss = update(params, state, *jax.device_put(batch, split(mesh)))
+            losses.append(float(loss))
+        assert all(leaf.sharding == whole(mesh) for leaf in jax.tree.leaves(params))
+        found.append((losses, jax.device_get(params)))
+    (one, weights), (two, others) = found
+    assert one[2] < one[0]
+    np.testing.assert_allclose(two, one, rtol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), others, weights)
+
+
+@pytest.mark.long
+def test_devices_share_a_batch_and_a_run_goes_on_with_others(text, tmp_path):
+    """One device, against two, then four and two from a checkpoint: the losses and weights differ by float32 rounding."""
+    recipe = dataclasses.replace(TINY, stages=(Stage(64, 4, 3, WARM_UP), Stage(64, 2, 1, WARM_UP)), final_trials=2)
+    run(text, tmp_path / "one", recipe)
+    assert run(text, tmp_path / "more", recipe, devices=jax.devices()[:2], stop_at=2) is None
+    run(text, tmp_path / "more", recipe, devices=jax.devices()[:4])
+    one, more = ({r["step"]: r["loss"] for r in records(tmp_path / name)} for name in ("one", "more"))
+    assert (one.keys(), more.keys()) == ({3, 4}, {2, 3, 4})
+    np.testing.assert_allclose([one[3], one[4]], [(2 * more[2] + more[3]) / 3, more[4]], rtol=2e-5)
+    for a, b in zip(*(final_params(tmp_path / name) for name in ("one", "more")), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    evaluations = [json.loads((tmp_path / name / "evaluation.json").read_text())["128"] for name in ("one", "more")]
+    assert evaluations[0] == evaluations[1]
+
+
+def test_a_batch_uses_as_many_devices_as_divide_it():
+    devices = jax.devices()[:4]
+    assert [batch_mesh(batch, devices).size for batch in (1, 2, 3, 4, 6, 8)] == [1, 2, 3, 4, 3, 4]
+
+
+def test_the_long_models_slow_pairs_turn_as_far_as_they_did():
+    """Through the exported config.json: pairs that turned once or less in 32,768 tokens turn as far in 131,072, fast ones are kept."""
+    config = NEEDLE_128K.model_config()
+    assert config_json.parse(config_json.to_fields(config)) == config
+    before, after = (np.array(frequencies(c.layers[0].mixer.rope)) for c in (NEEDLE.model_config(), config))
+    slow = before * NEEDLE.max_positions <= 2 * np.pi
+    assert slow.sum() == 12
+    np.testing.assert_allclose(after[slow] * NEEDLE_128K.max_positions, before[slow] * NEEDLE.max_positions, rtol=1e-6)
+    np.testing.assert_array_equal(after[:12], before[:12])
+    assert sum(NEEDLE_128K.max_positions * before[slow] > 2 * np.pi) == 4  # without YaRN
+
+
+@pytest.mark.long
+def test_the_embedded_model_finds_far_needles_with_yarn_before_any_training():
+    """62,000 positions left out between a short haystack and its question: attention sees few keys, at the distance of a long prompt."""
+    model = load("needle", dtype="float32")
+    words = vocabulary_words(model.tokenizer, letters=NEEDLE.key_letters)
+    task = NeedleTask(model.tokenizer, encode_text(model.tokenizer, documentation_text()[:40_000]), words, distractors=4)
+    trials = task.trials(350, 6)
+    tokens = np.array([t.haystack_ids + t.question_ids + t.answer_ids for t in trials], np.int32)[:, :-1]
+    answers = np.array([t.answer_ids for t in trials])
+    starts = np.array([[len(t.haystack_ids)] for t in trials])
+    places = np.arange(tokens.shape[1])
+    positions = (places + 62_000 * (places >= starts)).astype(np.int32)
+    found = {}
+    for recipe in (NEEDLE, NEEDLE_128K):
+        decoder = TransformerDecoder(dataclasses.replace(recipe, compute_dtype="float32", max_positions=131_072).model_config())
+        hidden, _ = jax.jit(lambda params, decoder=decoder: decoder.hidden(params, tokens, positions, causal_mix(), None))(model.params)
+        greedy = decoder.logits(model.params, hidden[:, -answers.shape[1] :]).argmax(-1)
+        found[recipe.name] = int((greedy == answers).all(1).sum())
+    assert found["needle"] <= 1
+    assert found["needle-128k"] >= 5
 
 
 def test_weights_to_start_from_must_have_the_recipes_sizes():
