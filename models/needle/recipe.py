@@ -153,7 +153,7 @@ NEEDLE = Recipe(
 # large, would turn the fastest of the 12 1.6 times as far as they did, and change the fast pairs too.) The attention factor is YaRN's own:
 # logits 1.3 times as large, because four times as many keys share the attention.
 #
-# Rates are half of those of the embedded model: there is little to learn, a step has up to 524,288 tokens, and steps are few. The last
+# Rates are half of those of the embedded model: there is little to learn, a step has up to 393,216 tokens, and steps are few. The last
 # stage is for shorter prompts. It is short, at low rates, so that the longest ones lose little by it.
 NEEDLE_128K = dataclasses.replace(
     NEEDLE,
@@ -161,7 +161,7 @@ NEEDLE_128K = dataclasses.replace(
     start="needle",
     max_positions=131_072,
     rope_scaling=RopeScaling("yarn", 4.0, NEEDLE.max_positions, attention_factor=mscale(4.0, 1.0)),
-    stages=(Stage(65_536, 4, 120, FAR_MIXTURE), Stage(131_072, 4, 250, FAR_MIXTURE), Stage(32_768, 8, 40, FAR_MIXTURE)),
+    stages=(Stage(65_536, 3, 100, FAR_MIXTURE), Stage(131_072, 3, 260, FAR_MIXTURE), Stage(32_768, 6, 40, FAR_MIXTURE)),
     matrix_rate=0.005,
     other_rate=1.5e-3,
     text_weight=0.1,
