@@ -44,6 +44,9 @@ DEVICES = "--xla_force_host_platform_device_count=8"
 
 def pytest_addoption(parser):
     parser.addoption("--soak-minutes", type=float, default=30, help="how long the long soak of tests/kvjax/test_soak.py runs")
+    parser.addoption(
+        "--needle-128k", metavar="FOLDER", help="the model that `kvjax train-needle --recipe needle-128k` made, for tests of it"
+    )
     parser.addoption("--optimized", action="store_true", help="compile programs as users' are, in every module; `make long` does so")
 
 

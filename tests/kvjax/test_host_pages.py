@@ -100,9 +100,9 @@ def test_pages_in_host_memory_change_no_bits_on_a_gpu(name, part, tmp_path, tota
     assert counts["sequences compared"] > 3
 
 
-def answers(length: int, trials: int, batch: int, policies: tuple[str, ...], share: float | None) -> list:
-    """What the embedded model says to questions about long texts, and what it read. share: of the cache on the device; None: all of it."""
-    model = kvjax.load("needle")
+def answers(length: int, trials: int, batch: int, policies: tuple[str, ...], share: float | None, named="needle", seed=3) -> list:
+    """What a model says to questions about long texts, and what it read. share: of the cache on the device; None: all of it."""
+    model = kvjax.load(named)
     text, tokenizer = encode_text(model.tokenizer, documentation_text()), model.tokenizer
     task = NeedleTask(tokenizer, text, vocabulary_words(tokenizer), distractors=16, prefix_ids=prompt_start(tokenizer))
     pages = batch * (length // 128 + 4)
@@ -111,7 +111,7 @@ def answers(length: int, trials: int, batch: int, policies: tuple[str, ...], sha
         there = int(pages * share)
         sizes = {"pages": there, "host_bytes": (pages - there // 4) * memory_plan(model.config).frame_bytes}
     engine = Engine(model, policies=policies, prefill_chunk=max(256, length // 16), batch_buckets=(batch,), **sizes)
-    trials = task.trials(length - 64, trials, seed=3)
+    trials = task.trials(length - 64, trials, seed=seed)
     results = needle_exact_match(engine, trials, policies, tokenizer, batch=batch)
     if share is not None:
         assert engine.pool_stats().moved_bytes > 0
@@ -132,6 +132,19 @@ def test_needles_are_answered_the_same_with_a_quarter_of_the_cache_on_the_device
     if trials == 200 and jax.default_backend() != "gpu":
         pytest.skip("takes hours on a CPU")
     assert answers(length, trials, batch, policies, 0.25) == answers(length, trials, batch, policies, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="takes days on a CPU")
+@pytest.mark.parametrize("part", range(4))
+def test_needles_at_128k_are_answered_the_same_with_a_quarter_of_the_cache_on_the_device(part, request):
+    """200 needles in all."""
+    if (folder := request.config.getoption("--needle-128k")) is None:
+        pytest.skip("needs --needle-128k FOLDER")
+    given = 131_072, 50, 5, ("dense", "top:8", "top:32")
+    few, every = (answers(*given, share, folder, seed=part) for share in (0.25, None))
+    assert few == every
 
 
 # What must fail: each order that the bits need, taken away.
