@@ -117,3 +117,11 @@ def test_32_blocks_keep_what_dense_says(length):
     assert kept["against_dense"]["difference"]["low"] <= 0 <= kept["against_dense"]["difference"]["high"]
     (forced,) = (row for row in PANELS[0]["forced"] if (row["policy"], row["length"]) == ("top:32", length))
     assert forced["kl"]["high"] <= 0.02
+
+
+def test_the_table_of_positions_is_what_the_results_say():
+    rows = json.loads((ROOT / "benchmarks/results/cpu/designs-needle-positions.json").read_text())["rows"]
+    text = (ROOT / "docs/long-model.md").read_text(encoding="utf-8")
+    for skipped in sorted({row["skipped"] for row in rows}):
+        found = [row["found"] for row in rows if row["skipped"] == skipped]
+        assert f"| {skipped:,} | {' | '.join(map(str, found))} |" in text
