@@ -25,7 +25,7 @@ from kvjax.attend import (
 from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache, frame_tables
 from kvjax.cache.hot import count as count_fetched
 from kvjax.cache.packed import opened
-from kvjax.cache.staging import Copies, complete, copy_keys, copy_values
+from kvjax.cache.staging import Copies, complete, copy_keys, copy_values, lengthen
 from kvjax.chunk_rows import own_rows, whole_rows, with_whole_keys
 from kvjax.learning import Learning
 from kvjax.model import Decoder, LayerInput, Params, Recurrence
@@ -122,6 +122,9 @@ def prefill_layers(
         return out, (layers, (*learned, states), copied)
 
     x, (layers, learned, ahead) = decoder.run_layers(params, x, own_rows(shards, positions), mix, (cache.layers, (), ahead))
+    if ahead is not None:
+        x, ahead = jax.lax.optimization_barrier((x, ahead))  # else XLA waits for the last copy before the last MLP
+        ahead = lengthen(ahead, copies.following.width)
     return x, cache.replace(layers=layers), tuple(zip(*learned, strict=True)), missing, ahead
 
 

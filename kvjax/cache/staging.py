@@ -150,7 +150,7 @@ def _around(low: int, high: int, counts: FrameCounts, written: int) -> tuple[int
 @jax.jit
 def copy_window(window: Coming) -> Any:
     """`copy_keys` and `copy_values`, as a program of its own."""
-    return copy_values(*copy_keys(window, ()), ())
+    return lengthen(copy_values(*copy_keys(window, ()), ()), window.width)
 
 
 def copy_keys(window: Coming, after: Any) -> tuple[Any, Any]:
@@ -161,17 +161,21 @@ def copy_keys(window: Coming, after: Any) -> tuple[Any, Any]:
 
 
 def copy_values(keys: Any, later: Any, after: Any) -> Any:
-    """A window in device memory: arrays `[V, K, page_size, D]` of which the last rows are zeros, in the tree that it came in.
+    """A window on its way to device memory, in the tree that it came in. Keys are as long as all pages that attention reads, values as the
+    window (`lengthen`). after: arrays that are computed before the copy begins.
 
-    Memory: each array is as long as the pages that attention reads (`complete`), which are put into it in place, and which a slice of
-    layers hands to the next one in the same memory. An array of copies that is shorter by a row would need memory of its own beside them,
-    of 1 GB for a million tokens. So keys get their last rows before the copy of values begins, which takes the memory of the shorter array.
+    Memory: the longer arrays are what attention reads (`complete`), and what a slice of layers hands to the next one in the same memory.
+    Windows that were handed on, and put into longer arrays for each layer, took 1 GB more for a million tokens. The copy of values begins
+    once the keys are longer: so it takes the memory of the shorter array.
     """
     values, tree, width = later
-    copies = [_lengthened(keys, width)]
-    for each in values:
-        copies.append(_lengthened(_copied(each, (after, copies[-1])), width))
-    return jax.tree.unflatten(tree, copies)
+    keys = lengthen(keys, width)
+    return jax.tree.unflatten(tree, [keys, *(_copied(each, (after, keys)) for each in values)])
+
+
+def lengthen(copies: Any, width: int) -> Any:
+    """Copies of `width` rows: those that are shorter get zeros."""
+    return jax.tree.map(lambda rows: jnp.pad(rows, ((0, width - rows.shape[0]), *[(0, 0)] * (rows.ndim - 1))), copies)
 
 
 def _copied(array: Array, after: Any) -> Array:
@@ -179,17 +183,12 @@ def _copied(array: Array, after: Any) -> Array:
     return jax.device_put(array, jax.memory.Space.Device)
 
 
-def _lengthened(rows: Array, width: int) -> Array:
-    return jnp.pad(rows, ((0, width - rows.shape[0]), *[(0, 0)] * (rows.ndim - 1)))
-
-
 def complete(copies: Any, pages: Any, staged: Staged) -> Any:
-    """The pages of a sequence: arrays `[V, K, page_size, D]`. copies: those of `copy_values`; None: there are none. pages: of the layer,
-    written."""
+    """The pages of a sequence: arrays `[V, K, page_size, D]`. copies: of a window; None: there is none. pages: of the layer, written."""
 
     def put(rows: Array, others: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(rows, others, staged.tail, axis=0)
 
     others = jax.tree.map(lambda pool: pool[staged.sources], pages)
-    # Without the barrier XLA may copy a page again for each tile that reads it.
-    return jax.lax.optimization_barrier(others if copies is None else jax.tree.map(put, copies, others))
+    found = others if copies is None else jax.tree.map(put, lengthen(copies, staged.places.shape[1]), others)
+    return jax.lax.optimization_barrier(found)  # without it XLA may copy a page again for each tile that reads it
