@@ -94,7 +94,8 @@ def prefill_layers(
         frames = tables.get(cache.spec.layers[layer].group)
         if layer in copied_layers:
             # The chunk is written after its pool was copied, in which some of its pages may lie.
-            copied, heads = jax.lax.optimization_barrier((copied, heads))
+            staged = copies.staged[cache.spec.layers[layer].group]
+            copied, heads = jax.lax.optimization_barrier((lengthen(copied, staged.places.shape[1]), heads))
         written, open_pages = write(cache, layers, layer, heads, positions, valid, indexes, frames, (fresh, first))
         layers = _replace(layers, layer, written)
         at = cache.spec.paged.index(layer)
@@ -105,7 +106,6 @@ def prefill_layers(
         known = () if learning is None else tuple(states[at] for states in learning.states)
         read = opened(pages_of(cache.spec, layers, layer, owners), open_pages)
         if layer in copied_layers:
-            staged = copies.staged[cache.spec.layers[layer].group]
             read, ctx = read.replace(pages=complete(copied, read.pages, staged)), ctx.replace(moved=staged.places)
             window = next((copies.windows[each] for each in copied_layers if each > layer), copies.following)
             coming = None if window is None else copy_keys(window, heads)

@@ -135,7 +135,7 @@ class TransformerDecoder:
         return x + self._norm(project(inner, matrix, **biases)[0], post_norm)
 
     def _add_mlp(self, layer: LayerConfig, weights: Params, x: Float[Array, "B T E"], tokens: Tokens, post_norm) -> Float[Array, "B T E"]:
-        """x plus the MLP of a layer, `MLP_TOKENS` of each row after the other."""
+        """x plus the MLP of a layer, `MLP_TOKENS` of each row after the other. Packed matrices may be widened for each of these parts."""
 
         def add(part: Array) -> Array:
             inner = gate_tokens(layer.mlp, weights, part, tokens)

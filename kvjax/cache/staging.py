@@ -174,7 +174,7 @@ def copy_values(keys: Any, later: Any, after: Any) -> Any:
 
 
 def lengthen(copies: Any, width: int) -> Any:
-    """Copies of `width` rows: those that are shorter get zeros."""
+    """Copies of `width` rows: those that are shorter get zeros. None stays None."""
     return jax.tree.map(lambda rows: jnp.pad(rows, ((0, width - rows.shape[0]), *[(0, 0)] * (rows.ndim - 1))), copies)
 
 
@@ -184,11 +184,12 @@ def _copied(array: Array, after: Any) -> Array:
 
 
 def complete(copies: Any, pages: Any, staged: Staged) -> Any:
-    """The pages of a sequence: arrays `[V, K, page_size, D]`. copies: of a window; None: there is none. pages: of the layer, written."""
+    """The pages of a sequence: arrays `[V, K, page_size, D]`. copies: of a window, lengthened; None: there is none. pages: of the layer,
+    written."""
 
     def put(rows: Array, others: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(rows, others, staged.tail, axis=0)
 
     others = jax.tree.map(lambda pool: pool[staged.sources], pages)
-    found = others if copies is None else jax.tree.map(put, lengthen(copies, staged.places.shape[1]), others)
+    found = others if copies is None else jax.tree.map(put, copies, others)
     return jax.lax.optimization_barrier(found)  # without it XLA may copy a page again for each tile that reads it

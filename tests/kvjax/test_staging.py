@@ -39,7 +39,7 @@ def test_every_page_is_in_the_row_that_is_told(drawn):
     written = pool.copy()  # the chunk writes its pages after the window was copied
     written[frames[own:][frames[own:] >= 0]] += 5
     brought = window.of(layer, staged.places.shape[1])
-    copies = None if brought is None else staging.copy_values(*staging.copy_keys(brought, ()), ())
+    copies = None if brought is None else staging.copy_window(brought)
     copies = staging.complete(copies, Pages(*map(jax.numpy.asarray, (written, written + 1))), staged)
     places = staged.places[0]
     assert (places[len(frames) :] == -1).all()
