@@ -20,7 +20,7 @@ from kvjax.cache.groups import GroupPages, pages_for
 from kvjax.cache.pool import Pool
 from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.spec import GroupSpec
-from kvjax.cache.staging import Copies, Sizes, Staged, Window, copy_window, sizes_alone, stage, stage_with
+from kvjax.cache.staging import Coming, Copies, Sizes, Staged, Window, copy_window, sizes_alone, stage, stage_with
 from kvjax.cache.tables import page_table, staged_width, table_width
 from kvjax.learning import Learning, OpenChunk, PolicyStates, after_chunk
 from kvjax.model import Decoder, Model
@@ -234,11 +234,12 @@ class Prefiller:
                 found[size, *widths.values()] = size, widths
         return list(found.values())
 
-    def _window(self, staged: dict[str, tuple[Staged, Window]], number: int | None) -> Any:
+    def _window(self, staged: dict[str, tuple[Staged, Window]], number: int | None) -> Coming | None:
         """What layer `number` reads of the pages that are copied together; None where there are none."""
         if number is None or self._pool.spec.layers[number].group not in staged:
             return None
-        return staged[self._pool.spec.layers[number].group][1].of(self._read_by(number))
+        where, window = staged[self._pool.spec.layers[number].group]
+        return window.of(self._read_by(number), where.places.shape[1])
 
     def _read_by(self, number: int) -> Any:
         """The layer whose pages layer `number` reads: itself, or the one that it shares with."""

@@ -25,7 +25,7 @@ from kvjax.attend import (
 from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache, frame_tables
 from kvjax.cache.hot import count as count_fetched
 from kvjax.cache.packed import opened
-from kvjax.cache.staging import Copies, complete, copy_keys, copy_values
+from kvjax.cache.staging import Copies, complete, copy_keys, copy_values, lengthen
 from kvjax.chunk_rows import own_rows, whole_rows, with_whole_keys
 from kvjax.learning import Learning
 from kvjax.model import Decoder, LayerInput, Params, Recurrence
@@ -94,7 +94,8 @@ def prefill_layers(
         frames = tables.get(cache.spec.layers[layer].group)
         if layer in copied_layers:
             # The chunk is written after its pool was copied, in which some of its pages may lie.
-            copied, heads = jax.lax.optimization_barrier((copied, heads))
+            staged = copies.staged[cache.spec.layers[layer].group]
+            copied, heads = jax.lax.optimization_barrier((lengthen(copied, staged.places.shape[1]), heads))
         written, open_pages = write(cache, layers, layer, heads, positions, valid, indexes, frames, (fresh, first))
         layers = _replace(layers, layer, written)
         at = cache.spec.paged.index(layer)
@@ -105,7 +106,6 @@ def prefill_layers(
         known = () if learning is None else tuple(states[at] for states in learning.states)
         read = opened(pages_of(cache.spec, layers, layer, owners), open_pages)
         if layer in copied_layers:
-            staged = copies.staged[cache.spec.layers[layer].group]
             read, ctx = read.replace(pages=complete(copied, read.pages, staged)), ctx.replace(moved=staged.places)
             window = next((copies.windows[each] for each in copied_layers if each > layer), copies.following)
             coming = None if window is None else copy_keys(window, heads)
@@ -122,6 +122,9 @@ def prefill_layers(
         return out, (layers, (*learned, states), copied)
 
     x, (layers, learned, ahead) = decoder.run_layers(params, x, own_rows(shards, positions), mix, (cache.layers, (), ahead))
+    if ahead is not None:
+        x, ahead = jax.lax.optimization_barrier((x, ahead))  # else XLA waits for the last copy before the last MLP
+        ahead = lengthen(ahead, copies.following.width)
     return x, cache.replace(layers=layers), tuple(zip(*learned, strict=True)), missing, ahead
 
 

@@ -135,15 +135,25 @@ class TransformerDecoder:
         return x + self._norm(project(inner, matrix, **biases)[0], post_norm)
 
     def _add_mlp(self, layer: LayerConfig, weights: Params, x: Float[Array, "B T E"], tokens: Tokens, post_norm) -> Float[Array, "B T E"]:
-        """x plus the MLP of a layer, `MLP_TOKENS` of each row after the other."""
-        done: list[Array] = []
-        for first in range(0, x.shape[1], MLP_TOKENS):
-            part = x[:, first : first + MLP_TOKENS]
-            if done:  # else XLA computes the inner results of all parts before it projects them back
-                part, done[-1] = jax.lax.optimization_barrier((part, done[-1]))
+        """x plus the MLP of a layer, `MLP_TOKENS` of each row after the other. Packed matrices may be widened for each of these parts."""
+
+        def add(part: Array) -> Array:
             inner = gate_tokens(layer.mlp, weights, part, tokens)
-            done.append(self._add(part, inner, weights["down"], biases_of(weights, layer.mlp.bias, "down"), post_norm))
-        return done[0] if len(done) == 1 else jnp.concatenate(done, axis=1)
+            return self._add(part, inner, weights["down"], biases_of(weights, layer.mlp.bias, "down"), post_norm)
+
+        def add_at(number: Array, x: Array) -> Array:
+            first = number * MLP_TOKENS
+            part = jax.lax.dynamic_slice_in_dim(x, first, MLP_TOKENS, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(x, add(part), first, axis=1)
+
+        parts = x.shape[1] // MLP_TOKENS
+        if parts == 0 or x.shape[1] == MLP_TOKENS:
+            return add(x)
+        # A loop: of parts one after the other XLA would compute all inner results first. And it begins a copy from host memory that runs
+        # beside the MLP only as many operations before its end as it thinks that the copy takes: with one operation, before the MLP.
+        x = jax.lax.fori_loop(0, parts, add_at, x)
+        rest = x[:, parts * MLP_TOKENS :]
+        return jax.lax.dynamic_update_slice_in_dim(x, add(rest), parts * MLP_TOKENS, axis=1) if rest.shape[1] else x
 
     def _add_parts(self, x: Array, inner: Array, matrix: Matrix, biases: dict[str, Any], post_norm: Array | None) -> Float[Array, "B T E"]:
         """`_add` where each device has some columns of the matrix."""

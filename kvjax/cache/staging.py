@@ -37,6 +37,14 @@ class Staged:
     tail: Int[Array, ""]
 
 
+@flax.struct.dataclass
+class Coming:
+    """What is copied together. rows: arrays in host memory. width: rows of the copies; `complete` fills those behind the copied ones."""
+
+    rows: Any
+    width: int = flax.struct.field(pytree_node=False)
+
+
 @dataclasses.dataclass(frozen=True)
 class Window:
     """Frames in host memory that are copied together. first: of all frames of the layer group. rows: how many. apart: how many other pages
@@ -46,9 +54,11 @@ class Window:
     rows: int
     apart: int
 
-    def of(self, layer: PagedKV | LatentPages) -> Any:
-        """The layer's part of them, as arrays in host memory (`host_rows`); None if there are none."""
-        return jax.tree.map(lambda pool: host_rows(pool, self.first, self.rows), layer.pages) if self.rows else None
+    def of(self, layer: PagedKV | LatentPages, width: int) -> Coming | None:
+        """The layer's part of them, as arrays in host memory (`host_rows`); None if there are none. width: of all copies (`Sizes`)."""
+        if not self.rows:
+            return None
+        return Coming(jax.tree.map(lambda pool: host_rows(pool, self.first, self.rows), layer.pages), width)
 
     def bytes_of(self, layer: PagedKV | LatentPages) -> int:
         """Bytes of the layer that are copied from host memory, together and one by one."""
@@ -138,22 +148,34 @@ def _around(low: int, high: int, counts: FrameCounts, written: int) -> tuple[int
 
 
 @jax.jit
-def copy_window(window: Any) -> Any:
-    """A window in device memory, as a program of its own."""
-    return jax.tree.map(lambda array: jax.device_put(array, jax.memory.Space.Device), window)
+def copy_window(window: Coming) -> Any:
+    """`copy_keys` and `copy_values`, as a program of its own."""
+    return lengthen(copy_values(*copy_keys(window, ()), ()), window.width)
 
 
-def copy_keys(window: Any, after: Any) -> tuple[Any, Any]:
-    """A window's keys, or latents, on their way to device memory, and what is still to be copied (`copy_values`). after: arrays that are
+def copy_keys(window: Coming, after: Any) -> tuple[Any, Any]:
+    """A window's keys, or latents, on their way to device memory, and what is still to be done (`copy_values`). after: arrays that are
     computed before the copy begins."""
-    (keys, *values), tree = jax.tree.flatten(window)
-    return _copied(keys, after), (values, tree)
+    (keys, *values), tree = jax.tree.flatten(window.rows)
+    return _copied(keys, after), (values, tree, window.width)
 
 
 def copy_values(keys: Any, later: Any, after: Any) -> Any:
-    """A window in device memory: arrays `[rows, K, page_size, D]`, in the tree that it came in."""
-    values, tree = later
-    return jax.tree.unflatten(tree, [keys, *(_copied(each, after) for each in values)])
+    """A window on its way to device memory, in the tree that it came in. Keys are as long as all pages that attention reads, values as the
+    window (`lengthen`). after: arrays that are computed before the copy begins.
+
+    Memory: the longer arrays are what attention reads (`complete`), and what a slice of layers hands to the next one in the same memory.
+    Windows that were handed on, and put into longer arrays for each layer, took 1 GB more for a million tokens. The copy of values begins
+    once the keys are longer: so it takes the memory of the shorter array.
+    """
+    values, tree, width = later
+    keys = lengthen(keys, width)
+    return jax.tree.unflatten(tree, [keys, *(_copied(each, (after, keys)) for each in values)])
+
+
+def lengthen(copies: Any, width: int) -> Any:
+    """Copies of `width` rows: those that are shorter get zeros. None stays None."""
+    return jax.tree.map(lambda rows: jnp.pad(rows, ((0, width - rows.shape[0]), *[(0, 0)] * (rows.ndim - 1))), copies)
 
 
 def _copied(array: Array, after: Any) -> Array:
@@ -162,13 +184,12 @@ def _copied(array: Array, after: Any) -> Array:
 
 
 def complete(copies: Any, pages: Any, staged: Staged) -> Any:
-    """The pages of a sequence: arrays `[V, K, page_size, D]`. copies: of a window; None: there is none. pages: of the layer, written."""
-    width = staged.places.shape[1]
+    """The pages of a sequence: arrays `[V, K, page_size, D]`. copies: of a window, lengthened; None: there is none. pages: of the layer,
+    written."""
 
     def put(rows: Array, others: Array) -> Array:
-        rows = jnp.pad(rows, ((0, width - rows.shape[0]), *[(0, 0)] * (rows.ndim - 1)))
         return jax.lax.dynamic_update_slice_in_dim(rows, others, staged.tail, axis=0)
 
     others = jax.tree.map(lambda pool: pool[staged.sources], pages)
-    # Without the barrier XLA may copy a page again for each tile that reads it.
-    return jax.lax.optimization_barrier(others if copies is None else jax.tree.map(put, copies, others))
+    found = others if copies is None else jax.tree.map(put, copies, others)
+    return jax.lax.optimization_barrier(found)  # without it XLA may copy a page again for each tile that reads it

@@ -1,6 +1,7 @@
 """Copies of pages for chunks of prefill: whatever frames a sequence has, each page is copied to the row that the chunk is told."""
 
 import jax
+import jax.extend
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,8 +38,8 @@ def test_every_page_is_in_the_row_that_is_told(drawn):
     layer = PagedKV(Pages(*map(jax.numpy.asarray, (pool, pool + 1))), {})
     written = pool.copy()  # the chunk writes its pages after the window was copied
     written[frames[own:][frames[own:] >= 0]] += 5
-    brought = window.of(layer)
-    copies = None if brought is None else staging.copy_values(*staging.copy_keys(brought, ()), ())
+    brought = window.of(layer, staged.places.shape[1])
+    copies = None if brought is None else staging.copy_window(brought)
     copies = staging.complete(copies, Pages(*map(jax.numpy.asarray, (written, written + 1))), staged)
     places = staged.places[0]
     assert (places[len(frames) :] == -1).all()
@@ -46,6 +47,31 @@ def test_every_page_is_in_the_row_that_is_told(drawn):
     there = frames >= 0
     np.testing.assert_array_equal(copies.k[places[: len(frames)][there]], written[frames[there]])
     np.testing.assert_array_equal(copies.v[places[: len(frames)][there]], written[frames[there]] + 1)
+
+
+def test_copies_take_no_memory_twice():
+    """Attention's pages are the copies themselves, in the memory that the layer before gave them."""
+    copies = [jax.ShapeDtypeStruct((4096, 2, PAGE, 8), np.float32)] * 2
+    staged = staging.Staged(*(jax.ShapeDtypeStruct(shape, np.int32) for shape in ((1, 4096), (64,), ())))
+    pages = Pages(*[jax.ShapeDtypeStruct((100, 2, PAGE, 8), np.float32)] * 2)
+    memory = jax.jit(staging.complete, donate_argnums=0).lower(Pages(*copies), pages, staged).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == 2 * 4096 * 2 * PAGE * 8 * 4
+    assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 4
+
+
+def test_keys_are_as_long_as_all_pages_before_values_begin_to_come():
+    """So the array that came, which is shorter, gives its memory to that of the values."""
+    coming = staging.Coming(Pages(*[jax.numpy.ones((8, 2, PAGE, 8))] * 2), width=12)
+    copies = staging.copy_window(coming)
+    assert [each.shape[0] for each in jax.tree.leaves(copies)] == [12, 12]
+    np.testing.assert_array_equal(copies.v[:8], 1)
+    equations = jax.make_jaxpr(lambda coming: staging.copy_values(*staging.copy_keys(coming, ()), ()))(coming).jaxpr.eqns
+    (_, last), known = [at for at, each in enumerate(equations) if each.primitive.name == "device_put"], set()
+    for each in reversed(equations[: last + 1]):  # what the copy of the values waits for
+        if each is equations[last] or known & set(each.outvars):
+            known |= {var for var in each.invars if not isinstance(var, jax.extend.core.Literal)}
+    shapes = {each.outvars[0].aval.shape[0] for each in equations if each.outvars[0] in known and each.outvars[0].aval.shape}
+    assert 12 in shapes, "the copy of the values does not wait for the lengthened keys"
 
 
 def test_pages_that_follow_each_other_come_with_the_window():

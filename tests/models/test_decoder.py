@@ -115,8 +115,12 @@ def test_an_mlp_takes_some_tokens_after_the_others(params, monkeypatch):
         decoder, "gate_tokens", lambda config, params, x, tokens: sizes.append(x.shape[1]) or gate_tokens(config, params, x, tokens)
     )
     parts, _ = DECODER.hidden(params, tokens, positions, causal_mix(), None)
-    assert sizes == [4, 4, 3] * CONFIG.num_layers
+    assert sizes == [4, 3] * CONFIG.num_layers, "the loop is traced once"
     np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-5)
+    inner = CONFIG.layers[0].mlp.size
+    program = str(jax.make_jaxpr(lambda *args: DECODER.hidden(*args, causal_mix(), None))(params, tokens, positions))
+    there = {rows for rows in ("8", "6", "22", "2,11") if f"[{rows},{inner}]" in program}
+    assert there == {"8", "6"}, "inner results of both sequences' rows: of a part's alone"
 
 
 def test_positions_are_absolute_and_only_their_differences_matter(params):

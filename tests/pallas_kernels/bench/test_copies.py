@@ -7,13 +7,26 @@ from pallas_kernels.bench.timing import Kernel
 
 
 def test_each_way_alone_and_both_at_once():
-    """0 to 10 us in, of which the last 4 us beside a copy out, which goes on for 4 us; kernels do not count."""
+    """Copies in of which the second has copies out beside it, at half the rate; then one out alone. Kernels do not count."""
     kernels = [
         Kernel("MemcpyH2D", 0, 10_000, size=500_000),
         Kernel("select_tiles", 0, 90_000),
-        Kernel("MemcpyD2H", 6_000, 14_000, size=320_000),
+        Kernel("MemcpyH2D", 10_000, 30_000, size=500_000),
+        Kernel("MemcpyD2H", 10_500, 20_000, size=190_000),
+        Kernel("MemcpyD2H", 20_200, 29_700, size=190_000),
+        Kernel("MemcpyD2H", 40_000, 50_000, size=400_000),
     ]
-    assert traced_copy_rates(kernels) == pytest.approx({"in": 50e9, "out": 40e9, "both": 90e9})
+    assert traced_copy_rates(kernels) == pytest.approx({"in": 50e9, "out": 40e9, "both": 45e9})
+
+
+def test_a_copy_that_is_beside_another_for_a_part_of_its_time_has_no_rate():
+    """It may have been slower there. Its bytes spread evenly would make the other part slow."""
+    kernels = [
+        Kernel("MemcpyH2D", 0, 20_000, size=1_000_000),
+        Kernel("MemcpyD2H", 15_000, 35_000, size=600_000),  # a quarter at 20 GB/s, the rest at 33
+        Kernel("MemcpyD2H", 35_000, 45_000, size=333_000),
+    ]
+    assert traced_copy_rates(kernels) == pytest.approx({"out": 33.3e9})
 
 
 def test_pauses_do_not_count():
