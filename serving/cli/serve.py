@@ -146,7 +146,7 @@ def serve_command(
     from kvjax.serving.session.desk import ServerOptions
     from kvjax.serving.session.metrics import Metrics
     from kvjax.serving.session.runtime import SessionRuntime
-    from kvjax.serving.session.server import Server
+    from kvjax.serving.session.server import Server, leave_out_of_collections
 
     options = ServerOptions(
         host=host, port=port, http_port=http_port, tokens=_tokens(token_file), certificate=_certificate(tls_certificate, tls_key),
@@ -162,6 +162,7 @@ def serve_command(
     runtime = SessionRuntime(engine, slots=max_batch, max_gap_ms=max_gap_ms, observe=metrics.observe, **limits)
     server = Server(runtime, metrics, options)
     typer.echo(f"{model}: {engine.policy.describe()}, {engine.allocators['full'].total:,} pages of {page_size} tokens", err=True)
+    leave_out_of_collections()
     _until_told(server, drain_seconds)
 
 
