@@ -8,6 +8,9 @@ tile j of the keys goes to part j modulo the number of parts, and the parts are 
 each part of a row has the same keys, in the same order, whatever the length, the table's width and the chunk. Chunks that are split and
 chunks that are not differ in their bits. Attention in a window and over packed pages is not split: it has few tiles, or two kinds of them.
 
+Tiles of 128 queries of which none is needed (before `fresh`, or past the end) read no keys. With splits, a warpgroup of 64 such queries
+does not multiply (`hopper.query_turns`). Others have the bits that they have beside queries that are needed.
+
 Memory traffic: q and out once; keys and values of a sequence once per 128 queries and head, from L2 where neighbours share them. With
 splits, also splits * H * T * (D + 1) float32, written and read; independent of the number of keys. Source: FlashAttention-3 (arXiv
 2407.08608); Flash-Decoding for splits; StreamingLLM (arXiv 2309.17453) for sinks and window.
@@ -63,8 +66,13 @@ def _walk(s: query_tiles.Shape, window, opened: bool, refs, row, head, tile):
     if opened:
         stop, own, open_steps = packed_tiles.own_tiles(s, first, starts_ref[row], length)
         packed_end = stop
-    needed = (first < length) & (first + query_tiles.TILE_ROWS > fresh_ref[row])  # else there is padding alone
-    end, open_steps = (jnp.where(needed, tiles, 0) for tiles in (lax.div(stop + (s.tile - 1), jnp.int32(s.tile)), open_steps))
+    fresh = fresh_ref[row]
+
+    def needed(position, rows=query_tiles.ROWS):
+        return (position < length) & (position + rows > fresh)
+
+    some = needed(first, query_tiles.TILE_ROWS)
+    end, open_steps = (jnp.where(some, tiles, 0) for tiles in (lax.div(stop + (s.tile - 1), jnp.int32(s.tile)), open_steps))
     packed_steps, sinks, resume, masks = end, 0, 0, {}
     if window is not None:
         sinks = jnp.minimum(-(-window[0] // s.tile), end)
@@ -87,4 +95,6 @@ def _walk(s: query_tiles.Shape, window, opened: bool, refs, row, head, tile):
         return table_ref[row, lax.div(position, jnp.int32(s.page_size))]
 
     steps, packed = packed_steps + open_steps, (packed_steps, packed_end)
+    if s.splits > 1:  # where few queries wait for a long history
+        masks |= {"needed": needed}
     return query_tiles.Walk(steps, starts, page_of, plain_ref[row], length, packed=packed, **masks), first

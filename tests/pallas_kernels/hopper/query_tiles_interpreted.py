@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("fresh_caches")
 
 SMALL = {"dtype": "bfloat16", "head_dim": 64, "page_size": 64, "kv_heads": 1, "group": 1, "width": 6, "num_queries": 72}
 
-# Inputs of `make_paged` over these, then: starts, window, lists = (width, block size), splits, fresh: the first tile of queries is older.
+# Inputs of `make_paged` over these, then: starts, window, lists = (width, block size), splits, fresh.
 CASES = {
     "chunks": {"lengths": (200, 300), "starts": (128, 150)},
     "a page is missing": {"lengths": (0, 384), "starts": (0, 300), "hole": True},
@@ -33,6 +33,8 @@ CASES = {
     "two splits, a page is missing": {"lengths": (40, 384), "starts": (0, 300), "hole": True, "splits": 2},
     "an old tile": {"lengths": (300,), "starts": (128,), "num_queries": 160, "fresh": 256},
     "an old tile, two splits": {"lengths": (300,), "starts": (128,), "num_queries": 160, "fresh": 257, "splits": 2},
+    "64 old queries, two splits": {"lengths": (512,), "starts": (440,), "fresh": 504, "head_dim": 128, "width": 9, "splits": 2},
+    "64 queries of padding, two splits": {"lengths": (490,), "starts": (440,), "fresh": 440, "head_dim": 128, "width": 9, "splits": 2},
     "three splits, head dim 128": {"lengths": (500,), "starts": (440,), "head_dim": 128, "width": 9, "splits": 3},
 }
 
@@ -63,9 +65,12 @@ def check(tools, interpreter, monkeypatch):
         monkeypatch.setattr(query_tiles, "launch", functools.partial(LAUNCH, interpret=interpreter.params))
         found = interpreter.finished(paging.implementation(op, "mosaic_gpu"), *arrays, **keywords)
         if fresh is not None:
-            old = slice(0, query_tiles.TILE_ROWS)
-            assert not np.asarray(found[0][:, old], np.float32).any(), "an old tile was attended"
-            found, expected = ([x.at[:, old].set(0) for x in each] for each in (found, expected))
+            size, position = query_tiles.ROWS if splits else query_tiles.TILE_ROWS, starts[0] + np.arange(spec["num_queries"])
+            first = starts[0] + np.arange(spec["num_queries"]) // size * size
+            out = (first + size <= fresh) | (first >= spec["lengths"][0])
+            assert not np.asarray(found[0][:, out], np.float32).any(), "rows were attended that nobody needs"
+            rest = (position < fresh) | (position >= spec["lengths"][0])
+            found, expected = ([x.at[:, rest].set(0) for x in each] for each in (found, expected))
         tools.assert_rows_close(found[0], expected[0], 2 * tools.row_error[paged.q.dtype.name])
         tools.assert_lse_close(found[1], expected[1])
         assert not interpreter.races_found(), "a race was found"
