@@ -146,7 +146,7 @@ def serve_command(
     from kvjax.serving.session.desk import ServerOptions
     from kvjax.serving.session.metrics import Metrics
     from kvjax.serving.session.runtime import SessionRuntime
-    from kvjax.serving.session.server import Server, leave_out_of_collections
+    from kvjax.serving.session.server import Server
 
     options = ServerOptions(
         host=host, port=port, http_port=http_port, tokens=_tokens(token_file), certificate=_certificate(tls_certificate, tls_key),
@@ -162,7 +162,6 @@ def serve_command(
     runtime = SessionRuntime(engine, slots=max_batch, max_gap_ms=max_gap_ms, observe=metrics.observe, **limits)
     server = Server(runtime, metrics, options)
     typer.echo(f"{model}: {engine.policy.describe()}, {engine.allocators['full'].total:,} pages of {page_size} tokens", err=True)
-    leave_out_of_collections()
     _until_told(server, drain_seconds)
 
 
@@ -185,12 +184,15 @@ def _engine(
 
 def _until_told(server: Server, drain_seconds: float) -> None:
     """Serve until SIGTERM or Ctrl-C, and then end well."""
+    from kvjax.serving.session.server import leave_out_of_collections
+
     log = logging.getLogger("kvjax.server")
     log.addHandler(logging.StreamHandler(sys.stderr))
     log.setLevel(logging.INFO)
     ended = threading.Event()
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: ended.set())
+    leave_out_of_collections()
     server.start()
     host = server.options.host
     http = "" if server.http_port is None else f", http{'s' if server.options.certificate else ''}://{host}:{server.http_port}"
