@@ -88,7 +88,7 @@ def attend_chunk(
             out, after = attend_and_learn(policy, query, layer, ctx, learning, known)
             return out, known if learning is None else after
         pages = (layer.pages, ctx.frames, ctx.starts, ctx.lengths)
-        return flash_attention(query, *pages, window=(0, given.window), sm_scale=ctx.sm_scale)[0], known
+        return flash_attention(query, *pages, fresh=ctx.fresh, window=(0, given.window), sm_scale=ctx.sm_scale)[0], known
 
     shards = ctx.shards
     if shards is None or shards.row_parts == 1:

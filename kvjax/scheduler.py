@@ -162,9 +162,9 @@ class Scheduler:
     def submit(self, request: Request, sequence: CachedSequence | None = None) -> Handle:
         """Queue a request. If something is wrong with it, the `error` of its completion says so.
 
-        sequence: holds the first tokens of the prompt, which must be a list of checked token ids. The rest is prefilled to it, and the
-        answer is generated on a fork, so all of the sequence is written by prefill. Leave it alone until the request has ended; then it is
-        yours again, possibly suspended. ValueError with n above 1, and in a job of several processes.
+        sequence: holds the first tokens of the prompt, which must be a list or array of checked token ids. The rest is prefilled to it, and
+        the answer is generated on a fork, so all of the sequence is written by prefill. Leave it alone until the request has ended; then it
+        is yours again, possibly suspended. ValueError with n above 1, and in a job of several processes.
         """
         if not isinstance(request, Request):
             raise TypeError(f"submit takes a kvjax.Request, got {type(request).__name__}: Request(prompt, Sampling(...))")
@@ -376,15 +376,16 @@ class Scheduler:
         if stop_ids is None:
             stop_ids = () if sampling.ignore_eos else engine.config.eos_token_ids
         stream = TextStream(tokenizer, sampling.stop) if streamed else None
-        sequence = handle._sequence if last and handle._given is None else engine.fork(handle._sequence)
-        sample = Sample(handle, index, sampling, sequence, frozenset(stop_ids), stream)
+        sample = Sample(handle, index, sampling, handle._sequence, frozenset(stop_ids), stream)
+        position = np.array([handle._sequence.length], np.int32)
+        token, packed = sample_first(logits, SamplingRows.of([sampling]), position, self._counts(sample))
+        if not last or handle._given is not None:  # after the choice of the token, because a fork copies a page, for which it need not wait
+            sample.sequence = engine.fork(handle._sequence)
         handle._samples.append(sample)
         if last:
             handle._sequence = None
             if handle in self._waiting:
                 self._waiting.remove(handle)
-        position = np.array([sequence.length], np.int32)
-        token, packed = sample_first(logits, SamplingRows.of([sampling]), position, self._counts(sample))
         self._flights.append(Flight((sample,), packed))
         if sampling.max_new_tokens == 1:
             self._ending.append(sample)

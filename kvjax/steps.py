@@ -100,7 +100,7 @@ def prefill_layers(
         layers = _replace(layers, layer, written)
         at = cache.spec.paged.index(layer)
         where = cache.table_of(layer), starts, cache.lengths
-        given = {"indexer": asked_of(heads), "moved": frames, "rope": heads.rope}
+        given = {"indexer": asked_of(heads), "moved": frames, "rope": heads.rope, "fresh": None if learning is not None else fresh}
         split = {"shards": shards, "copies": cache.spec.layers[layer].copies}
         ctx = PrefillContext(*where, layer=place + at, sm_scale=heads.sm_scale, **given, **split)
         known = () if learning is None else tuple(states[at] for states in learning.states)

@@ -68,9 +68,17 @@ def chat_command(
                     session.append(tokenizer(text, add_special_tokens=False)["input_ids"])
                     answer(session, tokenizer, sampling)
     except (SessionError, ValueError) as error:
-        remedy = f"; is `kvjax serve` running at {address}? If not, start it, or give --address" if isinstance(error, Unavailable) else ""
-        print(f"chat: {error}{remedy}", file=sys.stderr)
+        print(f"chat: {sentence(error, address)}", file=sys.stderr)
         raise typer.Exit(1) from None
+
+
+def sentence(error: Exception, address: str) -> str:
+    """What to tell about an error. What gRPC says about a connection is for its authors."""
+    if not isinstance(error, Unavailable):
+        return str(error)
+    if error.reason == "ending":
+        return f"the server at {address} is ending, and takes no new call"
+    return f"there is no server at {address}, or it has ended: start `kvjax serve`, or give --address"
 
 
 def lines() -> Iterator[str]:

@@ -31,6 +31,7 @@ def flash_attention(
     starts: Int[Array, "B"],
     lengths: Int[Array, "B"],
     *,
+    fresh: Int[Array, "B"] | None = None,
     window: tuple[int, int] | None = None,
     sm_scale: float,
     config: Any = None,
@@ -46,6 +47,7 @@ def flash_attention(
         table: int32, logical page -> frame below N, -1 where there is none (those tokens are not attended).
         starts: int32, position of the chunk's first token; it need not begin a page.
         lengths: int32, tokens written, the chunk's own included.
+        fresh: int32, position of the first query whose result is needed; None: `starts`. Whole tiles of earlier ones may be left out.
         window: (sink_tokens, window_tokens). Only keys at positions < sink_tokens or > query position - window_tokens are attended.
         sm_scale: multiplies the logits.
         config: settings of the implementation; "xla" and "mosaic_tpu" take the `Config` of `pallas_kernels.flash_attention.xla` and
@@ -53,7 +55,8 @@ def flash_attention(
         implementation: see `pallas_kernels.dispatch`.
 
     Returns out `[B, T, H, Dv]` in q's dtype and lse `[B, T, H]` float32 (log-sum-exp of the scaled logits, natural log). A query with
-    nothing to read gives 0 and -inf. Queries at or past `lengths` (padding) give finite values that mean nothing.
+    nothing to read gives 0 and -inf. Queries at or past `lengths` (padding), and those before `fresh`, give an output of finite values
+    that mean nothing, and an LSE that means nothing and may be -inf.
 
     Memory: that of q and out, and a tile; never T x S.
 
@@ -61,7 +64,8 @@ def flash_attention(
 
     Source: FlashAttention-2 (arXiv 2307.08691); StreamingLLM (arXiv 2309.17453) for sinks and window.
     """
-    check(q, pages, table, starts=starts, lengths=lengths)
+    fresh = starts if fresh is None else fresh
+    check(q, pages, table, starts=starts, lengths=lengths, fresh=fresh)
     call = Call(window, sm_scale, config)
     signature = f"{dispatch.signature(q=q, **pages.arrays, table=table)} window {window}"
-    return dispatch.run("flash_attention", implementation, signature, call, q, pages, table, starts, lengths)
+    return dispatch.run("flash_attention", implementation, signature, call, q, pages, table, starts, lengths, fresh)

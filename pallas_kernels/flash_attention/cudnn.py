@@ -40,7 +40,7 @@ class Config:
             raise ValueError(f"tile_tokens must be a positive int, got {self.tile_tokens!r}")
 
 
-def unsupported(call: Call, q, pages, table, starts, lengths) -> str | None:
+def unsupported(call: Call, q, pages, table, starts, lengths, fresh) -> str | None:
     """Why this implementation cannot take this valid input, or None if it can."""
     most = 256 if dispatch.compute_capability() >= (9, 0) else 128
     if call.window is not None:
@@ -56,15 +56,15 @@ def unsupported(call: Call, q, pages, table, starts, lengths) -> str | None:
     return None
 
 
-def flash_attention(call: Call, q, pages, table, starts, lengths):
-    """See `pallas_kernels.flash_attention.flash_attention`. config: a `Config`, or None for the default."""
-    if reason := unsupported(call, q, pages, table, starts, lengths):
+def flash_attention(call: Call, q, pages, table, starts, lengths, fresh):
+    """See `pallas_kernels.flash_attention.flash_attention`. It leaves no row out. config: a `Config`, or None for the default."""
+    if reason := unsupported(call, q, pages, table, starts, lengths, fresh):
         raise NotImplementedError(f"flash_attention 'cudnn': {reason}")
-    return _attend(dataclasses.replace(call, config=call.config or Config()), q, pages, table, starts, lengths)
+    return _attend(dataclasses.replace(call, config=call.config or Config()), q, pages, table, starts, lengths, fresh)
 
 
 @functools.partial(jax.jit, static_argnames="call")
-def _attend(call: Call, q, pages, table, starts, lengths):
+def _attend(call: Call, q, pages, table, starts, lengths, fresh):
     position = starts[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)
     frame = jnp.take_along_axis(table, position // pages.page_size, axis=1, mode="fill", fill_value=-1)
     missing = ((frame < 0) & (position < lengths[:, None])).any()
@@ -78,7 +78,7 @@ def _attend(call: Call, q, pages, table, starts, lengths):
         return out.astype(q.dtype), lse
 
     def by_xla():
-        return xla.flash_attention(dataclasses.replace(call, config=None), q, pages, table, starts, lengths)
+        return xla.flash_attention(dataclasses.replace(call, config=None), q, pages, table, starts, lengths, fresh)
 
     # One question to the device. While the host waits for the answer, the device attends to the chunk itself.
     case = jnp.where(missing, 2, (history > 0).any().astype(jnp.int32))

@@ -30,19 +30,19 @@ def _shape(call: Call, q, pages, table) -> query_tiles.Shape:
     return query_tiles.shape_of(q, pages, table, **sizes, config=call.config or Config())
 
 
-def unsupported(call: Call, q, pages, table, starts, lengths) -> str | None:
+def unsupported(call: Call, q, pages, table, starts, lengths, fresh) -> str | None:
     """Why this kernel cannot take this valid input, with the values, or None if it can. Uses only shapes and dtypes."""
     return query_tiles.unsupported(_shape(call, q, pages, table), q, pages, table)
 
 
-def flash_attention(call: Call, q, pages, table, starts, lengths, *, interpret=False):
-    """See `pallas_kernels.flash_attention.flash_attention`. config: a `Config`, or None for `Config()`.
+def flash_attention(call: Call, q, pages, table, starts, lengths, fresh, *, interpret=False):
+    """See `pallas_kernels.flash_attention.flash_attention`; it computes every row. config: a `Config`, or None for `Config()`.
 
     interpret: False, or `pltpu.InterpretParams(...)` to run on a CPU; for tests.
 
     Raises NotImplementedError, with the sentence of `unsupported`, for input that this kernel cannot take.
     """
-    reason = unsupported(call, q, pages, table, starts, lengths)
+    reason = unsupported(call, q, pages, table, starts, lengths, fresh)
     if reason is not None:
         raise NotImplementedError(f"implementation 'mosaic_tpu' of flash_attention: {reason}")
     return _attend(call, q, pages, table, starts, lengths, interpret=interpret)

@@ -15,8 +15,8 @@ from pallas_kernels.pages import open_numbers
 
 
 @functools.partial(jax.jit, static_argnames="call")
-def flash_attention(call: Call, q, pages, table, starts, lengths):
-    """See `pallas_kernels.flash_attention.flash_attention`; takes no config."""
+def flash_attention(call: Call, q, pages, table, starts, lengths, fresh):
+    """See `pallas_kernels.flash_attention.flash_attention`; takes no config, and leaves no row out."""
     num_kv_heads, page_size, window = pages.kv_heads, pages.page_size, call.window
 
     def of_row(q, table, start, length):  # q [T, H, D]

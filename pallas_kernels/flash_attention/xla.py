@@ -43,13 +43,13 @@ def default_config(q: Array) -> Config:
     return Config(query_tile, key_tile=tiles.fitting(8 * q.shape[2] * query_tile, 2048))
 
 
-def flash_attention(call: Call, q, pages, table, starts, lengths):
+def flash_attention(call: Call, q, pages, table, starts, lengths, fresh):
     """See `pallas_kernels.flash_attention.flash_attention`. config: a `Config`, or None for `default_config()`."""
-    return _attend(dataclasses.replace(call, config=call.config or default_config(q)), q, pages, table, starts, lengths)
+    return _attend(dataclasses.replace(call, config=call.config or default_config(q)), q, pages, table, starts, lengths, fresh)
 
 
 @functools.partial(jax.jit, static_argnames="call")
-def _attend(call: Call, q, pages, table, starts, lengths):
+def _attend(call: Call, q, pages, table, starts, lengths, fresh):
     batch, num_queries, num_heads, head_dim = q.shape
     num_kv_heads, page_size, config = pages.kv_heads, pages.page_size, call.config
     query_tile = min(config.query_tile, num_queries)
@@ -58,12 +58,12 @@ def _attend(call: Call, q, pages, table, starts, lengths):
     q = jnp.pad(q, ((0, 0), (0, -num_queries % query_tile), (0, 0), (0, 0)))
 
     def row(args):
-        q, table, start, length = args
+        q, table, start, length, fresh = args
 
         def tile(args):
             q, first = args
             q = q.reshape(query_tile, num_kv_heads, -1, head_dim).transpose(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
-            partial = _walk(call, q, first, query_tile, table, length, pages, pages_per_tile)
+            partial = _walk(call, q, first, query_tile, table, length, fresh, pages, pages_per_tile)
             if pages.open is not None:
                 partial = _own_pages(call, q, first, query_tile, table, length, pages, partial)
             out, lse = online_softmax.finish(partial)
@@ -74,15 +74,16 @@ def _attend(call: Call, q, pages, table, starts, lengths):
         out, lse = jax.lax.map(tile, (q.reshape(-1, query_tile, num_heads, head_dim), first))
         return out.reshape(-1, num_heads, pages.v_head_dim)[:num_queries], lse.reshape(-1, num_heads)[:num_queries]
 
-    return jax.lax.map(row, (q, table, starts, lengths), batch_size=math.gcd(batch, config.rows))
+    return jax.lax.map(row, (q, table, starts, lengths, fresh), batch_size=math.gcd(batch, config.rows))
 
 
-def _walk(call: Call, q, first, query_tile, table, length, pages, pages_per_tile):
+def _walk(call: Call, q, first, query_tile, table, length, fresh, pages, pages_per_tile):
     """Fold every key tile that the queries at positions first, first + 1, ... may read. q is `[K, G * query_tile, D]`."""
     page_size, window = pages.page_size, call.window
     key_tile = pages_per_tile * page_size
     query_pos = jnp.tile(first + jnp.arange(query_tile, dtype=jnp.int32), q.shape[1] // query_tile)[:, None]
-    end = -(-jnp.maximum(jnp.minimum(first + query_tile, length), 0) // key_tile)
+    needed = (first + query_tile > fresh) & (first < length)  # a tile of rows that nobody needs reads nothing
+    end = jnp.where(needed, -(-jnp.minimum(first + query_tile, length) // key_tile), 0)
     sinks, resume = 0, 0
     if window is not None:
         sinks = jnp.minimum(-(-window[0] // key_tile), end)

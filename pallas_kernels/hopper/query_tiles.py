@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import decode_tiles, split_merge
+from pallas_kernels.hopper import decode_tiles, query_turns, split_merge
 from pallas_kernels.hopper.decode_tiles import LAYOUT, LOG2E, LOWEST, SWIZZLED, natural_lse
 
 ROWS = 64
@@ -147,6 +147,7 @@ class Walk:
     written. unmasked: (step, starts, first position, last position) of 64 query rows -> whether each row sees all keys of the tile at or
     before it. seen: (step, key positions, query positions), arrays -> whether a query sees a key at or before it. Both None: all.
     packed: over packed pages, how many tiles are read as packed, before those of open pages, and the position before which they have keys.
+    needed: first position of 64 query rows -> whether a row of them is needed; None: always. Rows that are not get zeros.
     """
 
     steps: Any
@@ -157,6 +158,7 @@ class Walk:
     unmasked: Callable | None = None
     seen: Callable | None = None
     packed: tuple[Any, Any] | None = None
+    needed: Callable | None = None
 
     def part(self, number, parts: int) -> Walk:
         """Every `parts`-th tile of a walk over all keys, from tile `number` on. They are read from pages of numbers."""
@@ -298,14 +300,7 @@ def fold(s: Shape, walk: Walk, warpgroup, first, scratch, aside: Aside | None = 
     """
     weigh = aside.weigh if aside else functools.partial(weigh_plainly, s)
     q_s, k_s, v_s = scratch["q_s"].at[warpgroup], scratch["k_s"], scratch["v_s"]
-
-    def offer_turn():
-        if s.turns:
-            plgpu.barrier_arrive(scratch["turn"])
-
-    def await_turn():
-        if s.turns:
-            plgpu.barrier_wait(scratch["turn"])
+    offer_turn, await_turn = query_turns.turns(s, scratch)
 
     def take_turns():
         offer_turn()
@@ -347,20 +342,23 @@ def fold(s: Shape, walk: Walk, warpgroup, first, scratch, aside: Aside | None = 
         plgpu.barrier_arrive(scratch["v_free"].at[slot])
         return acc, new_m, total, after, report, state
 
-    empty = plgpu.layout_cast(jnp.zeros((ROWS, s.head_dim), jnp.float32), LAYOUT)
-
     @pl.when(walk.steps > 0)
     def _():
         plgpu.barrier_wait(scratch["k_bar"].at[0])
 
     pl.when(warpgroup == 1)(take_turns)
     first_aside = (aside.report, aside.state) if aside else ((), ())
-    begin = (empty, all_rows(LOWEST), all_rows(0.0), walk.starts(jnp.int32(0)), *first_aside)
+    begin = (*no_keys(s), walk.starts(jnp.int32(0)), *first_aside)
     acc, m, total, _, report, state = lax.fori_loop(0, walk.steps, step, begin)
     pl.when(warpgroup == 0)(take_turns)
     if aside:
         aside.finish(aside.beside(walk.steps - 1, report, state))
     return acc, m, total
+
+
+def no_keys(s: Shape):
+    """What `fold` returns for rows that see no key."""
+    return plgpu.layout_cast(jnp.zeros((ROWS, s.head_dim), jnp.float32), LAYOUT), all_rows(LOWEST), all_rows(0.0)
 
 
 def all_rows(value: float):
@@ -542,7 +540,13 @@ def launch(
                 plgpu.barrier_wait(q_bar)
                 first = position + warpgroup * (ROWS * s.row_stride)
                 aside = aside_of(walk, row, head, first_row, first, more_refs) if aside_of else None
-                folded = fold(s, walk, warpgroup, first, scratch, aside)
+
+                def passing():
+                    query_turns.pass_by(s, walk.steps, warpgroup, scratch)
+                    return no_keys(s)
+
+                folding = functools.partial(fold, s, walk, warpgroup, first, scratch, aside)
+                folded = folding() if walk.needed is None else lax.cond(walk.needed(first), folding, passing)
                 if number is None:
                     store(s, folded, warpgroup, first_row, row, head, scratch, out_ref, lse_ref)
                 else:

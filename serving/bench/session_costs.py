@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 """A function that is called with a text about what is running."""
+AGAIN = 3
+"""The most rounds of turns for which the whole history is prefilled again."""
 SPARE = 4
 """Rounds beyond those that count: the first one, and others in which programs were compiled."""
 
@@ -263,11 +265,12 @@ def _serve(pipe: Any, engine: Any, slots: int, words: dict[str, Callable[[Any], 
     from kvjax.serving.session.desk import ServerOptions
     from kvjax.serving.session.metrics import Metrics
     from kvjax.serving.session.runtime import SessionRuntime
-    from kvjax.serving.session.server import Server
+    from kvjax.serving.session.server import Server, leave_out_of_collections
 
     metrics = Metrics()
     runtime = SessionRuntime(engine, slots=slots, capacity=slots + idle + 8, observe=metrics.observe)
     server = Server(runtime, metrics, ServerOptions(port=0, http_port=0, max_calls=slots + 16))
+    leave_out_of_collections()  # as `kvjax serve` does
     server.start()
     pipe.send((server.port, server.http_port, engine.config.vocab_size, page_of(engine), device_here()))
     while (word := pipe.recv()) != "end":
@@ -300,15 +303,30 @@ class Turns:
     @property
     def longest(self) -> int:
         """Tokens of the history after the last turn that there can be."""
-        return self.history + 2 * (self.rounds + SPARE) * (self.appended + self.answer)
+        turns, aligning = 2 * (self.rounds + SPARE) + 2, 2 * (self.chunk + self.answer)
+        return self.history + self.answer + turns * (self.appended + self.answer) + aligning
+
+    def chunks(self, cached: int, length: int) -> int:
+        """Chunks that are computed to prefill positions [cached, length): they begin at multiples of the chunk's size."""
+        return -(-length // self.chunk) - cached // self.chunk
+
+    @property
+    def warm_up(self) -> tuple[int, int]:
+        """Places in a chunk, from which a turn computes the fewest chunks that it can, and the most."""
+        return 0, self.chunk - 1
 
 
 def turn_rows(plan: Turns, say: Say = lambda what: None) -> Iterator[dict[str, Any]]:
     """Seconds from the append to the first token in the client: with the session's pages on the device ("resident"), in host memory
-    ("demoted"), and the same turn where nothing was kept: a new session of the whole history ("again"). Medians of rounds.
+    ("demoted"), and the same turn where nothing was kept: a new session of the whole history ("again"). Medians of rounds; of "again",
+    whose turns are alike, of at most `AGAIN`.
 
-    The first resident and the first demoted turn do not count, nor one in which the server compiled a program. filled_s: until the first
-    token after the history came in, with what had to be compiled.
+    A turn prefills what is new and the last answer, and how many chunks it computes depends on where in a chunk it begins (`chunks` of each
+    turn). So four turns come before those that are timed: two that end at chosen places in a chunk, and after each one of the usual length,
+    of the fewest and of the most chunks. The first demoted turn does not count either, nor any in which the server compiled a program.
+
+    filled_s: until the first token after the history came in, with what had to be compiled. append_s: of first_s, until the append was
+    answered. collecting_s: of first_s and the rest of the turn, in which the server's process collected garbage, so that nothing else ran.
     """
     say("the server starts")
     with ServerProcess(serve_turns, plan) as server, Client(server.address, timeout_s=600.0) as client:
@@ -328,45 +346,56 @@ def turn_rows(plan: Turns, say: Say = lambda what: None) -> Iterator[dict[str, A
             say(f"a history of {plan.history:,} tokens: {filled['first_s']:.1f} s, {filled['compiled']} programs compiled")
             history += answer
 
-            def turn(kind: str) -> dict[str, Any]:
+            def turn(kind: str, count: int = plan.appended) -> dict[str, Any]:
                 if kind == "demoted":
                     server.ask("demote")
-                if (there := session.info().demoted) != (kind == "demoted"):
-                    raise RuntimeError(f"a turn of kind {kind!r} begins with pages {'in host memory' if there else 'on the device'}")
-                new = drawn(plan.appended)
+                before, new = session.info(), drawn(count)
+                if before.demoted != (kind == "demoted"):
+                    raise RuntimeError(
+                        f"a turn of kind {kind!r} begins with pages {'in host memory' if before.demoted else 'on the device'}"
+                    )
 
                 def appended() -> Session:
                     session.append(new)
                     return session
 
                 timed, answer = _first(server, plan.answer, appended)
+                chunks = plan.chunks(before.cached_tokens, len(history) + len(new))
                 history.extend([*new, *answer])
-                return timed
+                return timed | {"chunks": chunks}
 
+            for place in plan.warm_up:
+                turn("resident", (place - len(history)) % plan.chunk or plan.chunk)
+                say(f"a turn to warm up: {turn('resident')['chunks']} chunks")
             for kind in ("resident", "demoted"):
-                yield row(kind, counted(plan.rounds, lambda _, kind=kind: turn(kind), say, kind))
+                yield row(kind, counted(plan.rounds, lambda _, kind=kind: turn(kind), say, kind, warm=kind == "resident"))
 
         def anew(_: int) -> dict[str, Any]:
             with contextlib.ExitStack() as open_:
-                return _first(server, plan.answer, lambda: open_.enter_context(client.create_session(history)))[0]
+                timed, _ = _first(server, plan.answer, lambda: open_.enter_context(client.create_session(history)))
+                return timed | {"chunks": plan.chunks(0, len(history))}
 
-        yield row("again", counted(plan.rounds, anew, say, "again", warm=True))
+        yield row("again", counted(min(plan.rounds, AGAIN), anew, say, "again", warm=True))
 
 
 def _first(server: ServerProcess, count: int, begin: Callable[[], Session]) -> tuple[dict[str, float], list[int]]:
     """Seconds from the call of `begin`, which brings a session what is new, until the first token of its generation, with the numbers of
-    tokens that were prefilled and programs that were compiled; and all tokens."""
-    programs, started = server.ask("programs"), time.perf_counter()
-    stream = begin().generate(max_new_tokens=count, ignore_eos=True)
+    tokens that were prefilled and programs that were compiled; and all tokens. Figures are those that `turn_rows` explains."""
+    programs, collecting, started = server.ask("programs"), server.ask("collecting"), time.perf_counter()
+    session = begin()
+    begun = time.perf_counter() - started
+    stream = session.generate(max_new_tokens=count, ignore_eos=True)
     tokens = iter(stream)
     first = next(tokens)
-    seconds = time.perf_counter() - started
+    told = {"first_s": time.perf_counter() - started, "append_s": begun}
     answer = [first, *tokens]
-    return {"first_s": seconds, "prefilled": stream.prefill_tokens, "compiled": server.ask("programs") - programs}, answer
+    told |= {"prefilled": stream.prefill_tokens, "collecting_s": server.ask("collecting") - collecting}
+    return told | {"compiled": server.ask("programs") - programs}, answer
 
 
 def serve_turns(pipe: Any, plan: Turns) -> None:
-    """The server's process of `turn_rows`. Words: "demote", all sessions; "programs", compiled so far; "end"."""
+    """The server's process of `turn_rows`. Words: "demote", all sessions; "programs", compiled so far; "collecting", seconds so far;
+    "end"."""
     from kvjax.engine import Engine
     from kvjax.serving.bench.decode import config_of
     from kvjax.serving.bench.hollow import random_model
@@ -380,5 +409,22 @@ def serve_turns(pipe: Any, plan: Turns) -> None:
             runtime.session(session_id).demote()
         return True
 
-    heard = _listening()
-    _serve(pipe, engine, 1, {"demote": demote, "programs": lambda _: heard.count})
+    heard, collecting = _listening(), collections_of_garbage()
+    words = {"demote": demote, "programs": lambda _: heard.count, "collecting": lambda _: sum(collecting)}
+    _serve(pipe, engine, 1, words)
+
+
+def collections_of_garbage() -> list[float]:
+    """Seconds of each collection of garbage in this process from now on, in which no other thread runs Python."""
+    seconds: list[float] = []
+    started = 0.0
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        nonlocal started
+        if phase == "start":
+            started = time.perf_counter()
+        else:
+            seconds.append(time.perf_counter() - started)
+
+    gc.callbacks.append(note)
+    return seconds

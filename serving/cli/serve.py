@@ -184,12 +184,15 @@ def _engine(
 
 def _until_told(server: Server, drain_seconds: float) -> None:
     """Serve until SIGTERM or Ctrl-C, and then end well."""
+    from kvjax.serving.session.server import leave_out_of_collections
+
     log = logging.getLogger("kvjax.server")
     log.addHandler(logging.StreamHandler(sys.stderr))
     log.setLevel(logging.INFO)
     ended = threading.Event()
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: ended.set())
+    leave_out_of_collections()
     server.start()
     host = server.options.host
     http = "" if server.http_port is None else f", http{'s' if server.options.certificate else ''}://{host}:{server.http_port}"

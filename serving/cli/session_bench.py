@@ -95,7 +95,7 @@ def turn_command(
     history: Annotated[int, typer.Option(help="Tokens of the session's history.", **token_count())] = 100_000,
     append: Annotated[int, typer.Option(help="New tokens of each turn.", **token_count())] = 200,
     answer: Annotated[int, typer.Option(help="Tokens that each turn generates.", **whole())] = 16,
-    rounds: Annotated[int, typer.Option(help="Timed turns of each kind.", **whole())] = 3,
+    rounds: Annotated[int, typer.Option(help="Timed turns of each kind; of those prefilled again, at most three.", **whole())] = 9,
     policy: Annotated[str, typer.Option(help="Decode policy.")] = "top:32",
     chunk: BenchChunkOption = 512,
     dtype: BenchDtypeOption = "bfloat16",
@@ -105,7 +105,8 @@ def turn_command(
     """Time the first token of a turn in a session with a long history: on the device, demoted to host memory, and prefilled again.
 
     It is measured in the Python client, from the append to the first token. Weights are random. A turn computes whole chunks, so a smaller
-    --chunk answers sooner, and a larger one reads the history faster.
+    --chunk answers sooner, and a larger one reads the history faster. How many it computes depends on where in a chunk it begins, so a fair
+    median takes several turns. Turns of the fewest and of the most chunks come first, untimed.
     """
     needs_extras("kvjax bench session-turn", "server")
     from kvjax.serving.bench.session_costs import Turns, turn_rows

@@ -446,7 +446,7 @@ class SessionCore:
     def _checked(self, record: Record, since: int = 0) -> None:
         """Check the session's invariants. FailedPrecondition, and the session is closed, if one is violated."""
         try:
-            check_invariants(self.engine, record, record.kept(self.limits.window, since), since)
+            check_invariants(self.engine, record, self.limits.window, since)
         except Violation as violation:
             self._violated(record, violation)
 

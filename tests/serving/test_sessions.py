@@ -353,6 +353,7 @@ def test_a_cache_that_decode_steps_wrote_is_noticed(runtime, engine):
         (lambda record: record.sequence.pages["full"].pop(), "inv1"),
         (lambda record: record.sequence.pages["full"].__setitem__(0, -1), "inv1"),
         (lambda record: record.history.__setitem__(30, 5), "inv1"),
+        (lambda record: record.sequence.tokens.__setitem__(3, 5), "inv1"),
         (lambda record: setattr(record, "floor", 41), "inv2"),
     ],
 )
@@ -361,12 +362,14 @@ def test_each_violation_is_found(engine, change, kind):
     try:
         record = Record("a", None, sequence, 0.0)
         record.history.extend(TEXT[:45])
-        check_invariants(engine, record, record.kept(None))
-        assert record.floor == 40
+        check_invariants(engine, record, None)
+        assert record.floor == record.still_equal(None) == 40
+        check_invariants(engine, record, None, since=30)
+        assert (record.compared, record.meant.tolist()) == (sequence.tokens, TEXT[:40])
         pages = list(sequence.pages["full"])
         change(record)
         with pytest.raises(Violation) as caught:
-            check_invariants(engine, record, record.kept(None))
+            check_invariants(engine, record, None)
         assert caught.value.kind == kind
         sequence.pages["full"][:] = pages
     finally:

@@ -267,12 +267,16 @@ def test_a_turn_prefills_what_is_new_and_a_new_session_everything():
     rows = {row["kind"]: row for row in turn_rows(plan, said.append)}
     assert list(rows) == ["resident", "demoted", "again"]
     turns = sum(each.startswith(("resident, round", "demoted, round")) for each in said)
-    assert turns >= 4
-    assert {kind: [turn["prefilled"] for turn in row["turns"]] for kind, row in rows.items()} == {
-        "again": [300 + 3 + turns * 23],
-        "resident": [23],
-        "demoted": [23],
+    assert turns >= 3
+    # Before them, one turn to the end of a chunk and one to a token before it, and a usual one after each.
+    before = 300 + 3 + (384 - 303) + 3 + 23 + (511 - 410) + 3 + 23
+    assert {kind: [(turn["prefilled"], turn["chunks"]) for turn in row["turns"]] for kind, row in rows.items()} == {
+        "again": [(before + turns * 23, 5)],
+        "resident": [(23, 1)],
+        "demoted": [(23, 1)],
     }
+    assert [each for each in said if "warm up" in each] == ["a turn to warm up: 1 chunks", "a turn to warm up: 2 chunks"]
+    assert all(0 < turn["append_s"] < turn["first_s"] for row in rows.values() for turn in row["turns"])
     assert all(row["first_s"] > 0 for row in rows.values())
     assert not any(turn["compiled"] for row in rows.values() for turn in row["turns"])
     assert rows["resident"]["filled_s"] > rows["resident"]["first_s"]
@@ -290,9 +294,24 @@ def test_a_table_of_turns_has_each_kind():
         "appended": 2,
         "chunk": 128,
         "first_s": 1.0,
+        "turns": [{"first_s": 0.5}, {"first_s": 2.0}],
     }
     told = scheduling.made("session-turn", [{"op": "session-turn", "kind": kind} | of_all for kind in ("resident", "demoted", "again")])
     assert [told.count(said) for said in ("on the device", "in host memory", "the whole history")] == [1, 1, 1]
+    assert told.count("| 2 | 1,000.0 | 500.0 to 2,000.0 |") == 3
+
+
+def test_the_longest_history_of_turns_is_never_passed():
+    for history, appended, answer, chunk in ((300, 20, 3, 128), (100_000, 200, 16, 256), (1, 700, 1, 128)):
+        plan = Turns("tiny", 1, "float32", "dense", history=history, appended=appended, answer=answer, rounds=2, chunk=chunk)
+        length, counts = history + answer, []
+        for place in plan.warm_up:
+            length += ((place - length) % chunk or chunk) + answer
+            counts.append(plan.chunks(length - answer, length + appended))
+            length += appended + answer
+        every = {plan.chunks(at, at + answer + appended) for at in range(chunk)}
+        assert counts == [min(every), max(every)]
+        assert length + 2 * (2 + SPARE) * (appended + answer) <= plan.longest
 
 
 @pytest.mark.long

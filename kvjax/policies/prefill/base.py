@@ -38,6 +38,8 @@ class PrefillContext:
     """The mesh, on whose devices heads are split; None: one device. Pages of other devices have been brought here."""
     copies: int = flax.struct.field(pytree_node=False, default=1)
     """Devices of the mesh that have the same KV heads."""
+    fresh: Int[Array, "B"] | None = None
+    """The first token that the chunk writes, as `flash_attention` takes it: outputs of earlier queries are not used. None: they may be."""
 
     @property
     def frames(self) -> Int[Array, "B M"]:

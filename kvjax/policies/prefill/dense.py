@@ -27,7 +27,7 @@ class DensePrefill:
         self, query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext
     ) -> tuple[Float[Array, "B T H D"], Float32[Array, "B T H"]]:
         """The same, and the log-sum-exp of each query's scaled logits, natural log."""
-        return flash_attention(query, layer.pages, ctx.frames, ctx.starts, ctx.lengths, sm_scale=ctx.sm_scale)
+        return flash_attention(query, layer.pages, ctx.frames, ctx.starts, ctx.lengths, fresh=ctx.fresh, sm_scale=ctx.sm_scale)
 
     def __str__(self) -> str:
         return "dense"

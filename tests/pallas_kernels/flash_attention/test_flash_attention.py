@@ -153,6 +153,21 @@ def test_chunks_are_slices_of_the_whole(tools):
         tools.assert_lse_close(lse, whole_lse[:, start:stop])
 
 
+@pytest.mark.parametrize("window", [None, (5, 20)])
+@pytest.mark.parametrize("fresh", [(0, 3), (40, 71), (200, 40)])
+def test_queries_before_fresh_are_left_out(tools, fresh, window):
+    """Whole tiles of them, of 8 queries, are 0 and finite. The others have the bits that they have without `fresh`."""
+    paged = tools.make_paged(lengths=(96, 70), num_queries=48)
+    starts, fresh = jnp.asarray([48, 40], jnp.int32), jnp.asarray(fresh, jnp.int32)
+    op = functools.partial(SMALL_TILES, *paged.arrays[:4], starts, paged.lengths, sm_scale=paged.sm_scale, window=window)
+    position = starts[:, None] + jnp.arange(48)
+    old = fresh[:, None] >= starts[:, None] + 8 * (jnp.arange(48) // 8 + 1)
+    tools.assert_all_same_bits(op(fresh=fresh), op(), position >= fresh[:, None])
+    out = op(fresh=fresh)[0]
+    assert jnp.isfinite(out).all()
+    assert not out[old].any()
+
+
 @pytest.mark.quick_but("-1 in the table wraps")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(tools, check, mutant):

@@ -214,6 +214,10 @@ def test_split_chunks_of_a_long_history(tools):
     tools.assert_all_same_bits(whole, chunk(0, 384, width=4096))
     for first, last in ((0, 128), (128, 256), (256, 384), (0, 256)):
         tools.assert_all_same_bits([x[:, first:last] for x in whole], chunk(first, last, length=start + last, width=1024))
+    for op, left_out in ((KERNEL, 192), (functools.partial(KERNEL, window=(64, 300)), 128)):
+        some = chunk(0, 384, op=functools.partial(op, fresh=jnp.array([start + 200], jnp.int32)))
+        assert not some[0][:, :left_out].any()
+        tools.assert_all_same_bits([x[:, 200:] for x in chunk(0, 384, op=op)], [x[:, 200:] for x in some])
 
 
 def test_pool_past_2_to_the_31_elements(tools):

@@ -14,13 +14,14 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import merge
+from pallas_kernels.flash_attention import mosaic_gpu
 from pallas_kernels.hopper import clusters, query_tiles, split_merge
 
 pytestmark = pytest.mark.usefixtures("fresh_caches")
 
 SMALL = {"dtype": "bfloat16", "head_dim": 64, "page_size": 64, "kv_heads": 1, "group": 1, "width": 6, "num_queries": 72}
 
-# Inputs of `make_paged` over these, then: starts, window, lists = (width, block size), splits.
+# Inputs of `make_paged` over these, then: starts, window, lists = (width, block size), splits, fresh.
 CASES = {
     "chunks": {"lengths": (200, 300), "starts": (128, 150)},
     "a page is missing": {"lengths": (0, 384), "starts": (0, 300), "hole": True},
@@ -30,6 +31,10 @@ CASES = {
     "lists, sinks and window": {"lengths": (300,), "starts": (228,), "window": (5, 40), "lists": (5, 64)},
     "lists of pages of 128": {"lengths": (600,), "starts": (528,), "page_size": 128, "lists": (5, 128)},
     "two splits, a page is missing": {"lengths": (40, 384), "starts": (0, 300), "hole": True, "splits": 2},
+    "an old tile": {"lengths": (300,), "starts": (128,), "num_queries": 160, "fresh": 256},
+    "an old tile, two splits": {"lengths": (300,), "starts": (128,), "num_queries": 160, "fresh": 257, "splits": 2},
+    "64 old queries, two splits": {"lengths": (512,), "starts": (440,), "fresh": 504, "head_dim": 128, "width": 9, "splits": 2},
+    "64 queries of padding, two splits": {"lengths": (490,), "starts": (440,), "fresh": 440, "head_dim": 128, "width": 9, "splits": 2},
     "three splits, head dim 128": {"lengths": (500,), "starts": (440,), "head_dim": 128, "width": 9, "splits": 3},
 }
 
@@ -40,7 +45,7 @@ def check(tools, interpreter, monkeypatch):
 
     def run(case: str) -> None:
         spec = SMALL | CASES[case]
-        starts, window, lists, splits = (spec.pop(name, None) for name in ("starts", "window", "lists", "splits"))
+        starts, window, lists, splits, fresh = (spec.pop(name, None) for name in ("starts", "window", "lists", "splits", "fresh"))
         paged = tools.make_paged(seed=sum(map(ord, case)), **spec)
         arrays, keywords = (
             (*paged.arrays[:4], jnp.asarray(starts, jnp.int32), paged.lengths),
@@ -52,11 +57,20 @@ def check(tools, interpreter, monkeypatch):
             rng, num_blocks = np.random.default_rng(3), spec["width"] * spec["page_size"] // size
             ids = np.append(rng.permutation(num_blocks), [-1, num_blocks])[:width]
             keywords |= {"blocks": jnp.asarray(ids, jnp.int32)[None, None, None], "block_size": size, "query_tile": 128}
+        if fresh is not None:
+            keywords |= {"fresh": jnp.asarray([fresh], jnp.int32)}
         expected = paging.implementation(op, "reference")(*arrays, **keywords)
         monkeypatch.setattr(clusters, "splits_of", lambda *_: splits or 1)
         monkeypatch.setattr(split_merge, "merge", merged_by_arrays)
         monkeypatch.setattr(query_tiles, "launch", functools.partial(LAUNCH, interpret=interpreter.params))
         found = interpreter.finished(paging.implementation(op, "mosaic_gpu"), *arrays, **keywords)
+        if fresh is not None:
+            size, position = query_tiles.ROWS if splits else query_tiles.TILE_ROWS, starts[0] + np.arange(spec["num_queries"])
+            first = starts[0] + np.arange(spec["num_queries"]) // size * size
+            out = (first + size <= fresh) | (first >= spec["lengths"][0])
+            assert not np.asarray(found[0][:, out], np.float32).any(), "rows were attended that nobody needs"
+            rest = (position < fresh) | (position >= spec["lengths"][0])
+            found, expected = ([x.at[:, rest].set(0) for x in each] for each in (found, expected))
         tools.assert_rows_close(found[0], expected[0], 2 * tools.row_error[paged.q.dtype.name])
         tools.assert_lse_close(found[1], expected[1])
         assert not interpreter.races_found(), "a race was found"
@@ -123,7 +137,20 @@ def _columns_overwritten(monkeypatch):
     monkeypatch.setattr(plgpu, "wait_smem_to_gmem", lambda n, wait_read_only=False: None if wait_read_only else wait(n))
 
 
+def _old_tiles_attended(monkeypatch):
+    attend = mosaic_gpu._attend
+    monkeypatch.setattr(mosaic_gpu, "_attend", lambda *args: attend(*args[:-1], jnp.zeros_like(args[-1])))
+
+
+def _last_old_tile_left_out(monkeypatch):
+    """The tile that holds the first query that is needed counts as old."""
+    attend = mosaic_gpu._attend
+    monkeypatch.setattr(mosaic_gpu, "_attend", lambda *args: attend(*args[:-1], args[-1] + query_tiles.TILE_ROWS))
+
+
 BUGS = {
+    "old tiles are attended": _old_tiles_attended,
+    "the tile of the first new query is left out": _last_old_tile_left_out,
     "a split begins one tile late": _other_tile_first,
     "parts are merged by their maxima": _part_unnormalised,
     "columns of a part are overwritten before they are read": _columns_overwritten,
@@ -134,7 +161,7 @@ BUGS = {
     "a tile that needs a mask gets none": _half_a_tile_unmasked,
     "missing pages are read": _missing_pages_read,
 }
-FOR_BUGS = ("chunks", "a page is missing", "three splits, head dim 128")
+FOR_BUGS = ("chunks", "a page is missing", "three splits, head dim 128", "an old tile")
 
 
 @pytest.mark.timeout(120)

@@ -32,8 +32,12 @@ try {
   await session.close();
 } catch (error) {
   if (!(error instanceof SessionError)) throw error;
-  const remedy = error instanceof Unavailable ? `; is \`kvjax serve\` running at ${address}? If not, start it, or give its address` : "";
-  console.error(`chat: ${error.message}${remedy}`);
+  // What gRPC says about a connection is for its authors.
+  const away =
+    error.reason === "ending"
+      ? `the server at ${address} is ending, and takes no new call`
+      : `there is no server at ${address}, or it has ended: start \`kvjax serve\`, or give its address`;
+  console.error(`chat: ${error instanceof Unavailable ? away : error.message}`);
   process.exitCode = 1;
 } finally {
   client.close();
