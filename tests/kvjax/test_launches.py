@@ -9,6 +9,7 @@ from scheduling import asked, finish
 from tiny_models import make_family, shallow
 
 from kvjax import Engine, Request, Sampling, Scheduler, launches, mesh
+from kvjax.cache import Cache
 from kvjax.launches import Ends
 from kvjax.outcomes import TOKENS
 from kvjax.plans import DecodeGroup, Launch, StepPlan
@@ -185,6 +186,21 @@ def equal_or_failed(call, expected):
         return call() == expected
     except AssertionError:
         return False
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_5_text", marks=pytest.mark.long)])
+def test_the_loop_holds_no_second_copy_of_the_cache(family):
+    model = make_family(family)
+    engine = Engine(model, "top:8" if family == "llama" else "dense", pages=2048, batch_buckets=(1, 256))
+    layers, one = engine._pool.layers, jax.numpy.ones(1, np.int32)
+    tables = {group.name: np.zeros((1, 64 if group.name == "full" else 1), np.int32) for group in engine.spec.groups}
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(layers))
+    cache = Cache(layers, tables, one, engine.spec)
+    states = engine._declared.states.of_batch(engine.policy, [None])
+    rows, ends = SamplingRows.of([None]), Ends(one, one[:, None])
+    given = model.decoder, engine.policy, engine.indexes, model.params, cache, one, one > 0, states, rows, None, ends
+    compiled = launches.decode_steps.lower(8, *given).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < size / 20
 
 
 # When there are several steps
