@@ -166,19 +166,18 @@ def run_replicas(
     engines: Sequence[Engine],
     requests: Iterable[Request],
     *,
-    policy: str | DecodePolicy | None,
-    slots: int | None,
     on_token: OnToken | None,
     on_prefill: Callable[[int], None] | None,
+    **options: Any,
 ) -> Iterator[tuple[Request, Completion]]:
-    """`kvjax.run` over several engines (`engines_of`). A request goes to the replica with a free slot that has fewest requests.
+    """`kvjax.run` over several engines (`engines_of`). A request goes to the replica with a free slot that has fewest requests. options:
+    those of each replica's scheduler.
 
     A request is taken from the iterable only when a slot is free for it. An error of a replica ends all of them. However the generator
     ends, every thread ends with it, and nothing of the engines stays in use.
     """
     said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
-    options = {"policy": policy, "slots": slots, "on_token": on_token, "on_prefill": on_prefill}
-    members = [_Replica(number, engine, said, **options) for number, engine in enumerate(engines)]
+    members = [_Replica(number, engine, said, on_token=on_token, on_prefill=on_prefill, **options) for number, engine in enumerate(engines)]
     source, more, whole = iter(requests), True, CallGuard("the start or end of replicas")
     finished: collections.deque[tuple[Request, Completion]] = collections.deque()
     try:

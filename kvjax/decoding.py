@@ -12,22 +12,23 @@ import numpy as np
 from jaxtyping import Array, Int, Int32
 
 from kvjax.ahead import CompileAhead, shape_of
-from kvjax.cache import Cache, pages_of_step
+from kvjax.cache import MOST_TOKENS, Cache, pages_of_step
 from kvjax.cache.groups import GroupPages
 from kvjax.cache.pool import Layers, Pool, first_array, place_beside
 from kvjax.cache.tables import table_width
-from kvjax.checks import token_ids
+from kvjax.checks import token_ids, whole_number
 from kvjax.declared import DeclaredPolicies
+from kvjax.launches import STOP_IDS, Ends, decode_steps
 from kvjax.learning import rows_of
 from kvjax.model import Model
 from kvjax.outcomes import Reads
-from kvjax.plans import DecodeGroup
+from kvjax.plans import Decoded, DecodeGroup
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import DecodePolicy
-from kvjax.release import PageRelease
-from kvjax.sampling import Sampled, Sampling, SamplingRows, check_rows
+from kvjax.release import PageRelease, check_several
+from kvjax.sampling import Sampling, SamplingRows, check_rows
 from kvjax.sequences import CachedSequence
-from kvjax.slots import Slots, in_bucket
+from kvjax.slots import Slots, Written, in_bucket
 from kvjax.steps import decode_and_sample, sample_first
 
 DRAFTS = (1, 4, 8, 16)
@@ -69,6 +70,22 @@ def _host_tokens(tokens: Any, sequences: Sequence[CachedSequence | None], vocab_
     return ids.astype(np.int32)
 
 
+def _check_launch(group: DecodeGroup, policy: DecodePolicy) -> None:
+    """ValueError unless a group's launch fits it."""
+    launch, slots = group.launch, len(group.sequences)
+    whole_number("steps of a launch", launch.steps, 1, MOST_TOKENS + 1)
+    if group.tokens.ndim == 2:
+        raise ValueError(f"a launch of {launch.steps} steps has no drafts, and got tokens of shape {group.tokens.shape}: give one per slot")
+    if launch.steps > 1:
+        check_several(policy, launch.steps)
+    shapes = {"left": np.shape(launch.ends.left), "stop_ids": np.shape(launch.ends.stop_ids)[:1]}
+    if not isinstance(launch.written, int):
+        shapes["written"] = launch.written.shape
+    for name, shape in shapes.items():
+        if shape != (slots,):
+            raise ValueError(f"{name} of a launch must have a row for each of {slots} slots, got {shape}")
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Launched:
     """A decode step that was launched: its policy, its results other than the cache, the policy's states, and the cache."""
@@ -98,6 +115,8 @@ class DecodeRunner:
         if not isinstance(group.sequences, tuple | list):
             raise ValueError(f"a step takes a tuple of sequences, None for an empty slot, got {group.sequences!r:.60}")
         slots, tokens, vocab_size = len(group.sequences), group.tokens, self.model.config.vocab_size
+        if group.launch is not None:
+            _check_launch(group, self._declared.find(group.policy))
         if tokens is self._chosen and group.sampling is self._rows[0] and slots == self._rows[1] and group.counts is None:
             return group  # as the step before
         if slots not in buckets:
@@ -116,18 +135,32 @@ class DecodeRunner:
             self._rows, self._chosen = (rows, slots), None
         return group if tokens is group.tokens else dataclasses.replace(group, tokens=tokens)
 
-    def compile_ahead(self, policy: DecodePolicy, sequence: CachedSequence, tokens: int, samplings: Sequence[Sampling | None]) -> None:
+    def compile_ahead(
+        self,
+        policy: DecodePolicy,
+        sequence: CachedSequence,
+        tokens: int,
+        samplings: Sequence[Sampling | None],
+        launches: Sequence[int] = (),
+    ) -> None:
         """Compile, in another thread, what follows the prefill of a sequence: the choice of its first token, and the decode step of slots
         with these samplings, the sequence's first. A chunk of it must have been prefilled. tokens: of the longest sequence in the slots.
-        Done once for each policy, number of slots and width of page tables."""
+        launches: the numbers of steps of `decode_steps`, in place of the decode step. Done once for each policy, number of slots and width
+        of page tables."""
         widths = {group.name: table_width(-(-tokens // group.page_size)) for group in self._groups.spec.groups}
         if (key := (policy, len(samplings), *widths.values())) not in self._ahead:
-            self._ahead.begin(key, functools.partial(self._after_prefill, policy, sequence, widths, samplings))
+            self._ahead.begin(key, functools.partial(self._after_prefill, policy, sequence, widths, samplings, launches))
 
     def _after_prefill(
-        self, policy: DecodePolicy, sequence: CachedSequence, widths: dict[str, int], samplings: Sequence[Sampling | None]
+        self,
+        policy: DecodePolicy,
+        sequence: CachedSequence,
+        widths: dict[str, int],
+        samplings: Sequence[Sampling | None],
+        launches: Sequence[int],
     ) -> Iterator[functools.partial]:
-        """Calls of `sample_first` and `decode_and_sample`, with shapes for arguments. widths: of the page tables, by layer group."""
+        """Calls of `sample_first`, and of `decode_and_sample` or `decode_steps`, with shapes for arguments. widths: of the page tables, by
+        layer group."""
         model, size, vocab_size = self.model, len(samplings), self.model.config.vocab_size
         beside = place_beside(self._pool.layers) if first_array(self._pool.layers).committed else None
         one, rows = SamplingRows.of(samplings[:1]), SamplingRows.of(samplings)
@@ -145,7 +178,12 @@ class DecodeRunner:
         counts_of = {group.name: pages_of_step(group.page_size) for group in self._groups.spec.groups}
         following = {name: shape_of((size, count), np.int32, placed) for name, count in counts_of.items()}
         static = {"following": following, "shards": self._pool.shards}
-        yield functools.partial(decode_and_sample, model.decoder, policy, self._declared.indexes, *arrays, **static)
+        given = model.decoder, policy, self._declared.indexes, *arrays
+        ends = Ends(shape_of((size,), np.int32), shape_of((size, STOP_IDS), np.int32))
+        for steps in launches:
+            yield functools.partial(decode_steps, steps, *given, ends, **static)
+        if not launches:
+            yield functools.partial(decode_and_sample, *given, **static)
 
     def placed(self, rows: SamplingRows) -> SamplingRows:
         """The rows on the device. The same rows are put there once, unless they have NumPy arrays that their owner may still change."""
@@ -162,15 +200,16 @@ class DecodeRunner:
             slots = self._slots[size, policy] = Slots(self._groups.spec, size, self._pool.put)
         return slots
 
-    def launch(self, step: Callable, slots: Slots, tokens: Array, policy: DecodePolicy, *rest: Any, num_tokens: int = 1) -> Launched:
-        """Run a step that writes `num_tokens` tokens of every sequence in the slots. Their pages must have been taken. The sequences do not
-        change."""
+    def launch(self, step: Callable, slots: Slots, tokens: Array, policy: DecodePolicy, *rest: Any, written: Written = 1) -> Launched:
+        """Run a step that writes so many tokens of every sequence in the slots, or slot by slot. Their pages must have been taken. The
+        sequences do not change."""
         if isinstance(policy, ChoosesDecode):
-            policy = self._declared.choose(policy, [length + num_tokens for length in slots.lengths])
+            counts = [written] * len(slots.rows) if isinstance(written, int) else written[slots.rows].tolist()
+            policy = self._declared.choose(policy, [length + count for length, count in zip(slots.lengths, counts, strict=True)])
         if self._pool.frames:
             self._pool.advance_copies()
             self._pool.bring_back(slots.sealed)
-        cache, following = slots.cache(self._pool, num_tokens)
+        cache, following = slots.cache(self._pool, written)
         if self._ahead.running:
             self._ahead.wait((policy, slots.size, *(cache.page_tables[group.name].shape[1] for group in cache.spec.groups)))
         if self._pool.beside is not None and not isinstance(tokens, jax.Array):
@@ -190,12 +229,22 @@ class DecodeRunner:
         *_, cache, _, reads = result
         return self._pool.keep(cache, reads.keys)
 
-    def keep_sampled(self, launched: Launched, sampled: Sampled, *, drafted: bool) -> None:
-        """Keep the result of a step that sampled. Waits for the device if it had drafts."""
-        self.keep(launched, np.asarray(sampled.accepted) if drafted else 1)
-        self._chosen = None if drafted or sampled.counts is not None else sampled.tokens
+    def program_of(self, group: DecodeGroup) -> tuple[Callable, tuple[Any, ...]]:
+        """The program that runs a group that was checked, and its arguments after the states."""
+        rows, launch = self.placed(group.sampling), group.launch
+        if launch is None:
+            return decode_and_sample, (rows, group.counts)
+        return functools.partial(decode_steps, launch.steps), (rows, group.counts, launch.ends)
 
-    def keep(self, launched: Launched, written: int | Int[np.ndarray, "B"] = 1) -> None:
+    def decoded(self, launched: Launched, group: DecodeGroup) -> Decoded:
+        """Keep the result of a group's program, and return it. Waits for the device if it had drafts."""
+        sampled, packed, *ends = launched.results
+        drafted = sampled.accepted is not None
+        self.keep(launched, np.asarray(sampled.accepted) if drafted else group.written)
+        self._chosen = None if drafted or sampled.counts is not None else sampled.tokens
+        return Decoded(sampled, self.last_reads, packed, *ends)
+
+    def keep(self, launched: Launched, written: Written = 1) -> None:
         """Keep a step's result. written: how many of the tokens written stay, per slot."""
         slots, states = launched.slots, launched.states
         learned = []

@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +36,12 @@ from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import PrefillPolicy
 from kvjax.release import PageRelease
 from kvjax.reuse import StoreOptions, check_stores, make_reuse, reusing
-from kvjax.sampling import Sampled, Sampling, SamplingRows
+from kvjax.sampling import Sampled, SamplingRows
 from kvjax.sequence_copies import SequenceCopies
 from kvjax.sequences import CachedSequence, check_usable
 from kvjax.sharding import check_mesh, place_model, plan_sizes, spec_on_mesh
-from kvjax.slots import Slots
-from kvjax.steps import decode_and_sample, decode_step
+from kvjax.slots import Slots, Written
+from kvjax.steps import decode_step
 from kvjax.warmup import warm_up
 
 logger = logging.getLogger(__name__)
@@ -270,7 +270,7 @@ class Engine:
         """
         self._check_live(sequences)
         padded, given = padded_rows(sequences, tokens, self.batch_buckets, self.config.vocab_size)
-        launched = self._launch(decode_step, padded, given, policy, num_tokens=given.shape[1])
+        launched = self._launch(decode_step, padded, given, policy, written=given.shape[1])
         self._runner.keep(launched, given.shape[1])
         self._pool.expect_none(self.last_reads.missing)
         for sequence, row in zip(sequences, given.tolist(), strict=False):
@@ -332,17 +332,13 @@ class Engine:
 
     def _decode(self, group: DecodeGroup) -> Decoded:
         """Run a group that the runner has checked."""
-        rows = self._runner.placed(group.sampling)
-        given, drafted = (group.tokens, group.policy, rows, group.counts), group.tokens.ndim == 2
-        launched = self._launch(decode_and_sample, group.sequences, *given, num_tokens=group.tokens.shape[1] if drafted else 1)
-        sampled, packed = launched.results
-        self._runner.keep_sampled(launched, sampled, drafted=drafted)
-        return Decoded(sampled, self.last_reads, packed)
+        step, rest = self._runner.program_of(group)
+        return self._runner.decoded(self._launch(step, group.sequences, group.tokens, group.policy, *rest, written=group.written), group)
 
     @guarded
-    def compile_ahead(self, policy: DecodePolicy, sequence: CachedSequence, tokens: int, samplings: Sequence[Sampling | None]) -> None:
+    def compile_ahead(self, *what: Any) -> None:
         """Compile in another thread what follows a prefill. Arguments as of `DecodeRunner.compile_ahead`."""
-        self._runner.compile_ahead(policy, sequence, tokens, samplings)
+        self._runner.compile_ahead(*what)
 
     @guarded
     def fork(self, sequence: CachedSequence) -> CachedSequence:
@@ -479,8 +475,9 @@ class Engine:
             raise
 
     @contextlib.contextmanager
-    def _reserved(self, sequences: Sequence[CachedSequence], tokens: int) -> Iterator[None]:
-        """Take pages for `tokens` more tokens of every sequence. If the block fails, pages that hold nothing are given back."""
+    def _reserved(self, sequences: Sequence[CachedSequence], tokens: int | Sequence[int]) -> Iterator[None]:
+        """Take pages for `tokens` more tokens of every sequence, or so many for each. If the block fails, those that hold nothing go
+        back."""
         before = [sequence.page_counts() for sequence in sequences]
         with self._capacity.advice():
             self._groups.reserve(sequences, tokens)
@@ -533,9 +530,8 @@ class Engine:
         self._check_live(StepPlan(tuple(groups), tuple(chunks)).sequences(), ready=False)
         with contextlib.ExitStack() as reserved:
             for group in groups:
-                count = group.tokens.shape[1] if group.tokens.ndim > 1 else 1
-                slots = self._filled(self.declared(group.policy), group.sequences, count)
-                reserved.enter_context(self._reserved(slots.lacking(count), count))
+                slots = self._filled(self.declared(group.policy), group.sequences, group.written)
+                reserved.enter_context(self._reserved(*slots.lacking(group.written)))
             for chunk in chunks:
                 reserved.enter_context(self._started(chunk))
 
@@ -562,16 +558,17 @@ class Engine:
         if self._reuse is not None:
             self._reuse.adopt(sequence, prompt, cache_salt)
 
-    def _launch(self, step: Callable, padded: Sequence[CachedSequence | None], tokens, policy, *rest, num_tokens: int = 1) -> Launched:
+    def _launch(self, step: Callable, padded: Sequence[CachedSequence | None], tokens, policy, *rest, written: Written = 1) -> Launched:
         """Launch a decode step over padded slots, with pages for the tokens that it writes."""
         policy = self.declared(policy)
-        slots = self._filled(policy, padded, num_tokens)
-        if not (lacking := slots.lacking(num_tokens)):
-            return self._runner.launch(step, slots, tokens, policy, *rest, num_tokens=num_tokens)
-        with self._reserved(lacking, num_tokens):
-            return self._runner.launch(step, slots, tokens, policy, *rest, num_tokens=num_tokens)
+        slots = self._filled(policy, padded, written)
+        sequences, counts = slots.lacking(written)
+        if not sequences:
+            return self._runner.launch(step, slots, tokens, policy, *rest, written=written)
+        with self._reserved(sequences, counts):
+            return self._runner.launch(step, slots, tokens, policy, *rest, written=written)
 
-    def _filled(self, policy: DecodePolicy, padded: Sequence[CachedSequence | None], num_tokens: int) -> Slots:
+    def _filled(self, policy: DecodePolicy, padded: Sequence[CachedSequence | None], written: Written) -> Slots:
         """The slots of a policy's batches of this size, with these sequences in them."""
         slots = self._runner.slots(policy, len(padded))
         if not slots.hold(padded):
@@ -581,7 +578,7 @@ class Engine:
             slots.fill(padded)
         elif self._runs:
             self._check_live(slots.live)
-        self.check_length(slots.longest + num_tokens, policy)
+        self.check_length(slots.longest_after(written), policy)
         return slots
 
     def _check_live(self, sequences: Sequence[CachedSequence], *, ready: bool = True) -> None:

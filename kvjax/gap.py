@@ -27,13 +27,14 @@ class Gap:
             return 1
         return max(1, int((self.SHARE * self.seconds - (self._step or 0)) / self._slice))
 
-    def steps_read(self, slices: int) -> None:
-        """A step was read. slices: how many slices ran between it and the step before."""
+    def steps_read(self, slices: int, steps: int = 1) -> None:
+        """A step was read, or so many of one launch. slices: how many slices ran between it and the step before."""
         now = time.monotonic()
         if self._last is not None:
             gap = now - self._last
             if not slices:
-                self._step = gap if self._step is None else 0.7 * self._step + 0.3 * gap
+                each = gap / steps
+                self._step = each if self._step is None else 0.7 * self._step + 0.3 * each
             else:
                 each = max(gap - (self._step or 0), 0.1 * gap) / slices
                 self._slice = each if self._slice is None else max(each, 0.7 * self._slice + 0.3 * each)

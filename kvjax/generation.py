@@ -30,6 +30,7 @@ def run(
     slots: int | None = None,
     on_token: OnToken | None = None,
     on_prefill: Callable[[int], None] | None = None,
+    steps_per_launch: int = 1,
 ) -> Iterator[tuple[Request, Completion]]:
     """Run requests over `slots` slots (None: 8, or the engine's largest batch bucket) and yield each with its completion as it finishes.
 
@@ -37,18 +38,19 @@ def run(
     bits do not depend on which others run. If a request cannot run (too long, a bad token, more pages than the pool has), or the model
     gives NaN (`NotFinite`), its completion has an `error`, and the others continue. Each sample of a request with n above 1 takes a slot;
     the prompt is prefilled once and forked. on_prefill: called with the number of prompt tokens done. While a request with a penalty runs,
-    the tokens of every slot are counted on the device, in `[bucket, V]` int32 (4.9 MB for 8 slots and 152K tokens).
+    the tokens of every slot are counted on the device, in `[bucket, V]` int32 (4.9 MB for 8 slots and 152K tokens). steps_per_launch: as
+    in `Scheduler`.
 
     engine: one, or several replicas (`kvjax.replicas`), each with `slots` slots and a thread of its own. A request goes to the replica that
     has a free slot and fewest requests; its bits do not depend on which. The iterable and the functions run in the caller's thread. If an
     engine fails, or the caller ends the generator, all replicas end, and free what they held.
     """
-    engines = engines_of(engine, "run")
+    engines, options = engines_of(engine, "run"), {"policy": policy, "slots": slots, "steps_per_launch": steps_per_launch}
     if len(engines) > 1:
-        yield from run_replicas(engines, requests, policy=policy, slots=slots, on_token=on_token, on_prefill=on_prefill)
+        yield from run_replicas(engines, requests, on_token=on_token, on_prefill=on_prefill, **options)
         return
     (engine,) = engines
-    scheduler, source = Scheduler(engine, policy=policy, slots=slots, on_token=on_token, on_prefill=on_prefill), iter(requests)
+    scheduler, source = Scheduler(engine, on_token=on_token, on_prefill=on_prefill, **options), iter(requests)
     try:
         while True:
             while scheduler.has_room and (request := next(source, None)) is not None:

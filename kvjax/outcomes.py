@@ -58,6 +58,11 @@ def pack(sampled: Sampled, reads: Reads) -> Int32[Array, "B C"]:
     return jnp.concatenate([_words(each).reshape(rows, -1) for each in (*counted, *found)], axis=1)
 
 
+def packed_width(ranks: int) -> int:
+    """C of what `pack` makes of a step without drafts, with so many of the most likely tokens."""
+    return FINITE + 1 + 2 * ranks
+
+
 def unpack(packed: Int32[np.ndarray, "B C"], drafted: int | None = None) -> Outcome:
     """The inverse of `pack`. drafted: T of `Sampled` for a step with drafts (the tokens written per row); else None.
 

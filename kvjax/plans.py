@@ -11,10 +11,23 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.checks import whole_number
+from kvjax.launches import Ends
 from kvjax.outcomes import Outcome, Reads, unpack
 from kvjax.policies.decode import DecodePolicy
 from kvjax.sampling import Sampled, SamplingRows
 from kvjax.sequences import CachedSequence
+from kvjax.slots import Written
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Launch:
+    """Several decode steps in one call (`kvjax.launches.decode_steps`). steps: 1 to MOST_TOKENS. ends: where rows end; the result has those
+    of the next launch. written: the most tokens that these steps write, in every row or row by row; a row that ends early writes fewer, and
+    must not be used afterwards without correcting its sequence's length."""
+
+    steps: int
+    ends: Ends
+    written: Written
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -23,6 +36,7 @@ class DecodeGroup:
 
     sequences: one per slot, None where a slot is empty; their number is a batch bucket of the engine. tokens: `[B]`, or `[B, T]`: each
     row's certain token, and T - 1 drafted ones after it. policy: None is the engine's. counts: as `Engine.decode_and_sample` takes them.
+    launch: several steps at once, without drafts; None: one.
     """
 
     sequences: tuple[CachedSequence | None, ...]
@@ -30,6 +44,14 @@ class DecodeGroup:
     sampling: SamplingRows
     policy: str | DecodePolicy | None = None
     counts: Int[Array, "B V"] | None = None
+    launch: Launch | None = None
+
+    @property
+    def written(self) -> Written:
+        """The most tokens that it writes."""
+        if self.launch is not None:
+            return self.launch.written
+        return self.tokens.shape[1] if self.tokens.ndim == 2 else 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,14 +98,16 @@ def check_plan(plan: StepPlan) -> StepPlan:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decoded:
     """The result of one `DecodeGroup`, on the device: what was sampled, and what was read. packed: both, as `kvjax.outcomes.pack` packs
-    them; `Engine.step` has begun to copy it to the host."""
+    them; `Engine.step` has begun to copy it to the host. Of a launch of N steps: sampled and reads are of the last one, packed has an axis
+    N first, and ends says where rows end in the next launch."""
 
     sampled: Sampled
     reads: Reads
-    packed: Int[Array, "B C"]
+    packed: Int[Array, "*N B C"]
+    ends: Ends | None = None
 
     def read(self) -> Outcome:
-        """Wait for the step, and copy its results to the host, except the counts."""
+        """Wait for the step, and copy its results to the host, except the counts. Not for a launch of several."""
         tokens = self.sampled.tokens
         return unpack(np.asarray(self.packed), tokens.shape[1] if tokens.ndim == 2 else None)
 

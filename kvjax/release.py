@@ -35,6 +35,19 @@ def kept_by(policy: DecodePolicy, page_size: int) -> Reach | None:
     return policy.keeps(page_size) if hasattr(policy, "keeps") else None
 
 
+def takes_several(policy: DecodePolicy) -> bool:
+    """Whether a policy can take several steps in one launch: the host does not read what it chose between them."""
+    return not isinstance(policy, KeepsByMass)
+
+
+def check_several(policy: DecodePolicy, steps: int) -> None:
+    """ValueError for a policy that cannot take several steps in one launch."""
+    if not takes_several(policy):
+        raise ValueError(
+            f"policy {policy} gives pages back by attention mass, which the host reads between steps: launch one step, not {steps}"
+        )
+
+
 def within(inner: Reach | None, outer: Reach | None) -> bool:
     """Whether a policy of reach `inner` reads nothing outside `outer`. None: any key, or all keys."""
     return outer is None or (inner is not None and inner[0] <= outer[0] and inner[1] <= outer[1])

@@ -1,10 +1,10 @@
-"""Running samples: the tokens of each, and the batch of samples that are decoded together."""
+"""Requests that run: their samples, the tokens of each, and the batch of samples that are decoded together."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -12,17 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Int32
 
+from kvjax.launches import STOP_IDS, Ends
 from kvjax.outcomes import BLOCKS, FINITE, KEYS, TOKENS, listed, unpack
-from kvjax.plans import Decoded, DecodeGroup
+from kvjax.plans import Decoded, DecodeGroup, Launch
 from kvjax.programs import program
-from kvjax.requests import Completion
+from kvjax.release import takes_several
+from kvjax.requests import Completion, Request
 from kvjax.sampling import NotFinite, Sampling, SamplingRows
 from kvjax.sequences import CachedSequence
 from kvjax.text import TextStream
 
 if TYPE_CHECKING:
     from kvjax.policies.decode import DecodePolicy
-    from kvjax.scheduler import Handle
 
 Ranked = tuple[tuple[int, float], ...]
 """Pairs of token id and log-probability, best first."""
@@ -127,6 +128,38 @@ class Sample:
         )
 
 
+@dataclasses.dataclass(eq=False)
+class Handle:
+    """A submitted request. completion: None until it has finished, failed or was cancelled. prompt_tokens: known once it is admitted;
+    found_tokens: of these, those that were found when it was."""
+
+    request: Request
+    order: tuple[int, int]
+    completion: Completion | None = None
+    prompt_tokens: int = 0
+    found_tokens: int = 0
+    _ids: list[int] = dataclasses.field(default_factory=list)
+    _policy: DecodePolicy | None = None
+    _sequence: CachedSequence | None = None  # the prompt, until its last sample takes it over
+    _samples: list[Sample] = dataclasses.field(default_factory=list)
+    _found: int = 0  # found_tokens, until the next chunk tells of them
+    _given: CachedSequence | None = None  # the caller's own sequence, of which the sample is a fork
+
+    @property
+    def prompting(self) -> bool:
+        """Whether it uses the sequence of its prompt now."""
+        return self._sequence is not None
+
+    def __repr__(self) -> str:
+        state = "waiting" if self.completion is None else self.completion.finish_reason
+        return f"Handle({self.request!r}, {'running' if state == 'waiting' and self._samples else state})"
+
+
+def order(entry: Handle | Sample) -> tuple[int, ...]:
+    """Sort key. A suspended sample comes before the samples of its request that have not started."""
+    return entry.order if isinstance(entry, Sample) else (*entry.order, len(entry._samples))
+
+
 class Roster:
     """The samples of a batch that step together, by slot, until one comes, goes, or has issued its last token.
 
@@ -139,16 +172,23 @@ class Roster:
         self.sequences = tuple(None if sample is None else sample.sequence for sample in self.samples)
         self._slots = [slot for slot, sample in enumerate(self.samples) if sample is not None]
         self._stepping = [self.samples[slot] for slot in self._slots]
-        self.steps = min([sample.sampling.max_new_tokens - sample.issued for sample in self._stepping], default=0)
+        self.left = np.array([0 if sample is None else sample.sampling.max_new_tokens - sample.issued for sample in self.samples])
+        self.steps = min(self.left[self._slots].tolist(), default=0)
         self._alike = all(sample.only_ids for sample in self._stepping)
         self._stop_ids = frozenset().union(*(sample.stop_ids for sample in self._stepping))
         self._aside: list[Int32[np.ndarray, "B C"]] = []
 
-    def launched(self) -> None:
-        """A step of all samples was launched."""
-        self.steps -= 1
+    @property
+    def streams(self) -> bool:
+        """Whether a stop string may end one of them, which the host alone finds."""
+        return any(sample.sampling.stop for sample in self._stepping)
+
+    def launched(self, steps: int = 1) -> None:
+        """So many steps of all samples were launched. A sample takes no more than it has left."""
+        self.steps = max(0, self.steps - steps)
+        self.left = np.maximum(self.left - steps, 0)
         for sample in self._stepping:
-            sample.issued += 1
+            sample.issued = min(sample.issued + steps, sample.sampling.max_new_tokens)
 
     def put_aside(self, packed: Int32[np.ndarray, "B C"]) -> bool:
         """Keep a step's results for `settle`. Returns False, and keeps nothing, if its rows must be read one by one."""
@@ -189,20 +229,29 @@ class Roster:
 class Flight:
     """Tokens in flight to the host: the sample of each row, and the array that `kvjax.outcomes.pack` made.
 
-    roster: that of their decode step; None: a first token, from prefill. ends: whether one of them may be the last of its sample.
+    Of several steps in one launch, packed has an axis N first. roster: that of their decode step; None: a first token, from prefill. left:
+    the number of the step that may bring a sample's last token, counted from 1.
     """
 
     samples: Sequence[Sample | None]
-    packed: Int32[Array, "B C"]
+    packed: Int32[Array, "*N B C"]
     roster: Roster | None = None
-    ends: bool = True
+    left: int = 1
+
+    @property
+    def steps(self) -> int:
+        """How many steps it is."""
+        return 1 if self.packed.ndim == 2 else self.packed.shape[0]
 
 
 class Batch:
-    """The samples of one policy, in the slots of one batch bucket. A sample keeps its slot while it runs."""
+    """The samples of one policy, in the slots of one batch bucket. A sample keeps its slot while it runs. loops: whether its steps run in
+    `kvjax.launches.decode_steps`, in which samples end on the device."""
 
-    def __init__(self, policy: DecodePolicy, size: int, vocab_size: int):
+    def __init__(self, policy: DecodePolicy, size: int, vocab_size: int, *, loops: bool = False):
         self.policy, self.size, self._vocab_size = policy, size, vocab_size
+        self._left = jax.device_put(np.zeros(size, np.int32)) if loops else None
+        self._stop_ids: Int[Array, "B S"] | None = None
         self.samples: list[Sample | None] = [None] * size
         self._tokens = jax.device_put(np.zeros(size, np.int32))
         self._rows: SamplingRows | None = None
@@ -218,6 +267,8 @@ class Batch:
         self._roster.close()
         self.samples[slot], self._rows = sample, None
         self._tokens = _set_token(self._tokens, slot, token)
+        if self._left is not None:
+            self._left = _set_token(self._left, slot, np.array([sample.sampling.max_new_tokens - sample.issued], np.int32))
         if counts is not None:
             if self._counts is None:
                 self._counts = jnp.zeros((self.size, self._vocab_size), jnp.int32)
@@ -228,8 +279,9 @@ class Batch:
         self._roster.close()
         self.samples[self.samples.index(sample)] = self._rows = None
 
-    def group(self) -> DecodeGroup | None:
-        """The next step of the samples that want more tokens; None if none does."""
+    def group(self, steps: int = 1) -> DecodeGroup | None:
+        """The next step of the samples that want more tokens; None if none does. steps: so many in one launch, if some sample has as many
+        tokens left, and no stop string may end one."""
         if not self._roster.steps:
             self._roster.close()
             self._roster = Roster([sample if sample is not None and sample.wants_more else None for sample in self.samples])
@@ -239,13 +291,35 @@ class Batch:
             rows = SamplingRows.of([None if sample is None else sample.sampling for sample in self.samples])
             self._rows = jax.device_put(rows)
             self._counts = self._counts if rows.penalises else None
-        return DecodeGroup(self._roster.sequences, self._tokens, self._rows, self.policy, self._counts)
+            if self._left is not None:
+                self._stop_ids = jax.device_put(_padded([() if sample is None else sample.stop_ids for sample in self.samples]))
+        given = self._roster.sequences, self._tokens, self._rows, self.policy, self._counts
+        return DecodeGroup(*given, launch=None if self._left is None else self._launch(steps))
+
+    def _launch(self, steps: int) -> Launch:
+        roster = self._roster
+        if roster.streams or roster.left.max() < steps or not takes_several(self.policy):
+            steps = 1
+        written = steps if roster.steps >= steps else np.minimum(roster.left, steps)
+        return Launch(steps, Ends(self._left, self._stop_ids), written)
 
     def launched(self, decoded: Decoded) -> Flight:
-        """The step of `group` was launched."""
-        self._tokens, self._counts = decoded.sampled.tokens, decoded.sampled.counts
-        self._roster.launched()
-        return Flight(self._roster.samples, decoded.packed, self._roster, ends=not self._roster.steps)
+        """The step of `group` was launched, or its steps."""
+        self._tokens, self._counts, left = decoded.sampled.tokens, decoded.sampled.counts, self._roster.steps
+        if self._left is not None:
+            self._left, self._stop_ids = decoded.ends.left, decoded.ends.stop_ids
+        flight = Flight(self._roster.samples, decoded.packed, self._roster, left)
+        self._roster.launched(flight.steps)
+        return flight
+
+
+def _padded(stop_ids: Sequence[Collection[int]]) -> Int32[np.ndarray, "B S"]:
+    """Rows of token ids, -1 after them. S is a power of two, so that few programs are compiled."""
+    width = max(STOP_IDS, 1 << (max(map(len, stop_ids)) - 1).bit_length())
+    rows = np.full((len(stop_ids), width), -1, np.int32)
+    for row, ids in zip(rows, stop_ids, strict=True):
+        row[: len(ids)] = sorted(ids)
+    return rows
 
 
 @program
@@ -266,9 +340,24 @@ def read(flight: Flight, *, listening: bool) -> tuple[list[tuple[Sample, int, st
     listening: whether a caller wants every token. Returns the sample, token and newly certain text of every token that was read one by one
     (of all if a caller listens), and whether any sample has ended. MissingPages if the step listed a page that no frame holds.
     """
-    packed, outcome, taken, ended = np.asarray(flight.packed), None, [], False
+    packed, taken, ended = np.asarray(flight.packed), [], False
+    for number, step in enumerate(packed if packed.ndim == 3 else packed[None], start=1):
+        found, has_ended = _read_step(flight, step, ends=number >= flight.left, listening=listening)
+        taken += found
+        if has_ended:
+            ended = True
+            if flight.roster is not None:
+                flight.roster.close()  # rows of samples that have ended mean nothing in later steps
+    return taken, ended
+
+
+def _read_step(
+    flight: Flight, packed: Int32[np.ndarray, "B C"], *, ends: bool, listening: bool
+) -> tuple[list[tuple[Sample, int, str]], bool]:
+    """`read` of one step. ends: whether a token of it may be the last of its sample."""
+    outcome, taken, ended = None, [], False
     if flight.roster is not None:
-        if not flight.ends and flight.roster.put_aside(packed):
+        if not ends and flight.roster.put_aside(packed):
             return flight.roster.latest() if listening else taken, ended
         flight.roster.settle()
     for slot, (sample, token, is_finite, blocks, keys) in enumerate(zip(flight.samples, *listed(packed), strict=True)):

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.cache import OutOfPages
+from kvjax.cache import MOST_TOKENS, OutOfPages
 from kvjax.checks import optional_function, whole_number
 from kvjax.engine import Engine
 from kvjax.gap import Gap
@@ -29,7 +29,7 @@ from kvjax.plans import Chunk, Prefilled, StepPlan, StepResult
 from kvjax.policies.decode import DecodePolicy
 from kvjax.prompts import encode
 from kvjax.requests import Completion, OnToken, Request
-from kvjax.samples import Batch, Flight, Sample, read
+from kvjax.samples import Batch, Flight, Handle, Sample, order, read
 from kvjax.sampling import SamplingRows, seen_tokens
 from kvjax.sequences import CachedSequence
 from kvjax.sharding import several_processes
@@ -40,33 +40,6 @@ DEFAULT_SLOTS = 8
 AHEAD = 4
 """Chunks of a prompt that are launched before what follows the prompt is traced, so that the device has work meanwhile."""
 ALONE = contextlib.nullcontext()
-
-
-@dataclasses.dataclass(eq=False)
-class Handle:
-    """A submitted request. completion: None until it has finished, failed or was cancelled. prompt_tokens: known once it is admitted;
-    found_tokens: of these, those that were found when it was."""
-
-    request: Request
-    order: tuple[int, int]
-    completion: Completion | None = None
-    prompt_tokens: int = 0
-    found_tokens: int = 0
-    _ids: list[int] = dataclasses.field(default_factory=list)
-    _policy: DecodePolicy | None = None
-    _sequence: CachedSequence | None = None  # the prompt, until its last sample takes it over
-    _samples: list[Sample] = dataclasses.field(default_factory=list)
-    _found: int = 0  # found_tokens, until the next chunk tells of them
-    _given: CachedSequence | None = None  # the caller's own sequence, of which the sample is a fork
-
-    @property
-    def prompting(self) -> bool:
-        """Whether it uses the sequence of its prompt now."""
-        return self._sequence is not None
-
-    def __repr__(self) -> str:
-        state = "waiting" if self.completion is None else self.completion.finish_reason
-        return f"Handle({self.request!r}, {'running' if state == 'waiting' and self._samples else state})"
 
 
 class Scheduler:
@@ -83,6 +56,8 @@ class Scheduler:
     request, the token's id and the text that became certain with it. on_prefill: called after each chunk with the number of its tokens.
     on_short: called when pages are missing, with the sequence that needs them, or None for a step; it says whether it gave pages back.
     texts: False leaves texts empty, for callers that read token ids only; requests with stop strings have theirs all the same.
+    steps_per_launch: how many decode steps the device runs without the host, 1 to 16, while no prompt is prefilled and none could start
+    now. Tokens then come so many at a time, with the same bits; a cancelled or new request waits for up to two launches (docs/using.md).
     While a request with a penalty runs, the tokens of every slot are counted on the device, in `[bucket, V]` int32.
 
     preemptions: how often a sequence was suspended, or a prompt freed to be prefilled again. The queue of requests has no limit; `waiting`
@@ -101,6 +76,7 @@ class Scheduler:
         on_prefill: Callable[[int], None] | None = None,
         on_short: Callable[[CachedSequence | None], bool] | None = None,
         texts: bool = True,
+        steps_per_launch: int = 1,
     ):
         if not isinstance(engine, Engine):
             raise TypeError(f"a scheduler runs on an engine, got {type(engine).__name__}: Scheduler(Engine(model))")
@@ -116,6 +92,8 @@ class Scheduler:
             optional_function(name, given)
         self.engine, self.slots, self.on_token, self.on_prefill, self.on_short = engine, slots, on_token, on_prefill, on_short
         self.policy, self._bucket = engine.declared(policy), bucket
+        self.steps_per_launch = whole_number("steps_per_launch", steps_per_launch, 1, MOST_TOKENS + 1)
+        self._careful = False  # there were too few pages for several steps, so the next launch has one
         self.preemptions, self._tokenizer = 0, engine.model.tokenizer if texts else None
         self._numbers = itertools.count()
         self._waiting: list[Handle | Sample] = []  # in order; the samples are suspended
@@ -133,7 +111,7 @@ class Scheduler:
         if self._together is not None:
             if on_short is not None:
                 raise ValueError("on_short decides in one process alone: leave it out where the first of several processes leads")
-            options = {"max_gap_ms": max_gap_ms, "slots": slots, "policy": self.policy}
+            options = {"max_gap_ms": max_gap_ms, "slots": slots, "policy": self.policy, "steps_per_launch": self.steps_per_launch}
             self._together.add(self, options, listening=on_token is not None)
 
     def __repr__(self) -> str:
@@ -227,7 +205,7 @@ class Scheduler:
     # Admission
 
     def _wait(self, entry: Handle | Sample) -> None:
-        bisect.insort(self._waiting, entry, key=_order)
+        bisect.insort(self._waiting, entry, key=order)
 
     def _admit(self) -> None:
         """Fill free slots with waiting requests, in order, while there are pages for them."""
@@ -359,7 +337,8 @@ class Scheduler:
         samplings = [sampling, *(each.sampling for each in others)]
         longest = max([handle.prompt_tokens, *(each.sequence.length for each in others)])
         samplings += [None] * (self._bucket - len(samplings))
-        self.engine.compile_ahead(handle._policy, handle._sequence, longest + 1, samplings)
+        launches = (self.steps_per_launch, 1) if self.steps_per_launch > 1 else ()
+        self.engine.compile_ahead(handle._policy, handle._sequence, longest + 1, samplings, launches)
 
     # Samples
 
@@ -396,7 +375,8 @@ class Scheduler:
         """Give a sample a slot of its policy's batch. It continues with its latest token."""
         policy = sample.handle._policy
         if policy not in self._batches:
-            self._batches[policy] = Batch(policy, self._bucket, self.engine.config.vocab_size)
+            loops = self.steps_per_launch > 1
+            self._batches[policy] = Batch(policy, self._bucket, self.engine.config.vocab_size, loops=loops)
         self._batches[policy].put(sample, token, self._counts(sample))
 
     def _counts(self, sample: Sample) -> Int[np.ndarray, " V"] | None:
@@ -419,7 +399,9 @@ class Scheduler:
     def _launch(self) -> int:
         """Launch the next step of every batch, and slices of a prefill with it; read the steps before. Returns how many slices were
         launched."""
-        groups = [(batch, group) for batch in self._batches.values() if (group := batch.group()) is not None]
+        starting = self._prefilling is not None or (self._waiting and self.running < self.slots)
+        steps = 1 if self._careful or starting else self.steps_per_launch
+        groups = [(batch, group) for batch in self._batches.values() if (group := batch.group(steps)) is not None]
         if not groups:
             self._read()
             return 0
@@ -431,6 +413,7 @@ class Scheduler:
         result = self._run_plan(StepPlan(tuple(group for _, group in groups), chunks))
         if result is None:
             return 0
+        self._careful = False
         flights = [batch.launched(decoded) for (batch, _), decoded in zip(groups, result.decodes, strict=True)]
         self._read()
         self._flights, self._slices_before = flights, self._slices
@@ -447,6 +430,7 @@ class Scheduler:
                 self._together.compare(plan)
             return self.engine.step(plan)
         except OutOfPages as error:
+            self._careful = any(group.launch is not None and group.launch.steps > 1 for group in plan.decodes)
             self._make_room(error)
         except Exception as error:
             self._flights = []
@@ -465,16 +449,17 @@ class Scheduler:
             if self.on_token is not None:
                 self._events += [(sample.handle.request, token, piece) for sample, token, piece in taken]
             if self._gap is not None and steps and flight is steps[-1]:
-                self._gap.steps_read(self._slices_before)
+                self._gap.steps_read(self._slices_before, flight.steps)
         if self._gap is not None and not steps:
             self._gap.idle()
 
     def _make_room(self, error: OutOfPages) -> None:
-        """A plan needs pages: free those of samples that have just ended, else those of the youngest request of the lowest priority."""
+        """A plan needs pages, and one of a single step would need them, too: free those of samples that have just ended, else those of the
+        youngest request of the lowest priority."""
         self._read()
-        if self._collect() or (self.on_short is not None and self.on_short(None)):
+        if self._collect() or self._careful or (self.on_short is not None and self.on_short(None)):
             return
-        *others, last = sorted([*self._running(), *self._prompts()], key=_order)
+        *others, last = sorted([*self._running(), *self._prompts()], key=order)
         self._short = True
         if not others:  # sequences outside this scheduler hold the pages
             self._end(last if isinstance(last, Handle) else last.handle, error)
@@ -491,7 +476,7 @@ class Scheduler:
     def _prompts(self) -> list[Handle]:
         """Requests whose prompts hold pages, in order: those with samples that have not started, and the one that is being prefilled."""
         held = [each for each in self._waiting if isinstance(each, Handle) and each._sequence is not None]
-        return held if self._prefilling is None else sorted([*held, self._prefilling], key=_order)
+        return held if self._prefilling is None else sorted([*held, self._prefilling], key=order)
 
     def _forget_prompt(self, handle: Handle) -> None:
         """Free a prompt. It is prefilled again, with the same bits, when its turn comes. A given sequence is suspended."""
@@ -519,7 +504,9 @@ class Scheduler:
         ended = [sample for sample in self._started() if sample.finish_reason is not None]
         for sample in ended:
             if sample.finish_reason != "error":  # what a page holds must be known where it is kept for later prompts
-                sequence = sample.sequence
+                sequence, known = sample.sequence, sample.handle.prompt_tokens + len(sample.ids) - 1
+                if self.steps_per_launch > 1 and known < sequence.length:
+                    sequence.length = known  # it has ended on the device, in the middle of a launch
                 sequence.tokens += sample.ids[: sequence.length - len(sequence.tokens)]
             self._drop(sample)
         for handle in dict.fromkeys(sample.handle for sample in ended):
@@ -592,8 +579,3 @@ class Scheduler:
         handle.completion = Completion(finish_reason=reason, prompt_tokens=handle.prompt_tokens, error=error)
         if error is not None:
             self._finished.append(handle)
-
-
-def _order(entry: Handle | Sample) -> tuple[int, ...]:
-    """Sort key. A suspended sample comes before the samples of its request that have not started."""
-    return entry.order if isinstance(entry, Sample) else (*entry.order, len(entry._samples))

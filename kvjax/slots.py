@@ -24,6 +24,10 @@ NextPages = dict[str, Int[Array, "B n"]]
 there is none."""
 
 
+Written = int | Int[np.ndarray, "B"]
+"""How many tokens a step, or a launch of several, writes in every row of a batch, or row by row."""
+
+
 class Slots:
     """A decode batch of `size` slots.
 
@@ -93,22 +97,31 @@ class Slots:
         for sequence in self.live:
             yield from (page for page in reversed(sequence.pages[group][: sequence.length // page_size]) if page >= 0)
 
-    def lacking(self, num_tokens: int) -> list[CachedSequence]:
-        """The sequences that lack pages for so many more tokens."""
-        near = [self.live[place] for place in self._near_a_limit(num_tokens)]
-        return [each for each in near if each.length + num_tokens > self._room(each)]
+    def lacking(self, written: Written) -> tuple[list[CachedSequence], list[int]]:
+        """The sequences that lack pages for so many more tokens, and how many these are for each. written: for all slots, or slot by
+        slot."""
+        grown = [(self.live[place], _of_slot(written, self.rows[place])) for place in self._near_a_limit(_most(written))]
+        lacking = [(each, count) for each, count in grown if each.length + count > self._room(each)]
+        return [each for each, _ in lacking], [count for _, count in lacking]
 
-    def cache(self, pool: Pool, num_tokens: int) -> tuple[Cache, NextPages]:
-        """The cache that a step of `num_tokens` tokens reads and writes, and the pages that `name_pages` adds to its tables. Every sequence
+    def longest_after(self, written: Written) -> int:
+        """Tokens of the longest sequence after so many more."""
+        if isinstance(written, int):
+            return self.longest + written
+        return max((length + count for length, count in zip(self.lengths, written[self.rows].tolist(), strict=True)), default=0)
+
+    def cache(self, pool: Pool, written: Written) -> tuple[Cache, NextPages]:
+        """The cache that a step of so many tokens reads and writes, and the pages that `name_pages` adds to its tables. Every sequence
         must have its pages. The step DONATES all of it: call `advance` with its result, or `forget` if it fails."""
-        if near := self._near_a_limit(num_tokens):
+        if near := self._near_a_limit(_most(written)):
             for place in near:
                 sequence = self.live[place]
                 self._bind_next(pool, sequence)
                 self._limits[place] = self._growth.tokens + self._name_next(self.rows[place], sequence) - sequence.length
             self._nearest = min(self._limits)
-        if self._dirty or not self._holds[0] < self.longest + num_tokens <= self._holds[1]:
-            self._place_rows(num_tokens)
+        longest = self.longest_after(written)
+        if self._dirty or not self._holds[0] < longest <= self._holds[1]:
+            self._place_rows(longest)
         if self._tables is None:
             lengths = np.zeros(self.size, np.int32)
             lengths[self.rows] = self.lengths
@@ -118,7 +131,7 @@ class Slots:
             self._named = self._put({name: ids.copy() for name, ids in self._next.items()})  # as above
         return pool.cache(self.spec, self._tables, self._device_lengths), self._named
 
-    def advance(self, cache: Cache, written: int | Int[np.ndarray, "B"]) -> None:
+    def advance(self, cache: Cache, written: Written) -> None:
         """Keep a step's tables, and let the sequences grow. written: tokens by which each filled slot grew."""
         self._tables, self._device_lengths = cache.page_tables, cache.lengths
         if not self._growth.tokens:  # later steps find it so
@@ -168,11 +181,11 @@ class Slots:
                 table[row, first : first + count] = following[: max(0, table.shape[1] - first)]
         return min(limits)
 
-    def _place_rows(self, num_tokens: int) -> None:
-        """Put changed rows into the tables. Their width is what the longest row and `num_tokens` more tokens need."""
+    def _place_rows(self, longest: int) -> None:
+        """Put changed rows into the tables. Their width is what a row of `longest` tokens needs."""
         bounds = []
         for group in self.spec.groups:
-            width = table_width(-(-(self.longest + num_tokens) // group.page_size))
+            width = table_width(-(-longest // group.page_size))
             bounds.append((narrower(width) * group.page_size, width * group.page_size))
             table = self._host_tables.get(group.name)
             if table is None or table.shape[1] != width:
@@ -185,6 +198,14 @@ class Slots:
                 self._tables = None
         self._holds = max(low for low, _ in bounds), min(high for _, high in bounds)
         self._dirty.clear()
+
+
+def _most(written: Written) -> int:
+    return written if isinstance(written, int) else int(written.max())
+
+
+def _of_slot(written: Written, slot: int) -> int:
+    return written if isinstance(written, int) else int(written[slot])
 
 
 def name_pages(cache: Cache, following: NextPages) -> Cache:

@@ -197,7 +197,10 @@ def _heard(request: Request, token: int, text: str) -> None:
 
 def _outline(plan: StepPlan) -> tuple[Any, ...]:
     """A plan without its arrays: policies and lengths of its steps; places, lengths and slices of its chunks."""
-    decodes = [(str(each.policy), *(-1 if row is None else row.length for row in each.sequences)) for each in plan.decodes]
+    decodes = [
+        (str(each.policy), each.launch and each.launch.steps, *(-1 if row is None else row.length for row in each.sequences))
+        for each in plan.decodes
+    ]
     return tuple(decodes), tuple((each.sequence.length, len(each.tokens), each.slices) for each in plan.chunks)
 
 

@@ -19,7 +19,7 @@ from kvjax.bill.step_bill import Bill, Price, interpolated, sizes_of
 from kvjax.bill.volume import StepBytes, step_bytes
 from kvjax.model import ModelConfig
 from kvjax.policies.decode.naming import parse
-from pallas_kernels.bench.results import devices_of
+from pallas_kernels.bench.results import devices_of, launch_text
 
 FORMS = {
     "none": "c1 = 0: no free sparse parameter",
@@ -112,7 +112,7 @@ class Key(NamedTuple):
 
 def read_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelConfig]) -> dict[Key, list[Cell]]:
     """The measured cells of a `kvjax bench decode` JSON, by what a bill is fitted to. Rows that were skipped or failed are left out, and so
-    are rows of several devices (`kvjax.bill.mesh_fitting`).
+    are rows of several devices (`kvjax.bill.mesh_fitting`) and of several steps per launch.
 
     config_of: gives the model's configuration for a shape's name and a number of layers. ValueError if the file is of another command, or
     if a row's bytes differ from those of `step_bytes`.
@@ -123,7 +123,7 @@ def read_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelConfig]
         )
     groups: dict[Key, list[Cell]] = {}
     for row in run["rows"]:
-        if "median_s" not in row or devices_of(row) > 1:
+        if "median_s" not in row or devices_of(row) > 1 or launch_text(row):
             continue
         config = config_of(row["shape"], row["layers"])
         packed = {name: row.get(name) for name in ("weights", "cache_format")}

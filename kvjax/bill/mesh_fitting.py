@@ -23,7 +23,7 @@ from kvjax.bill.mesh_terms import LAWS, Latency, MeshRange, MeshTerms, exchange_
 from kvjax.bill.volume import StepBytes, step_bytes
 from kvjax.model import ModelConfig
 from kvjax.policies.decode.naming import parse
-from pallas_kernels.bench.results import devices_of
+from pallas_kernels.bench.results import devices_of, launch_text
 
 MESH_TERMS = {
     "all": "latency of each kind of exchange, its bytes, and the choice over devices",
@@ -68,14 +68,14 @@ class MeshForecast:
 
 def read_mesh_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelConfig]) -> dict[Key, list[MeshCell]]:
     """The measured cells of several devices in a `kvjax bench decode` JSON, by what a bill is fitted to. Rows that were skipped or
-    failed are left out. config_of: as for `read_cells`.
+    failed are left out, and so are rows of several steps per launch. config_of: as for `read_cells`.
 
     ValueError for rows whose bytes are far from those of `step_bytes`, and for rows whose program exchanged something else than
     `step_exchanges` counts.
     """
     groups: dict[Key, list[MeshCell]] = {}
     for row in run["rows"] if run.get("bench") == "decode" else ():
-        if "median_s" not in row or devices_of(row) == 1:
+        if "median_s" not in row or devices_of(row) == 1 or launch_text(row):
             continue
         mesh = {name: row[name] for name in ("tensor", "context")}
         config, policy, dtype = config_of(row["shape"], row["layers"]), parse(row["policy"]), row["dtype"]

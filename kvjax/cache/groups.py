@@ -124,12 +124,15 @@ class GroupPages:
         """The pages of a sequence without tokens."""
         return {group.name: [] for group in self.spec.groups}
 
-    def reserve(self, sequences: Sequence[Holder], tokens: int) -> None:
+    def reserve(self, sequences: Sequence[Holder], tokens: int | Sequence[int]) -> None:
         """Take the pages that `tokens` more tokens of every sequence need, or raise OutOfPages and take none. Window groups first give back
-        pages that no later query reads. They take at most the pages of the next token's chunk, or of one step."""
+        pages that no later query reads. They take at most the pages of the next token's chunk, or of one step. tokens: of every sequence,
+        or one number for each."""
         for sequence in sequences:
             self.give_back(sequence)
-        dealt = self._checked(lambda group: [(each, self._next(each, group, self._missing(group, each, tokens))) for each in sequences])
+        counts = [tokens] * len(sequences) if isinstance(tokens, int) else tokens
+        grown = list(zip(sequences, counts, strict=True))
+        dealt = self._checked(lambda group: [(each, self._next(each, group, self._missing(group, each, count))) for each, count in grown])
         for name, parts in dealt.items():
             for sequence, each in zip(sequences, parts, strict=True):
                 sequence.pages[name] += self.allocators[name].take_from(each)

@@ -22,7 +22,7 @@ from pallas_kernels.bench.formats import table as terminal_table
 from pallas_kernels.bench.prefill import echo as echo_report
 from pallas_kernels.bench.prefill import report as prefill_report
 from pallas_kernels.bench.prefill import targets as prefill_targets
-from pallas_kernels.bench.results import devices_of, mesh_text, packed_text
+from pallas_kernels.bench.results import devices_of, launch_text, mesh_text, packed_text
 from pallas_kernels.bench.top_k import report as top_k_report
 
 Row = dict[str, Any]
@@ -164,8 +164,8 @@ STEP_COLUMNS += ("temp MB",)
 
 
 def line_name(row: Row) -> str:
-    """A row's policy, and what of its step is split or packed."""
-    return row["policy"] + mesh_text(row) + packed_text(row)
+    """A row's policy, what of its step is split or packed, and how many steps a launch has."""
+    return row["policy"] + mesh_text(row) + packed_text(row) + launch_text(row)
 
 
 def step_cells(row: Row) -> tuple[str, ...]:
@@ -221,8 +221,9 @@ def drafts_table(rows: Sequence[Row]) -> Table:
 
 
 def step_short(rows: Sequence[Row]) -> str:
-    """Milliseconds of a step on one device by shape, batch and length: dense, and each policy with its speed-up over that."""
-    timed = [row for row in rows if "median_s" in row and devices_of(row) == 1]
+    """Milliseconds of a step on one device, one step per launch, by shape, batch and length: dense, and each policy with its speed-up over
+    that."""
+    timed = [row for row in rows if "median_s" in row and devices_of(row) == 1 and not launch_text(row)]
     policies = [name for name in dict.fromkeys(row["policy"] for row in timed) if name != "dense"]
     lines = []
 
@@ -334,7 +335,7 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
 def merged(runs: Sequence[dict[str, Any]]) -> list[Row]:
     """The rows of several runs. Of rows for the same case the last is kept."""
     key = ("op", "shape", "tokens", "batch", "policy", "format", "layer", "weights", "cache_format")
-    ones = ("drafted", "tensor", "context")  # 1 in older rows
+    ones = ("drafted", "tensor", "context", "steps_per_launch")  # 1 in older rows
     rows = (row for run in runs for row in run["rows"])
     return list({(*(row.get(name) for name in key), *(row.get(name, 1) for name in ones)): row for row in rows}.values())
 

@@ -28,6 +28,11 @@ def mesh_text(row: dict[str, Any]) -> str:
     return "" if devices_of(row) == 1 else f", tensor {row['tensor']} context {row['context']}"
 
 
+def launch_text(row: Mapping[str, Any]) -> str:
+    """What a step's row says of several steps in one launch; "" for one, and in older rows."""
+    return "" if row.get("steps_per_launch", 1) == 1 else f", {row['steps_per_launch']} steps per launch"
+
+
 def packed_text(row: Mapping[str, Any]) -> str:
     """What a step's row says of packed weights and pages; "" if neither is packed."""
     return "".join(f", {what} {row[key]}" for what, key in (("weights", "weights"), ("pages", "cache_format")) if row.get(key))

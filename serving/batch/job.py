@@ -45,16 +45,18 @@ def run_batch(
     slots: int | None = None,
     defaults: Defaults = Defaults(),  # noqa: B008
     on_token: OnToken | None = None,
+    steps_per_launch: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """Answer records (objects, or lines of JSON text; see `kvjax.serving.batch.records`) and yield each answer as it completes.
 
     engine: one, or several replicas (`kvjax.replicas`), which share the records. policy: the decode policy; None is the engine's. slots:
     sequences that an engine decodes together; None is 8, or fewer if its largest batch bucket is smaller. defaults: settings for records
     that do not name them. An answer is the object that a file job would write. A record that cannot be answered gives an object with
-    `error`.
+    `error`. steps_per_launch: as in `kvjax.Scheduler`.
     """
     engines = engines_of(engine, "run_batch")
-    results = answer_records(list(read(records, defaults)), engines, policy=policy, slots=slots, on_token=on_token)
+    options = {"policy": policy, "slots": slots, "steps_per_launch": steps_per_launch}
+    results = answer_records(list(read(records, defaults)), engines, on_token=on_token, **options)
     return (result.output for result in results)
 
 
@@ -69,6 +71,7 @@ def run_file(
     overwrite: bool = False,
     console: Console | None = None,
     stores: bool = False,
+    steps_per_launch: int = 1,
 ) -> Summary:
     """Answer every line of the file `source` and write the answers to `out` in the same order; returns the closing figures.
 
@@ -76,7 +79,7 @@ def run_file(
     model, tokenizer, policy, prefill policy, page size, prefill chunk, dtype, slots, defaults or input are not those it began with. `out`
     appears complete at the end; ValueError if it exists already, unless overwrite. engine: one, or several replicas; their number may
     change between runs. console: where to show progress; None: nowhere. stores: show what pages are kept where, and where those of the
-    pool lie, too.
+    pool lie, too. steps_per_launch: as in `kvjax.Scheduler`; it may change between runs.
     """
     source, out, engines = Path(source), Path(out), engines_of(engine, "run_file")
     check_paths(source, out, overwrite)
@@ -84,7 +87,8 @@ def run_file(
 
     def answer(earlier: Collection[int], progress: JobProgress) -> Iterator[Result]:
         missing = [record for record in records if record.line not in earlier]
-        return answer_records(missing, engines, policy=policy, slots=slots, on_token=progress.token, on_prefill=progress.prefill)
+        options = {"policy": policy, "slots": slots, "steps_per_launch": steps_per_launch}
+        return answer_records(missing, engines, on_token=progress.token, on_prefill=progress.prefill, **options)
 
     kept = {} if engines[0].stats() is None else {"found": lambda: sum(each.stats().found_tokens for each in engines)}
     told = [each for engine in engines for each in (engine.stats, engine.pool_stats) if each() is not None]
@@ -210,13 +214,11 @@ def _tokenizer_digest(tokenizer: Any) -> str | None:
 def answer_records(
     records: list[Record],
     engines: Sequence[Engine],
-    *,
-    policy: str | DecodePolicy | None,
-    slots: int | None,
-    on_token: OnToken | None,
-    on_prefill: Callable[[int], None] | None = None,
+    **options: Any,
 ) -> Iterator[Result]:
-    """A result for every record, as they complete. Prompts are tokenised one by one, because all at once may not fit in memory."""
+    """A result for every record, as they complete. Prompts are tokenised one by one, because all at once may not fit in memory.
+
+    options: those of `kvjax.run`."""
     waiting, model = {record.line: record for record in records}, engines[0].model
     wrong: deque[Result] = deque(refused(record, record.error) for record in records if record.error is not None)
 
@@ -229,7 +231,7 @@ def answer_records(
                     wrong.append(refused(record, str(error)))
 
     name = model_name(model)
-    for request, completion in run(engines, requests(), policy=policy, slots=slots, on_token=on_token, on_prefill=on_prefill):
+    for request, completion in run(engines, requests(), **options):
         yield answered(waiting[request.id], completion, model=name, tokenizer=model.tokenizer)
         yield from _drain(wrong)
     yield from _drain(wrong)

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 class Setup:
     """A model and the arguments of its engine. It can be sent to another process.
 
-    model: folder, hub id or "needle". dtype, weights, max_positions: as in `kvjax.load`. slots: sequences decoded together. stores: where
-    pages may lie besides the device, and whether they are kept. tensor, context: of a mesh (`kvjax.mesh`). data: how many engines, each on
-    devices of its own (`kvjax.replicas`). The others: as in `Engine`. pages, device_bytes: if both are None, the pool has the pages that
-    the job needs, or as many as fit.
+    model: folder, hub id or "needle". dtype, weights, max_positions: as in `kvjax.load`. slots: sequences decoded together.
+    steps_per_launch: as in `kvjax.Scheduler`. stores: where pages may lie besides the device, and whether they are kept. tensor, context:
+    of a mesh (`kvjax.mesh`). data: how many engines, each on devices of its own (`kvjax.replicas`). The others: as in `Engine`. pages,
+    device_bytes: if both are None, the pool has the pages that the job needs, or as many as fit.
     """
 
     model: str
@@ -39,6 +39,7 @@ class Setup:
     policy: str | None = None
     prefill: str | None = None
     slots: int = 8
+    steps_per_launch: int = 1
     pages: int | None = None
     page_size: int = 128
     prefill_chunk: int = 512

@@ -3,7 +3,8 @@
 There is no prefill: keys, values and their indexes are made on the device, and pages have a random order. The steps are the engine's own
 (`kvjax.steps.decode_and_sample`, cache donated). Each step is fed the tokens that the one before sampled, and the host waits only at the
 end of a round. Policies take turns on one cache, round by round, always over the same positions. Steps with drafts keep to these positions
-too, because no draft is ever accepted: a step adds one token, however many it writes.
+too, because no draft is ever accepted: a step adds one token, however many it writes. Several steps in one launch
+(`kvjax.launches.decode_steps`) are timed together: a row has the time of one of them.
 
 Weights and pages may be packed. On a mesh, they are made on their devices, and a row also holds what the program exchanges
 (`kvjax.bill.exchanges`).
@@ -28,9 +29,10 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.bill.exchanges import counts_in
 from kvjax.bill.volume import rows_bytes, step_bytes, token_bytes
-from kvjax.cache import OPEN, Cache, CacheSpec, IndexSpec
+from kvjax.cache import MOST_TOKENS, OPEN, Cache, CacheSpec, IndexSpec
 from kvjax.cache.formats import CacheFormat
 from kvjax.decoding import DRAFTS
+from kvjax.launches import STOP_IDS, Ends, decode_steps
 from kvjax.learning import state_specs
 from kvjax.model import ModelConfig, Params, uniform_config
 from kvjax.models.decoder import TransformerDecoder
@@ -39,6 +41,7 @@ from kvjax.outcomes import Reads
 from kvjax.packing import format_function, table_shape, weights_bytes
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import Cascade, DecodePolicy, name_of, parse
+from kvjax.release import check_several
 from kvjax.sampling import SamplingRows
 from kvjax.serving.bench.random_model import placed, random_cache, random_params
 from kvjax.sharding import Shards, mesh
@@ -124,6 +127,7 @@ class Plan:
     round that warms up.
 
     drafts: how many tokens of a sequence a step writes: one given token, and drafts. Every policy is timed with each of these numbers.
+    steps_per_launch: how many steps the device runs without the host; likewise, with steps of one token.
     tensor, context: of the mesh. weights: how they are packed, as in `kvjax.load`; cache_format: how full pages are; None: they are not.
     """
 
@@ -139,8 +143,16 @@ class Plan:
     context: int = 1
     weights: str | None = None
     cache_format: CacheFormat | None = None
+    steps_per_launch: tuple[int, ...] = (1,)
 
     def __post_init__(self):
+        counts = self.steps_per_launch
+        if not counts or len(set(counts)) < len(counts) or any(not 1 <= each <= MOST_TOKENS or self.steps % each for each in counts):
+            raise ValueError(f"steps per launch must be 1 to {MOST_TOKENS} and divide {self.steps} steps, each once, got {counts}")
+        if counts != (1,) and self.drafts != (1,):
+            raise ValueError(f"several steps per launch have no drafts, got {counts} with drafts {self.drafts}")
+        for policy in self.policies:
+            check_several(policy, max(counts))
         if not self.drafts or len(set(self.drafts)) < len(self.drafts) or not set(self.drafts) <= set(DRAFTS):
             raise ValueError(f"drafts must be among {', '.join(map(str, DRAFTS))}, each once, got {self.drafts}")
         if auto := [policy for policy in self.policies if isinstance(policy, ChoosesDecode)]:
@@ -287,7 +299,7 @@ def bytes_of(leaf: Any) -> int:
 
 @dataclasses.dataclass
 class _Runner:
-    """A policy's compiled step that writes `drafted` tokens of each sequence, and what was measured of it.
+    """A policy's compiled step that writes `drafted` tokens of each sequence, or its launch of several steps, and what was measured of it.
 
     exchanges: what the step exchanges between the devices of `shards`. launched: the same in the compiled program, in which XLA may have
     put several into one.
@@ -307,6 +319,8 @@ class _Runner:
     shards: Shards | None = None
     exchanges: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     launched: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    steps_per_launch: int = 1
+    ends: Ends | None = None
 
 
 def _run_length(plan: Plan, length: int, params: Params, rate: float, on_progress: Callable[[str], None]) -> Iterator[dict[str, Any]]:
@@ -315,16 +329,18 @@ def _run_length(plan: Plan, length: int, params: Params, rate: float, on_progres
     cache = random_cache(plan, length)
     rows = placed(plan.shards(length), jax.tree.map(jnp.asarray, SamplingRows.of([None] * plan.batch)))
     runners = []
-    for policy, drafted in _each(plan):
-        on_progress(f"{length:,} tokens: compiling {policy} for {drafted}")
-        runners.append(_compiled(plan, policy, params, cache, rows, drafted, plan.shards(length)))
+    for policy, drafted, launch in _each(plan):
+        several = f", {launch} steps per launch" if launch > 1 else ""
+        on_progress(f"{length:,} tokens: compiling {policy} for {drafted}{several}")
+        runners.append(_compiled(plan, policy, params, cache, rows, drafted, plan.shards(length), launch))
     for number in range(plan.rounds + 1):
         for runner in runners:
             on_progress(f"{length:,} tokens: round {number} of {plan.rounds}, {runner.policy}")
             seconds, cache = _round(plan, length, runner, params, cache, rows)
             if number:  # the first round warms up
                 runner.seconds.append(seconds / plan.steps)
-    alone = {runner.policy: float(np.median(runner.seconds)) for runner in runners if runner.drafted == 1}
+    ones = [runner for runner in runners if runner.drafted == runner.steps_per_launch == 1]
+    alone = {runner.policy: float(np.median(runner.seconds)) for runner in ones}
     for runner in runners:
         if jax.default_backend() == "gpu":  # of a mesh, the kernels of its first device
             on_progress(f"{length:,} tokens: profile of {runner.policy}")
@@ -341,6 +357,7 @@ def _compiled(
     rows: SamplingRows,
     drafted: int = 1,
     shards: Shards | None = None,
+    steps_per_launch: int = 1,
 ) -> _Runner:
     config = plan.config
     states = tuple(policy.init(spec, plan.batch) for spec in state_specs(config, PAGE_SIZE, cache.table_of(0).shape[1]))
@@ -348,10 +365,14 @@ def _compiled(
     static = (TransformerDecoder(config), policy, plan.indexes)
     with dispatch.listening() as heard:
         first = placed(shards, _first(plan, drafted))
-        lowered = decode_and_sample.lower(*static, params, cache, *first, placed(shards, states), rows, shards=shards)
+        given, ends = (params, cache, *first, placed(shards, states), rows), placed(shards, _never(plan))
+        if steps_per_launch == 1:
+            lowered = decode_and_sample.lower(*static, *given, shards=shards)
+        else:
+            lowered = decode_steps.lower(steps_per_launch, *static, *given, None, ends, shards=shards)
     step = lowered.compile()
     seconds, temp = time.perf_counter() - started, step.memory_analysis().temp_size_in_bytes
-    runner = _Runner(policy, drafted, step, heard, seconds, temp, placed(shards, states))
+    runner = _Runner(policy, drafted, step, heard, seconds, temp, placed(shards, states), steps_per_launch=steps_per_launch, ends=ends)
     if shards is not None:
         runner.shards = shards
         runner.exchanges = _listed(lowered.as_text(dialect="hlo"), plan.tensor)
@@ -382,17 +403,14 @@ def _round(plan: Plan, length: int, runner: _Runner, params: Params, cache: Cach
 
 
 def _profile(plan: Plan, length: int, runner: _Runner, params: Params, cache: Cache, rows: SamplingRows) -> Cache:
-    """Record the kernels of a few steps in `runner`. Returns the cache. DONATES cache."""
+    """Record the kernels of a few steps in `runner`: of two launches, if these have several. Returns the cache. DONATES cache."""
+    steps = PROFILED_STEPS if runner.steps_per_launch == 1 else min(2 * runner.steps_per_launch, plan.steps)
     cache, tokens, active = _ready(plan, length, cache, runner)
     kept = [cache]
     del cache
     reads = runner.reads
-    kernels = record(lambda: kept.append(_steps(runner, params, kept.pop(), tokens, active, rows, PROFILED_STEPS)[1]))
-    runner.profile, runner.timeline, runner.reads = (
-        kernel_timing(kernels, calls=1, chain=PROFILED_STEPS),
-        timeline(kernels, PROFILED_STEPS),
-        reads,
-    )
+    kernels = record(lambda: kept.append(_steps(runner, params, kept.pop(), tokens, active, rows, steps)[1]))
+    runner.profile, runner.timeline, runner.reads = kernel_timing(kernels, calls=1, chain=steps), timeline(kernels, steps), reads
     return kept.pop()
 
 
@@ -408,6 +426,13 @@ def _steps(
     """Run steps, each on the tokens that the one before sampled, and wait for the last. Returns whether the last logits of each row were
     finite, and the cache. DONATES cache."""
     states = runner.states
+    if runner.steps_per_launch > 1:
+        ends = runner.ends
+        for _ in range(steps // runner.steps_per_launch):
+            sampled, _, ends, cache, states, runner.reads = runner.step(params, cache, tokens, active, states, rows, None, ends)
+            tokens = sampled.tokens
+        jax.block_until_ready((tokens, cache.lengths))
+        return sampled.finite, cache
     for _ in range(steps):
         sampled, _, cache, states, runner.reads = runner.step(params, cache, tokens, active, states, rows)
         tokens = sampled.tokens if runner.drafted == 1 else _without_drafts(sampled.tokens)
@@ -423,7 +448,7 @@ def _row(plan: Plan, length: int, runner: _Runner, params: Params, rate: float) 
     middle, low, high = (float(np.quantile(runner.seconds, q)) for q in (0.5, 0.1, 0.9))
     moved = bytes_read(plan, runner.policy, length, keys, params, runner.drafted)
     per_second = sum(moved.values()) / middle
-    return _fields(plan, length, runner.policy, runner.drafted) | {
+    return _fields(plan, length, runner.policy, runner.drafted, runner.steps_per_launch) | {
         "path": runner.path,
         "median_s": middle,
         "p10_s": low,
@@ -444,17 +469,18 @@ def _row(plan: Plan, length: int, runner: _Runner, params: Params, rate: float) 
     }
 
 
-def _each(plan: Plan) -> list[tuple[DecodePolicy, int]]:
-    """What is timed at a length: pairs of a policy and the number of tokens that a step writes."""
-    return [(policy, drafted) for policy in plan.policies for drafted in plan.drafts]
+def _each(plan: Plan) -> list[tuple[DecodePolicy, int, int]]:
+    """What is timed at a length: a policy, the number of tokens that a step writes, and the number of steps of a launch."""
+    return list(itertools.product(plan.policies, plan.drafts, plan.steps_per_launch))
 
 
-def _fields(plan: Plan, length: int, policy: DecodePolicy, drafted: int) -> dict[str, Any]:
+def _fields(plan: Plan, length: int, policy: DecodePolicy, drafted: int, steps_per_launch: int) -> dict[str, Any]:
     named = {"op": "decode", "shape": plan.shape, "tokens": length, "batch": plan.batch, "policy": name_of(policy), "drafted": drafted}
     return named | {
         "layers": plan.config.num_layers,
         "dtype": plan.config.compute_dtype,
         "steps": plan.steps,
+        "steps_per_launch": steps_per_launch,
         "describe": policy.describe(),
         "tensor": plan.tensor,
         "context": plan.context,
@@ -467,6 +493,11 @@ def _first(plan: Plan, drafted: int) -> tuple[Int[Array, "B *T"], Bool[Array, "B
     """The first tokens of a round, and which rows are active: all of them."""
     tokens = jnp.zeros(plan.batch, jnp.int32)
     return tokens if drafted == 1 else _without_drafts(jnp.zeros((plan.batch, drafted), jnp.int32)), jnp.ones(plan.batch, bool)
+
+
+def _never(plan: Plan) -> Ends:
+    """No row ends."""
+    return Ends(jnp.full(plan.batch, 2**30, jnp.int32), jnp.full((plan.batch, STOP_IDS), -1, jnp.int32))
 
 
 @jax.jit

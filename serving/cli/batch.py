@@ -28,6 +28,7 @@ from kvjax.serving.cli.options import (
     ProcessOption,
     ReuseAnyOption,
     ReuseOption,
+    StepsPerLaunchOption,
     TensorOption,
     WeightsOption,
     in_first,
@@ -70,6 +71,7 @@ def batch_command(
         int | None,
         typer.Option(help="Pages in the pool. [default: enough for the longest records, or as many as fit]", show_default=False, **whole()),
     ] = None,
+    steps_per_launch: StepsPerLaunchOption = 1,
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
     cache_format: CacheFormatOption = None,
@@ -134,7 +136,7 @@ def batch_command(
     given = {name: value for name, value in cluster.items() if value is not None}
     _check_together(given, ray=ray, data=data, coordinator=coordinator, disk=disk, progress=progress, shown=any(kept.values()))
     sizes = {"pages": pages, "device_bytes": device_memory, "page_size": page_size, "prefill_chunk": prefill_chunk}
-    sizes |= {"stores": kept, "weights": weights and weights.value}
+    sizes |= {"stores": kept, "weights": weights and weights.value, "steps_per_launch": steps_per_launch}
     sizes |= {"tensor": tensor, "context": context, "data": data, "cache_format": cache_format}
     setup = Setup(model, dtype and dtype.value, max_positions, policy, prefill, max_batch, **sizes)
     options = {"defaults": Defaults(max_new_tokens, temperature, seed), "overwrite": overwrite, "console": Console(stderr=True)}
@@ -188,7 +190,8 @@ def _run_here(source: Path, out: Path, setup: Setup, job: Processes | None, *, d
     if first:
         typer.echo(setup.describe(engines[0]), err=True)
     try:
-        return in_first(job, engines[0], lambda: run_file(source, out, engines, slots=setup.slots, defaults=defaults, **options))
+        sizes = {"slots": setup.slots, "steps_per_launch": setup.steps_per_launch}
+        return in_first(job, engines[0], lambda: run_file(source, out, engines, defaults=defaults, **sizes, **options))
     finally:
         for engine in engines:
             for stats in (engine.stats(), engine.pool_stats()):

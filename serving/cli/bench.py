@@ -76,6 +76,9 @@ def decode_command(
         str,
         typer.Option(help="Tokens per sequence and step: 1; or 4, 8 or 16, of which all but one are drafts. Separate several by commas."),
     ] = "1",
+    steps_per_launch: Annotated[
+        str, typer.Option(help="Steps that the device runs without the host, 1 to 16; they divide --steps. Separate several by commas.")
+    ] = "1",
     dtype: scheduling.BenchDtypeOption = "bfloat16",
     layers: Annotated[
         int | None,
@@ -91,9 +94,10 @@ def decode_command(
     """Time whole decode steps, from embedding to sampled token, with random weights and a random cache on the device.
 
     The steps are those of the engine. Dense and sparse steps take turns on one cache. On a GPU, a profile of a few steps shows where the
-    time goes. With --drafts the table shows the cost of steps of several tokens, compared with steps of 1 if 1 is among them. With --tensor
-    and --context, rows of several meshes, to which kvjax bill fit fits terms for exchanges between devices. With --weights and
-    --cache-format, rows of packed weights and pages, for each of which kvjax bill fit makes a bill.
+    time goes. With --steps-per-launch, a row of several steps in one launch has the time of one of them. With --drafts the table shows the
+    cost of steps of several tokens, compared with steps of 1 if 1 is among them. With --tensor and --context, rows of several meshes, to
+    which kvjax bill fit fits terms for exchanges between devices. With --weights and --cache-format, rows of packed weights and pages, for
+    each of which kvjax bill fit makes a bill. Bills are fitted to rows of one step per launch.
     """
     from kvjax.cache.formats import parse_cache_format
     from kvjax.serving.bench.decode import Plan, config_of, policies_of
@@ -102,7 +106,8 @@ def decode_command(
     sizes = parse_lengths(lengths), policies_of(policies), batch, steps, rounds, parse_lengths(drafts, "drafts")
     config = config_of(shape, layers, dtype)
     kinds = itertools.product(_meshes(tensor, context), _packed(weights, cache_format))
-    plans = [Plan(shape, config, *sizes, *mesh, scheme, parse_cache_format(pages, dtype)) for mesh, (scheme, pages) in kinds]
+    counts = parse_lengths(steps_per_launch, "steps per launch")
+    plans = [Plan(shape, config, *sizes, *mesh, scheme, parse_cache_format(pages, dtype), counts) for mesh, (scheme, pages) in kinds]
 
     from pallas_kernels.bench.formats import show
     from pallas_kernels.bench.report import drafts_table, step_table

@@ -211,6 +211,9 @@ CacheFormatOption = Annotated[
     ),
 ]
 ChunkOption = Annotated[int, typer.Option(help="Tokens prefilled at a time, a multiple of the page size.", **whole())]
+StepsPerLaunchOption = Annotated[
+    int, typer.Option(help="Decode steps that the device runs without the host. Answers do not depend on it.", **whole(most=16))
+]
 PagesOption = Annotated[
     int | None, typer.Option(help="Pages in the pool. [default: as many as the job needs]", show_default=False, **whole())
 ]

@@ -281,12 +281,12 @@ def test_the_error_is_raised_where_a_step_is_read(logprobs):
     sampled = Sampled(one, jnp.ones(1), jnp.ones(1, bool))
     for missing in (None, 0 * one):
         packed = pack(sampled, Reads(one, one, missing))
-        taken, ended = read(Flight(roster.samples, packed, roster, ends=False), listening=False)
+        taken, ended = read(Flight(roster.samples, packed, roster, left=2), listening=False)
         assert (len(taken), ended) == (int(logprobs), False)
         assert unpack(np.asarray(packed)).blocks.tolist() == [1]
     packed = pack(sampled, Reads(one, one, 3 * one))
     with pytest.raises(MissingPages, match="3 in row 0"):
-        read(Flight(roster.samples, packed, roster, ends=False), listening=False)
+        read(Flight(roster.samples, packed, roster, left=2), listening=False)
     with pytest.raises(MissingPages, match="3 in row 0"):
         unpack(np.asarray(packed))
 

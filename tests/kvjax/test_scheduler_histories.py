@@ -38,10 +38,13 @@ def engine_of(model, pages, **options):
     return Engine(model, policies=policies_of(model)[1:], pages=pages, page_size=16, prefill_chunk=32, batch_buckets=(4,), **options)
 
 
-def draw_request(random, model, samplings, policies):
+def draw_request(random, model, samplings, policies, stops=False):
+    """stops: some requests have stop tokens."""
     tokens = random.integers(0, model.config.vocab_size, random.integers(1, 60)).tolist()
     fields = samplings[random.integers(len(samplings))]
-    sampling = Sampling(int(random.integers(1, 80)), seed=int(random.integers(100)), stop_token_ids=(), logprobs=True, **fields)
+    most, seed = int(random.integers(1, 80)), int(random.integers(100))
+    ids = tuple(random.integers(0, model.config.vocab_size, random.integers(6)).tolist()) if stops else ()
+    sampling = Sampling(most, seed=seed, stop_token_ids=ids, logprobs=True, **fields)
     return Request(tuple(tokens), sampling, policy=policies[random.integers(len(policies))], priority=int(random.integers(-1, 2)))
 
 
@@ -54,10 +57,12 @@ def begins(found, whole):
     )
 
 
-def history(engine, reference, seed, samplings, policies) -> dict[str, int]:
+def history(engine, reference, seed, samplings, policies, launches=()) -> dict[str, int]:
+    """launches: steps per launch, one of which is drawn; (): 1."""
     random = np.random.default_rng(seed)
     gap = (None, 1e-6, 5.0)[random.integers(3)]
-    scheduler = Scheduler(engine, slots=int(random.integers(2, 5)), max_gap_ms=gap)
+    steps = int(random.choice(launches)) if launches else 1
+    scheduler = Scheduler(engine, slots=int(random.integers(2, 5)), max_gap_ms=gap, steps_per_launch=steps)
     ballast = engine.new_sequence()
     engine.reserve([ballast], int(random.integers(engine.allocators["full"].total - 16, engine.allocators["full"].total - 10)) * 16)
     handles, cancelled = [], 0
@@ -66,7 +71,7 @@ def history(engine, reference, seed, samplings, policies) -> dict[str, int]:
         if scheduler.idle and len(handles) == wanted:
             break
         if len(handles) < wanted and random.random() < 0.6:
-            handles.append(scheduler.submit(draw_request(random, engine.model, samplings, policies)))
+            handles.append(scheduler.submit(draw_request(random, engine.model, samplings, policies, stops=bool(launches))))
         if handles and random.random() < 0.01:
             handle = handles[random.integers(len(handles))]
             cancelled += handle.completion is None
@@ -81,16 +86,17 @@ def history(engine, reference, seed, samplings, policies) -> dict[str, int]:
         whole = alone(reference, handle.request)
         found = handle.completion
         differences += not (begins(found, whole) if found.finish_reason == "cancelled" else found == whole)
-    counts = {"histories": 1, "requests": len(handles), "cancelled": cancelled, "preemptions": scheduler.preemptions}
+    stopped = sum(handle.completion.finish_reason == "stop" for handle in handles)
+    counts = {"histories": 1, "requests": len(handles), "cancelled": cancelled, "preemptions": scheduler.preemptions, "stopped": stopped}
     return counts | {"differences": differences}
 
 
-def run_histories(model, seeds, samplings=SAMPLINGS, policies=None, **options) -> dict[str, int]:
-    """policies: of the requests; None: `policies_of`."""
+def run_histories(model, seeds, samplings=SAMPLINGS, policies=None, launches=(), **options) -> dict[str, int]:
+    """policies: of the requests; None: `policies_of`. launches: as of `history`. options: of the engine."""
     engine, reference = engine_of(model, 24, **options), engine_of(model, 24, **options)
     total: dict[str, int] = {}
     for seed in seeds:
-        for name, count in history(engine, reference, seed, samplings, policies or policies_of(model)).items():
+        for name, count in history(engine, reference, seed, samplings, policies or policies_of(model), launches).items():
             total[name] = total.get(name, 0) + count
         assert not total["differences"], f"history {seed}: {total}"
     return total
@@ -99,6 +105,21 @@ def run_histories(model, seeds, samplings=SAMPLINGS, policies=None, **options) -
 def test_random_histories_end_as_each_request_alone():
     counts = run_histories(make_family("gemma3_text"), range(1, 2), FEWEST, (MASSES,))
     assert counts["preemptions"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5_text", "shared"])
+def test_random_histories_of_several_steps_per_launch(family):
+    """Rows end in the middle of launches, are cancelled there, and pages run out there; the reference launches one step at a time."""
+    counts = run_histories(make_family(family), range(20), FEW, launches=(4, 7, 16))
+    assert min(counts["preemptions"], counts["stopped"], counts["cancelled"]) > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5_text"])
+def test_random_histories_of_several_steps_per_launch_over_packed_pages(family):
+    counts = run_histories(make_family(family), range(8), FEW, launches=(4, 16), cache_format="k=int8:channel,v=int4")
+    assert min(counts["preemptions"], counts["stopped"]) > 0
 
 
 @pytest.mark.long

@@ -88,6 +88,11 @@ def test_answers_equal_those_of_each_record_alone(engine, expected):
     assert text["choices"][0]["text"] == expected["o-text"].text
 
 
+@pytest.mark.long
+def test_several_steps_per_launch_change_no_answer(engine):
+    assert answers(engine, steps_per_launch=4) == answers(engine)
+
+
 def test_a_text_is_what_generate_says(engine):
     found = answers(engine)
     for record in RECORDS[:2]:

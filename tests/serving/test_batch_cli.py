@@ -217,9 +217,9 @@ def test_batch_decodes_as_many_together_as_it_is_told(kvjax, model_folder, tmp_p
     monkeypatch.setattr(batch, "run_file", lambda *args, **options: calls.append((args, options)) or results.Summary())
     source = write(tmp_path / "in.jsonl", RECORDS)
     arguments = ("batch", source, "--out", tmp_path / "out.jsonl", "--model", model_folder, "--max-batch", 12, "--pages", 4, *PAGES)
-    assert kvjax(*arguments)[0] == 0
+    assert kvjax(*arguments, "--steps-per-launch", 8)[0] == 0
     (((_, _, (engine,)), options),) = calls
-    assert (engine.batch_buckets, options["slots"]) == ((12,), 12)
+    assert (engine.batch_buckets, options["slots"], options["steps_per_launch"]) == ((12,), 12, 8)
 
 
 def test_a_batch_job_on_a_full_disk_is_one_line_and_goes_on_later(kvjax, model_folder, tmp_path, monkeypatch):

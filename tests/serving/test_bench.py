@@ -77,6 +77,11 @@ def test_lengths_that_are_none(text):
         ({"drafts": (1, 5)}, r"drafts must be among 1, 4, 8, 16, each once, got \(1, 5\)"),
         ({"drafts": (4, 4)}, "each once"),
         ({"drafts": ()}, "drafts must be"),
+        ({"steps_per_launch": (2,)}, r"1 to 16 and divide 3 steps, each once, got \(2,\)"),
+        ({"steps_per_launch": (3, 3)}, "each once"),
+        ({"steps": 34, "steps_per_launch": (17,)}, "1 to 16"),
+        ({"steps_per_launch": (1, 3), "drafts": (1, 4)}, "have no drafts"),
+        ({"steps_per_launch": (3,), "policies": policies_of("heavy:2")}, "launch one step, not 3"),
     ],
 )
 def test_plans_that_make_no_sense(changed, message):
@@ -99,6 +104,20 @@ def test_rows_say_what_was_read(rows):
         assert row["fraction_of_copy"] == pytest.approx(row["bytes_per_s"] / 1e9)
         assert (row["profile"] is None) == (jax.default_backend() != "gpu")
     assert all("weights and cache need" in row["skipped"] for row in skipped)
+
+
+def test_rows_of_several_steps_per_launch_have_the_time_of_one(tmp_path):
+    found = list(decode_bench.run_plan(plan(policies=policies_of("top:8"), steps=6, steps_per_launch=(1, 3)), 1e9))
+    assert [row["steps_per_launch"] for row in found] == [1, 3]
+    one, three = found
+    assert [three[name] for name in ("keys_read", "blocks_read", "bytes")] == [one[name] for name in ("keys_read", "blocks_read", "bytes")]
+    assert three["of_one"] == pytest.approx(three["median_s"] / one["median_s"])
+    lines = [report.step_cells(row)[3] for row in found]
+    assert lines == ["top:8", "top:8, 3 steps per launch"]
+    run = {"bench": "decode", "provenance": {"device": "a"}, "rows": found}
+    assert len(report.merged([run])) == 2
+    (cells,) = read_cells(run, lambda shape, layers: config_of(shape, layers, "float32")).values()
+    assert [cell.seconds for cell in cells] == [one["median_s"]], "a bill is fitted to one step per launch"
 
 
 @pytest.mark.long
