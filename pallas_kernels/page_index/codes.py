@@ -41,9 +41,9 @@ def index_dtype(kind: str, dtype: jnp.dtype) -> jnp.dtype:
 
 def code_keys(kind: str, blocks: Float[Array, "... bs D"]) -> UInt8[Array, "... R W"]:
     """The codes of whole blocks of keys. A channel with a NaN or an infinity reads as NaN."""
-    bits, keys = CODED[kind], blocks.astype(jnp.float32)
+    # XLA for GPUs may leave out that keys and levels are rounded where they are used in the same program, unless a barrier hides it.
+    bits, keys = CODED[kind], jax.lax.optimization_barrier(blocks).astype(jnp.float32)
     most = 2**bits - 1
-    # XLA for GPUs may leave out that levels are rounded where they are used, unless a barrier hides it.
     low = jax.lax.optimization_barrier(keys.min(-2, keepdims=True).astype(jnp.bfloat16))
     step = ((keys.max(-2, keepdims=True) - low.astype(jnp.float32)) * (1 / most)).astype(jnp.bfloat16)
     step = jax.lax.optimization_barrier(step)
