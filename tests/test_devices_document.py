@@ -43,5 +43,13 @@ def test_the_table_of_exchanges_is_what_the_results_make():
     assert f"context 4 | {context[0]['median_s'] * 1e3:.2f} ms |" in text
     weights = jax.eval_shape(lambda: random_model(config_of("qwen2.5-7b", None, "bfloat16")).params)
     assert f"on each device with {len(jax.tree.leaves(weights))} arrays of weights" in " ".join(text.split())
+    launches = json.loads((RESULTS.parent / "h100" / "designs-mesh-steps-launches.json").read_text())["rows"]
+    steps = {(row["policy"], row["steps_per_launch"]): row for row in launches}
+    said = "took {} ms in launches of one step and {} ms in launches of eight, and a dense one {} and {} ms"
+    ms = [f"{steps[policy, count]['median_s'] * 1e3:.2f}" for policy in ("top:32", "dense") for count in (1, 8)]
+    assert said.format(*ms) in " ".join(text.split())
+    of_kernels = {kernel["name"].split("_")[0]: kernel["total_s"] * 1e3 for kernel in steps["top:32", 8]["profile"]["kernels"]}
+    said = "products are {project:.2f}, attention {selected:.2f} and sums {anonymous:.2f}"
+    assert said.format(**of_kernels) in " ".join(text.split())
     first = {row["policy"]: row["median_s"] for row in prompts if row["tokens"] == 2**17}
     assert f"dense / `bounds:32` | {first['dense']:.2f} / {first['bounds:32']:.2f} s |" in text

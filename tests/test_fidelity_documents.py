@@ -125,3 +125,13 @@ def test_the_table_of_positions_is_what_the_results_say():
     for skipped in sorted({row["skipped"] for row in rows}):
         found = [row["found"] for row in rows if row["skipped"] == skipped]
         assert f"| {skipped:,} | {' | '.join(map(str, found))} |" in text
+
+
+def test_what_a_run_without_stretched_positions_found_is_what_its_file_says():
+    found = json.loads((ROOT / "benchmarks/results/h200/designs-needle-128k-plain.json").read_text())
+    text = " ".join((ROOT / "docs/long-model.md").read_text(encoding="utf-8").split())
+    shares = [f"{100 * found[str(length)]['exact_match']:.3g}%" for length in (2**13, 2**14, 2**15, 2**16, 2**17)]
+    assert f"found {', '.join(shares[:-1])} and {shares[-1]} of 200 needles" in text
+    depths = found[str(2**17)]["by_depth"]
+    assert f"{min(depths[:3]):.0%} to {max(depths[:3]):.0%} of those in the first three tenths" in text
+    assert f"{min(depths[3:]):.0%} to {max(depths[3:]):.0%} of the others" in text

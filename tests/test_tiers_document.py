@@ -81,4 +81,9 @@ def test_sentences_on_steps_pages_and_copies_are_what_the_results_say():
     assert f"all {histories['histories']} histories with pages in host memory" in text
     (ten,) = rows_of("tiers-hybrid-10m")
     assert f"{ten['cache_bytes'] / 1e9:.0f} GB of cache, it makes {1 / ten['median_s']:.0f} tokens/s" in text
-    assert f"memory is what is missing, {rows_of('tiers-prompts')[0]['peak_bytes'] / 1e9:.1f} GB" in text
+    assert f"what was missing, {rows_of('tiers-prompts')[0]['peak_bytes'] / 1e9:.1f} GB" in text
+    (less,) = rows_of("designs-tiers-prompts-24k")
+    assert f"it was {less['peak_bytes'] / 1e9:.1f} GB, and {less['seconds']:.1f} s (" in text
+    (now,) = json.loads((RESULTS.parent / "h100" / "designs-tiers-prompts-long-copies.json").read_text())["rows"]
+    assert f"the peak was {now['peak_bytes'] / 1e9:.1f} GB on an H100, and the prompt took {now['seconds']:.1f} s**" in text
+    assert "ran at {:.1f} GB/s there, copies out at {:.1f}.".format(*(now["copy_rates"][way] / 1e9 for way in ("in", "out"))) in text
