@@ -35,12 +35,12 @@ def all_gather(
     Args:
         arrays: at least one, of any shapes that are not empty, the same on all devices: float32, int32, bfloat16 or float16.
         axis_name: the axis of the mesh. `jax.shard_map` needs `check_vma=False`: JAX cannot show that the results are the same everywhere.
-        mesh: the one that `jax.shard_map` was given. "mosaic_gpu" has to know its devices; without it another implementation is picked.
+        mesh: the one that `jax.shard_map` was given. "mosaic_gpu" has to know its devices.
         config: settings of the implementation; no implementation takes any so far.
         implementation: see `pallas_kernels.dispatch`.
 
-    "mosaic_gpu" takes up to 128 KiB of all arrays together and is for decode steps. "xla" takes everything else. Memory: as many bytes as
-    are received.
+    "mosaic_gpu" takes up to 128 KiB of all arrays together and is for decode steps. It has not run on GPUs yet, so it is not picked by itself:
+    `dispatch.forced("all_gather=mosaic_gpu")` picks it, and what it cannot take is then refused. Memory: as many bytes as are received.
 
     Returns for each array those of all devices, in their order: `[n, *shape]`.
 

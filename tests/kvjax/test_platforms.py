@@ -176,7 +176,9 @@ def step_on_hopper_gpus(as_on, picked: str, **mesh: int) -> tuple[str, dict[str,
     as_on("cuda", "9.0")
     states = tuple(Dense().init(None, 1) for _ in spec.paged)
     arguments = decoder, Dense(), (), params, cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states
-    with contextlib.nullcontext() if picked == "mosaic_gpu" else dispatch.forced("xla"), dispatch.listening() as heard:
+    ask = "all_gather=mosaic_gpu" if "context" in mesh else None
+    how = dispatch.forced("xla") if picked == "xla" else dispatch.forced(ask) if ask else contextlib.nullcontext()
+    with how, dispatch.listening() as heard:
         text = decode_step.trace(*arguments, shards=shards).lower(lowering_platforms=("cuda",)).as_text()
     # One kernel reaches into other devices' memory by XLA's means. Those that exchange are plain ones.
     assert text.count("uses_xla_collective_metadata = true") == (1 if picked == "mosaic_gpu" else 0)
