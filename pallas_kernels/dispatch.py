@@ -28,7 +28,7 @@ BACKENDS: dict[str, tuple[str, ...] | None] = {
 """Every name of an implementation, and the JAX backends it runs on (None: all of them)."""
 
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
-    "all_gather": ("xla", "mosaic_gpu", "reference"),  # the kernel has not run on GPUs: it runs only where it is asked for
+    "all_gather": ("mosaic_gpu", "xla", "reference"),
     "all_reduce": ("mosaic_gpu", "xla", "reference"),
     "append_tokens": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "block_mass": ("mosaic_gpu", "xla", "reference"),
@@ -50,6 +50,9 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "union_blocks": ("mosaic_gpu", "xla", "reference"),
 }
 """The implementations of each op, the preferred first. `reference` is a definition to test against: it runs only when named."""
+
+UNTRIED = {"all_gather": "mosaic_gpu"}
+"""By op, what has not run on the devices that it is for: it runs only where it is asked for."""
 
 BLACKWELL = "blackwell"
 """The path of GPUs newer than Hopper: `mosaic_gpu` without Hopper's instruction `wgmma`, where an op has such a form, and `cudnn`."""
@@ -163,11 +166,13 @@ class _Forced(contextlib.AbstractContextManager):
 def candidates(op: str) -> tuple[str, ...]:
     """The implementations that an op may pick here, the preferred first."""
     names, wanted = available(op), _forced.value
+    tried = tuple(name for name in names if name != UNTRIED.get(op))
     if wanted is None:
-        return names
+        return tried
     if "=" in wanted:
         one, name = wanted.split("=")
-        return (name,) if op == one else names
+        return (name,) if op == one else tried
+    names = tried if wanted == BLACKWELL else names
     kept = (wanted,) if wanted != BLACKWELL else ("cudnn",) if op in WGMMA_ONLY else ("mosaic_gpu",)
     return tuple(name for name in names if name in kept or BACKENDS[name] is None)
 

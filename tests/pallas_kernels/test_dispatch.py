@@ -104,7 +104,11 @@ def test_forced_ops_take_what_other_platforms_take(hopper):
         for name in ("mosaic_gpu", "cudnn"):
             with dispatch.forced(name):
                 assert dispatch.candidates(op) == ((name,) if name in names else ()) + everywhere
-        assert dispatch.candidates(op) == dispatch.available(op)
+        tried = tuple(name for name in dispatch.available(op) if name != dispatch.UNTRIED.get(op))
+        assert dispatch.candidates(op) == tried
+        if op in dispatch.UNTRIED:
+            with dispatch.forced(f"{op}={dispatch.UNTRIED[op]}"):
+                assert dispatch.candidates(op) == (dispatch.UNTRIED[op],)
 
 
 def test_a_forced_path_may_be_entered_again(hopper):
@@ -129,7 +133,7 @@ def test_gpus_newer_than_hopper_take_kernels_without_wgmma_and_cudnn(blackwell):
     assert not dispatch.has_wgmma()
     for op in dispatch.IMPLEMENTATIONS:
         first = dispatch.candidates(op)[0]
-        kernel = "mosaic_gpu" in dispatch.IMPLEMENTATIONS[op] and op not in dispatch.WGMMA_ONLY
+        kernel = "mosaic_gpu" in dispatch.IMPLEMENTATIONS[op] and op not in (*dispatch.WGMMA_ONLY, *dispatch.UNTRIED)
         expected = "mosaic_gpu" if kernel else "cudnn" if op == "flash_attention" else None
         assert first == expected or (expected is None and dispatch.BACKENDS[first] is None)
     if blackwell != "forced":
