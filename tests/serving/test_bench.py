@@ -307,7 +307,7 @@ def test_reading_a_page_that_no_sequence_owns_is_an_error():
 def test_the_command(tmp_path, monkeypatch, capsys, copy_once):
     monkeypatch.setattr(measure, "copy_rate", copy_once)
     file = tmp_path / "decode.json"
-    bench_cli.decode_command("tiny", "1k", "dense", 1, 2, 1, "1", "float32", 1, file)
+    bench_cli.decode_command("tiny", "1k", "dense", 1, 2, 1, dtype="float32", layers=1, json_out=file)
     written = json.loads(file.read_text())
     (row,) = written["rows"]
     assert (written["bench"], row["op"], row["layers"], row["tokens"], row["keys_read"]) == ("decode", "decode", 1, 1024, 1024)
