@@ -20,7 +20,7 @@ from kvjax.cache.groups import GroupPages, pages_for
 from kvjax.cache.pool import Pool
 from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.spec import GroupSpec
-from kvjax.cache.staging import Coming, Copies, Sizes, Staged, Window, copy_window, sizes_alone, stage, stage_with
+from kvjax.cache.staging import Copies, Sizes, Staged, Window, WindowRows, copy_window, sizes_alone, stage, stage_with
 from kvjax.cache.tables import page_table, staged_width, table_width
 from kvjax.learning import Learning, OpenChunk, PolicyStates, after_chunk
 from kvjax.model import Decoder, Model
@@ -234,7 +234,7 @@ class Prefiller:
                 found[size, *widths.values()] = size, widths
         return list(found.values())
 
-    def _window(self, staged: dict[str, tuple[Staged, Window]], number: int | None) -> Coming | None:
+    def _window(self, staged: dict[str, tuple[Staged, Window]], number: int | None) -> WindowRows | None:
         """What layer `number` reads of the pages that are copied together; None where there are none."""
         if number is None or self._pool.spec.layers[number].group not in staged:
             return None

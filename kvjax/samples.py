@@ -179,8 +179,8 @@ class Roster:
         self._aside: list[Int32[np.ndarray, "B C"]] = []
 
     @property
-    def streams(self) -> bool:
-        """Whether a stop string may end one of them, which the host alone finds."""
+    def has_stop_strings(self) -> bool:
+        """Whether one of them has stop strings. Only the host finds these."""
         return any(sample.sampling.stop for sample in self._stepping)
 
     def launched(self, steps: int = 1) -> None:
@@ -298,7 +298,7 @@ class Batch:
 
     def _launch(self, steps: int) -> Launch:
         roster = self._roster
-        if roster.streams or roster.left.max() < steps or not takes_several(self.policy):
+        if roster.has_stop_strings or roster.left.max() < steps or not takes_several(self.policy):
             steps = 1
         written = steps if roster.steps >= steps else np.minimum(roster.left, steps)
         return Launch(steps, Ends(self._left, self._stop_ids), written)

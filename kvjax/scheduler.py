@@ -57,7 +57,8 @@ class Scheduler:
     on_short: called when pages are missing, with the sequence that needs them, or None for a step; it says whether it gave pages back.
     texts: False leaves texts empty, for callers that read token ids only; requests with stop strings have theirs all the same.
     steps_per_launch: how many decode steps the device runs without the host, 1 to 16, while no prompt is prefilled and none could start
-    now. Tokens then come so many at a time, with the same bits; a cancelled or new request waits for up to two launches (docs/using.md).
+    now. Tokens then come so many at a time, with the same bits; a cancelled or new request waits for up to two launches
+    (docs/scheduling.md).
     While a request with a penalty runs, the tokens of every slot are counted on the device, in `[bucket, V]` int32.
 
     preemptions: how often a sequence was suspended, or a prompt freed to be prefilled again. The queue of requests has no limit; `waiting`
@@ -93,7 +94,7 @@ class Scheduler:
         self.engine, self.slots, self.on_token, self.on_prefill, self.on_short = engine, slots, on_token, on_prefill, on_short
         self.policy, self._bucket = engine.declared(policy), bucket
         self.steps_per_launch = whole_number("steps_per_launch", steps_per_launch, 1, MOST_TOKENS + 1)
-        self._careful = False  # there were too few pages for several steps, so the next launch has one
+        self._single_step = False  # there were too few pages for several steps, so the next launch has one
         self.preemptions, self._tokenizer = 0, engine.model.tokenizer if texts else None
         self._numbers = itertools.count()
         self._waiting: list[Handle | Sample] = []  # in order; the samples are suspended
@@ -400,7 +401,7 @@ class Scheduler:
         """Launch the next step of every batch, and slices of a prefill with it; read the steps before. Returns how many slices were
         launched."""
         starting = self._prefilling is not None or (self._waiting and self.running < self.slots)
-        steps = 1 if self._careful or starting else self.steps_per_launch
+        steps = 1 if self._single_step or starting else self.steps_per_launch
         groups = [(batch, group) for batch in self._batches.values() if (group := batch.group(steps)) is not None]
         if not groups:
             self._read()
@@ -413,7 +414,7 @@ class Scheduler:
         result = self._run_plan(StepPlan(tuple(group for _, group in groups), chunks))
         if result is None:
             return 0
-        self._careful = False
+        self._single_step = False
         flights = [batch.launched(decoded) for (batch, _), decoded in zip(groups, result.decodes, strict=True)]
         self._read()
         self._flights, self._slices_before = flights, self._slices
@@ -430,7 +431,7 @@ class Scheduler:
                 self._together.compare(plan)
             return self.engine.step(plan)
         except OutOfPages as error:
-            self._careful = any(group.launch is not None and group.launch.steps > 1 for group in plan.decodes)
+            self._single_step = any(group.launch is not None and group.launch.steps > 1 for group in plan.decodes)
             self._make_room(error)
         except Exception as error:
             self._flights = []
@@ -454,10 +455,10 @@ class Scheduler:
             self._gap.idle()
 
     def _make_room(self, error: OutOfPages) -> None:
-        """A plan needs pages, and one of a single step would need them, too: free those of samples that have just ended, else those of the
-        youngest request of the lowest priority."""
+        """A plan lacked pages. Free those of samples that have just ended. If none has, and the plan had several steps in one launch, free
+        nothing: the next plan has one step, and may need fewer. Else free those of the youngest request of the lowest priority."""
         self._read()
-        if self._collect() or self._careful or (self.on_short is not None and self.on_short(None)):
+        if self._collect() or self._single_step or (self.on_short is not None and self.on_short(None)):
             return
         *others, last = sorted([*self._running(), *self._prompts()], key=order)
         self._short = True

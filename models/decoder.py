@@ -149,8 +149,9 @@ class TransformerDecoder:
         parts = x.shape[1] // MLP_TOKENS
         if parts == 0 or x.shape[1] == MLP_TOKENS:
             return add(x)
-        # A loop: of parts one after the other XLA would compute all inner results first. And it begins a copy from host memory that runs
-        # beside the MLP only as many operations before its end as it thinks that the copy takes: with one operation, before the MLP.
+        # A loop, for two reasons. Of unrolled parts, XLA would compute all inner results first, which takes memory. And XLA begins a copy
+        # from host memory as few operations before its use as it thinks enough. The loop is one operation, and the copy runs beside all
+        # of it.
         x = jax.lax.fori_loop(0, parts, add_at, x)
         rest = x[:, parts * MLP_TOKENS :]
         return jax.lax.dynamic_update_slice_in_dim(x, add(rest), parts * MLP_TOKENS, axis=1) if rest.shape[1] else x

@@ -38,8 +38,9 @@ class Staged:
 
 
 @flax.struct.dataclass
-class Coming:
-    """What is copied together. rows: arrays in host memory. width: rows of the copies; `complete` fills those behind the copied ones."""
+class WindowRows:
+    """A layer's pages in a window. rows: a pytree of arrays in host memory, of `Window.rows` pages each. width: pages of the copies on the
+    device, more than are copied; `complete` fills the rest."""
 
     rows: Any
     width: int = flax.struct.field(pytree_node=False)
@@ -54,11 +55,11 @@ class Window:
     rows: int
     apart: int
 
-    def of(self, layer: PagedKV | LatentPages, width: int) -> Coming | None:
+    def of(self, layer: PagedKV | LatentPages, width: int) -> WindowRows | None:
         """The layer's part of them, as arrays in host memory (`host_rows`); None if there are none. width: of all copies (`Sizes`)."""
         if not self.rows:
             return None
-        return Coming(jax.tree.map(lambda pool: host_rows(pool, self.first, self.rows), layer.pages), width)
+        return WindowRows(jax.tree.map(lambda pool: host_rows(pool, self.first, self.rows), layer.pages), width)
 
     def bytes_of(self, layer: PagedKV | LatentPages) -> int:
         """Bytes of the layer that are copied from host memory, together and one by one."""
@@ -148,12 +149,12 @@ def _around(low: int, high: int, counts: FrameCounts, written: int) -> tuple[int
 
 
 @jax.jit
-def copy_window(window: Coming) -> Any:
+def copy_window(window: WindowRows) -> Any:
     """`copy_keys` and `copy_values`, as a program of its own."""
     return lengthen(copy_values(*copy_keys(window, ()), ()), window.width)
 
 
-def copy_keys(window: Coming, after: Any) -> tuple[Any, Any]:
+def copy_keys(window: WindowRows, after: Any) -> tuple[Any, Any]:
     """A window's keys, or latents, on their way to device memory, and what is still to be done (`copy_values`). after: arrays that are
     computed before the copy begins."""
     (keys, *values), tree = jax.tree.flatten(window.rows)

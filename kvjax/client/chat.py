@@ -68,12 +68,12 @@ def chat_command(
                     session.append(tokenizer(text, add_special_tokens=False)["input_ids"])
                     answer(session, tokenizer, sampling)
     except (SessionError, ValueError) as error:
-        print(f"chat: {sentence(error, address)}", file=sys.stderr)
+        print(f"chat: {error_text(error, address)}", file=sys.stderr)
         raise typer.Exit(1) from None
 
 
-def sentence(error: Exception, address: str) -> str:
-    """What to tell about an error. What gRPC says about a connection is for its authors."""
+def error_text(error: Exception, address: str) -> str:
+    """What the user reads of an error. gRPC's own message about a lost connection names its internals, so it is left out."""
     if not isinstance(error, Unavailable):
         return str(error)
     if error.reason == "ending":

@@ -12,8 +12,8 @@ WARM_UP = {"repeats": 0.6, "recall": 0.4}
 MIXTURE = {"needles": 0.45, "records": 0.25, "text": 0.20, "recall": 0.05, "repeats": 0.05}
 # At these lengths one sequence of records has thousands of answers, and would outweigh the few needles of the other sequences.
 LONG_MIXTURE = {"needles": 0.60, "records": 0.12, "text": 0.20, "recall": 0.04, "repeats": 0.04}
-# The loss of a batch is one weighted mean. A sequence of records, recall or repeats weighs several times as much as one of needles, which
-# would hardly count in most batches of four or eight if the other kinds were as frequent as above.
+# The loss of a batch is one weighted mean. A sequence of records, recall or repeats weighs several times as much as one of needles. If
+# these kinds were as frequent as above, needles would hardly count in most batches of three or six.
 FAR_MIXTURE = {"far": 0.45, "needles": 0.37, "text": 0.12, "records": 0.02, "recall": 0.02, "repeats": 0.02}
 
 

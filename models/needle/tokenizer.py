@@ -33,7 +33,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     )
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
-        raise ValueError(f"the text gave {tokenizer.get_vocab_size()} tokens, not {vocab_size}: pass more text or a smaller vocabulary")
+        found = tokenizer.get_vocab_size()
+        raise ValueError(f"the text gives a vocabulary of {found:,} tokens, and {vocab_size:,} are needed: pass more text")
     return tokenizer
 
 

@@ -74,7 +74,7 @@ def size_of_axis(axis_name: str, mesh: Mesh | None) -> int:
     try:
         count = jax.lax.axis_size(axis_name)
     except NameError:
-        raise ValueError(f"devices of the axis {axis_name!r} of a mesh exchange: call it inside jax.shard_map over such a mesh") from None
+        raise ValueError(f"there is no axis {axis_name!r} here: call this inside jax.shard_map over a mesh that has it") from None
     if mesh is not None and mesh.shape.get(axis_name) != count:
         raise ValueError(f"mesh must be the one of this shard_map, with {count} devices along {axis_name!r}; got {dict(mesh.shape)}")
     return count

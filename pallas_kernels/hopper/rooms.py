@@ -32,7 +32,7 @@ Calls of one program must run one after the other. They do where each needs the 
 The tests run the kernels' bodies on emulated devices (tests/emulator/devices.py), whose steps are interleaved by adversaries.
 
 Memory traffic of each device: 2n times the array out, n - 1 of n over NVLink, as much in. `connect` writes the room, 512 KiB times n, once
-per program.
+per program and kind of exchange.
 """
 
 from __future__ import annotations

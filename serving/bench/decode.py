@@ -322,6 +322,16 @@ class _Runner:
     steps_per_launch: int = 1
     ends: Ends | None = None
 
+    @property
+    def label(self) -> str:
+        """What it times, for progress."""
+        return _label(self.policy, self.drafted, self.steps_per_launch)
+
+
+def _label(policy: DecodePolicy, drafted: int, steps_per_launch: int) -> str:
+    drafts = f", {drafted} tokens per step" if drafted > 1 else ""
+    return f"{policy}{drafts}" + (f", {steps_per_launch} steps per launch" if steps_per_launch > 1 else "")
+
 
 def _run_length(plan: Plan, length: int, params: Params, rate: float, on_progress: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     """A row for each of `_each`, in this order, as soon as it is profiled: a run that is ended keeps those that it has."""
@@ -330,12 +340,11 @@ def _run_length(plan: Plan, length: int, params: Params, rate: float, on_progres
     rows = placed(plan.shards(length), jax.tree.map(jnp.asarray, SamplingRows.of([None] * plan.batch)))
     runners = []
     for policy, drafted, launch in _each(plan):
-        several = f", {launch} steps per launch" if launch > 1 else ""
-        on_progress(f"{length:,} tokens: compiling {policy} for {drafted}{several}")
+        on_progress(f"{length:,} tokens: compiling {_label(policy, drafted, launch)}")
         runners.append(_compiled(plan, policy, params, cache, rows, drafted, plan.shards(length), launch))
     for number in range(plan.rounds + 1):
         for runner in runners:
-            on_progress(f"{length:,} tokens: round {number} of {plan.rounds}, {runner.policy}")
+            on_progress(f"{length:,} tokens: {f'round {number} of {plan.rounds}' if number else 'warm-up'}, {runner.label}")
             seconds, cache = _round(plan, length, runner, params, cache, rows)
             if number:  # the first round warms up
                 runner.seconds.append(seconds / plan.steps)
@@ -343,7 +352,7 @@ def _run_length(plan: Plan, length: int, params: Params, rate: float, on_progres
     alone = {runner.policy: float(np.median(runner.seconds)) for runner in ones}
     for runner in runners:
         if jax.default_backend() == "gpu":  # of a mesh, the kernels of its first device
-            on_progress(f"{length:,} tokens: profile of {runner.policy}")
+            on_progress(f"{length:,} tokens: profile of {runner.label}")
             cache = _profile(plan, length, runner, params, cache, rows)
         row = _row(plan, length, runner, params, rate)
         yield row | {"of_one": row["median_s"] / alone[runner.policy] if runner.policy in alone else None}

@@ -265,12 +265,12 @@ def _serve(pipe: Any, engine: Any, slots: int, words: dict[str, Callable[[Any], 
     from kvjax.serving.session.desk import ServerOptions
     from kvjax.serving.session.metrics import Metrics
     from kvjax.serving.session.runtime import SessionRuntime
-    from kvjax.serving.session.server import Server, leave_out_of_collections
+    from kvjax.serving.session.server import Server, freeze_live_objects
 
     metrics = Metrics()
     runtime = SessionRuntime(engine, slots=slots, capacity=slots + idle + 8, observe=metrics.observe)
     server = Server(runtime, metrics, ServerOptions(port=0, http_port=0, max_calls=slots + 16))
-    leave_out_of_collections()  # as `kvjax serve` does
+    freeze_live_objects()  # as `kvjax serve` does
     server.start()
     pipe.send((server.port, server.http_port, engine.config.vocab_size, page_of(engine), device_here()))
     while (word := pipe.recv()) != "end":
@@ -366,7 +366,7 @@ def turn_rows(plan: Turns, say: Say = lambda what: None) -> Iterator[dict[str, A
 
             for place in plan.warm_up:
                 turn("resident", (place - len(history)) % plan.chunk or plan.chunk)
-                say(f"a turn to warm up: {turn('resident')['chunks']} chunks")
+                say(f"a turn to warm up: chunks {turn('resident')['chunks']}")
             for kind in ("resident", "demoted"):
                 yield row(kind, counted(plan.rounds, lambda _, kind=kind: turn(kind), say, kind, warm=kind == "resident"))
 

@@ -95,7 +95,9 @@ def batch_command(
     progress: Annotated[
         bool,
         typer.Option(
-            "--progress", help="Also show which pages are kept where, what was found, and what was copied or moved, while it runs."
+            "--progress",
+            help="With --reuse, --host-memory or --disk: also show which pages are kept where, what was found, and what was copied or "
+            "moved, while it runs.",
         ),
     ] = False,
     ray: Annotated[

@@ -212,7 +212,12 @@ CacheFormatOption = Annotated[
 ]
 ChunkOption = Annotated[int, typer.Option(help="Tokens prefilled at a time, a multiple of the page size.", **whole())]
 StepsPerLaunchOption = Annotated[
-    int, typer.Option(help="Decode steps that the device runs without the host. Answers do not depend on it.", **whole(most=16))
+    int,
+    typer.Option(
+        help="Decode steps that the device runs without the host, 1 to 16. Answers do not depend on it. While a record with stop strings "
+        "runs, and with heavy:K, it is 1.",
+        **whole(most=16),
+    ),
 ]
 PagesOption = Annotated[
     int | None, typer.Option(help="Pages in the pool. [default: as many as the job needs]", show_default=False, **whole())

@@ -184,7 +184,7 @@ def _engine(
 
 def _until_told(server: Server, drain_seconds: float) -> None:
     """Serve until SIGTERM or Ctrl-C, and then end well."""
-    from kvjax.serving.session.server import leave_out_of_collections
+    from kvjax.serving.session.server import freeze_live_objects
 
     log = logging.getLogger("kvjax.server")
     log.addHandler(logging.StreamHandler(sys.stderr))
@@ -192,7 +192,7 @@ def _until_told(server: Server, drain_seconds: float) -> None:
     ended = threading.Event()
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: ended.set())
-    leave_out_of_collections()
+    freeze_live_objects()
     server.start()
     host = server.options.host
     http = "" if server.http_port is None else f", http{'s' if server.options.certificate else ''}://{host}:{server.http_port}"

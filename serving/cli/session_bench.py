@@ -107,6 +107,10 @@ def turn_command(
     It is measured in the Python client, from the append to the first token. Weights are random. A turn computes whole chunks, so a smaller
     --chunk answers sooner, and a larger one reads the history faster. How many it computes depends on where in a chunk it begins, so a fair
     median takes several turns. Turns of the fewest and of the most chunks come first, untimed.
+
+    Every turn makes the history longer, so the last kind reads more than --history. While it runs, the kinds are called resident, demoted
+    and again, and figures ending in _s are seconds: first_s to the first token, append_s of these until the append was answered,
+    collecting_s in which the server collected garbage.
     """
     needs_extras("kvjax bench session-turn", "server")
     from kvjax.serving.bench.session_costs import Turns, turn_rows

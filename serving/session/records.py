@@ -59,7 +59,8 @@ class Record:
     history: all its tokens. sequence: holds the first of those that are kept, all written by prefill. dropped: tokens after the sinks that
     the window has dropped. floor: the most tokens that were in the cache or dropped. stored: whether the history is on disk. run: the
     generation that runs, or whose caller has not taken its end yet. waiting: calls that come after it. used: when a call last began or
-    ended. compared, meant: the tokens in the cache, and those of the history, that `check_invariants` has found equal.
+    ended. checked_tokens, checked_history: copies of the tokens in the cache and of the history that `check_invariants` has
+    found equal.
     """
 
     id: str
@@ -72,8 +73,8 @@ class Record:
     stored: bool = False
     run: Run | None = None
     waiting: collections.deque[Waiting] = dataclasses.field(default_factory=collections.deque)
-    compared: list[int] = dataclasses.field(default_factory=list)
-    meant: array.array = dataclasses.field(default_factory=lambda: array.array("i"))
+    checked_tokens: list[int] = dataclasses.field(default_factory=list)
+    checked_history: array.array = dataclasses.field(default_factory=lambda: array.array("i"))
 
     @property
     def on_disk(self) -> bool:
@@ -98,11 +99,11 @@ class Record:
         Lists that hold the same objects, and arrays, are compared far faster than a list with an array: in a history of 100,000 tokens this
         takes a tenth of the time.
         """
-        count, tokens = len(self.compared), self.sequence.tokens
+        count, tokens = len(self.checked_tokens), self.sequence.tokens
         if count > len(tokens):
             return 0
         held = tokens if count == len(tokens) else tokens[:count]
-        return count if held == self.compared and self.kept(window)[:count] == self.meant else 0
+        return count if held == self.checked_tokens and self.kept(window)[:count] == self.checked_history else 0
 
     def lacks(self, tokens: list[int], at: int | None) -> bool:
         """Whether tokens are to be added to the history: False if they stand there from position `at` on already.
@@ -140,11 +141,11 @@ def check_invariants(engine: Engine, record: Record, window: Window | None, sinc
     if len(sequence.tokens) != length or length > kept:
         raise Violation("inv1", f"the cache has {length} positions for {len(sequence.tokens)} tokens of a history of {kept}")
     start = since or record.still_equal(window)
-    held, meant = sequence.tokens[start:], record.kept(window, start)[: max(0, length - start)]
-    if held != meant.tolist():
+    held, expected = sequence.tokens[start:], record.kept(window, start)[: max(0, length - start)]
+    if held != expected.tolist():
         raise Violation("inv1", f"the cache holds other tokens than the history from position {start} on")
-    if start <= len(record.compared):
-        record.compared[start:], record.meant[start:] = held, meant
+    if start <= len(record.checked_tokens):
+        record.checked_tokens[start:], record.checked_history[start:] = held, expected
     if sequence.suspended is None and length:
         for group in engine.spec.groups:
             pages = sequence.pages[group.name]

@@ -29,7 +29,7 @@ LAST_S = 0.5
 """After draining, for what is still being sent."""
 
 
-def leave_out_of_collections() -> None:
+def freeze_live_objects() -> None:
     """Collect garbage, and leave all objects that are there now out of later collections.
 
     For a process that does nothing but serve, before it listens: modules, model and engine live as long as it does. A full collection

@@ -61,7 +61,7 @@ def test_copies_take_no_memory_twice():
 
 def test_keys_are_as_long_as_all_pages_before_values_begin_to_come():
     """So the array that came, which is shorter, gives its memory to that of the values."""
-    coming = staging.Coming(Pages(*[jax.numpy.ones((8, 2, PAGE, 8))] * 2), width=12)
+    coming = staging.WindowRows(Pages(*[jax.numpy.ones((8, 2, PAGE, 8))] * 2), width=12)
     copies = staging.copy_window(coming)
     assert [each.shape[0] for each in jax.tree.leaves(copies)] == [12, 12]
     np.testing.assert_array_equal(copies.v[:8], 1)

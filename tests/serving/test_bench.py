@@ -307,7 +307,7 @@ def test_reading_a_page_that_no_sequence_owns_is_an_error():
 def test_the_command(tmp_path, monkeypatch, capsys, copy_once):
     monkeypatch.setattr(measure, "copy_rate", copy_once)
     file = tmp_path / "decode.json"
-    bench_cli.decode_command("tiny", "1k", "dense", 1, 2, 1, "1", "float32", 1, file)
+    bench_cli.decode_command("tiny", "1k", "dense", 1, 2, 1, dtype="float32", layers=1, json_out=file)
     written = json.loads(file.read_text())
     (row,) = written["rows"]
     assert (written["bench"], row["op"], row["layers"], row["tokens"], row["keys_read"]) == ("decode", "decode", 1, 1024, 1024)
@@ -319,7 +319,7 @@ def test_the_command(tmp_path, monkeypatch, capsys, copy_once):
 def test_the_command_with_drafts(tmp_path, monkeypatch, capsys, copy_once):
     monkeypatch.setattr(measure, "copy_rate", copy_once)
     file = tmp_path / "drafts.json"
-    bench_cli.decode_command("tiny", "1k", "dense", 1, 2, 1, "4,1", "float32", 1, file)
+    bench_cli.decode_command("tiny", "1k", "dense", 1, 2, 1, "4,1", dtype="float32", layers=1, json_out=file)
     run = json.loads(file.read_text())
     four, one = run["rows"]
     assert (run["bench"], four["drafted"], one["drafted"], one["of_one"]) == ("drafts", 4, 1, 1.0)
@@ -335,14 +335,14 @@ def test_the_command_with_drafts(tmp_path, monkeypatch, capsys, copy_once):
 def test_the_command_on_a_forced_path(tmp_path, monkeypatch, copy_once):
     monkeypatch.setattr(measure, "copy_rate", copy_once)
     file = tmp_path / "forced.json"
-    bench_cli.decode_command("tiny", "1k", "top:1", 1, 2, 1, "1", "float32", 1, file, implementation="xla")
+    bench_cli.decode_command("tiny", "1k", "top:1", 1, 2, 1, "1", dtype="float32", layers=1, json_out=file, implementation="xla")
     run = json.loads(file.read_text())
     assert (run["bench"], run["implementation"]) == ("decode-forced", "xla")
     assert set(run["rows"][0]["path"].values()) <= {"composed", "xla"}
     with pytest.raises(ValueError, match="this is not a result of kvjax bench decode"):
         read_cells(run, config_of)
     with pytest.raises(typer.BadParameter, match="no platform's path is called 'triton'"):
-        bench_cli.decode_command("tiny", "1k", "dense", 1, 2, 1, "1", "float32", 1, implementation="triton")
+        bench_cli.decode_command("tiny", "1k", "dense", 1, 2, 1, dtype="float32", layers=1, implementation="triton")
 
 
 def test_the_command_refuses_what_it_cannot_do():
@@ -358,7 +358,7 @@ def test_a_length_that_breaks_or_does_not_fit_leaves_rows_that_say_so(monkeypatc
     monkeypatch.setattr(decode_bench, "_compiled", lambda *_: 1 / 0)
     file = tmp_path / "decode.json"
     with pytest.raises(typer.Exit) as stopped:
-        bench_cli.decode_command("tiny", "1k,2k", "dense", 1, 2, 1, "1", "float32", 1, file)
+        bench_cli.decode_command("tiny", "1k,2k", "dense", 1, 2, 1, "1", dtype="float32", layers=1, json_out=file)
     assert stopped.value.exit_code == 1
     failed = json.loads(file.read_text())["rows"]
     assert [(row["tokens"], row["failed"]) for row in failed] == [(n, "ZeroDivisionError: division by zero") for n in (1024, 2048)]

@@ -457,7 +457,7 @@ def test_the_chat_prints_what_the_session_says(server, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
     assert chat.main(["--address", "127.0.0.1:1"]) == 1
     assert capsys.readouterr().err == "chat: there is no server at 127.0.0.1:1, or it has ended: start `kvjax serve`, or give --address\n"
-    assert chat.sentence(Unavailable("so", reason="ending"), "here:1") == "the server at here:1 is ending, and takes no new call"
+    assert chat.error_text(Unavailable("so", reason="ending"), "here:1") == "the server at here:1 is ending, and takes no new call"
 
 
 def test_a_chat_on_a_terminal_has_a_prompt(monkeypatch):

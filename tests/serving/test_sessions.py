@@ -365,7 +365,7 @@ def test_each_violation_is_found(engine, change, kind):
         check_invariants(engine, record, None)
         assert record.floor == record.still_equal(None) == 40
         check_invariants(engine, record, None, since=30)
-        assert (record.compared, record.meant.tolist()) == (sequence.tokens, TEXT[:40])
+        assert (record.checked_tokens, record.checked_history.tolist()) == (sequence.tokens, TEXT[:40])
         pages = list(sequence.pages["full"])
         change(record)
         with pytest.raises(Violation) as caught:

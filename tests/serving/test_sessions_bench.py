@@ -275,7 +275,7 @@ def test_a_turn_prefills_what_is_new_and_a_new_session_everything():
         "resident": [(23, 1)],
         "demoted": [(23, 1)],
     }
-    assert [each for each in said if "warm up" in each] == ["a turn to warm up: 1 chunks", "a turn to warm up: 2 chunks"]
+    assert [each for each in said if "warm up" in each] == ["a turn to warm up: chunks 1", "a turn to warm up: chunks 2"]
     assert all(0 < turn["append_s"] < turn["first_s"] for row in rows.values() for turn in row["turns"])
     assert all(row["first_s"] > 0 for row in rows.values())
     assert not any(turn["compiled"] for row in rows.values() for turn in row["turns"])

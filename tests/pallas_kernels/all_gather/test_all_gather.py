@@ -188,7 +188,7 @@ BAD = {
     "nothing": (lambda: traced(), "at least one, and none empty; got none"),
     "an empty array": (lambda: traced(of(2), of(0, 8)), r"none empty; got array0 float32\[2\] array1 float32\[0, 8\]"),
     "bytes": (lambda: traced(of(8, dtype="uint8")), r"must be of float32, int32, bfloat16, float16; got array0 uint8\[8\]"),
-    "no mesh": (lambda: all_gather([jnp.zeros(8)], axis_name="rows"), "the axis 'rows' of a mesh exchange: call it inside jax.shard_map"),
+    "no mesh": (lambda: all_gather([jnp.zeros(8)], axis_name="rows"), "no axis 'rows' here: call this inside jax.shard_map"),
     "another mesh": (lambda: traced(of(8), mesh=mesh_of(Case(4, ()))), "the one of this shard_map, with 2 devices along 'tensor'"),
 }
 

@@ -171,7 +171,7 @@ BAD = {
     ),
     "no mesh": (
         lambda: all_reduce(jnp.zeros((2, 8)), axis_name="rows"),
-        "the axis 'rows' of a mesh exchange: call it inside",
+        "no axis 'rows' here: call this inside",
     ),
     "another mesh": (
         lambda: traced(of(2, 8), mesh=Mesh(np.array(jax.devices()[:4]), (AXIS,))),

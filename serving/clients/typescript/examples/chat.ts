@@ -32,12 +32,12 @@ try {
   await session.close();
 } catch (error) {
   if (!(error instanceof SessionError)) throw error;
-  // What gRPC says about a connection is for its authors.
-  const away =
+  // gRPC's own message about a lost connection names its internals, so it is left out.
+  const unavailable =
     error.reason === "ending"
       ? `the server at ${address} is ending, and takes no new call`
       : `there is no server at ${address}, or it has ended: start \`kvjax serve\`, or give its address`;
-  console.error(`chat: ${error instanceof Unavailable ? away : error.message}`);
+  console.error(`chat: ${error instanceof Unavailable ? unavailable : error.message}`);
   process.exitCode = 1;
 } finally {
   client.close();
