@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,27 @@ def on_each(function: Callable, mesh: Mesh, arrays: int, *, joined: bool) -> Cal
     """
     specs = {"in_specs": (P(), *[P(AXIS)] * arrays), "out_specs": P(AXIS) if joined else P()}
     return jax.shard_map(function, mesh=mesh, **specs, check_vma=False)  # JAX cannot show that results of gradients are the same
+
+
+def compiled(function: Any, mesh: Mesh, *arguments: Any) -> Callable:
+    """A jitted function, compiled for arguments like these on the mesh. MemoryError as `check_memory`."""
+    program = function.lower(*arguments).compile()
+    sizes = program.memory_analysis()
+    if sizes is not None:
+        check_memory(sizes.temp_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes, mesh.devices.flat)
+    return program
+
+
+def check_memory(needed: int, devices: Iterable[jax.Device]) -> None:
+    """MemoryError if a device has fewer bytes free than a program needs there beside its arguments. Devices that do not say, as CPUs, are
+    left out. It comes before the program: one device that fails inside leaves the others waiting for it in an exchange, for ever."""
+    for device in devices:
+        stats = device.memory_stats() or {}
+        if "bytes_limit" in stats and needed > (free := stats["bytes_limit"] - stats["bytes_in_use"]):
+            raise MemoryError(
+                f"a step takes {needed / 1e9:.1f} GB of each device beside weights and batch, and {device} has {free / 1e9:.1f} GB free: "
+                "use shorter or smaller batches, more devices, or devices with more memory that nothing else uses"
+            )
 
 
 def total(values: Any) -> Any:

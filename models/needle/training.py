@@ -28,7 +28,7 @@ from kvjax.models.needle.curve import Curve
 from kvjax.models.needle.evaluation import needle_report
 from kvjax.models.needle.initial import structured_params
 from kvjax.models.needle.mixture import Vocabulary
-from kvjax.models.needle.parallel import batch_mesh, on_each, split, total, whole
+from kvjax.models.needle.parallel import batch_mesh, compiled, on_each, split, total, whole
 from kvjax.models.needle.recipe import Recipe
 from kvjax.models.needle.tokenizer import train_tokenizer, transformers_tokenizer
 from kvjax.models.needle.workers import batches
@@ -193,6 +193,7 @@ def _fit(recipe: Recipe, data: Data, decoder, mix, folder: Path, last: int, work
     optimiser = optimizer(recipe)
     params = first_params(recipe, decoder)
     state = {"params": params, "opt_state": optimiser.init(params)}
+    del params  # a resumed run would hold them beside its own, on the first device alone
     options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
     with ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options) as manager:
         done = manager.latest_step() or 0
@@ -205,14 +206,19 @@ def _fit(recipe: Recipe, data: Data, decoder, mix, folder: Path, last: int, work
         curve = Curve(folder, recipe, done, on_record)
         with progress, batches(recipe, data.vocabulary, data.train_path, first=done, last=last, workers=workers) as source:
             task = progress.add_task(recipe.name, total=recipe.steps, completed=done)
-            mesh = None
+            mesh = step = shape = None
             ends = recipe.stage_ends()
             for batch in source:
                 done += 1
                 stage = recipe.stage(done - 1)
                 if mesh != (wanted := batch_mesh(stage.batch, devices)):
                     mesh, state, update = wanted, jax.device_put(state, whole(wanted)), make_update(decoder, mix, optimiser, wanted)
-                *state_parts, loss = update(state["params"], state["opt_state"], *jax.device_put(batch, split(mesh)))
+                    step = None
+                arguments = state["params"], state["opt_state"], *jax.device_put(batch, split(mesh))
+                if step is None or shape != batch[0].shape:
+                    step, shape = compiled(update, mesh, *arguments), batch[0].shape
+                *state_parts, loss = step(*arguments)
+                del arguments  # they were donated
                 state = dict(zip(("params", "opt_state"), state_parts, strict=True))
                 curve.add(loss)
                 evaluated = done % recipe.evaluate_every == 0 or done in ends

@@ -9,8 +9,11 @@ from pallas_kernels.bench.timing import Kernel
 IN, OUT = "MemcpyH2D", "MemcpyD2H"
 
 
-BESIDE = 0.9
-"""The least share of its time that a copy counts as beside others. Between two copies of one way there is a short pause."""
+BESIDE = 0.5
+"""The least share of its time that a copy has another beside it where it tells of both ways at once."""
+
+ALL = 0.9
+"""As much of its time counts as all. Between two copies of one way there is a short pause."""
 
 Spans = list[tuple[float, float]]
 """Times, from and to, in order and apart."""
@@ -20,8 +23,10 @@ def traced_copy_rates(kernels: Sequence[Kernel]) -> dict[str, float]:
     """Bytes per second of the copies "in" (host to device) and "out" alone, and of "both" at once, the sum of both ways.
 
     A trace tells a copy's bytes and times, but not when it was slower. So a copy counts as alone only if none ran the other way from its
-    beginning to its end, and as one of both only if some did for at least `BESIDE` of its time. What did not happen is left out, and so is
-    everything if the trace does not tell a copy's bytes.
+    beginning to its end. "both" is of the times in which both ways ran, of copies that were beside such copies for at least `BESIDE` of
+    their time: a small copy beside a large one says nothing about the large one, and its own rate is mostly latency. In the rest of its
+    time, such a copy is taken to have the rate of those alone. What did not happen is left out, and so is everything if the trace does not
+    tell a copy's bytes.
     """
     copies = {
         way: [kernel for kernel in kernels if kernel.name.startswith(name) and kernel.end > kernel.start]
@@ -29,15 +34,38 @@ def traced_copy_rates(kernels: Sequence[Kernel]) -> dict[str, float]:
     }
     if any(copy.size is None for each in copies.values() for copy in each):
         return {}
-    found, at_once = {}, []
+    found = {}
     for way, other in (("in", "out"), ("out", "in")):
         spans = _spans(copies[other])
-        shares = [(copy, _covered(copy, spans) / (copy.end - copy.start)) for copy in copies[way]]
-        if alone := [copy for copy, share in shares if not share]:
+        if alone := [copy for copy in copies[way] if not _covered(copy.start, copy.end, spans)]:
             found[way] = _rate(alone)
-        if beside := [copy for copy, share in shares if share >= BESIDE]:
-            at_once.append(_rate(beside))
-    return found | ({"both": sum(at_once)} if len(at_once) == 2 else {})
+    both = _both({way: found.get(way) for way in copies}, copies)
+    return found if both is None else found | {"both": both}
+
+
+def _both(alone: dict[str, float | None], copies: dict[str, list[Kernel]]) -> float | None:
+    """Bytes per second while both ways ran; None where that did not happen, or cannot be told. alone: the rate of each way alone."""
+    kept: dict[str, list[Kernel]] = {}
+    while kept != copies:  # leaving a copy out may leave another one without a copy beside it
+        kept, copies = copies, {way: _beside(copies[way], copies[other]) for way, other in (("in", "out"), ("out", "in"))}
+    bytes_at_once, seconds = 0.0, 0.0
+    for way, other in (("in", "out"), ("out", "in")):
+        spans, others = _spans(kept[way]), _spans(kept[other])
+        total = sum(end - start for start, end in spans) * 1e-9
+        seconds = sum(_covered(start, end, others) for start, end in spans) * 1e-9  # the same for both ways
+        moved, rate = sum(copy.size for copy in kept[way]), alone[way]
+        if rate is None:
+            if seconds < ALL * total or not total:
+                return None
+            rate = moved / total
+        bytes_at_once += max(0.0, moved - rate * (total - seconds))
+    return bytes_at_once / seconds if seconds else None
+
+
+def _beside(copies: Sequence[Kernel], others: Sequence[Kernel]) -> list[Kernel]:
+    """The copies that have others beside them for at least `BESIDE` of their time."""
+    spans = _spans(others)
+    return [copy for copy in copies if _covered(copy.start, copy.end, spans) >= BESIDE * (copy.end - copy.start)]
 
 
 def _rate(copies: Sequence[Kernel]) -> float:
@@ -55,6 +83,6 @@ def _spans(copies: Sequence[Kernel]) -> Spans:
     return found
 
 
-def _covered(copy: Kernel, spans: Spans) -> float:
-    """How much of a copy's time lies in the spans."""
-    return sum(max(0.0, min(copy.end, end) - max(copy.start, start)) for start, end in spans)
+def _covered(start: float, end: float, spans: Spans) -> float:
+    """How much of the time from start to end lies in the spans."""
+    return sum(max(0.0, min(end, until) - max(start, since)) for since, until in spans)

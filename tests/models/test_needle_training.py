@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import types
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from kvjax.fidelity.needle import NeedleTask, documentation_text, encode_text, v
 from kvjax.models import TransformerDecoder, config_json, load, needle
 from kvjax.models.decoder import causal_mix
 from kvjax.models.needle import training
-from kvjax.models.needle.parallel import batch_mesh, split, whole
+from kvjax.models.needle.parallel import batch_mesh, check_memory, compiled, split, whole
 from kvjax.models.needle.recipe import MIXTURE, NEEDLE, NEEDLE_128K, TOY, WARM_UP, Stage
 from kvjax.rope import frequencies
 
@@ -164,6 +165,24 @@ def test_devices_share_a_batch_and_a_run_goes_on_with_others(text, tmp_path):
 def test_a_batch_uses_as_many_devices_as_divide_it():
     devices = jax.devices()[:4]
     assert [batch_mesh(batch, devices).size for batch in (1, 2, 3, 4, 6, 8)] == [1, 2, 3, 4, 3, 4]
+
+
+def test_a_device_with_too_little_memory_is_found_before_a_step():
+    """If it failed inside, the other devices would wait for it."""
+
+    def device(free):
+        return types.SimpleNamespace(memory_stats=lambda: None if free is None else {"bytes_limit": 10**10, "bytes_in_use": 10**10 - free})
+
+    mesh, array = batch_mesh(2, jax.devices()[:2]), np.ones((2, 1000, 1000), np.float32)
+    double = jax.jit(lambda x: x * 2, out_shardings=split(mesh))
+    program = compiled(double, mesh, jax.device_put(array, split(mesh)))
+    assert np.array_equal(program(jax.device_put(array, split(mesh))), 2 * array)
+    check_memory(4_000_000_000, [device(None), device(4_000_000_000)])
+    with pytest.raises(MemoryError, match=r"takes 4\.0 GB of each device .* has 3\.9 GB free"):
+        check_memory(4_000_000_000, [device(5_000_000_000), device(3_900_000_000)])
+    other = types.SimpleNamespace(devices=np.array([device(10**9), device(3_000_000)]))
+    with pytest.raises(MemoryError, match=r"has 0\.0 GB free"):
+        compiled(double, other, jax.device_put(array, split(mesh)))
 
 
 def test_the_long_models_slow_pairs_turn_as_far_as_they_did():

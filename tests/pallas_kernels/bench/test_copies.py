@@ -11,7 +11,7 @@ def test_each_way_alone_and_both_at_once():
     kernels = [
         Kernel("MemcpyH2D", 0, 10_000, size=500_000),
         Kernel("select_tiles", 0, 90_000),
-        Kernel("MemcpyH2D", 10_000, 30_000, size=500_000),
+        Kernel("MemcpyH2D", 10_000, 30_000, size=525_000),  # 19 us at half the rate, 1 us alone
         Kernel("MemcpyD2H", 10_500, 20_000, size=190_000),
         Kernel("MemcpyD2H", 20_200, 29_700, size=190_000),
         Kernel("MemcpyD2H", 40_000, 50_000, size=400_000),
@@ -27,6 +27,23 @@ def test_a_copy_that_is_beside_another_for_a_part_of_its_time_has_no_rate():
         Kernel("MemcpyD2H", 35_000, 45_000, size=333_000),
     ]
     assert traced_copy_rates(kernels) == pytest.approx({"out": 33.3e9})
+
+
+def test_both_is_of_the_same_times_of_both_ways():
+    """Small copies, which take as long as their latency, lie beside large ones of the other way: they are not the rate of both at once."""
+    kernels = [
+        Kernel("MemcpyH2D", 0, 1_000_000, size=40_000_000),
+        Kernel("MemcpyD2H", 1_000_000, 2_000_000, size=26_000_000),
+        Kernel("MemcpyH2D", 3_000_000, 4_000_000, size=24_000_000),  # 0.2 ms at 40 GB/s, 0.8 ms at 20
+        Kernel("MemcpyD2H", 3_200_000, 4_200_000, size=21_200_000),  # 0.8 ms at 20 GB/s, 0.2 ms at 26
+        Kernel("MemcpyH2D", 5_000_000, 6_000_000, size=40_000_000),
+        Kernel("MemcpyD2H", 5_500_000, 5_502_000, size=8_192),
+        Kernel("MemcpyD2H", 7_000_000, 8_000_000, size=26_000_000),
+        Kernel("MemcpyH2D", 7_500_000, 7_502_000, size=8_192),
+    ]
+    assert traced_copy_rates(kernels) == pytest.approx({"in": 40e9, "out": 26e9, "both": 40e9})
+    small = [kernel for kernel in kernels if kernel.start < 3_000_000 or kernel.start >= 5_000_000]
+    assert traced_copy_rates(small) == pytest.approx({"in": 40e9, "out": 26e9})
 
 
 def test_pauses_do_not_count():
