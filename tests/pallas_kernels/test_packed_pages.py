@@ -378,7 +378,7 @@ def test_kernels_refuse_packed_pages_by_name(tools, op):
         module, api = (importlib.import_module(f"pallas_kernels.{op}.{each}") for each in (name, "api"))
         call = _calls(api, op)
         lists = [jnp.zeros((4, 3, 8, 6), jnp.int32)] if op == "block_sparse_attention" else []
-        lists += [None] * {"gather_attention": 1, "selected_attention": 2}.get(op, 0)
+        lists += [None] * {"flash_attention": 1, "gather_attention": 1, "selected_attention": 2}.get(op, 0)
         reason = module.unsupported(call, *operands, *lists)
         assert "does not unpack pages; keys are int8" in reason, (name, reason)
 

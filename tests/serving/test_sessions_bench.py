@@ -238,6 +238,7 @@ def test_costs_of_tokens_are_what_was_counted():
         dataclasses.replace(plan, answer=1)
 
 
+@pytest.mark.long
 def test_a_step_beside_idle_sessions_is_timed_while_they_are_there():
     plan = Tokens("tiny", 1, "float32", "dense", sessions=1, prompt=20, answer=4, rounds=2, chunk=128, idle=5)
     rows = list(idle_rows(plan))

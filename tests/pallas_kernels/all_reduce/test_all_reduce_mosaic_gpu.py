@@ -19,7 +19,7 @@ from emulator import devices
 from emulator.values import Fault
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quick_cases import one_in, some_long
+from quick_cases import one_in, rest_long, some_long
 
 from pallas_kernels.all_reduce import mosaic_gpu
 from pallas_kernels.hopper import lanes, rooms
@@ -248,8 +248,9 @@ def run_orders(s: Setting, interrupts: int, **options) -> int:
 SMALL = Setting(devices=2, ctas=1, calls=3, dtype="bfloat16")
 
 
-def test_wherever_one_thread_is_interrupted():
-    assert run_orders(SMALL, 1) > 100
+@pytest.mark.parametrize("calls", rest_long([2, 3], 2))  # from the third call on, a half of a room is used again
+def test_wherever_one_thread_is_interrupted(calls):
+    assert run_orders(dataclasses.replace(SMALL, calls=calls), 1) > 100
 
 
 @pytest.mark.long
