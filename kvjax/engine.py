@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import PrefillPolicy
 from kvjax.release import PageRelease
 from kvjax.reuse import StoreOptions, check_stores, make_reuse, reusing
-from kvjax.sampling import Sampled, SamplingRows
+from kvjax.sampling import Sampled, Sampling, SamplingRows
 from kvjax.sequence_copies import SequenceCopies
 from kvjax.sequences import CachedSequence, check_usable
 from kvjax.sharding import check_mesh, place_model, plan_sizes, spec_on_mesh
@@ -336,9 +336,11 @@ class Engine:
         return self._runner.decoded(self._launch(step, group.sequences, group.tokens, group.policy, *rest, written=group.written), group)
 
     @guarded
-    def compile_ahead(self, *what: Any) -> None:
+    def compile_ahead(
+        self, policy: DecodePolicy, sequence: CachedSequence, tokens: int, samplings: Sequence[Sampling | None], launches: Sequence[int]
+    ) -> None:
         """Compile in another thread what follows a prefill. Arguments as of `DecodeRunner.compile_ahead`."""
-        self._runner.compile_ahead(*what)
+        self._runner.compile_ahead(policy, sequence, tokens, samplings, launches)
 
     @guarded
     def fork(self, sequence: CachedSequence) -> CachedSequence:

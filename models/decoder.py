@@ -146,12 +146,12 @@ class TransformerDecoder:
             part = jax.lax.dynamic_slice_in_dim(x, first, MLP_TOKENS, axis=1)
             return jax.lax.dynamic_update_slice_in_dim(x, add(part), first, axis=1)
 
-        parts = x.shape[1] // MLP_TOKENS
-        if parts == 0 or x.shape[1] == MLP_TOKENS:
+        if x.shape[1] <= MLP_TOKENS:
             return add(x)
         # A loop, for two reasons. Of unrolled parts, XLA would compute all inner results first, which takes memory. And XLA begins a copy
         # from host memory as few operations before its use as it thinks enough. The loop is one operation, and the copy runs beside all
         # of it.
+        parts = x.shape[1] // MLP_TOKENS
         x = jax.lax.fori_loop(0, parts, add_at, x)
         rest = x[:, parts * MLP_TOKENS :]
         return jax.lax.dynamic_update_slice_in_dim(x, add(rest), parts * MLP_TOKENS, axis=1) if rest.shape[1] else x

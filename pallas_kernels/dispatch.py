@@ -200,6 +200,8 @@ def choose(op: str, implementation: str | None, signature: str, operands: tuple 
             f"there are {', '.join(names)}, or None to pick"
         )
     name, passed_by = (implementation, []) if implementation else _pick(op, candidates(op), signature, operands)
+    if implementation is None and _forced.value is None and (untried := UNTRIED.get(op)) in names:
+        passed_by.append((untried, f"it has not run on such a device yet, and runs only where it is asked for ({op}={untried})"))
     for heard in _listening:
         heard[op] = name
     if _chosen.get((op, signature)) != name:

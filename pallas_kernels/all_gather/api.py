@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,19 +9,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from pallas_kernels import dispatch
-from pallas_kernels.all_reduce.api import size_of_axis
+from pallas_kernels.all_reduce.api import Call, size_of_axis
 
 DTYPES = ("float32", "int32", "bfloat16", "float16")
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """The static arguments of a call, as `all_gather` explains them. num_devices: along the axis."""
-
-    axis_name: str
-    num_devices: int
-    mesh: Mesh | None
-    config: Any
 
 
 def all_gather(

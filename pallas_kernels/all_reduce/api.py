@@ -17,7 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The static arguments of a call, as `all_reduce` explains them. num_devices: along the axis."""
+    """The static arguments of a call, as `all_reduce` and `all_gather` explain them. num_devices: along the axis."""
 
     axis_name: str
     num_devices: int

@@ -87,6 +87,17 @@ def test_every_policy_reads_the_same_on_a_mesh(case, one_layer, text):
     assert (read.blocks.tolist(), read.keys.tolist()) == (reads.blocks.tolist(), reads.keys.tolist())
 
 
+@pytest.mark.parametrize("mesh", rest_long(["tensor 2 context 2", "tensor 4"], "tensor 2 context 2"))
+def test_an_mlp_in_parts_adds_what_the_devices_have(mesh, one_layer, text, monkeypatch):
+    """Parts that a device's rows of a chunk do not fill, with a sum over devices in each."""
+    expected, _ = logits_of(one_layer, None, "dense", text[:203], steps=1)
+    monkeypatch.setattr("kvjax.models.decoder.MLP_TOKENS", 12)
+    jax.clear_caches()  # programs of whole MLPs
+    found, _ = logits_of(one_layer, mesh_of(mesh), "dense", text[:203], steps=1)
+    jax.clear_caches()
+    check_near(found, expected)
+
+
 PREFILL = {
     "momo": kvjax.MeasureOnceMaskOnce(gamma=8, chi=16, k=3, k_exact=2, k_trim=3, key_block=16, sink_tokens=16, window_tokens=32),
     "bounds": BoundsBlocks(k=2, chi=16, key_block=16, sink_tokens=16, window_tokens=32, dense_below=0),

@@ -250,3 +250,10 @@ def test_one_op_can_be_forced_alone(caplog):
 def test_names_of_an_op_that_cannot_be_forced_are_refused(name, kind, said):
     with pytest.raises(kind, match=said):
         dispatch.forced(name)
+
+
+def test_what_has_not_run_on_its_devices_is_passed_by_and_said(hopper, caplog):
+    with caplog.at_level("INFO", logger="pallas_kernels.dispatch"):
+        assert dispatch.choose("all_gather", None, "of no device") == "xla"
+    assert "not mosaic_gpu: it has not run on such a device yet" in caplog.text
+    assert "(all_gather=mosaic_gpu)" in caplog.text
