@@ -1,6 +1,7 @@
 """Pages outside a window are given back: memory is constant, answers are those of the window, and who needs more is refused."""
 
 import dataclasses
+import gc
 import re
 
 import jax
@@ -147,6 +148,7 @@ def test_memory_is_flat(model_factory, kind, tokens):
     engine = engine_of(model, prefill=prefill, pages=12, batch_buckets=(1,))
     (sequence,) = engine.prefill([[1] * 100])
     rng, pages, live = np.random.default_rng(0), [], []
+    gc.collect()  # arrays of earlier tests, which would go in between
     for step in range(tokens // 16):
         logits = engine.decode([sequence], rng.integers(0, 97, (1, 16)).tolist())
         pages.append(engine.allocators["full"].total - engine.allocators["full"].free)
@@ -159,7 +161,7 @@ def test_memory_is_flat(model_factory, kind, tokens):
     assert sequence.length == 100 + tokens // 16 * 16
     assert max(pages) <= MOST
     assert max(pages[20:]) - min(pages[20:]) <= CHUNK // P
-    assert max(live) == min(live), "no array of keys, values or logits is added"
+    assert max(live) == live[0], "no array of keys, values or logits is added"
 
 
 def test_without_release_the_same_steps_run_out_of_pages(model):
