@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ from kvjax.text import TextStream
 
 if TYPE_CHECKING:
     from kvjax.policies.decode import DecodePolicy
+
+logger = logging.getLogger(__name__)
 
 Ranked = tuple[tuple[int, float], ...]
 """Pairs of token id and log-probability, best first."""
@@ -251,6 +254,7 @@ class Batch:
     def __init__(self, policy: DecodePolicy, size: int, vocab_size: int, *, loops: bool = False):
         self.policy, self.size, self._vocab_size = policy, size, vocab_size
         self._left = jax.device_put(np.zeros(size, np.int32)) if loops else None
+        self._told: set[str] = set()  # why steps are launched one by one, as the log says once
         self._stop_ids: Int[Array, "B S"] | None = None
         self.samples: list[Sample | None] = [None] * size
         self._tokens = jax.device_put(np.zeros(size, np.int32))
@@ -298,10 +302,21 @@ class Batch:
 
     def _launch(self, steps: int) -> Launch:
         roster = self._roster
-        if roster.has_stop_strings or roster.left.max() < steps or not takes_several(self.policy):
+        if steps > 1 and (reason := self._why_single()) is not None:
+            if reason not in self._told:
+                logger.warning("decode steps of %s are launched one by one, not %d at once: %s", self.policy, steps, reason)
+                self._told.add(reason)
+            steps = 1
+        if roster.left.max() < steps:
             steps = 1
         written = steps if roster.steps >= steps else np.minimum(roster.left, steps)
         return Launch(steps, Ends(self._left, self._stop_ids), written)
+
+    def _why_single(self) -> str | None:
+        """Why the host has to see each step of these samples, if it has to."""
+        if not takes_several(self.policy):
+            return "the host gives pages back between steps"
+        return "a request has stop strings, which the host looks for after each step" if self._roster.has_stop_strings else None
 
     def launched(self, decoded: Decoded) -> Flight:
         """The step of `group` was launched, or its steps."""

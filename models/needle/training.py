@@ -94,10 +94,7 @@ def prepare(recipe: Recipe, text: Sequence[str | Path], held_out: Sequence[str |
         raise ValueError(f"nothing to train on: every file of {', '.join(map(str, text))} is held out")
     files += corpus.python_sources() if with_python_sources else []
     folder.mkdir(parents=True, exist_ok=True)
-    _same_run(
-        folder / "run.json",
-        {"recipe": dataclasses.asdict(recipe), "text": corpus.fingerprint(files), "held_out": corpus.fingerprint(unseen)},
-    )
+    _same_run(folder, {"recipe": dataclasses.asdict(recipe), "text": corpus.fingerprint(files), "held_out": corpus.fingerprint(unseen)})
     path = folder / "tokenizer.json"
     if not path.exists() and recipe.start is not None:
         shutil.copyfile(find_folder(recipe.start, (path.name,)) / path.name, path)
@@ -113,16 +110,22 @@ def prepare(recipe: Recipe, text: Sequence[str | Path], held_out: Sequence[str |
     return Data(Vocabulary.build(tokenizer, letters=recipe.key_letters), folder / "train.npy", held_out_ids, task)
 
 
-def _same_run(path: Path, run: dict) -> None:
-    """Write `run` to a new folder's file, or raise ValueError if the file there describes another run."""
-    run = json.loads(json.dumps(run))
-    if not path.exists():
-        path.write_text(json.dumps(run, indent=1))
-        return
-    before = json.loads(path.read_text())
-    for name in run:
-        if before.get(name) != run[name]:
-            raise ValueError(f"{path.parent} holds a run with another {name}: use another folder, or delete it to start again")
+PREPARED = "tokenizer.json", "train.npy", "held_out.npy"
+"""Files that are made before the first step."""
+
+
+def _same_run(folder: Path, run: dict) -> None:
+    """Write `run` to a new folder, or raise ValueError if the folder holds another run. One without a checkpoint was refused or stopped
+    before it took a step that it could go on from: the new one takes its place."""
+    path, run = folder / "run.json", json.loads(json.dumps(run))
+    before = json.loads(path.read_text()) if path.exists() else run
+    other = next((name for name in run if before.get(name) != run[name]), None)
+    if other is not None and any((folder / "checkpoints").glob("[0-9]*")):
+        raise ValueError(f"{folder} holds a run with another {other}: use another folder, or delete it to start again")
+    if other is not None:
+        for name in PREPARED:
+            (folder / name).unlink(missing_ok=True)
+    path.write_text(json.dumps(run, indent=1))
 
 
 def training_mix(recipe: Recipe) -> Mix:

@@ -66,12 +66,14 @@ def session_idle_cells(row: Row) -> tuple[str, ...]:
 
 
 def session_turn_cells(row: Row) -> tuple[str, ...]:
-    """Cells with milliseconds to the first token, median and range of turns."""
+    """Cells with milliseconds to the first token, median and range of turns, and the chunks of prefill that they computed."""
     what = {"resident": "pages on the device", "demoted": "pages in host memory", "again": "a new session of the whole history"}
     shape, job = f"{shape_text(row)}, {row['dtype']}", f"{row['history']:,} + {row['appended']}"
     turns = [turn["first_s"] * 1e3 for turn in row["turns"]]
     times = f"{row['first_s'] * 1e3:,.1f}", f"{min(turns):,.1f} to {max(turns):,.1f}"
-    return shape, f"`{row['policy']}`", job, f"{row['chunk']:,}", what[row["kind"]], f"{len(turns)}", *times
+    chunks = sorted({turn["chunks"] for turn in row["turns"] if "chunks" in turn})
+    counts = ", ".join(f"{count:,}" for count in chunks) or "-"
+    return shape, f"`{row['policy']}`", job, f"{row['chunk']:,}", what[row["kind"]], f"{len(turns)}", counts, *times
 
 
 def throughput_cells(row: Row) -> tuple[str, ...]:
@@ -221,7 +223,10 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
         ("shape", "generating", "policy", "idle sessions", "pages in use", "gap ms, p50", "p95", "CPU us of a token, server"),
         session_idle_cells,
     ),
-    "session-turn": (("shape", "policy", "tokens", "chunk", "session", "turns", "first token ms", "range ms"), session_turn_cells),
+    "session-turn": (
+        ("shape", "policy", "tokens", "chunk", "session", "turns", "chunks of a turn", "first token ms", "range ms"),
+        session_turn_cells,
+    ),
     "throughput": (("shape", "requests", "chunk", "policy", "seconds", "prefill tokens/s", "decode tokens/s"), throughput_cells),
     "replicas": (
         ("shape", "requests of each", "policy", "tensor x context", "replicas", "seconds", "prompt tokens/s", "answer tokens/s", "times"),

@@ -206,7 +206,7 @@ def test_the_loop_holds_no_second_copy_of_the_cache(family):
 # When there are several steps
 
 
-def test_one_step_where_the_host_is_needed(launched):
+def test_one_step_where_the_host_is_needed(launched, caplog):
     """While a prompt waits for a free slot that it could have, near the end, with stop strings, and for policies that the host follows."""
     engine = engine_of(shallow(make_family("llama")), ("dense", "heavy:1"))
     scheduler = Scheduler(engine, slots=4, steps_per_launch=4)
@@ -214,9 +214,12 @@ def test_one_step_where_the_host_is_needed(launched):
     finish(scheduler)
     assert launched == [4, 4, 1, 1, 1], "11 steps, and none too many"
     launched.clear()
+    assert not caplog.messages
     scheduler.submit(asked([1, 2, 3], 6, policy="heavy:1"))
     finish(scheduler)
     assert set(launched) == {1}
+    (said,) = caplog.messages
+    assert said == "decode steps of heavy:1 are launched one by one, not 4 at once: the host gives pages back between steps"
     for wrong in (0, 17, 2.5):
         with pytest.raises(ValueError, match="steps_per_launch must be"):
             Scheduler(engine, steps_per_launch=wrong)
@@ -232,7 +235,7 @@ def test_one_step_where_the_host_is_needed(launched):
 
 
 @pytest.mark.long
-def test_stop_strings_are_looked_for_after_every_step(speaker, launched):
+def test_stop_strings_are_looked_for_after_every_step(speaker, launched, caplog):
     engine = engine_of(speaker)
     scheduler = Scheduler(engine, slots=4, steps_per_launch=4)
     whole = answers(engine, [asked("a tale", 30)])[0]
@@ -241,6 +244,7 @@ def test_stop_strings_are_looked_for_after_every_step(speaker, launched):
     assert handle.completion.finish_reason == "stop"
     assert handle.completion == answers(engine, [handle.request])[0]
     assert set(launched) == {1}
+    assert "one by one, not 4 at once: a request has stop strings" in caplog.text
 
 
 def test_pages_for_several_steps_are_not_needed_for_one(launched):

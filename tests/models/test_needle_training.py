@@ -112,6 +112,20 @@ def test_refuses_another_recipe_or_text(text, whole_run):
         training.train(TINY, [text / "held_out.txt"], [text / "train.txt"], whole_run[0], with_python_sources=False, workers=0)
 
 
+def test_a_run_without_a_checkpoint_gives_its_folder_to_another(text, tmp_path):
+    def prepared(**changes):
+        recipe = dataclasses.replace(TINY, **changes)
+        return training.prepare(recipe, [text / "train.txt"], [text / "held_out.txt"], tmp_path, with_python_sources=False)
+
+    (tmp_path / "tokenizer.json").write_text("of a run that was refused")
+    (tmp_path / "run.json").write_text('{"recipe": {}, "text": "", "held_out": ""}')
+    prepared()
+    (tmp_path / "checkpoints" / "20").mkdir(parents=True)
+    prepared()
+    with pytest.raises(ValueError, match="another recipe"):
+        prepared(seed=1)
+
+
 @pytest.mark.long
 def test_training_goes_on_from_a_model(text, whole_run, tmp_path):
     """Its weights, rounded to bfloat16 as it is stored, and its tokenizer: the loss begins where it ended, not where training began."""
