@@ -6,6 +6,7 @@ computes, and a row that has ended writes nothing and changes no state in the st
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvjax.sampling import Sampled, SamplingRows, count_tokens, sample
 from kvjax.sharding import WHOLE_COPY, Shards, on_mesh, specs_of_states
 from kvjax.slots import NextPages, name_pages
 from kvjax.steps import decode
+from pallas_kernels.preparation import before_loop
 
 STOP_IDS = 4
 """How many stop tokens a row has room for, if no row needs more."""
@@ -95,7 +97,8 @@ def decode_steps(
         packed = jnp.zeros((steps, size, packed_width(ranks)), jnp.int32)
         pool = {name: getattr(cache, name) for name in ("layers", "hot", "lengths")}
         carry = pool, states, sampled, ends, packed, _no_reads(cache)
-        pool, states, sampled, ends, packed, reads = jax.lax.fori_loop(0, steps, step, carry)
+        with contextlib.nullcontext(step) if shards is None else before_loop(step, 0, carry) as turn:
+            pool, states, sampled, ends, packed, reads = jax.lax.fori_loop(0, steps, turn, carry)
         return cache.replace(**pool), sampled, packed, ends, states, reads
 
     kept = specs_of_states(policy, states)

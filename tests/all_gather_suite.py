@@ -12,6 +12,8 @@ import paging
 from all_reduce_suite import mesh_of
 from jax.sharding import Mesh, PartitionSpec
 
+from pallas_kernels.preparation import before_loop
+
 AXIS = "tensor"
 
 
@@ -108,17 +110,23 @@ def lowered(op: Callable, case: Case, platform: str = "cuda", calls: int = 1) ->
     return program.trace(*[structs(case)] * calls).lower(lowering_platforms=(platform,)).as_text()
 
 
-def compiled_call(*, mesh: Mesh, calls: int = 1, **arrays):
-    """Calls of the GPU form over all devices of a mesh, each of what the one before found, for `cuda_kernels.check_spills`."""
+def compiled_call(*, mesh: Mesh, calls: int = 1, turns: int | None = None, **arrays):
+    """Calls of the GPU form over all devices of a mesh, each of what the one before found, for `cuda_kernels.check_spills`. turns: in a
+    loop of so many."""
 
     op = paging.implementation("all_gather", "mosaic_gpu")
 
     def device(*arrays):
+        def turn(_, own):
+            for _ in range(calls):
+                own = [x[1] for x in op(own, axis_name=AXIS, mesh=mesh)]
+            return own
+
         own = [x[0] for x in arrays]
-        for _ in range(calls):
-            found = op(own, axis_name=AXIS, mesh=mesh)
-            own = [x[1] for x in found]
-        return tuple(x[None] for x in found)
+        if turns is None:
+            return tuple(x[None] for x in turn(0, own))
+        with before_loop(turn, 0, own) as ready:
+            return tuple(x[None] for x in jax.lax.fori_loop(0, turns, ready, own))
 
     split = PartitionSpec(AXIS)
     return jax.shard_map(device, mesh=mesh, in_specs=(split,) * len(arrays), out_specs=split, check_vma=False)(*arrays.values())

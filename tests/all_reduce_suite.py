@@ -13,6 +13,8 @@ import paging
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from pallas_kernels.preparation import before_loop
+
 AXIS = "tensor"
 
 
@@ -136,14 +138,21 @@ def production() -> dict[str, Case]:
     }
 
 
-def compiled_call(parts, residual, *, mesh: Mesh, calls: int = 1):
-    """Calls of the GPU form over all devices of a mesh, each with the sum before as its residual, for `cuda_kernels.compile_for`."""
+def compiled_call(parts, residual, *, mesh: Mesh, calls: int = 1, turns: int | None = None):
+    """Calls of the GPU form over all devices of a mesh, each with the sum before as its residual, for `cuda_kernels.compile_for`. turns: in
+    a loop of so many."""
     op = paging.implementation("all_reduce", "mosaic_gpu")
 
     def device(x, residual):
-        for _ in range(calls):
-            residual = op(x[0], axis_name=AXIS, residual=residual, mesh=mesh)
-        return residual[None]
+        def turn(_, residual):
+            for _ in range(calls):
+                residual = op(x[0], axis_name=AXIS, residual=residual, mesh=mesh)
+            return residual
+
+        if turns is None:
+            return turn(0, residual)[None]
+        with before_loop(turn, 0, residual) as ready:
+            return jax.lax.fori_loop(0, turns, ready, residual)[None]
 
     split, whole = PartitionSpec(AXIS), PartitionSpec()
     return jax.shard_map(device, mesh=mesh, in_specs=(split, whole), out_specs=split, check_vma=False)(parts, residual)

@@ -58,6 +58,16 @@ def compile_for(gpu: str, cases: dict[str, tuple], tmp_path: Path, devices: int 
     return pickle.loads(files[2].read_bytes())
 
 
+def kernels_that_meet(program: str) -> tuple[list[str], list[str]]:
+    """The lines of an optimized program that launch kernels of ours, and those of them in which all devices meet. Fails if one of these is
+    in a loop."""
+    kernels = [line for line in program.splitlines() if 'custom_call_target="mosaic_gpu_v2"' in line]
+    meet = [line for line in kernels if "uses_xla_collective_metadata = true" in line]
+    outside = program[program.index("\nENTRY ") :]
+    assert all(line in outside for line in meet), "a loop opens rooms in every turn"
+    return kernels, meet
+
+
 def _target(h200: str, gpu: str, *, capability: str, **fields: int) -> str:
     major, minor = capability.split(".")
     text = h200.replace("H200", gpu).replace("{ major: 9 ", f"{{ major: {major} minor: {minor} ")

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.all_gather.api import Call
 from pallas_kernels.hopper import lanes, rooms
+from pallas_kernels.preparation import prepared
 
 WORDS = rooms.PIECE_BYTES // 4
 """Of a piece, at most."""
@@ -50,7 +51,9 @@ def all_gather(call: Call, *arrays):
     piece = piece_of(sum(sizes))
     size = -(-sum(sizes) // piece) * piece
     words = jnp.concatenate([*map(_as_words, arrays), jnp.zeros(size - sum(sizes), jnp.int32)])
-    found = _gather(rooms.Shape(call.axis_name, call.num_devices, size, piece), words)
+    s = rooms.Shape(call.axis_name, call.num_devices, size, piece)
+    room, table = prepared(("all_gather", s), functools.partial(_open, s))
+    found = _collect(s, room, table, words).reshape(s.num_devices, s.size)
     parts = jnp.split(found, [sum(sizes[: n + 1]) for n in range(len(sizes))], axis=1)
     return tuple(_from_words(part, x.shape, x.dtype) for part, x in zip(parts, arrays, strict=False))
 
@@ -69,15 +72,16 @@ def _from_words(words, shape: tuple[int, ...], dtype):
     return numbers.reshape(len(words), -1)[:, : math.prod(shape)].reshape(len(words), *shape)
 
 
-@functools.partial(jax.jit, static_argnames="s")  # a step calls it for every layer: it is traced and lowered once
-def _gather(s: rooms.Shape, words):
+# A step calls both for every layer: they are traced and lowered once, and all calls' kernels are the same to XLA.
+
+
+@functools.partial(jax.jit, static_argnames="s")
+def _open(s: rooms.Shape):
     lanes.check_version()
-    loaded = _collect(s, *rooms.closed(s.num_devices), jnp.zeros_like(words))
-    found = _collect(s, *rooms.connect(s.axis_name, s.num_devices, loaded), words)
-    return found.reshape(s.num_devices, s.size)
+    return rooms.connect(s.axis_name, s.num_devices, _collect(s, *rooms.closed(s.num_devices), jnp.zeros(s.size, jnp.int32)))
 
 
-@functools.partial(jax.jit, static_argnames="s")  # traced once, so that all calls' kernels are the same to XLA
+@functools.partial(jax.jit, static_argnames="s")
 def _collect(s: rooms.Shape, room, table, words):
     return plgpu.kernel(
         functools.partial(collect_pieces, s),

@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.all_reduce.api import Call
 from pallas_kernels.hopper import lanes, rooms
+from pallas_kernels.preparation import prepared
 
 
 def unsupported(call: Call, x, residual) -> str | None:
@@ -36,18 +37,21 @@ def all_reduce(call: Call, x, residual):
         raise NotImplementedError(f"all_reduce 'mosaic_gpu': {reason}")
     s = rooms.Shape(call.axis_name, call.num_devices, x.size, rooms.piece_of(x.size, x.dtype.itemsize))
     residual = jnp.full_like(x, -0.0) if residual is None else residual  # so that a program has one kernel; -0.0 changes no bit
-    return _exchange(s, x.reshape(-1), residual.reshape(-1)).reshape(x.shape)
+    room, table = prepared(("all_reduce", s, x.dtype.name), functools.partial(_open, s, x.dtype))
+    return _add(s, room, table, x.reshape(-1), residual.reshape(-1)).reshape(x.shape)
 
 
-@functools.partial(jax.jit, static_argnames="s")  # a step calls it for every layer: it is traced and lowered once
-def _exchange(s: rooms.Shape, x, residual):
+# A step calls both for every layer: they are traced and lowered once, and all calls' kernels are the same to XLA.
+
+
+@functools.partial(jax.jit, static_argnames=("s", "dtype"))
+def _open(s: rooms.Shape, dtype):
     lanes.check_version()
-    nothing = jnp.zeros_like(x)
-    loaded = _add(s, *rooms.closed(s.num_devices), nothing, nothing)
-    return _add(s, *rooms.connect(s.axis_name, s.num_devices, loaded), x, residual)
+    nothing = jnp.zeros(s.size, dtype)
+    return rooms.connect(s.axis_name, s.num_devices, _add(s, *rooms.closed(s.num_devices), nothing, nothing))
 
 
-@functools.partial(jax.jit, static_argnames="s")  # traced once, so that all calls' kernels are the same to XLA
+@functools.partial(jax.jit, static_argnames="s")
 def _add(s: rooms.Shape, room, table, x, residual):
     return plgpu.kernel(
         functools.partial(add_piece, s),

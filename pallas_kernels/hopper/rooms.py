@@ -4,7 +4,8 @@ XLA prepares each kernel that reaches into other devices' memory by its own mean
 starts: a meeting of the devices' host threads, a copy to the device, and before the launch a barrier of all devices. With 56 exchanges a
 step this took most of the time. So a program has one such kernel for each kind of exchange, `connect`. It makes a room in each device's
 memory, and a table of the addresses of all rooms. The kernels that exchange get both as plain arrays, and XLA captures them in CUDA graphs
-as any other kernel. Each call asks for its own room; XLA finds that calls of one kind ask for the same, and keeps one.
+as any other kernel. Each call asks for its own room; XLA finds that calls of one kind ask for the same, and keeps one. Calls in a loop get
+rooms from before it, where `pallas_kernels.preparation.before_loop` is around it.
 
 A kernel's code comes to a device when it first runs there, and that may wait until the device is idle, while other devices wait for it. So
 the kernel that exchanges runs once before `connect`, with a closed table, and does nothing.

@@ -16,6 +16,7 @@ from kvjax.plans import DecodeGroup, Launch, StepPlan
 from kvjax.policies.decode import parse
 from kvjax.samples import Roster
 from kvjax.sampling import SamplingRows
+from pallas_kernels.preparation import prepared
 
 pytestmark = pytest.mark.bits
 PAGE = 16
@@ -201,6 +202,25 @@ def test_the_loop_holds_no_second_copy_of_the_cache(family):
     given = model.decoder, engine.policy, engine.indexes, model.params, cache, one, one > 0, states, rows, None, ends
     compiled = launches.decode_steps.lower(8, *given).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < size / 20
+
+
+def test_on_a_mesh_the_loop_prepares_nothing_in_every_turn(monkeypatch):
+    """What a sum needs is told by its primitive."""
+
+    def summed(x, *, axis_name, residual, **_):
+        ready = prepared("sums", lambda: jax.lax.erf_inv(jax.numpy.float32(0.5)))
+        return jax.lax.psum(x, axis_name) + (0 if residual is None else residual) + 0 * ready
+
+    monkeypatch.setattr("kvjax.sharding.all_reduce", summed)
+    engine = engine_of(shallow(make_family("llama")), mesh=mesh(tensor=2))
+    one = jax.numpy.ones(1, np.int32)
+    cache = Cache(engine._pool.layers, {group.name: np.zeros((1, 8), np.int32) for group in engine.spec.groups}, one, engine.spec)
+    states, rows, ends = engine._declared.states.of_batch(engine.policy, [None]), SamplingRows.of([None]), Ends(one, one[:, None])
+    given = engine.model.decoder, engine.policy, engine.indexes, engine.model.params, cache, one, one > 0, states, rows, None, ends
+    (on_devices,) = launches.decode_steps.trace(4, *given, shards=engine._pool.shards).jaxpr.eqns
+    steps = on_devices.params["jaxpr"].eqns
+    assert [each.primitive.name for each in steps].count("erf_inv") == 1
+    assert [each.primitive.name for each in steps if "erf_inv" in str(each)] == ["erf_inv"], "and none in the loop"
 
 
 # When there are several steps

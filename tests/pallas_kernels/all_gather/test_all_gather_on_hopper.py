@@ -16,6 +16,7 @@ from all_reduce_suite import mesh_of
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.all_gather import all_gather, mosaic_gpu
+from pallas_kernels.preparation import before_loop
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
@@ -36,22 +37,28 @@ def test_exchanges_of_decode_steps(case):
     check(KERNEL, STEPS[case], calls=5)
 
 
+@pytest.mark.parametrize("turns", [1, 8])
 @pytest.mark.parametrize("busy", [None, 0, 1])
 @pytest.mark.parametrize("devices", [2, 4, 8])
-def test_a_long_chain_is_right_every_time(devices, busy):
-    """56 exchanges in a program, each of numbers made from the one before, 50 runs in a row without waiting between them; a busy device
-    comes late to every exchange. Whole numbers, so that every sum is exact."""
+def test_a_long_chain_is_right_every_time(devices, busy, turns):
+    """56 exchanges in a program, also by a loop, each of numbers made from the one before, 50 runs in a row without waiting between them; a
+    busy device comes late to every exchange. Whole numbers, so that every sum is exact."""
     mesh = mesh_of(Case(devices, ()))
 
     def device(own, work):
-        own = own[0]
-        for _ in range(56):
-            if busy is not None:
-                late = jax.lax.cond(jax.lax.axis_index(AXIS) == busy, lambda w: (w @ w).ravel()[0], lambda w: w[0, 0], work)
-                own = own + (late * 0).astype(own.dtype)
-            (found,) = KERNEL([own], axis_name=AXIS, mesh=mesh)
-            own = (own * 3 + found.sum(0)) % 1021
-        return own[None]
+        def turn(_, own):
+            for _ in range(56 // turns):
+                if busy is not None:
+                    late = jax.lax.cond(jax.lax.axis_index(AXIS) == busy, lambda w: (w @ w).ravel()[0], lambda w: w[0, 0], work)
+                    own = own + (late * 0).astype(own.dtype)
+                (found,) = KERNEL([own], axis_name=AXIS, mesh=mesh)
+                own = (own * 3 + found.sum(0)) % 1021
+            return own
+
+        if turns == 1:
+            return turn(0, own[0])[None]
+        with before_loop(turn, 0, own[0]) as ready:
+            return jax.lax.fori_loop(0, turns, ready, own[0])[None]
 
     split = PartitionSpec(AXIS)
     program = jax.jit(jax.shard_map(device, mesh=mesh, in_specs=(split, PartitionSpec()), out_specs=split, check_vma=False))

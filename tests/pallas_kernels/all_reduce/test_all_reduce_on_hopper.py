@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels import dispatch
 from pallas_kernels.all_reduce import all_reduce
+from pallas_kernels.preparation import before_loop
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
@@ -45,34 +46,45 @@ def test_on_the_inner_axis_of_a_mesh():
     check(KERNEL, Case(2, (2, 3584), "bfloat16", others=2))
 
 
-def chain(op, mesh, count: int, busy: int | None = None):
-    """`count` additions, each of parts made from the sum before. busy: the device that multiplies matrices before each."""
+def chain(op, mesh, count: int, busy: int | None = None, turns: int = 1):
+    """`count` additions, each of parts made from the sum before. busy: the device that multiplies matrices before each. turns: in a loop of
+    so many turns."""
 
     def device(part, factor, work, residual):
-        part, factor = part[0], factor[0]
-        for _ in range(count):
-            if busy is not None:
-                late = jax.lax.cond(jax.lax.axis_index(AXIS) == busy, lambda w: (w @ w).ravel()[0], lambda w: w[0, 0], work)
-                part = part + (late * 0).astype(part.dtype)
-            residual = op(part, axis_name=AXIS, residual=residual, mesh=mesh)
-            part = residual * factor
-        return residual[None]
+        factor = factor[0]
+
+        def turn(_, carry):
+            part, residual = carry
+            for _ in range(count // turns):
+                if busy is not None:
+                    late = jax.lax.cond(jax.lax.axis_index(AXIS) == busy, lambda w: (w @ w).ravel()[0], lambda w: w[0, 0], work)
+                    part = part + (late * 0).astype(part.dtype)
+                residual = op(part, axis_name=AXIS, residual=residual, mesh=mesh)
+                part = residual * factor
+            return part, residual
+
+        carry = part[0], residual
+        if turns == 1:
+            return turn(0, carry)[1][None]
+        with before_loop(turn, 0, carry) as ready:
+            return jax.lax.fori_loop(0, turns, ready, carry)[1][None]
 
     split, whole = PartitionSpec(AXIS), PartitionSpec()
     return jax.jit(jax.shard_map(device, mesh=mesh, in_specs=(split, split, whole, whole), out_specs=split, check_vma=False))
 
 
+@pytest.mark.parametrize("turns", [1, 8])
 @pytest.mark.parametrize("busy", [None, 0, 1])
 @pytest.mark.parametrize("devices", COUNTS)
 @pytest.mark.parametrize("width", [3584, 8192])
-def test_a_long_chain_has_the_bits_of_xla_every_time(devices, width, busy, tools):
-    """56 calls in a program, 50 runs of it in a row without waiting between them; a busy device comes late to every call."""
+def test_a_long_chain_has_the_bits_of_xla_every_time(devices, width, busy, turns, tools):
+    """56 calls in a program, also by a loop, and 50 runs of it in a row without waiting; a busy device comes late to every call."""
     case = Case(devices, (1, width), "bfloat16")
     mesh, (parts, residual) = mesh_of(case), parts_of(case, 0)
     factor = np.random.default_rng(1).uniform(-0.5 / devices, 0.5 / devices, parts.shape).astype(parts.dtype)
     arrays = parts, factor, jnp.zeros((2048, 2048), jnp.bfloat16), residual
     expected = np.asarray(chain(OPS["xla"], mesh, 56, busy)(*arrays))
-    program = chain(KERNEL, mesh, 56, busy)
+    program = chain(KERNEL, mesh, 56, busy, turns)
     found = [program(*arrays) for _ in range(50)]
     for each in found:
         tools.assert_same_bits(each, expected)
