@@ -115,8 +115,12 @@ def _opened(paged, table, lengths, page_size: int, num_queries: int, arrays: dic
 
 def compare(tools, case: Packed, found: tuple) -> None:
     """Assert that results are those of the definition."""
-    expected, packed = case.expected(), case.operands[1].k_packed
-    of_channels = packed is not None and packed.scale == "channel"
+    compare_results(tools, case.operands[1], found, case.expected())
+
+
+def compare_results(tools, pages: Pages, found: tuple, expected: tuple) -> None:
+    """Assert that an output and LSEs of attention over packed pages are the expected ones."""
+    of_channels = pages.k_packed is not None and pages.k_packed.scale == "channel"
     assert len(found) == len(expected)
     assert jnp.isfinite(expected[0]).all()
     tools.assert_rows_close(found[0], expected[0], OF_CHANNELS if of_channels else 2 * tools.row_error["bfloat16"])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import packed_suite
 
 from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import Pages
@@ -20,14 +21,16 @@ SMALL = {"kv_heads": 1, "group": 4, "head_dim": 64, "page_size": 64, "width": 6,
 
 
 def arguments_of(tools, cases: dict[str, dict]) -> Callable:
-    """case -> (q, pages, index, table, lengths) and keywords of the op. cases: inputs of `make_paged`, and `SIZES`; framed: pages lie in
-    frames that are not their ids."""
+    """case -> (q, pages, index, table, lengths), keywords of the op, and the pages as the reference reads them. cases: inputs of
+    `make_paged`, and `SIZES`; framed: pages lie in frames that are not their ids; format: of packed pages, with their own pages open
+    (`packed_suite`)."""
 
     @functools.cache
     def build(case: str):
         spec = dict(cases[case])
-        sizes, framed = {name: spec.pop(name) for name in SIZES}, spec.pop("framed", False)
-        paged = tools.make_paged(seed=sum(map(ord, case)), **spec)
+        sizes, framed, format = {name: spec.pop(name) for name in SIZES}, spec.pop("framed", False), spec.pop("format", None)
+        seed = sum(map(ord, case))
+        paged = tools.make_paged(seed=seed, **spec)
         k, v, table, block_size = paged.k, paged.v, paged.page_table, sizes["block_size"]
         index, codes = (page_index(k, kind=sizes[name], block_size=block_size) for name in ("kind", "codes_kind"))
         keywords = sizes | {"sm_scale": paged.sm_scale, "codes": codes}
@@ -35,7 +38,11 @@ def arguments_of(tools, cases: dict[str, dict]) -> Callable:
             order = np.random.default_rng(1).permutation(len(k))
             keywords["frames"] = jnp.where(table >= 0, jnp.asarray(order, jnp.int32)[table], -1)
             k, v = (jnp.zeros_like(x).at[order].set(x) for x in (k, v))
-        return (paged.q, Pages(k, v), index, table, paged.lengths), keywords
+        pages = exact = Pages(k, v)
+        if format is not None:
+            packed = packed_suite.build(tools, format=format, opened=True, seed=seed, **{n: x for n, x in spec.items() if n != "dtype"})
+            pages, exact = packed.operands[1], packed.exact
+        return (paged.q, pages, index, table, paged.lengths), keywords, exact
 
     return build
 
@@ -45,16 +52,19 @@ def checker(tools, arguments: Callable) -> Callable:
 
     @functools.cache
     def expected(case: str):
-        arrays, keywords = arguments(case)
-        return jax.tree.map(np.asarray, selected_attention(*arrays, **keywords, implementation="reference"))
+        (q, _, *others), keywords, exact = arguments(case)
+        return jax.tree.map(np.asarray, selected_attention(q, exact, *others, **keywords, implementation="reference"))
 
     def run(op, case: str) -> None:
-        arrays, keywords = arguments(case)
+        arrays, keywords, _ = arguments(case)
         out, lse, ids = op(*arrays, **keywords)
         ref_out, ref_lse, ref_ids = expected(case)
         assert ids.dtype == jnp.int32
         np.testing.assert_array_equal(np.asarray(ids), ref_ids)
-        tools.assert_rows_close(out, ref_out, 2 * tools.row_error[arrays[0].dtype.name])
-        tools.assert_lse_close(lse, ref_lse)
+        if arrays[1].packed:
+            packed_suite.compare_results(tools, arrays[1], (out, lse), (ref_out, ref_lse))
+        else:
+            tools.assert_rows_close(out, ref_out, 2 * tools.row_error[arrays[0].dtype.name])
+            tools.assert_lse_close(lse, ref_lse)
 
     return run

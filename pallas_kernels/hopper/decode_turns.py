@@ -195,8 +195,7 @@ def fold(
     keys are written (0 or less: none). It may be called with turns past the last. queries: makes the queries available to the CTA; all its
     warps call it once, after their first copies have started. report: called with a turn and, per column tile, the LSE (log2 units) of its
     keys for the two query rows of the lane, the same in all g; of a turn of an open page a second time, which counts. first_from: a
-    position -> the first turn with keys from there on; None: they are in any order. before: what this warp has folded before, of pages
-    that are not packed.
+    position -> the first turn with keys from there on; None: they are in any order. before: what this warp has folded before.
     """
     ring_s = scratch["ring_s"]
     own = _own_start(s, length - 1)
@@ -232,8 +231,10 @@ def fold(
         queries()
 
     closed_turns = turns if opened is None or first_from is None else lanes.minimum(turns, first_from(own))
-    carry = (Folded.empty(s) if before is None else before.to_go_on()).flat()
-    carry = lane_copies.pipeline(closed_turns, s.stages, packed_place, fetch, consume, carry, meanwhile=meanwhile)
+    carry = Folded.empty(s) if before is None else before.to_go_on()
+    if before is not None and s.v_codes is not None:
+        carry.acc = [packed_turns.coded_order(tile) for tile in carry.acc]
+    carry = lane_copies.pipeline(closed_turns, s.stages, packed_place, fetch, consume, carry.flat(), meanwhile=meanwhile)
     folded = Folded.of_flat(s, carry)
     if s.v_codes is not None:
         folded.acc = [packed_turns.natural_order(tile) for tile in folded.acc]

@@ -169,6 +169,17 @@ def interleaved(first: Scalar, second: Scalar) -> tuple[Scalar, Scalar]:
     return (first & 0xFFFF) | (second << 16), ((first >> 16) & 0xFFFF) | (second & -65536)
 
 
+def coded_order(acc: list[list[Scalar]]) -> list[list[Scalar]]:
+    """The inverse of `natural_order`."""
+    lane = lanes.lane()
+    low, sources = (lane >> 4) == 0, [((lane >> 2) * 2 + half) % 8 * 4 + (lane & 3) for half in range(2)]
+    found = []
+    for four in acc:
+        rows = [[lanes.bits(lanes.shuffle(lanes.bits(x), source)) for x in four] for source in sources]
+        found.append([lanes.where(low, row[i], row[i + 2]) for row in rows for i in range(2)])
+    return found
+
+
 def natural_order(acc: list[list[Scalar]]) -> list[list[Scalar]]:
     """Sums whose rows are as in `Codes.value_operands`, as `mma` gives them where row g of a block is its channel g."""
     lane = lanes.lane()

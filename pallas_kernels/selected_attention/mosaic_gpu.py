@@ -54,8 +54,6 @@ def unsupported(call: Call, q, pages, index, table, lengths, frames, codes) -> s
 def _not_refined(call: Call, q, pages, chosen: select.Shape, frames) -> str | None:
     """Why a list cannot be chosen from a shortlist by one launch, or None if it can."""
     rows = _rows(q)
-    if pages.packed:
-        return f"it chooses from a shortlist over pages of numbers, not over packed ones, got k {pages.k.dtype}"
     if reason := coded_turns.unsupported(call.codes_kind, q.shape[3]) or listed.unsupported_rows(rows, pages, call.block_size):
         return reason
     r = _refined_shape(call, q, pages, chosen, frames)

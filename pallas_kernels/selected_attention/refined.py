@@ -87,7 +87,7 @@ def attend(r: Shape, unit, cta, parts, inputs, outputs, scratch) -> None:
     def chosen(n):
         return _chosen(r, sinks, kept, n, scratch)
 
-    folded = fold(kept, chosen, before=near)
+    folded = fold(kept, chosen, before=near, opened=False)
     turns.merge_and_store(s, folded, (row, head, cta), attended, scratch)
     for start in range(0, r.width, s.threads):
         i = lanes.thread() + start
@@ -104,9 +104,9 @@ def _chosen(r: Shape, sinks, kept, n, scratch):
     return lanes.where(n < kept, sinks + place, 0)
 
 
-def _fold(s: decode_turns.Shape, cta, pools, head, length, scratch, number, entry_of, meanwhile=lambda: None, before=None):
+def _fold(s: decode_turns.Shape, cta, pools, head, length, scratch, number, entry_of, meanwhile=lambda: None, before=None, opened=True):
     """By each warp: fold its part of `number` blocks. entry_of: a number below that -> the block's entry in the list. Turns are dealt out:
-    first one to a warp of each CTA, then to the next."""
+    first one to a warp of each CTA, then to the next. opened: whether some of them may lie in the query's own page."""
     total, workers = number * (s.block_size // KEYS), s.splits * s.warps
     first = lanes.warp() * s.splits + cta
 
@@ -115,7 +115,8 @@ def _fold(s: decode_turns.Shape, cta, pools, head, length, scratch, number, entr
         return turns.place_listed(s, turn, lanes.minimum(entry_of(turn * KEYS // s.block_size), s.width - 1), length, scratch)
 
     count = lanes.maximum(total - first + (workers - 1), 0) // workers
-    return decode_turns.fold(s, pools, scratch, head, length, count, place, meanwhile, before=before)
+    first_from = None if opened else lambda position: count  # none of these turns is read open
+    return decode_turns.fold(s, pools, scratch, head, length, count, place, meanwhile, first_from=first_from, before=before)
 
 
 # 1. Estimate.

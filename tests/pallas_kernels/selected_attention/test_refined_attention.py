@@ -16,8 +16,9 @@ from emulator.kernels import kernels
 from quick_cases import rest_long
 from refined_suite import SMALL, arguments_of, checker
 
-from pallas_kernels.hopper import decode_turns, lanes
+from pallas_kernels.hopper import decode_turns, lanes, packed_turns
 from pallas_kernels.hopper.coded_turns import CodedKeys
+from pallas_kernels.page_format import PageFormat
 from pallas_kernels.page_index import INDEX_ROWS, index_shape
 from pallas_kernels.selected_attention import refined, selected_attention
 
@@ -35,8 +36,15 @@ CASES = {
     "all that are short-listed": {"shortlist": 3, "lengths": (384,)},
     "budget of none": {"budget": 0, "lengths": (384,)},
     "a shortlist longer than the table": {"shortlist": 40, "lengths": (384,)},
+    "int8 pages": {"format": "int8"},
+    "int4 pages, drafts": {"format": "int4", "num_queries": 3, "lengths": (66, 330), "local": 1},
+    "q4_0 pages, blocks of 64": {"format": "q4_0", "block_size": 64, "page_size": 128, "shortlist": 7, "budget": 2, "lengths": (768,)},
+    "int8 pages per channel, groups of 9": {"format": "int8 per channel", "group": 9, "kv_heads": 2, "lengths": (384,)},
+    "fp8 pages, no local block but those of the own page": {"format": "fp8", "local": 1, "lengths": (330, 384)},
+    "int8 keys, values as they are": {"format": "int8 keys, values as they are", "lengths": (384,)},
+    "keys as they are, int4 values": {"format": "keys as they are, int4 values", "lengths": (384,)},
 }
-QUICK = ("4 bits", "frames", "more than a block for each CTA")
+QUICK = ("4 bits", "frames", "more than a block for each CTA", "int8 pages", "int4 pages, drafts")
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +86,7 @@ def test_on_emulated_threads_of_a_small_cta_it_matches_the_reference(check, on_e
 
 
 def test_a_row_has_the_same_bits_in_any_company(tools, arguments, on_emulated_threads):
-    (q, pages, index, table, lengths), keywords = arguments("a page is missing")
+    (q, pages, index, table, lengths), keywords, _ = arguments("a page is missing")
     once = on_emulated_threads(q, pages, index, table, lengths, **keywords)
     others = jnp.arange(2) != 0
     changed = jnp.where(others[:, None, None, None], -q, q), pages, index, table[jnp.array([0, 0])], jnp.where(others, 70, lengths)
@@ -139,7 +147,9 @@ BUGS = {
 }
 BUGS |= {f"barrier {n} of the choice": (refined, "_choose", _without_barrier(refined._choose, n)) for n in range(4)}
 BUGS["the CTA's barrier of the exchange"] = refined, "_exchange", _without_barrier(refined._exchange, 0)
-FOR_BUGS = ("equal keys", "blocks of 64", "groups of 9, two KV heads")
+BUGS["sums of near keys stay in their natural order"] = packed_turns, "coded_order", lambda acc: acc
+BUGS["sums of codes stay in the order of bytes"] = packed_turns, "natural_order", lambda acc: acc
+FOR_BUGS = ("equal keys", "blocks of 64", "groups of 9, two KV heads", "int8 pages")
 
 
 @pytest.mark.quick("of equal blocks the higher", "CTAs do not wait for each other")
@@ -148,6 +158,19 @@ def test_a_planted_bug_is_caught(tools, check, on_emulated_threads, monkeypatch,
     jax.clear_caches()
     monkeypatch.setattr(*BUGS[bug])
     tools.must_fail(check, on_emulated_threads, FOR_BUGS)
+
+
+@pytest.mark.quick("own pages as packed")
+@pytest.mark.parametrize("change", packed_suite.CHANGES)
+def test_changed_packed_pages_are_noticed(tools, check, on_emulated_threads, change):
+    def op(q, pages, *others, **keywords):
+        parts = packed_suite.CHANGES[change]
+        if any(getattr(pages, name) is None for name in parts):
+            return on_emulated_threads(q, pages, *others, **keywords)
+        changed = {name: make(getattr(pages, name)) for name, make in parts.items()}
+        return on_emulated_threads(q, pages.replace(**changed), *others, **keywords)
+
+    tools.must_fail(check, op, ("int8 pages", "q4_0 pages, blocks of 64", "int8 pages per channel, groups of 9"))
 
 
 # Lowered and compiled, in the shapes that decoding has.
@@ -162,10 +185,11 @@ def production(
     num_queries: int = 1,
     dtype: str = "bfloat16",
     frames: bool = False,
+    format: str | None = None,
     **static,
 ) -> tuple:
     """(op, arrays, keywords) of a call over `tokens` tokens a row: cascade:4, if `static` does not say otherwise. frames: with a table of
-    them."""
+    them. format: of packed pages, see `packed_suite`."""
     sizes = {"kind": "bounds", "block_size": 128, "budget": 4, "shortlist": 32, "codes_kind": "keys4", "sink": 1, "local": 4}
     keywords = sizes | {"sm_scale": head_dim**-0.5, "config": None} | static
     num_heads, kv_heads = heads
@@ -174,6 +198,9 @@ def production(
     arrays = {"q": ((batch, num_queries, num_heads, head_dim), dtype), "k": (pool, dtype), "v": (pool, dtype)}
     arrays |= {"index": ((*index, INDEX_ROWS[keywords["kind"]], head_dim), dtype), "table": ((batch, tokens // page_size), "int32")}
     arrays |= {"lengths": ((batch,), "int32"), "codes": ((*index, *index_shape(keywords["codes_kind"], block_size, head_dim)), "uint8")}
+    if format is not None:
+        packed = packed_suite.production(format, batch, heads, head_dim, page_size, dtype=dtype)[1]
+        arrays = {name: x for name, x in arrays.items() if name != "v"} | {"k": packed["k"]}
     return "selected_attention", arrays | ({"frames": arrays["table"]} if frames else {}), keywords
 
 
@@ -199,6 +226,12 @@ SPILL_FREE = {
     "blocks of 64, means": production(block_size=64, kind="mean"),
     "pages of 256": production(page_size=256, batch=8),
     "a shortlist of 128": production(budget=16, shortlist=128, batch=8),
+    "int8 pages": production(format="int8"),
+    "int8 pages per channel, batch 8": production(format="int8 per channel", batch=8),
+    "fp8 pages, batch 8, a million tokens": production(format="fp8", batch=8, tokens=1 << 20),
+    "int4 pages, 32/8": production(format="int4", heads=(32, 8)),
+    "int4 keys per channel, values per 32, frames": production(format="int4 keys per channel, values per 32", frames=True),
+    "q8_0 keys, q4_0 values": production(format="q8_0 keys, q4_0 values"),
 }
 WIDE = {
     "groups of 16": production(heads=(16, 1)),
@@ -207,7 +240,7 @@ WIDE = {
 """Twice the accumulators, so that spilling some is no news."""
 
 
-@pytest.mark.parametrize("case", rest_long(SPILL_FREE | WIDE, "cascade:4", "4 drafts, batch 8, frames"))
+@pytest.mark.parametrize("case", rest_long(SPILL_FREE | WIDE, "cascade:4", "4 drafts, batch 8, frames", "int8 pages"))
 def test_lowers_and_is_picked_on_hopper(cuda, on_hopper, picked, case):
     call = (SPILL_FREE | WIDE)[case]
     assert "refined_kernel" in cuda.lower(*call)
@@ -231,6 +264,7 @@ NOT_HERE = {
     "codes of 8 bytes": (production(head_dim=64, codes_kind="keys1"), "codes of whole 16 bytes; keys1 of head dim 64 has 8 a key"),
     "a long shortlist": (production(budget=64, shortlist=512), "from a shortlist of at most as many blocks, got 512"),
     "float32": (production(dtype="float32"), "bfloat16 or float16, q and index alike"),
+    "scales of pages": (production(format=(PageFormat("int8", "page", read_as="bfloat16"),) * 2), "scales per token or channel, not per page"),
 }
 
 
@@ -240,15 +274,6 @@ def test_what_it_cannot_do_is_refused_by_name_and_passed_by(on_hopper, picked, c
     with pytest.raises(NotImplementedError, match=reason):
         picked(call, implementation="mosaic_gpu")
     assert picked(call)["selected_attention"] == "composed"
-
-
-def test_packed_pages_are_passed_by(on_hopper, picked):
-    op, arrays, keywords = production()
-    _, packed, _ = packed_suite.production("int8", batch=1, heads=(28, 4))
-    call = op, packed | {name: arrays[name] for name in ("index", "codes")}, keywords
-    assert picked(call)["selected_attention"] == "composed"
-    with pytest.raises(NotImplementedError, match="over pages of numbers, not over packed ones, got k int8"):
-        picked(call, implementation="mosaic_gpu")
 
 
 def test_the_kernel_for_tpus_is_passed_by(on_tpu, picked):

@@ -48,6 +48,11 @@ CASES = {
     "a page is missing": OF_128 | {"hole": True},
     "equal keys": OF_128 | {"keys": "equal"},
     "a shortlist of 128": {"shortlist": 128, "budget": 40},
+    "int8 pages": OF_128 | {"format": "int8"},
+    "int8 pages per channel, 4 drafts": OF_128 | {"format": "int8 per channel", "num_queries": 4},
+    "fp8 pages, blocks of 16": {"format": "fp8", "shortlist": 64, "budget": 16, "local": 32},
+    "int4 pages, one row": OF_128 | {"format": "int4", "lengths": (5120,)},
+    "q8_0 keys, q4_0 values, head dim 64": OF_128 | {"format": "q8_0 keys, q4_0 values", "head_dim": 64, "group": 4},
 }
 
 
@@ -74,7 +79,7 @@ def test_the_kernel_is_what_is_picked(check, path):
 
 
 def test_bits_every_time_and_in_any_company(tools, arguments):
-    (q, pages, index, table, lengths), keywords = arguments("4 drafts")
+    (q, pages, index, table, lengths), keywords, _ = arguments("4 drafts")
     op = functools.partial(KERNEL, **keywords)
     once = op(q, pages, index, table, lengths)
     for _ in range(20):
