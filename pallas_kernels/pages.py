@@ -113,6 +113,15 @@ class Pages:
         return self.v if self.v_packed is None else unpack(self.v_packed, self.v, self.v_scales)
 
     @property
+    def without_values(self) -> Pages:
+        """The same keys, with V as one column of K: for ops of which only the logits count. All of the pages where V alone is packed, since
+        pages that are not packed cannot be open."""
+        if self.k_packed is None and self.packed:
+            return self
+        opened = None if self.open is None else OpenPages(self.open.k, None, self.open.row_of)
+        return self.replace(v=None, v_scales=None, v_packed=None, value_dim=1, open=opened)
+
+    @property
     def arrays(self) -> dict[str, Array | None]:
         """`k`, `v` and what packed pages have beside them by name, for `dispatch.signature`."""
         found = {"k": self.k, "v": self.v, "k_scales": self.k_scales, "v_scales": self.v_scales}

@@ -21,9 +21,9 @@ SMALL = {"kv_heads": 1, "group": 4, "head_dim": 64, "page_size": 64, "width": 6,
 
 
 def arguments_of(tools, cases: dict[str, dict]) -> Callable:
-    """case -> (q, pages, index, table, lengths), keywords of the op, and the pages as the reference reads them. cases: inputs of
-    `make_paged`, and `SIZES`; framed: pages lie in frames that are not their ids; format: of packed pages, with their own pages open
-    (`packed_suite`)."""
+    """case -> (q, pages, index, table, lengths), keywords of the op, and the same pages whose numbers are not rounded when they are read.
+    cases: inputs of `make_paged`, and `SIZES`, without codes where their kind is None; framed: pages lie in frames that are not their ids;
+    format: of packed pages, with their own pages open (`packed_suite`)."""
 
     @functools.cache
     def build(case: str):
@@ -32,7 +32,8 @@ def arguments_of(tools, cases: dict[str, dict]) -> Callable:
         seed = sum(map(ord, case))
         paged = tools.make_paged(seed=seed, **spec)
         k, v, table, block_size = paged.k, paged.v, paged.page_table, sizes["block_size"]
-        index, codes = (page_index(k, kind=sizes[name], block_size=block_size) for name in ("kind", "codes_kind"))
+        index = page_index(k, kind=sizes["kind"], block_size=block_size)
+        codes = sizes["codes_kind"] and page_index(k, kind=sizes["codes_kind"], block_size=block_size)
         keywords = sizes | {"sm_scale": paged.sm_scale, "codes": codes}
         if framed:
             order = np.random.default_rng(1).permutation(len(k))
@@ -48,17 +49,19 @@ def arguments_of(tools, cases: dict[str, dict]) -> Callable:
 
 
 def checker(tools, arguments: Callable) -> Callable:
-    """(op, case) -> asserts the very lists of the reference, then its attention over them."""
+    """(op, case) -> asserts the very lists of the reference, then its attention over them. rounds: whether the op rounds unpacked numbers,
+    as plain XLA does; kernels need not."""
 
     @functools.cache
-    def expected(case: str):
-        (q, _, *others), keywords, exact = arguments(case)
-        return jax.tree.map(np.asarray, selected_attention(q, exact, *others, **keywords, implementation="reference"))
+    def expected(case: str, rounds: bool):
+        (q, pages, *others), keywords, exact = arguments(case)
+        given = q, pages if rounds else exact, *others
+        return jax.tree.map(np.asarray, selected_attention(*given, **keywords, implementation="reference"))
 
-    def run(op, case: str) -> None:
+    def run(op, case: str, rounds: bool = False) -> None:
         arrays, keywords, _ = arguments(case)
         out, lse, ids = op(*arrays, **keywords)
-        ref_out, ref_lse, ref_ids = expected(case)
+        ref_out, ref_lse, ref_ids = expected(case, rounds)
         assert ids.dtype == jnp.int32
         np.testing.assert_array_equal(np.asarray(ids), ref_ids)
         if arrays[1].packed:

@@ -212,18 +212,14 @@ def fold(
     def fetch(n, found):
         page, token, _, written = found
         sides = (pools.k, pools.k_scales, s.k_codes), (pools.v, pools.v_scales, s.v_codes)
-        for at, (ref, scales, codes) in zip((slot(n), slot(n) + s.slot_words[0]), sides, strict=True):
-            if codes is None:
-                _copy_numbers(s, ring_s, at, ref, page, token, written, head)
-            else:
-                sizes = {"num_kv_heads": s.num_kv_heads, "page_size": s.page_size}
-                codes.copy(ring_s, at, (ref, scales), (page, token, written), head, **sizes)
+        for at, side in zip((slot(n), slot(n) + s.slot_words[0]), sides, strict=True):
+            copy_side(s, ring_s, at, side, (page, token, written), head)
 
     def consume(n, found, *carry):
         start, written = found[2:]
         seen = [_seen(s, tile, start, written, length, **({"own": False} if s.opened else {})) for tile in range(s.column_tiles)]
-        logits = _logits(s, ring_s, slot(n), scratch["q_s"], s.k_codes)
-        return _fold_turn(s, Folded.of_flat(s, carry), n, logits, seen, ring_s, slot(n) + s.slot_words[0], s.v_codes, written, report)
+        found = logits(s, ring_s, slot(n), scratch["q_s"], s.k_codes)
+        return _fold_turn(s, Folded.of_flat(s, carry), n, found, seen, ring_s, slot(n) + s.slot_words[0], s.v_codes, written, report)
 
     def meanwhile():
         if opened is not None:
@@ -242,6 +238,16 @@ def fold(
         folded = opened.fold(folded, scratch["q_s"], report)
     folded.total = [[_over_keys(x, lambda a, b: a + b) for x in pair] for pair in folded.total]
     return folded
+
+
+def copy_side(s: Shape, ring_s, at: Scalar, side, place, head: Scalar) -> None:
+    """By one warp: start copying the keys, or the values, of a turn to word `at`. side: numbers or codes, their scales, their `Codes`; of
+    numbers the last two are None. place: page, token there, how many tokens are written."""
+    ref, scales, codes = side
+    if codes is None:
+        _copy_numbers(s, ring_s, at, ref, *place, head)
+    else:
+        codes.copy(ring_s, at, (ref, scales), place, head, num_kv_heads=s.num_kv_heads, page_size=s.page_size)
 
 
 def _copy_numbers(s: Shape, ring_s, at: Scalar, ref, block: Scalar, token: Scalar, written: Scalar, head: Scalar) -> None:
@@ -294,9 +300,9 @@ class _Opened:
             lane_copies.commit_copies()
             lane_copies.wait_for_copies(0)
             seen = [_seen(s, tile, start, written, self.length, own=True) for tile in range(s.column_tiles)]
-            logits = _logits(s, self.ring_s, self.slot, q_s, None)
+            keys = logits(s, self.ring_s, self.slot, q_s, None)
             values = self.slot + s.turn_words
-            after = _fold_turn(s, Folded.of_flat(s, carry), n, logits, seen, self.ring_s, values, None, written, report)
+            after = _fold_turn(s, Folded.of_flat(s, carry), n, keys, seen, self.ring_s, values, None, written, report)
             found = self._next(n + 1)
             self._fetch(found)
             return [*found, *after]
@@ -326,8 +332,8 @@ def _fold_turn(
     return folded.flat()
 
 
-def _logits(s: Shape, ring_s, slot: Scalar, q_s, codes: Codes | None) -> list[list[Scalar]]:
-    """Per column tile, unscaled: keys g, g, g + 8, g + 8 by query rows 2t, 2t + 1, 2t, 2t + 1."""
+def logits(s: Shape, ring_s, slot: Scalar, q_s, codes: Codes | None) -> list[list[Scalar]]:
+    """Of the keys of a turn at word `slot`. Per column tile, unscaled: keys g, g, g + 8, g + 8 by query rows 2t, 2t + 1, 2t, 2t + 1."""
     lane = lanes.lane()
     sums = [[lanes.f32(0.0)] * 4 for _ in range(s.column_tiles)]
     if codes is not None:
@@ -349,7 +355,7 @@ def _queries(s: Shape, q_s, tile: int, chunk: int, *, for_codes: bool) -> list[S
 
 
 def _logits_of_codes(s: Shape, ring_s, slot: Scalar, q_s, codes: Codes) -> list[list[Scalar]]:
-    """`_logits`, of packed keys."""
+    """`logits`, of packed keys."""
     zeros, queries = [lanes.f32(0.0)] * 4, functools.cache(functools.partial(_queries, s, q_s, for_codes=True))
     sums = [[zeros] * max(codes.groups, 1) for _ in range(s.column_tiles)]
     for block, keys in codes.key_operands(ring_s, slot):
@@ -370,7 +376,7 @@ def _logits_of_codes(s: Shape, ring_s, slot: Scalar, q_s, codes: Codes) -> list[
 
 
 def _seen(s: Shape, tile: int, start: Scalar, written: Scalar, length: Scalar, own: bool | None = None) -> list[Scalar]:
-    """Which of the four logits count, in the order of `_logits`. own: only those in the query's own page, or only those before it; with one
+    """Which of the four logits count, in the order of `logits`. own: only those in the query's own page, or only those before it; with one
     query, none of a turn before its page lies there, nor the other way round."""
     lane = lanes.lane()
     found = []
@@ -408,7 +414,7 @@ def _lse(x: Sequence[Scalar]) -> list[Scalar]:
 
 
 def _rescale(s: Shape, folded: Folded, tile: int, x: Sequence[Scalar]) -> list[Scalar]:
-    """Raise the maxima to these logits, scale what was found before, add to the sums. Returns the weights, in the order of `_logits`."""
+    """Raise the maxima to these logits, scale what was found before, add to the sums. Returns the weights, in the order of `logits`."""
     weights = [lanes.f32(0.0)] * 4
     alphas = []
     for j in range(2):

@@ -78,9 +78,10 @@ def selected_attention(
     which finds keys and values; None: the frame of a page is its id. config: settings of the implementation; "mosaic_tpu" takes
     `pallas_kernels.selected_attention.mosaic_tpu.Config`.
 
-    With `shortlist`, `codes` and `codes_kind` the choice has two stages. Candidates are the `shortlist` distant blocks with the best
-    scores. Each query head estimates its attention to each of them: the softmax over the logits of the sink and local keys, from `pages`,
-    and of the candidates' keys, from `codes`, the `page_index` of kind `codes_kind` ("keys1", "keys2", "keys4"), found by page id. The
+    With `shortlist` the choice has two stages. Candidates are the `shortlist` distant blocks with the best scores. Each query head
+    estimates its attention to each of them: the softmax over the logits of the sink and local keys, from `pages`, and of the candidates'
+    keys. These are from `codes`, the `page_index` of kind `codes_kind` ("keys1", "keys2", "keys4"), found by page id; or, without codes,
+    from `pages`, packed or not, and then the choice is exact but for what packing took away. The
     `budget` candidates with the largest sums over the query heads of a KV head are listed; of equal sums the lower block. Sums are float32
     and compared as logarithms; NaN counts as the lowest. The list is that of the definition, but for the rounding of these sums.
 
@@ -106,13 +107,13 @@ def selected_attention(
 
 
 def _check_codes(call: Call, q, index, codes) -> None:
-    """Raise ValueError unless the arguments of a choice in two stages are all there, or none, and fit together."""
+    """Raise ValueError unless the arguments of a choice in two stages fit together."""
     given = {"shortlist": call.shortlist, "codes": codes, "codes_kind": call.codes_kind}
     absent = [name for name, x in given.items() if x is None]
-    if len(absent) == len(given):
+    if codes is None and call.codes_kind is None:
         return
     if absent:
-        raise ValueError(f"shortlist, codes and codes_kind go together; missing: {', '.join(absent)}")
+        raise ValueError(f"codes and codes_kind go together, with a shortlist; missing: {', '.join(absent)}")
     wanted = (*index.shape[:3], *index_shape(call.codes_kind, call.block_size, q.shape[3]))
     if codes.shape != wanted or codes.dtype != jnp.uint8:
         arrays = dispatch.signature(codes=codes, index=index)

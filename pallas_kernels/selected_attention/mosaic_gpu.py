@@ -10,7 +10,7 @@ Packed pages are folded by `hopper.decode_turns`, in the same launch. So are, on
 The T queries of a sequence are T rows that share its page table. Each has its own list and cluster, so a drafted step gives by construction
 what steps of one token would. Blocks that several queries list are read by each of them, after the first time mostly from the L2 cache.
 
-Memory traffic, per query: the candidates' index rows, the codes of a shortlist, the listed keys and values, the output and the list.
+Memory traffic, per query: the candidates' index rows, the codes or keys of a shortlist, the listed keys and values, output and list.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ from pallas_kernels.gather_attention import mosaic_gpu as gather
 from pallas_kernels.hopper import coded_turns, decode_turns, lanes
 from pallas_kernels.hopper import decode_tiles as tiles
 from pallas_kernels.hopper.coded_turns import CodedKeys
+from pallas_kernels.hopper.key_turns import PageKeys
 from pallas_kernels.select_blocks import mosaic_gpu as select
 from pallas_kernels.selected_attention import refined
 from pallas_kernels.selected_attention.api import Call
+
+
+ALIGNED = 256
+"""Words of shared memory. Mosaic begins arrays there at multiples of it."""
 
 
 def unsupported(call: Call, q, pages, index, table, lengths, frames, codes) -> str | None:
@@ -54,7 +59,8 @@ def unsupported(call: Call, q, pages, index, table, lengths, frames, codes) -> s
 def _not_refined(call: Call, q, pages, chosen: select.Shape, frames) -> str | None:
     """Why a list cannot be chosen from a shortlist by one launch, or None if it can."""
     rows = _rows(q)
-    if reason := coded_turns.unsupported(call.codes_kind, q.shape[3]) or listed.unsupported_rows(rows, pages, call.block_size):
+    unread = None if call.codes_kind is None else coded_turns.unsupported(call.codes_kind, q.shape[3])
+    if reason := unread or listed.unsupported_rows(rows, pages, call.block_size):
         return reason
     r = _refined_shape(call, q, pages, chosen, frames)
     if r.attend.stages == 0:
@@ -67,10 +73,15 @@ def _not_refined(call: Call, q, pages, chosen: select.Shape, frames) -> str | No
 def _refined_shape(call: Call, q, pages, chosen: select.Shape, frames) -> refined.Shape:
     """The sizes of a call with a shortlist. The `stages` of its `attend` are 0 if shared memory cannot hold one."""
     sizes = {"width": chosen.width, "block_size": call.block_size, "window": None, "sm_scale": call.sm_scale}
-    keys = CodedKeys(call.codes_kind, call.block_size, q.shape[3])
     of_list = call.shortlist, call.budget, call.width(pages.page_size), frames is not None
-    r = refined.Shape(turns.list_shape(_rows(q), pages, **sizes, words={}), keys, *of_list)
-    return dataclasses.replace(r, attend=turns.list_shape(_rows(q), pages, **sizes, words=chosen.scratch_words() | r.scratch_words()))
+
+    def shape(words: dict[str, int]) -> refined.Shape:
+        aligned = {name: -(-count // ALIGNED) * ALIGNED for name, count in words.items()}  # there are so many that it matters
+        attend = turns.list_shape(_rows(q), pages, **sizes, words=aligned)
+        keys = PageKeys(attend) if call.codes_kind is None else CodedKeys(call.codes_kind, call.block_size, q.shape[3])
+        return refined.Shape(attend, keys, *of_list)
+
+    return shape(chosen.scratch_words() | shape({}).scratch_words())
 
 
 def _rows(q) -> jax.ShapeDtypeStruct:
@@ -161,8 +172,9 @@ def _attend_turns(chosen: select.Shape, s: decode_turns.Shape, q, pages, index, 
 
 @functools.partial(jax.jit, static_argnames=("chosen", "r"))
 def _attend_refined(chosen: select.Shape, r: refined.Shape, q, pages, index, tables, lengths, codes):
-    """`_attend` of the best of a shortlist: one stage of single threads, too."""
+    """`_attend` of the best of a shortlist: one stage of single threads, too. codes: None: keys of the shortlist are those of pages."""
     s, pool = r.attend, turns.arrays_of(pages)
+    index_of_keys = [] if codes is None else [codes]
     words = turns.list_scratch(s, chosen.scratch_words() | r.scratch_words())
 
     def refined_kernel(*refs):
@@ -170,8 +182,10 @@ def _attend_refined(chosen: select.Shape, r: refined.Shape, q, pages, index, tab
 
         @lanes.stage(unit=lax.axis_index("unit"), cta=lax.axis_index("cta"))
         def run(arrays, scratch, unit, cta):
-            inputs, (index_ref, lengths_ref, *table_refs) = arrays[: 2 + len(pool)], arrays[2 + len(pool) : -3]
-            parts = select.select(chosen, unit, cta, (inputs[1], index_ref, table_refs[0], lengths_ref), scratch)
+            *codes_ref, q_ref = arrays[: len(index_of_keys) + 1]
+            of_pages, (index_ref, lengths_ref, *table_refs) = (rest := arrays[len(codes_ref) + 1 : -3])[: len(pool)], rest[len(pool) :]
+            inputs = codes_ref[0] if codes_ref else None, q_ref, *of_pages
+            parts = select.select(chosen, unit, cta, (q_ref, index_ref, table_refs[0], lengths_ref), scratch)
             row = unit // s.num_kv_heads
             length = select.tokens_seen(chosen.num_queries, lengths_ref, row)
             names = ("page_ids_s", "pages_s") if r.framed else ("pages_s",)
@@ -184,5 +198,5 @@ def _attend_refined(chosen: select.Shape, r: refined.Shape, q, pages, index, tab
 
     lists = jax.ShapeDtypeStruct((*q.shape[:2], s.num_kv_heads, r.width), "int32")
     kernel = listed.launch(s, refined_kernel, [*listed.outputs(s), lists], turns.scratch_types(words))
-    out, lse, ids = kernel(codes, q.reshape(_rows(q).shape), *pool, index, lengths, *tables)
+    out, lse, ids = kernel(*index_of_keys, q.reshape(_rows(q).shape), *pool, index, lengths, *tables)
     return out.reshape(q.shape), lse.reshape(q.shape[:3]), ids

@@ -60,7 +60,7 @@ def _sizes(call: Call, q, pages, index, table) -> tuple:
 def unsupported(call: Call, q, pages, index, table, lengths, frames, codes) -> str | None:
     """Why this kernel cannot take this valid input, with the values, or None if it can. Uses only shapes and dtypes."""
     if call.refines:
-        return f"it chooses in one stage, not from a shortlist of {call.shortlist} by {call.codes_kind}"
+        return f"it chooses in one stage, not from a shortlist of {call.shortlist} by {call.codes_kind or 'the keys of pages'}"
     chosen_by, attended, config = _calls(call, pages.page_size)
     row = jax.ShapeDtypeStruct((1, 1, *q.shape[2:]), q.dtype)
     listed = jax.ShapeDtypeStruct((1, pages.kv_heads, chosen_by.width), jnp.int32)

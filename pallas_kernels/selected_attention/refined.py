@@ -2,8 +2,9 @@
 
 `select_blocks` has written sink, shortlist and local blocks to every CTA of the cluster. Then:
 
-1. Estimate. Each CTA takes some blocks of the shortlist, its warps up to 32 of their keys at a time (`hopper.coded_turns`). Meanwhile the
-   keys and values of sink and local blocks arrive, and each warp folds its part of them (`hopper.decode_turns`).
+1. Estimate. Each CTA takes some blocks of the shortlist, its warps up to 32 of their keys at a time, from an index (`hopper.coded_turns`),
+   or 16 from the pages (`hopper.key_turns`). Meanwhile the keys and values of sink and local blocks arrive, and each warp folds its part of
+   them (`hopper.decode_turns`).
 2. Exchange. Every CTA gets the log-sum-exp of every block of the shortlist, and of sink and local keys, for each query head.
 3. Choose. Every CTA makes the same choice: the softmax of each query head, the sum over the heads, the k largest; of equal ones the lower.
 4. Attend. Warps fold the chosen blocks after what they had, and the cluster merges the parts (`gather_attention.turns`).
@@ -20,6 +21,7 @@ from pallas_kernels.gather_attention import turns
 from pallas_kernels.hopper import decode_turns, lane_copies, lane_math, lane_sums, lanes
 from pallas_kernels.hopper.coded_turns import CodedKeys
 from pallas_kernels.hopper.decode_tiles import LOG2E, LOWEST
+from pallas_kernels.hopper.key_turns import PageKeys
 from pallas_kernels.hopper.packed_turns import KEYS
 from pallas_kernels.select_blocks import choose
 
@@ -29,11 +31,11 @@ DEPTH = 2
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """keys: of the index of codes. shortlist, k: blocks to choose from, and to keep. width: of the list that is returned. listed: of the
-    list with the whole shortlist. framed: whether frames are not page ids."""
+    """keys: where those of the shortlist are read. shortlist, k: blocks to choose from, and to keep. width: of the list that is returned.
+    framed: whether frames are not page ids."""
 
     attend: decode_turns.Shape
-    keys: CodedKeys
+    keys: CodedKeys | PageKeys
     shortlist: int
     k: int
     width: int
@@ -45,13 +47,12 @@ class Shape:
         return -(-self.shortlist // self.attend.splits)
 
     def scratch_words(self) -> dict[str, int]:
-        """Words of shared memory: the ring of codes; queries in their order; maximum and sum of each turn; log-sum-exp of each block;
-        maximum and sum of each CTA's sink and local keys; total of each head; keys of the choice, and the places that it keeps; a word of
-        each warp; page ids of the list, where frames are others."""
+        """Words of shared memory: the ring of the shortlist's keys; maximum and sum of each turn; log-sum-exp of each block; maximum and
+        sum of each CTA's sink and local keys; total of each head; keys of the choice, and the places that it keeps; a word of each warp;
+        queries in the order of codes; page ids of the list, where frames are others."""
         s = self.attend
         sizes = {
             "codes_s": s.warps * DEPTH * self.keys.words,
-            "coded_q_s": s.rows * s.head_dim // 2,
             "turns_s": 2 * self.each * self.keys.turns * s.rows,
             "blocks_s": self.shortlist * s.rows,
             "near_s": 2 * s.splits * s.rows,
@@ -60,6 +61,8 @@ class Shape:
             "chosen_s": max(self.k, 1),
             "exchange_s": -(-s.warps // 4) * 4,
         }
+        if isinstance(self.keys, CodedKeys):
+            sizes["coded_q_s"] = s.rows * s.head_dim // 2
         return sizes | ({"page_ids_s": s.width + 1} if self.framed else {})
 
 
@@ -67,19 +70,21 @@ def attend(r: Shape, unit, cta, parts, inputs, outputs, scratch) -> None:
     """By all threads of all CTAs of a cluster: the best of the shortlist, attention over them and over sink and local blocks, the list.
 
     parts: how many sink, distant and local blocks the list in `scratch["ids_s"]` has, for which `listed.locate` has found the frames (and
-    the page ids, if `r.framed`). inputs: codes, q, and `turns.arrays_of` the pages. outputs: out, lse, lists.
+    the page ids, if `r.framed`). inputs: codes or None, q, and `turns.arrays_of` the pages. outputs: out, lse, lists.
     """
     s, (codes_ref, q_ref, *pools), (*attended, ids_ref) = r.attend, inputs, outputs
+    pools = decode_turns.Pools.of(s, pools)
     row, head = unit // s.num_kv_heads, unit % s.num_kv_heads
     sinks, found, locals_ = parts
     (length,) = lanes.load_shared(scratch["pages_s"], s.width)
-    fold = functools.partial(_fold, s, cta, decode_turns.Pools.of(s, pools), head, length, scratch)
+    fold = functools.partial(_fold, s, cta, pools, head, length, scratch)
 
     def queries():
-        decode_turns.store_queries(s, row, head, q_ref, scratch["coded_q_s"], 0, True)
+        if isinstance(r.keys, CodedKeys):
+            decode_turns.store_queries(s, row, head, q_ref, scratch["coded_q_s"], 0, True)
         decode_turns.load_queries(s, row, head, q_ref, scratch["q_s"])
 
-    estimate = functools.partial(_estimate, r, cta, head, sinks, found, codes_ref, queries, scratch)
+    estimate = functools.partial(_estimate, r, cta, head, sinks, found, codes_ref or pools, queries, scratch)
     near = fold(sinks + locals_, lambda n: lanes.where(n < sinks, n, n + found), meanwhile=estimate)
     _exchange(r, cta, found, near, scratch)
     kept = _choose(r, found, scratch)
@@ -122,15 +127,15 @@ def _fold(s: decode_turns.Shape, cta, pools, head, length, scratch, number, entr
 # 1. Estimate.
 
 
-def _estimate(r: Shape, cta, head, sinks, found, codes_ref, queries, scratch) -> None:
+def _estimate(r: Shape, cta, head, sinks, found, source, queries, scratch) -> None:
     """By each warp: maximum and sum (log2 units) of the logits of its turns, for every query row, to `scratch["turns_s"]`.
 
-    A CTA takes every `splits`-th block of the shortlist. Its warps take their turns one after the other. queries: makes them available to
-    the CTA, once the first copies have started.
+    A CTA takes every `splits`-th block of the shortlist. Its warps take their turns one after the other. source: codes, or the pools.
+    queries: makes them available to the CTA, once the first copies have started.
     """
-    s, keys = r.attend, r.keys
+    s, keys, coded = r.attend, r.keys, isinstance(r.keys, CodedKeys)
     ring_s, per_page = scratch["codes_s"], s.page_size // s.block_size
-    ids_s, pages_s = scratch["ids_s"], scratch["page_ids_s" if r.framed else "pages_s"]
+    ids_s, pages_s = scratch["ids_s"], scratch["page_ids_s" if r.framed and coded else "pages_s"]
 
     def turn_of(n):
         return lanes.warp() + n * s.warps
@@ -139,19 +144,30 @@ def _estimate(r: Shape, cta, head, sinks, found, codes_ref, queries, scratch) ->
         number = turn_of(n) // keys.turns * s.splits + cta
         entry = lanes.minimum(sinks + number, s.width - 1)
         (block,), (page,) = (lanes.load_shared(ref, entry) for ref in (ids_s, pages_s))
-        place = (page * s.num_kv_heads + head) * per_page + lanes.maximum(block, 0) % per_page
-        return [lanes.where((number < found) & (page >= 0), place, -1)]
+        of_page = lanes.maximum(block, 0) % per_page
+        return [lanes.where(number < found, page, -1), of_page]
 
     def slot(n):
         return (lanes.warp() * DEPTH + n % DEPTH) * keys.words
 
     def fetch(n, place):
-        keys.copy(ring_s, slot(n), codes_ref, place[0], turn_of(n) % keys.turns)
+        (page, block), turn = place, turn_of(n) % keys.turns
+        if coded:
+            row = (page * s.num_kv_heads + head) * per_page + block
+            keys.copy(ring_s, slot(n), source, lanes.where(page >= 0, row, -1), turn)
+        else:
+            keys.copy(ring_s, slot(n), source, head, page, block, turn)
+
+    def logits_of(at):
+        """Per column tile, and per 16 keys."""
+        if not coded:
+            yield from ([four] for four in keys.logits(ring_s, at, scratch["q_s"]))
+            return
+        for tile in range(s.column_tiles):
+            yield keys.logits(ring_s, at, functools.partial(_query_words, s, scratch["coded_q_s"], tile), s.dtype.name)
 
     def consume(n, place):
-        for tile in range(s.column_tiles):
-            words = functools.partial(_query_words, s, scratch["coded_q_s"], tile)
-            logits = keys.logits(ring_s, slot(n), words, s.dtype.name)
+        for tile, logits in enumerate(logits_of(slot(n))):
             for j in range(2):
                 m, total = _folded([x[i] * (s.sm_scale * LOG2E) for x in logits for i in (j, j + 2)])
                 at = turn_of(n) * s.rows + (lanes.lane() & 3) * 2 + (8 * tile + j)

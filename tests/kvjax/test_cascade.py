@@ -428,7 +428,7 @@ def test_the_bill_counts_what_the_choice_reads():
     assert (oracle.kv, oracle.index) == (top.kv + tiles * 1024 * 128 * 128 * 2, 0)
     packed = step_bytes(QWEN_7B, parse("cascade:4"), 131_072, cache_format="int8")
     unpacked, scaled = tiles * 128 * 512, 128 + 2  # the open page of a layer's KV heads; bytes of a key of 128 numbers
-    assert packed.kv == tiles * scaled * 128 * (2 * 8 + 5 + 32) + unpacked
+    assert packed.kv == tiles * scaled * 128 * (2 * 8 + 32) + unpacked
     assert packed.index == top.index
     anchors = step_bytes(QWEN_7B, parse("cascade:4+every4"), 131_072)
     assert (anchors.kv, anchors.index) == (top.kv, bits4.index // 4)
@@ -499,7 +499,7 @@ def test_it_attends_to_what_it_lists(name):
 
     with dispatch.listening() as heard:
         out, wanted, ids = attended(query, layer, table, lengths)
-    assert ("selected_attention" in heard) == (policy.bits != "cache" and policy.shortlist != "all" and policy.share is None)
+    assert ("selected_attention" in heard) == (policy.shortlist != "all" and policy.share is None)
     assert np.array_equal(ids, select(policy, layer, query, table, lengths))
     np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-5)
 

@@ -22,7 +22,6 @@ from kvjax.policies.decode.candidates import always_read, ascending, best_candid
 from kvjax.policies.decode.top_blocks import TopBlocks
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.page_index import CODED, index_shape
-from pallas_kernels.pages import OpenPages, Pages
 from pallas_kernels.select_blocks import block_lse, block_shares, score_listed, select_blocks
 from pallas_kernels.selected_attention import selected_attention
 
@@ -126,12 +125,13 @@ class Cascade(Stateless):
         return Blocks(ids[:, 0] if ids.shape[1] == 1 else ids, self.block_size), state
 
     def attend(self, query, layer, ctx, state):
-        """Select and attend. A shortlist whose keys are in an index: in one op, which a kernel can do in one launch."""
+        """Select and attend. From a shortlist: in one op, which a kernel can do in one launch."""
         self._check(layer, ctx)
         listed_before = bool(len(ctx.earlier) % self.every)
-        if ctx.dealt_out or listed_before or not self._is_one_op(layer.pages.k_packed is not None):
+        if ctx.dealt_out or listed_before or not self._is_one_op:
             return select_and_attend(self, query, layer, ctx, state)
-        bounds, codes = self.indexes()
+        (bounds, *_), packed = self.indexes(), layer.pages.k_packed is not None
+        codes = {} if self._reads_cache(packed) else {"codes": layer.index[self._codes.name], "codes_kind": self._codes.kind}
         out, _, ids = selected_attention(
             *(query, layer.pages, layer.index[bounds.name], ctx.page_table, ctx.lengths),
             kind=bounds.kind,
@@ -142,8 +142,7 @@ class Cascade(Stateless):
             sm_scale=ctx.sm_scale,
             frames=ctx.moved,
             shortlist=self.shortlist,
-            codes=layer.index[codes.name],
-            codes_kind=codes.kind,
+            **codes,
         )
         return out, Blocks(ids[:, 0] if ids.shape[1] == 1 else ids, self.block_size), state
 
@@ -191,7 +190,7 @@ class Cascade(Stateless):
         -inf where a candidate is -1, or NaN."""
 
         def by_cache(ids: Int[Array, "B T K n"]) -> tuple[Array, Array]:
-            given = query, _keys_only(layer.pages), ctx.frames, ctx.lengths
+            given = query, layer.pages.without_values, ctx.frames, ctx.lengths
             _, lse, of_blocks = gather_attention(
                 *given, blocks=ids, block_size=self.block_size, sm_scale=ctx.sm_scale, return_block_lse=True
             )
@@ -214,9 +213,10 @@ class Cascade(Stateless):
         """Whether the shortlist's keys are the cache's own. packed: whether those are packed."""
         return self.bits == "cache" or (self.bits is None and packed)
 
-    def _is_one_op(self, packed: bool) -> bool:
-        """Whether `selected_attention` makes the list that `select` makes. packed: whether the cache's keys are."""
-        return self.share is None and self.shortlist != "all" and not self._reads_cache(packed)
+    @property
+    def _is_one_op(self) -> bool:
+        """Whether `selected_attention` makes the list that `select` makes."""
+        return self.share is None and self.shortlist != "all"
 
     def _check(self, layer: LayerCache, ctx: SelectContext) -> None:
         if not isinstance(layer, PagedKV):
@@ -247,7 +247,7 @@ class Cascade(Stateless):
         wide = dataclasses.replace(self._listed, k=-(-length // self.block_size) if self.shortlist == "all" else self.shortlist)
         sinks, listed, first_local = wide.parts(length, page_size)
         bounds = 0 if self.shortlist == "all" else -(-length // page_size) * page_size // self.block_size * 2 * head_dim
-        near = 0 if self._is_one_op(packed) and not dealt_out else sinks * self.block_size + length - first_local * self.block_size
+        near = 0 if self._is_one_op and not dealt_out else sinks * self.block_size + length - first_local * self.block_size
         if self._reads_cache(packed):
             return bounds, 0, (near + listed * self.block_size) * head_dim
         rows, width = index_shape(self._codes.kind, self.block_size, head_dim)
@@ -271,9 +271,3 @@ class Cascade(Stateless):
         listed += "" if self.every == 1 else f", chosen in every {self.every} layers"
         most = "" if self.share is None else "up to "
         return f"{self} ({most}{self._listed.keys:,} keys: {listed})"
-
-
-def _keys_only(pages: Pages) -> Pages:
-    """The pages without values: V is one column of K."""
-    opened = None if pages.open is None else OpenPages(pages.open.k, None, pages.open.row_of)
-    return pages.replace(v=None, v_scales=None, v_packed=None, value_dim=1, open=opened)

@@ -43,8 +43,12 @@ CASES = {
     "fp8 pages, no local block but those of the own page": {"format": "fp8", "local": 1, "lengths": (330, 384)},
     "int8 keys, values as they are": {"format": "int8 keys, values as they are", "lengths": (384,)},
     "keys as they are, int4 values": {"format": "keys as they are, int4 values", "lengths": (384,)},
+    "by its own keys": {"codes_kind": None, "framed": True},
+    "by its own keys, int8, drafts": {"codes_kind": None, "format": "int8", "num_queries": 3, "lengths": (66, 330), "local": 1},
+    "by its own keys, q4_0, blocks of 64": {"codes_kind": None, "format": "q4_0", "block_size": 64, "page_size": 128, "shortlist": 7},
+    "by its own keys, int4 per channel": {"codes_kind": None, "format": "int4 keys per channel, values per 32", "group": 9, "kv_heads": 2},
 }
-QUICK = ("4 bits", "frames", "more than a block for each CTA", "int8 pages", "int4 pages, drafts")
+QUICK = ("4 bits", "frames", "more than a block for each CTA", "int8 pages", "int4 pages, drafts", "by its own keys, int8, drafts")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +63,7 @@ def check(tools, arguments):
 
 @pytest.mark.parametrize("case", rest_long(CASES, "frames"))
 def test_composed_matches_the_reference(check, case):
-    check(functools.partial(selected_attention, implementation="composed"), case)
+    check(functools.partial(selected_attention, implementation="composed"), case, rounds=True)
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +201,9 @@ def production(
     index = (*pool[:2], page_size // block_size)
     arrays = {"q": ((batch, num_queries, num_heads, head_dim), dtype), "k": (pool, dtype), "v": (pool, dtype)}
     arrays |= {"index": ((*index, INDEX_ROWS[keywords["kind"]], head_dim), dtype), "table": ((batch, tokens // page_size), "int32")}
-    arrays |= {"lengths": ((batch,), "int32"), "codes": ((*index, *index_shape(keywords["codes_kind"], block_size, head_dim)), "uint8")}
+    arrays |= {"lengths": ((batch,), "int32")}
+    if kind := keywords["codes_kind"]:
+        arrays["codes"] = (*index, *index_shape(kind, block_size, head_dim)), "uint8"
     if format is not None:
         packed = packed_suite.production(format, batch, heads, head_dim, page_size, dtype=dtype)[1]
         arrays = {name: x for name, x in arrays.items() if name != "v"} | {"k": packed["k"]}
@@ -232,6 +238,12 @@ SPILL_FREE = {
     "int4 pages, 32/8": production(format="int4", heads=(32, 8)),
     "int4 keys per channel, values per 32, frames": production(format="int4 keys per channel, values per 32", frames=True),
     "q8_0 keys, q4_0 values": production(format="q8_0 keys, q4_0 values"),
+    "by its own keys": production(codes_kind=None),
+    "by its own keys, int8": production(codes_kind=None, format="int8"),
+    "by its own keys, int8 per channel, batch 8": production(codes_kind=None, format="int8 per channel", batch=8),
+    "by its own keys, fp8, a million tokens": production(codes_kind=None, format="fp8", tokens=1 << 20),
+    "by its own keys, int4, 32/8, batch 8": production(codes_kind=None, format="int4", heads=(32, 8), batch=8),
+    "by its own keys, q4_0, 4 drafts, frames": production(codes_kind=None, format="q4_0", num_queries=4, frames=True),
 }
 WIDE = {
     "groups of 16": production(heads=(16, 1)),
@@ -240,7 +252,7 @@ WIDE = {
 """Twice the accumulators, so that spilling some is no news."""
 
 
-@pytest.mark.parametrize("case", rest_long(SPILL_FREE | WIDE, "cascade:4", "4 drafts, batch 8, frames", "int8 pages"))
+@pytest.mark.parametrize("case", rest_long(SPILL_FREE | WIDE, "cascade:4", "4 drafts, batch 8, frames", "by its own keys, int8"))
 def test_lowers_and_is_picked_on_hopper(cuda, on_hopper, picked, case):
     call = (SPILL_FREE | WIDE)[case]
     assert "refined_kernel" in cuda.lower(*call)
@@ -264,7 +276,10 @@ NOT_HERE = {
     "codes of 8 bytes": (production(head_dim=64, codes_kind="keys1"), "codes of whole 16 bytes; keys1 of head dim 64 has 8 a key"),
     "a long shortlist": (production(budget=64, shortlist=512), "from a shortlist of at most as many blocks, got 512"),
     "float32": (production(dtype="float32"), "bfloat16 or float16, q and index alike"),
-    "scales of pages": (production(format=(PageFormat("int8", "page", read_as="bfloat16"),) * 2), "scales per token or channel, not per page"),
+    "scales of pages": (
+        production(format=(PageFormat("int8", "page", read_as="bfloat16"),) * 2),
+        "scales per token or channel, not per page",
+    ),
 }
 
 
@@ -283,8 +298,8 @@ def test_the_kernel_for_tpus_is_passed_by(on_tpu, picked):
 
 
 WRONG = {
-    "codes are missing": ({"codes": None}, {}, "go together; missing: codes"),
-    "no shortlist": ({}, {"shortlist": None}, "go together; missing: shortlist"),
+    "codes are missing": ({"codes": None}, {}, "go together, with a shortlist; missing: codes"),
+    "no shortlist": ({}, {"shortlist": None}, "go together, with a shortlist; missing: shortlist"),
     "shortlist below the budget": ({}, {"shortlist": 2}, "shortlist must be at least budget 4 and 1, got 2"),
     "unknown codes": ({}, {"codes_kind": "keys3"}, "'keys3' is unknown; there are keys1, keys2, keys4"),
     "codes of another kind": ({}, {"codes_kind": "keys1"}, r"must be uint8 \[1024, 4, 1, 160, 16\]"),

@@ -52,6 +52,10 @@ CASES = {
     "int8 pages per channel, 4 drafts": OF_128 | {"format": "int8 per channel", "num_queries": 4},
     "fp8 pages, blocks of 16": {"format": "fp8", "shortlist": 64, "budget": 16, "local": 32},
     "int4 pages, one row": OF_128 | {"format": "int4", "lengths": (5120,)},
+    "by its own keys": OF_128 | {"codes_kind": None},
+    "by its own keys, int8, 4 drafts": OF_128 | {"codes_kind": None, "format": "int8", "num_queries": 4},
+    "by its own keys, int4 per channel, frames": OF_128
+    | {"codes_kind": None, "format": "int4 keys per channel, values per 32", "framed": True},
     "q8_0 keys, q4_0 values, head dim 64": OF_128 | {"format": "q8_0 keys, q4_0 values", "head_dim": 64, "group": 4},
 }
 
