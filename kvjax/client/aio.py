@@ -15,9 +15,11 @@ from kvjax.client.shared import (
     SessionInfo,
     append_request,
     create_request,
+    deadline,
     generate_request,
     info_of,
     may_repeat,
+    still_open,
     was_closed_before,
 )
 from kvjax.client.wire import error_of, protocol
@@ -31,6 +33,7 @@ class AsyncClient:
         import grpc
 
         self.connection = each = Connection(address, **options)
+        self._closed = False
         if each.root_certificate is None:
             self._channel = grpc.aio.insecure_channel(address, options=each.options)
         else:
@@ -52,8 +55,9 @@ class AsyncClient:
 
     async def create_session(self, token_ids: Sequence[int] = (), *, policy: str | None = None) -> AsyncSession:
         """A new session with an initial history, possibly empty. policy: a decode policy of the server; None: its first."""
-        answer = await self.call("CreateSession", create_request(token_ids, policy))
-        return AsyncSession(self, answer.session_id, len(token_ids))
+        request = create_request(token_ids, policy)
+        answer = await self.call("CreateSession", request)
+        return AsyncSession(self, answer.session_id, len(request.token_ids))
 
     async def session(self, session_id: str) -> AsyncSession:
         """The session of an id, for a client that did not create it. SessionNotFound."""
@@ -63,6 +67,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection. Sessions live on, until they have been idle for too long."""
+        self._closed = True
         await self._channel.close()
 
     async def call(self, name: str, request: Any) -> Any:
@@ -71,8 +76,9 @@ class AsyncClient:
 
         each, attempt = self.connection, 0
         while True:
+            still_open(self._closed)
             try:
-                return await self._methods[name](request, timeout=each.timeout_s, metadata=each.metadata)
+                return await self._methods[name](request, timeout=deadline(each.timeout_s), metadata=each.metadata)
             except grpc.RpcError as failed:
                 error = error_of(failed)
                 if was_closed_before(name, error, attempt):
@@ -84,7 +90,8 @@ class AsyncClient:
 
     def stream(self, request: Any, timeout: float | None) -> Any:
         """Begin a Generate."""
-        return self._methods["Generate"](request, timeout=timeout, metadata=self.connection.metadata)
+        still_open(self._closed)
+        return self._methods["Generate"](request, timeout=deadline(timeout), metadata=self.connection.metadata)
 
 
 class AsyncSession:

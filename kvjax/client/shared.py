@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax.client.errors import InvalidArgument, SessionNotFound, Unavailable
+from kvjax.client.errors import FailedPrecondition, InvalidArgument, SessionNotFound, Unavailable
 from kvjax.client.wire import SAMPLING, protocol, sampling_message
 
 REPEATABLE = frozenset(("AppendTokens", "CloseSession", "GetSessionInfo"))
@@ -45,7 +46,7 @@ class Connection:
         address: host and port.
         token: bearer token, where the server wants one.
         root_certificate: PEM of the certificate that signed the server's, for TLS; None: no TLS.
-        timeout_s: deadline of each call but generations, in seconds.
+        timeout_s: deadline of each call but generations, in seconds; infinity: none.
         retries: how often a call is sent again when the connection fails, if that is safe.
     """
 
@@ -71,9 +72,24 @@ class Connection:
         ]
 
 
+def deadline(seconds: float | None) -> float | None:
+    """What gRPC takes as a deadline. It takes infinity for a time that has passed."""
+    return None if seconds is None or seconds == math.inf else seconds
+
+
+def still_open(closed: bool) -> None:
+    """FailedPrecondition for a client that was closed."""
+    if closed:
+        raise FailedPrecondition("this client was closed: make another")
+
+
 def create_request(token_ids: Sequence[int], policy: str | None) -> Any:
-    """CreateSession's message."""
-    return _with_tokens(protocol().CreateSessionRequest(policy=policy or ""), token_ids)
+    """CreateSession's message. InvalidArgument for what it cannot hold."""
+    try:
+        message = protocol().CreateSessionRequest(policy=policy or "")
+    except (TypeError, ValueError):
+        raise InvalidArgument(f"a policy is a name that the server knows, got {policy!r:.60}", field="policy") from None
+    return _with_tokens(message, token_ids)
 
 
 def append_request(session_id: str, token_ids: Sequence[int], at: int) -> Any:

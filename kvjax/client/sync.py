@@ -15,9 +15,11 @@ from kvjax.client.shared import (
     SessionInfo,
     append_request,
     create_request,
+    deadline,
     generate_request,
     info_of,
     may_repeat,
+    still_open,
     was_closed_before,
 )
 from kvjax.client.wire import error_of, protocol
@@ -39,6 +41,7 @@ class Client:
         import grpc.experimental
 
         self.connection = each = Connection(address, **options)
+        self._closed = False
         # The thread that iterates over a generation reads the connection itself: gRPC wakes no second thread for each token.
         given = [*each.options, (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1)]
         if each.root_certificate is None:
@@ -62,8 +65,9 @@ class Client:
 
     def create_session(self, token_ids: Sequence[int] = (), *, policy: str | None = None) -> Session:
         """A new session with an initial history, possibly empty. policy: a decode policy of the server; None: its first."""
-        answer = self.call("CreateSession", create_request(token_ids, policy))
-        return Session(self, answer.session_id, len(token_ids))
+        request = create_request(token_ids, policy)
+        answer = self.call("CreateSession", request)
+        return Session(self, answer.session_id, len(request.token_ids))
 
     def session(self, session_id: str) -> Session:
         """The session of an id, for a client that did not create it. SessionNotFound."""
@@ -73,6 +77,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection. Sessions live on, until they have been idle for too long."""
+        self._closed = True
         self._channel.close()
 
     def call(self, name: str, request: Any) -> Any:
@@ -81,8 +86,9 @@ class Client:
 
         each, attempt = self.connection, 0
         while True:
+            still_open(self._closed)
             try:
-                return self._methods[name](request, timeout=each.timeout_s, metadata=each.metadata)
+                return self._methods[name](request, timeout=deadline(each.timeout_s), metadata=each.metadata)
             except grpc.RpcError as failed:
                 error = error_of(failed)
                 if was_closed_before(name, error, attempt):
@@ -94,7 +100,8 @@ class Client:
 
     def stream(self, request: Any, timeout: float | None) -> Any:
         """Begin a Generate."""
-        return self._methods["Generate"](request, timeout=timeout, metadata=self.connection.metadata)
+        still_open(self._closed)
+        return self._methods["Generate"](request, timeout=deadline(timeout), metadata=self.connection.metadata)
 
 
 class Session:

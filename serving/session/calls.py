@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import queue
+import collections
+import dataclasses
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from kvjax.client.errors import Cancelled, InvalidArgument, ResourceExhausted
+from kvjax.client.errors import Cancelled, InvalidArgument, ResourceExhausted, SessionError
 from kvjax.client.wire import protocol, sampling_fields
 from kvjax.serving.session.pace import Pace
 from kvjax.serving.session.runtime import Session, SessionRuntime
 from kvjax.serving.session.stream import Generation
 
+if TYPE_CHECKING:
+    from kvjax.serving.session.desk import ServerOptions
+
+
+REQUEST_BYTES = 256
+"""About what a request takes in memory beside its content."""
+
 
 class Calls:
     """One method for each call, by its name. They take a message and the call's context, and raise `SessionError`s.
 
-    max_tokens: the most token ids in one call. max_new_tokens: the most that one call may generate. pace: of all streams.
+    options: of the server, of which these are limits. pace: of all streams.
     """
 
-    def __init__(self, runtime: SessionRuntime, max_tokens: int, max_new_tokens: int, pace: Pace):
-        self._runtime, self._max_tokens, self._max_new_tokens = runtime, max_tokens, max_new_tokens
-        self._pace, self._types = pace, protocol()
+    def __init__(self, runtime: SessionRuntime, options: ServerOptions, pace: Pace):
+        self._runtime, self._max_tokens, self._max_new_tokens = runtime, options.max_tokens, options.max_new_tokens
+        self._most_bytes, self._pace, self._types = options.max_message_bytes, pace, protocol()
 
     def CreateSession(self, request: Any, context: Any) -> Any:
         """A new session."""
@@ -47,7 +55,7 @@ class Calls:
 
     def Converse(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
         """Appends and generations of one session, in the order in which they come."""
-        talk = _Talk(requests)
+        talk = _Talk(requests, self._most_bytes)
         context.add_callback(talk.end)
         while (request := talk.next()) is not None:
             action = request.WhichOneof("action")
@@ -57,7 +65,7 @@ class Calls:
                 generation = self._begin(talk.session_id, request.generate)
                 generation.kept_if_broken = 0
                 if talk.generates(generation):
-                    yield from self._events(generation, self._types.ConverseResponse, lambda: talk.stopped)
+                    yield from self._events(generation, self._types.ConverseResponse)
                     talk.generates(None)
             elif action is None:
                 raise InvalidArgument("a message of Converse holds append, generate or stop", field="action")
@@ -97,13 +105,16 @@ class Calls:
         return self._types.AppendTokensResponse(history_tokens=length)
 
     def _begin(self, session_id: str, request: Any) -> Generation:
+        stops, most = len(request.sampling.stop_tokens.token_ids), self._runtime.engine.config.vocab_size
+        if stops > most:  # millions of them would take seconds to look at
+            raise InvalidArgument(f"{stops} stop tokens are more than the {most} of the vocabulary", field="stop_token_ids")
         fields = sampling_fields(request.sampling)
         if fields.get("max_new_tokens", 1) > self._max_new_tokens:
             raise InvalidArgument(f"max_new_tokens is above the server's limit of {self._max_new_tokens}", field="max_new_tokens")
         at = request.at if request.HasField("at") else None
         return self._runtime.session(session_id).generate(at=at, **fields)
 
-    def _events(self, generation: Generation, response: Any, stopped: Callable[[], bool] = lambda: False) -> Iterator[Any]:
+    def _events(self, generation: Generation, response: Any) -> Iterator[Any]:
         """Responses of one generation. It is cancelled when nobody takes them any more."""
         types, first = self._types, True
         try:
@@ -112,67 +123,110 @@ class Calls:
                     yield response(truncated=types.HistoryTruncated(dropped_tokens=generation.dropped_tokens))
                 first = False
                 yield response(tokens=types.GeneratedTokens(token_ids=tokens))
-        except Cancelled:
-            if not stopped():
+        except Cancelled as error:
+            if not generation.stopped or error.reason:
                 raise
         finally:
             generation.cancel()
-        reason = types.FINISH_REASON_CANCELLED if stopped() else getattr(types, f"FINISH_REASON_{generation.finish_reason.upper()}")
+        reason = getattr(types, f"FINISH_REASON_{generation.finish_reason.upper()}")
         figures = {"history_tokens": generation.history_tokens, "prefill_tokens": generation.prefill_tokens}
         yield response(finished=types.Finished(reason=reason, **figures))
 
 
-class _Talk:
-    """The requests of one Converse, read by a thread, so that `stop` acts at once."""
+@dataclasses.dataclass(eq=False)
+class _Asked:
+    """A request of a Converse. size: about its bytes in memory. keep: how many tokens stay of a generation that was stopped before it
+    began."""
 
-    def __init__(self, requests: Iterator[Any]):
-        self.session_id, self.stopped = "", False
-        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    request: Any
+    size: int = 0
+    keep: int | None = None
+
+    @property
+    def generates(self) -> bool:
+        """Whether it asks for a generation."""
+        return not isinstance(self.request, SessionError | None) and self.request.WhichOneof("action") == "generate"
+
+
+class _Talk:
+    """The requests of one Converse, read by a thread, so that `stop` acts at once.
+
+    most_bytes: of requests that wait. Beyond it the client's are not read, so one that sends without end fills no memory.
+    """
+
+    def __init__(self, requests: Iterator[Any], most_bytes: int):
+        self.session_id, self._most_bytes, self._waiting_bytes = "", most_bytes, 0
+        self._waiting: collections.deque[_Asked] = collections.deque()
+        self._current: _Asked | None = None
         self._generation: Generation | None = None
-        self._ended, self._lock = False, threading.Lock()
+        self._ended, self._changed = False, threading.Condition()
         threading.Thread(target=self._read, args=(requests,), name="kvjax converse", daemon=True).start()
 
     def next(self) -> Any:
-        """The next request that is not a stop; None after the last. InvalidArgument for bytes that are none."""
-        request = self._requests.get()
-        if isinstance(request, InvalidArgument):
+        """The next request that is not a stop; None after the last. Raises what reading it raised."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._ended)
+            self._current = self._waiting.popleft() if self._waiting else _Asked(None)
+            self._waiting_bytes -= self._current.size
+            self._changed.notify_all()
+            request = self._current.request
+        if isinstance(request, SessionError):
             raise request
         if request is not None:
             self.session_id = request.session_id or self.session_id
         return request
 
     def generates(self, generation: Generation | None) -> bool:
-        """Say which generation a stop ends. Returns False, and ends it, if the call has ended."""
-        with self._lock:
-            self._generation, self.stopped = generation, False
-            if not self._ended or generation is None:
+        """Say which generation a stop ends; None: it has ended. Returns False, and ends it, if the call has ended."""
+        with self._changed:
+            asked, self._generation = self._current, generation
+            if generation is None:
+                self._current = None
                 return True
-        generation.cancel()
-        return False
+            ended = self._ended
+        if ended:
+            generation.cancel()
+        elif asked.keep is not None:
+            generation.stop(asked.keep)
+        return not ended
 
     def end(self) -> None:
         """The call has ended."""
-        with self._lock:
+        with self._changed:
             self._ended, generation = True, self._generation
-        self._requests.put(None)
+            self._changed.notify_all()
         if generation is not None:
             generation.stop()
 
     def _read(self, requests: Iterator[Any]) -> None:
         try:
             for request in requests:
-                if request.WhichOneof("action") != "stop":
-                    self._requests.put(request)
-                    continue
-                with self._lock:
-                    generation = self._generation
-                    if generation is not None:
-                        generation.kept_if_broken, self.stopped = request.stop.keep, True
-                if generation is not None:
-                    generation.stop()
-        except InvalidArgument as error:
-            self._requests.put(error)
+                if request.WhichOneof("action") == "stop":
+                    self._stop(request.stop.keep)
+                else:
+                    self._put(_Asked(request, request.ByteSize() + REQUEST_BYTES))
+        except SessionError as error:
+            self._put(_Asked(error))
         except Exception:  # the connection was cut, which ends the call too
             self.end()
         finally:
-            self._requests.put(None)
+            self._put(_Asked(None))
+
+    def _put(self, asked: _Asked) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or not self._waiting or self._waiting_bytes + asked.size <= self._most_bytes)
+            self._waiting.append(asked)
+            self._waiting_bytes += asked.size
+            self._changed.notify_all()
+
+    def _stop(self, keep: int) -> None:
+        """Stop the generation under way; if there is none, the first of those asked for that have not begun."""
+        with self._changed:
+            generation = self._generation
+            if generation is None:
+                asked = (each for each in (self._current, *self._waiting) if each is not None and each.generates)
+                first = next(asked, None)
+                if first is not None:
+                    first.keep = keep
+        if generation is not None:
+            generation.stop(keep)

@@ -95,7 +95,13 @@ class SessionCore:
                 self.engine.check_tokens(each.history or [0])
             except ValueError as error:
                 raise ValueError(f"the file of session {each.id} is damaged: {error}; delete it, or restore it") from None
-            policy, used = self._policy(parse(each.policy)), self.clock() - each.idle_s
+            try:
+                policy, used = self._policy(parse(each.policy)), self.clock() - each.idle_s
+            except (InvalidArgument, ValueError, TypeError) as error:
+                raise ValueError(
+                    f"session {each.id} was made with the policy {each.policy!r:.60}, which this engine lacks: give it as one of its "
+                    f"policies, or give another folder ({error})"
+                ) from None
             self.records[each.id] = Record(each.id, policy, self.engine.new_sequence(), used, each.history, stored=True)
 
     # Sessions
@@ -128,7 +134,7 @@ class SessionCore:
 
     def fork(self, record: Record) -> Record:
         """A second session with the same history. It shares sealed pages."""
-        self._make_room_for_one()
+        self._make_room_for_one(record)
         self._checked(record)
         if record.sequence.suspended is not None:
             self._with_room(lambda: self._promote(record), record)
@@ -418,13 +424,14 @@ class SessionCore:
         self.stores.shelve(record, time.monotonic())
         self.counts["shelved"] += 1
 
-    def _make_room_for_one(self) -> None:
-        if len(self.records) < self.limits.capacity:
-            return
-        record = next((each for each in self.records.values() if each.idle), None)
-        if record is None:
-            raise ResourceExhausted(f"all {self.limits.capacity} sessions are in the middle of a call: close one, or try again later")
-        self.end(record, "lru")
+    def _make_room_for_one(self, busy: Record | None = None) -> None:
+        """End idle sessions but `busy`, those used longest ago, until there is room for one more. After a restart there may be more than
+        the capacity, if that is smaller than it was."""
+        while len(self.records) >= self.limits.capacity:
+            record = next((each for each in self.records.values() if each.idle and each is not busy), None)
+            if record is None:
+                raise ResourceExhausted(f"all {self.limits.capacity} sessions are in the middle of a call: close one, or try again later")
+            self.end(record, "lru")
 
     def _truncate(self, record: Record, run: Run) -> None:
         """Apply the window: when more is dropped than before, what is kept is prefilled again."""

@@ -8,9 +8,12 @@ import hmac
 import ipaddress
 import json
 import logging
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 from kvjax.checks import whole_number
 from kvjax.client.errors import Cancelled, ResourceExhausted, SessionError, Unauthenticated, Unavailable
@@ -34,7 +37,8 @@ class ServerOptions:
         max_tokens: the most token ids in one call.
         max_new_tokens: the most tokens that one call may generate.
         max_calls: calls at once; each takes a thread.
-        calls_per_second: of each token, on average, in bursts of up to ten seconds' worth; None: no limit.
+        calls_per_second: of each token, on average, in bursts of up to ten seconds' worth; None: no limit. Each message of a
+            Converse counts.
         messages_per_second: of tokens, in all streams together; beyond that, a message has several tokens (`kvjax.serving.session.pace`).
         stall_s: seconds after which a client is cut off that takes none of what is sent to it, or does not finish its request over HTTP.
         http_port: for /v1, /metrics and /healthz; None: none; 0 chooses a free one.
@@ -62,6 +66,8 @@ class ServerOptions:
             raise ValueError("a bearer token must have at least 16 characters, all of them ASCII")
         if not is_loopback(self.host) and not self.tokens:
             raise ValueError(f"{self.host} is not a loopback address, so calls must carry a bearer token: give --token-file")
+        if self.certificate is not None:
+            tls_context(*self.certificate)
 
 
 def is_loopback(host: str) -> bool:
@@ -70,6 +76,28 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def tls_context(chain: bytes, key: bytes) -> Any:
+    """The TLS context of PEM files, which Python reads only from disk. ValueError if they are none, or do not belong together."""
+    import ssl
+
+    def no_password() -> str:  # without this, Python would ask on the terminal
+        raise ValueError("the key needs a password")
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with tempfile.TemporaryDirectory() as folder:  # only this user can read it
+        paths = Path(folder, "chain"), Path(folder, "key")
+        for path, content in zip(paths, (chain, key), strict=True):
+            path.write_bytes(content)
+        try:
+            context.load_cert_chain(*paths, no_password)
+        except (ssl.SSLError, ValueError) as error:
+            said = getattr(error, "reason", None) or error
+            raise ValueError(
+                f"--tls-certificate and --tls-key must be PEM files of a certificate chain and its key, without a password: {said}"
+            ) from None
+    return context
 
 
 class Allowance:
@@ -105,18 +133,27 @@ class Desk:
         self._ended = threading.Event()
         threading.Thread(target=self._cut_stalled, name="kvjax stalled", daemon=True).start()
 
-    def enter(self, authorization: str, *, while_ending: bool = False) -> None:
-        """Unauthenticated unless the value of the header `authorization` names a token; ResourceExhausted if it calls too often;
-        Unavailable while the server is draining, unless `while_ending`."""
+    def caller(self, authorization: str) -> str:
+        """The token that the value of the header `authorization` names; "" where none is needed. Unauthenticated if there is none."""
         given, found = authorization.removeprefix("Bearer ").encode(), ""
         for token in self.options.tokens:  # all of them, so that the time says nothing
             if hmac.compare_digest(given, token.encode()) and authorization.startswith("Bearer "):
                 found = token
         if self.options.tokens and not found:
             raise Unauthenticated("the call needs a bearer token of the server: authorization: Bearer TOKEN")
+        return found
+
+    def enter(self, authorization: str, *, while_ending: bool = False) -> str:
+        """The caller. Raises as `caller` and `spend`; Unavailable while the server is draining, unless `while_ending`."""
+        found = self.caller(authorization)
         if self.ending and not while_ending:
             raise Unavailable("the server is ending, and takes no new call", reason="ending")
-        if self._allowance is not None and not self._allowance.take(found):
+        self.spend(found)
+        return found
+
+    def spend(self, caller: str) -> None:
+        """Count a call. ResourceExhausted if the caller calls too often."""
+        if self._allowance is not None and not self._allowance.take(caller):
             raise ResourceExhausted("too many calls per second: try again later", reason="rate")
 
     @contextlib.contextmanager
@@ -132,7 +169,7 @@ class Desk:
         """Refuse new calls, and wait for those under way to end, for so long at most."""
         with self._changed:
             self.ending = True
-            self._changed.wait_for(lambda: not self._under_way, seconds)
+            self._changed.wait_for(lambda: not self._under_way, min(seconds, threading.TIMEOUT_MAX))  # beyond it, Python refuses
 
     def close(self) -> None:
         """Watch no more."""
@@ -160,10 +197,11 @@ class Desk:
 
 
 class Call:
-    """One call, which is logged and counted when it ends. No token of a history is logged. session: its session's id, "" for none."""
+    """One call, which is logged and counted when it ends. No token of a history is logged. session: its session's id, "" for none.
+    caller: the bearer token that it came with, "" for none."""
 
     def __init__(self, metrics: Metrics, name: str, tell: Callable[[Call], None]):
-        self._metrics, self._name, self._tell, self.session = metrics, name, tell, ""
+        self._metrics, self._name, self._tell, self.session, self.caller = metrics, name, tell, "", ""
         self._started, self.ended = time.monotonic(), False
 
     def end(self, error: SessionError | None) -> None:

@@ -1,10 +1,10 @@
 """Histories on disk, so that sessions outlive their server's process.
 
 A folder has one file for each session: a line of JSON, and then its tokens, in one record for each call that brought some. A record is
-their number, a checksum (CRC-32) and the tokens, all as 32-bit integers. It is written before the call is answered. So a killed process
-loses no token that it has acknowledged, and of a call that it was writing down, the next process finds all tokens or none. A machine that
-loses power may lose tokens, because the file is not synced. Keys and values are not stored: the first generation after a restart prefills
-the history again, with the same bits.
+their number, a checksum (CRC-32) of them, one of these two numbers, and the tokens, all as 32-bit integers. It is written before the call
+is answered. So a killed process loses no token that it has acknowledged, and of a call that it was writing down, the next process finds all
+tokens or none. A machine that loses power may lose tokens, because the file is not synced. Keys and values are not stored: the first
+generation after a restart prefills the history again, with the same bits.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import logging
 import os
 import struct
 import sys
@@ -24,10 +25,15 @@ from pathlib import Path
 
 from kvjax.client.errors import ResourceExhausted
 
+logger = logging.getLogger(__name__)
+
 SUFFIX = ".session"
-VERSION = 2
-HEAD = struct.Struct("<II")
+VERSION = 3
+NUMBERS = struct.Struct("<II")
 """Of a record: the number of its tokens, and their checksum."""
+HEAD = struct.Struct("<III")
+"""These numbers, and the checksum of them. Without that, a damaged number that is too large would look like a record that a kill left
+half-written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +55,7 @@ class Journal:
     def __init__(self, folder: Path, model: str):
         self._folder, self._model = folder, model
         self._ends: dict[str, int] = {}  # where the next record goes
+        self._left: set[str] = set()  # sessions that have ended, whose files could not be deleted
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -63,12 +70,15 @@ class Journal:
         for path in self._folder.glob("*.partial"):  # of a session whose caller was not told of it
             path.unlink()
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):
-            content = path.read_bytes()
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                raise ValueError(f"{path} cannot be read: {error.strerror}; delete it, or restore it") from None
             line, _, tokens = content.partition(b"\n")
             try:
                 header = json.loads(line)
                 made_with, policy = (header["version"], header["model"]), header["policy"]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise ValueError(f"{path} is damaged: its first line is no header of a session; delete it, or restore it") from None
             if made_with != (VERSION, self._model):
                 raise ValueError(f"{path} is a session of another model, or of another version of kvjax: give another folder, or delete it")
@@ -84,8 +94,13 @@ class Journal:
         partial = self._path(session_id).with_suffix(".partial")
         with _disk_errors():
             content = line + _record(history)
-            partial.write_bytes(content)
-            partial.replace(self._path(session_id))
+            try:
+                partial.write_bytes(content)
+                partial.replace(self._path(session_id))
+            except OSError:  # what was written takes room that others need
+                with contextlib.suppress(OSError):
+                    partial.unlink(missing_ok=True)
+                raise
         self._ends[session_id] = len(content)
 
     def extend(self, session_id: str, tokens: list[int]) -> None:
@@ -107,9 +122,17 @@ class Journal:
         self._ends[session_id] = start + len(content)
 
     def end(self, session_id: str) -> None:
-        """Delete a session."""
+        """Delete a session. Where the disk does not allow that, it is tried again when others end."""
         self._ends.pop(session_id, None)
-        self._path(session_id).unlink(missing_ok=True)
+        self._left.add(session_id)
+        for each in tuple(self._left):
+            try:
+                self._path(each).unlink(missing_ok=True)
+                self._left.discard(each)
+            except OSError as error:
+                if each == session_id:
+                    said = "unless it can be deleted later, the session is back after a restart"
+                    logger.error("%s could not be deleted: %s; %s", self._path(each), error.strerror, said)
 
     def close(self) -> None:
         """Give the folder back. Its sessions stay there."""
@@ -133,22 +156,22 @@ def _record(tokens: array.array) -> bytes:
         tokens = tokens[:]
         tokens.byteswap()
     content = tokens.tobytes()
-    return HEAD.pack(len(tokens), zlib.crc32(content)) + content if content else b""
+    numbers = NUMBERS.pack(len(tokens), zlib.crc32(content))
+    return HEAD.pack(*NUMBERS.unpack(numbers), zlib.crc32(numbers)) + content if content else b""
 
 
 def _records(content: bytes, path: Path) -> tuple[array.array, int]:
     """The tokens of all whole records, and how many bytes these take. ValueError for a checksum that is wrong."""
     history, at = array.array("i"), 0
     while len(content) - at >= HEAD.size:
-        count, checksum = HEAD.unpack_from(content, at)
-        end = at + HEAD.size + 4 * count
-        if end > len(content):
+        count, checksum, head_checksum = HEAD.unpack_from(content, at)
+        start, end = at + HEAD.size, at + HEAD.size + 4 * count
+        good = count > 0 and zlib.crc32(content[at : at + NUMBERS.size]) == head_checksum
+        if good and end > len(content):
             break
-        tokens = content[at + HEAD.size : end]
-        if not count or zlib.crc32(tokens) != checksum:
-            raise ValueError(
-                f"{path} is damaged: {count} tokens after the first {len(history)} are not those written; delete it, or restore it"
-            )
+        tokens = content[start:end]
+        if not good or zlib.crc32(tokens) != checksum:
+            raise ValueError(f"{path} is damaged: tokens after the first {len(history)} are not those written; delete it, or restore it")
         history.frombytes(tokens)
         at = end
     if sys.byteorder == "big":

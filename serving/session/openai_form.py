@@ -50,11 +50,16 @@ def asked(body: Any, chat: bool, model: Model, options: ServerOptions) -> Asked:
     given = {field: value for field, value in body.items() if value is not None}
     if given.get("model") != options.model_name:
         raise no_model(given.get("model"), options.model_name)
-    if given.get("n", 1) != 1:
+    if given.get("n", 1) != 1 or isinstance(given.get("n"), bool):
         raise InvalidArgument("n must be 1: send the request again for another answer", field="n")
     streaming = given.get("stream_options", {})
     if not isinstance(streaming, Mapping) or streaming.keys() - {"include_usage", "include_obfuscation"}:
         raise InvalidArgument("stream_options may hold include_usage", field="stream_options")
+    for field, value in (("stream", given.get("stream", False)), *(("stream_options", value) for value in streaming.values())):
+        if not isinstance(value, bool | None):  # "false" is no False
+            raise InvalidArgument(f"{field} takes true or false, got {value!r:.60}", field=field)
+    if not isinstance(given.get("chat_template_kwargs", {}), Mapping):
+        raise InvalidArgument("chat_template_kwargs must be an object", field="chat_template_kwargs")
     ids = _prompt(given, chat, model)
     if len(ids) > options.max_tokens:
         raise ResourceExhausted(f"{len(ids)} tokens of prompt are more than the server's limit of {options.max_tokens}")

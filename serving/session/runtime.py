@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from kvjax.cache import OutOfPages
 from kvjax.checks import file_path, token_ids, whole_number
 from kvjax.client.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from kvjax.client.shared import SessionInfo
@@ -94,6 +95,11 @@ class SessionRuntime:
             )
         whole_number("capacity", capacity, 1)
         limits = Limits(capacity, idle_ttl_s, demote_after_s, host_bytes, check_window(window, engine.page_size))
+        if window is not None:
+            try:
+                engine.check_length(window)
+            except (ValueError, OutOfPages) as error:
+                raise ValueError(f"a window of {window:,} tokens has no room: {error}") from None
         told = observe or (lambda name, value: None)
         self.engine = engine
         if disk is not None and (host_bytes is None or disk_bytes is None):
@@ -156,11 +162,11 @@ class SessionRuntime:
     # What sessions call
 
     def _append(self, session_id: str, tokens: Sequence[int], at: int | None, timeout: float | None) -> int:
-        given = self._checked(tokens, least=1)
+        given, at = self._checked(tokens, least=1), _checked_length(at)
         return self._ask_in_turn(session_id, lambda record: self._core.append(record, given, at), timeout)
 
     def _generate(self, session_id: str, at: int | None, sampling: dict[str, Any]) -> Generation:
-        run = Run(session_id, checked_sampling(sampling), at)
+        run = Run(session_id, checked_sampling(sampling), _checked_length(at))
         future: Future = Future()
         future.add_done_callback(lambda done: _tell_failure(run, done))
         self._post(lambda: self._core.in_turn(session_id, lambda record: None if run.over else self._core.begin(record, run), future))
@@ -222,12 +228,18 @@ class SessionRuntime:
                 if not core.scheduler.idle:
                     core.step()
                 if time.monotonic() - swept >= SWEEP_SECONDS:
-                    core.sweep()
+                    self._sweep()
                     swept = time.monotonic()
         finally:
             self._closing = True
             self._answer(wait=False)
             core.end_all()
+
+    def _sweep(self) -> None:
+        try:
+            self._core.sweep()
+        except Exception:  # the calls of all sessions need this thread
+            logger.exception("idle sessions could not be looked at")
 
     def _answer(self, *, wait: bool) -> None:
         """Run the calls that have come in. wait: for the first one, until the next sweep."""
@@ -305,6 +317,13 @@ def checked_sampling(fields: dict[str, Any]) -> Sampling:
     except (ValueError, TypeError, OverflowError) as error:
         field = next((name for name in fields if name in str(error)), "")
         raise InvalidArgument(str(error), field=field) from None
+
+
+def _checked_length(at: int | None) -> int | None:
+    try:
+        return None if at is None else whole_number("at", at, 0)
+    except (ValueError, TypeError) as error:
+        raise InvalidArgument(str(error), field="at") from None
 
 
 def _log_failure(future: Future) -> None:

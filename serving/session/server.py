@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from kvjax.client.errors import Cancelled, InvalidArgument, SessionError
+from kvjax.client.errors import Cancelled, InvalidArgument, SessionError, Unauthenticated
 from kvjax.client.wire import FIELD_KEY, REASON_KEY, SERVICE, Method, protocol
 from kvjax.serving.session.calls import Calls
 from kvjax.serving.session.desk import Call, Desk, ServerOptions
@@ -51,10 +51,11 @@ class Server:
         self.runtime, self.metrics, self.options = runtime, metrics, options
         metrics.runtime = runtime
         self._desk = Desk(runtime, metrics, options)
-        self._calls = Calls(runtime, options.max_tokens, options.max_new_tokens, self._desk.pace)
+        self._calls = Calls(runtime, options, self._desk.pace)
         sizes = [("grpc.max_receive_message_length", options.max_message_bytes), ("grpc.max_metadata_size", MOST_HEADERS)]
         self._server = grpc.server(
             ThreadPoolExecutor(options.max_calls + 8, thread_name_prefix="kvjax call"),
+            interceptors=[_gate(self._desk, self._refused)],
             options=[*sizes, ("grpc.so_reuseport", 0)],
             maximum_concurrent_rpcs=options.max_calls,
         )
@@ -126,18 +127,30 @@ class Server:
 
     def _streaming(self, method: Method, behaviour: Any, content: Any, context: Any) -> Iterator[Any]:
         with self._watched(method.name, context) as call:
-            given = (_parsed(method, each, call) for each in content) if method.streams[0] else _parsed(method, content, call)
+            given = self._requests(method, content, call) if method.streams[0] else _parsed(method, content, call)
             with contextlib.closing(behaviour(given, context)) as responses:
                 for response in responses:
                     with self._desk.sending(call, context.cancel):
                         yield response
+
+    def _requests(self, method: Method, content: Iterator[bytes], call: Call) -> Iterator[Any]:
+        """The messages of a call. Each counts as one, the first of them together with the call."""
+        for number, each in enumerate(content):
+            if number:
+                self._desk.spend(call.caller)
+            yield _parsed(method, each, call)
+
+    def _refused(self, name: str, context: Any) -> Iterator[Any]:
+        """A call without a token."""
+        with self._watched(name if name in protocol().methods else "other", context):
+            yield from ()
 
     @contextlib.contextmanager
     def _watched(self, name: str, context: Any) -> Iterator[Call]:
         """The block of one call: check who calls, turn errors into statuses, count, and log."""
         call, error = self._desk.begin(name), None
         try:
-            self._desk.enter(str(dict(context.invocation_metadata()).get("authorization", "")))
+            call.caller = self._desk.enter(_authorization(context.invocation_metadata()))
             yield call
         except SessionError as raised:
             error = raised
@@ -158,6 +171,29 @@ class Server:
         keys = ((FIELD_KEY, error.field), (REASON_KEY, error.reason))
         context.set_trailing_metadata(tuple((key, value) for key, value in keys if value))
         context.abort(grpc.StatusCode[error.code], str(error) if not isinstance(error, InvalidArgument) else str(error)[:1000])
+
+
+def _authorization(metadata: Any) -> str:
+    return str(dict(metadata).get("authorization", ""))
+
+
+def _gate(desk: Desk, refused: Callable[[str, Any], Iterator[Any]]) -> Any:
+    """What turns away calls without a token before their messages are read: one that never comes would keep a thread. So that a balancer
+    can look, health is told to anybody."""
+    import grpc
+    from grpc_health.v1 import health
+
+    class Gate(grpc.ServerInterceptor):
+        def intercept_service(self, continuation: Any, details: Any) -> Any:
+            service, _, name = details.method.strip("/").rpartition("/")
+            if service != health.SERVICE_NAME:
+                try:
+                    desk.caller(_authorization(details.invocation_metadata))
+                except Unauthenticated:
+                    return grpc.stream_stream_rpc_method_handler(lambda requests, context: refused(name, context))
+            return continuation(details)
+
+    return Gate()
 
 
 def _parsed(method: Method, content: bytes, call: Call) -> Any:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from kvjax.client.errors import DeadlineExceeded
+from kvjax.client.errors import Cancelled, DeadlineExceeded
 
 if TYPE_CHECKING:
     from kvjax.sampling import Sampling
@@ -95,13 +95,18 @@ class Generation:
         self.kept_if_broken: int | None = None
         """How many tokens join the history if it does not end by itself; None: those that were iterated over. 0 for a caller who does not
         know which of them arrived."""
+        self.stopped = False
+        """Whether `stop` with a number of tokens has ended it."""
+        self._stop_keep: int | None = None
         self._taken = self.history_tokens = 0
         self._closed = False
 
     @property
     def finish_reason(self) -> str | None:
         """ "stop" (the last token is a stop token), "length", or "cancelled"; None until it has ended."""
-        return self._run.finish_reason if self._closed else None
+        if not self._closed:
+            return None
+        return "cancelled" if self.stopped else self._run.finish_reason
 
     @property
     def prefill_tokens(self) -> int:
@@ -144,7 +149,9 @@ class Generation:
         if len(run.tokens) > self._taken:
             self._taken += 1
             return run.tokens[self._taken - 1]
-        self.cancel(self._taken if run.error is None else self._so_far)
+        keep = self._stop_keep  # read once: another thread may stop it now
+        self.stopped = keep is not None and (isinstance(run.error, Cancelled) or (run.error is None and keep < self._taken))
+        self.cancel(keep if self.stopped else self._taken if run.error is None else self._so_far)
         if run.error is not None:
             raise run.error
         return None
@@ -176,7 +183,12 @@ class Generation:
             self.token()
         return found
 
-    def stop(self) -> None:
-        """Let it end within a step, from any thread. Who waits for a token then gets the error Cancelled."""
+    def stop(self, keep: int | None = None) -> None:
+        """Let it end within a step, from any thread. Who waits for a token then gets the error Cancelled.
+
+        keep: how many of its tokens join the history, even where it has ended by itself, but its reader does not know of that yet.
+        """
+        if keep is not None:
+            self._stop_keep = keep
         if not self._closed:
             self._conclude(self._run, -1, False)

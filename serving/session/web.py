@@ -13,15 +13,14 @@ import email.utils
 import json
 import logging
 import socket
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvjax.client.errors import Cancelled, DeadlineExceeded, InvalidArgument, ResourceExhausted, SessionError
+from kvjax.serving.session.desk import tls_context
 from kvjax.serving.session.openai_form import Form, asked, no_model, usage_of
 from kvjax.serving.session.shots import Shot
 
@@ -81,7 +80,7 @@ class Web:
             server_header=False, proxy_headers=False, timeout_keep_alive=IDLE_CONNECTION_S, limit_concurrency=2 * options.max_calls + 16,
         )  # fmt: skip
         if options.certificate is not None:
-            config.ssl_context_factory = lambda config, default: _tls(*options.certificate)
+            config.ssl_context_factory = lambda config, default: tls_context(*options.certificate)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, name="kvjax http", daemon=True)
         self._thread.start()
@@ -121,19 +120,6 @@ def _listening(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise OSError(f"cannot listen on {host}:{port}: choose another --http-port ({error.strerror})") from None
-
-
-def _tls(chain: bytes, key: bytes) -> Any:
-    """The TLS context of PEM files, which Python reads only from disk."""
-    import ssl
-
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    with tempfile.TemporaryDirectory() as folder:  # only this user can read it
-        paths = Path(folder, "chain"), Path(folder, "key")
-        for path, content in zip(paths, (chain, key), strict=True):
-            path.write_bytes(content)
-        context.load_cert_chain(*paths)
-    return context
 
 
 class _Routes:
@@ -331,11 +317,16 @@ async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
 
 async def _body(request: Request, most: int) -> Any:
     """The JSON of a request's body."""
+    from starlette.requests import ClientDisconnect
+
     content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > most:
-            raise ResourceExhausted(f"the body has more than {most} bytes, the server's limit", reason="bytes")
+    try:
+        async for chunk in request.stream():
+            content += chunk
+            if len(content) > most:
+                raise ResourceExhausted(f"the body has more than {most} bytes, the server's limit", reason="bytes")
+    except ClientDisconnect:
+        raise Cancelled("the client has gone") from None
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -350,8 +341,13 @@ def error_body(error: SessionError) -> tuple[int, dict[str, Any]]:
     """The HTTP status of an error, and its body in OpenAI's form."""
     status = 413 if error.reason == "bytes" else STATUS.get(error.code, 500)
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    param = FIELDS.get(error.field, error.field) or None
-    return status, {"error": {"message": str(error)[:1000], "type": kind, "param": param, "code": error.reason or None}}
+    param = _plain(FIELDS.get(error.field, error.field)) or None
+    return status, {"error": {"message": _plain(str(error)[:1000]), "type": kind, "param": param, "code": error.reason or None}}
+
+
+def _plain(text: str) -> str:
+    """Text without halves of characters, which JSON may hold, and UTF-8 may not."""
+    return text.encode(errors="replace").decode()
 
 
 def error_response(error: SessionError) -> Response:

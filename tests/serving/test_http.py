@@ -151,6 +151,9 @@ def test_nothing_is_shared_between_requests(server, client):
         ({"prompt": [99999]}, openai.BadRequestError, "prompt"),
         ({"prompt": ["a", "b"]}, openai.BadRequestError, "prompt"),
         ({"n": 2}, openai.BadRequestError, "n"),
+        ({"n": True}, openai.BadRequestError, "n"),
+        ({"extra_body": {"stream": "false"}}, openai.BadRequestError, "stream"),
+        ({"stream_options": {"include_usage": "no"}}, openai.BadRequestError, "stream_options"),
         ({"logprobs": 3}, openai.BadRequestError, "logprobs"),
         ({"max_tokens": 10_000}, openai.BadRequestError, "max_tokens"),
         ({"max_tokens": "many"}, openai.BadRequestError, "max_tokens"),
@@ -174,6 +177,9 @@ def test_chats_refuse_what_the_shim_does_not_do(client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 690}])
     assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tiny", messages=TALK, extra_body={"chat_template_kwargs": 5})
+    assert caught.value.param == "chat_template_kwargs"
 
 
 def test_headers_say_that_the_shim_is_deprecated(server):

@@ -502,7 +502,7 @@ class WithoutRecords(Journal):
     def load(self):
         for each in super().load():
             (path,) = self._folder.glob("*.session")
-            tokens = path.read_bytes().partition(b"\n")[2][8:]
+            tokens = path.read_bytes().partition(b"\n")[2][12:]
             yield dataclasses.replace(each, history=array.array("i", tokens[: len(tokens) // 4 * 4]))
 
 

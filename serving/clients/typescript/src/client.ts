@@ -3,8 +3,16 @@
 import { type ClientReadableStream, Metadata, type ServiceError, credentials } from "@grpc/grpc-js";
 import { setTimeout as sleep } from "node:timers/promises";
 
-import { Cancelled, SessionNotFound, Unavailable, errorOf } from "./errors.js";
-import { type GenerateResponse, type RuntimeClient, type Sampling, checkedTokens, runtimeService, samplingMessage } from "./wire.js";
+import { Cancelled, FailedPrecondition, SessionNotFound, Unavailable, errorOf } from "./errors.js";
+import {
+  type GenerateResponse,
+  type RuntimeClient,
+  type Sampling,
+  checkedTokens,
+  deadlineIn,
+  runtimeService,
+  samplingMessage,
+} from "./wire.js";
 
 /** Calls that may be sent again when the connection fails, because doing them twice does no more than doing them once. */
 const REPEATABLE = new Set(["appendTokens", "closeSession", "getSessionInfo"]);
@@ -46,6 +54,7 @@ export class Client {
   readonly #grpc: RuntimeClient;
   readonly #metadata = new Metadata();
   readonly #timeoutMs: number;
+  #closed = false;
   readonly retries: number;
 
   constructor(address = "127.0.0.1:50051", options: ClientOptions = {}) {
@@ -76,6 +85,7 @@ export class Client {
 
   /** Close the connection. Sessions live on, until they have been idle for too long. */
   close(): void {
+    this.#closed = true;
     this.#grpc.close();
   }
 
@@ -96,13 +106,19 @@ export class Client {
 
   /** Begin a Generate. */
   stream(request: unknown, timeoutMs: number | undefined): ClientReadableStream<GenerateResponse> {
-    const options = timeoutMs === undefined ? {} : { deadline: Date.now() + timeoutMs };
+    this.#stillOpen();
+    const options = timeoutMs === undefined ? {} : deadlineIn(timeoutMs);
     return this.#grpc.generate!(request, this.#metadata, options) as ClientReadableStream<GenerateResponse>;
+  }
+
+  #stillOpen(): void {
+    if (this.#closed) throw new FailedPrecondition("this client was closed: make another");
   }
 
   #once<Answer>(name: string, request: unknown): Promise<Answer> {
     return new Promise((resolve, reject) => {
-      const options = { deadline: Date.now() + this.#timeoutMs };
+      this.#stillOpen();
+      const options = deadlineIn(this.#timeoutMs);
       this.#grpc[name]!(request, this.#metadata, options, (failed: ServiceError | null, answer: Answer) => {
         if (failed) reject(errorOf(failed));
         else resolve(answer);

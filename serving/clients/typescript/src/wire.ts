@@ -48,9 +48,21 @@ export function samplingMessage(sampling: Sampling): Record<string, unknown> {
 
 /** Token ids as they are sent. InvalidArgument for what is none. */
 export function checkedTokens(tokenIds: readonly number[]): number[] {
-  const wrong = tokenIds.find((each) => !isToken(each));
-  if (wrong !== undefined) throw new InvalidArgument(`token ids must be whole numbers from 0 on, got ${String(wrong)}`, "token_ids");
+  const ids: unknown = tokenIds;
+  if (!Array.isArray(ids) && !ArrayBuffer.isView(ids)) {
+    throw new InvalidArgument(`token ids must be an array, got ${String(ids)}`, "token_ids");
+  }
+  const wrong = tokenIds.findIndex((each) => !isToken(each)); // not `find`: a hole in an array is undefined, and would be sent as 0
+  if (wrong >= 0) throw new InvalidArgument(`token ids must be whole numbers from 0 on, got ${String(tokenIds[wrong])}`, "token_ids");
   return [...tokenIds];
+}
+
+/** The deadline of a call. InvalidArgument for what is no number: gRPC would throw where nobody can catch it. None from 24 days on. */
+export function deadlineIn(timeoutMs: number): { deadline?: number } {
+  if (typeof timeoutMs !== "number" || Number.isNaN(timeoutMs)) {
+    throw new InvalidArgument(`timeoutMs must be a number, got ${String(timeoutMs)}`, "timeoutMs");
+  }
+  return timeoutMs < 2 ** 31 - 1 ? { deadline: Date.now() + timeoutMs } : {};
 }
 
 function isToken(value: unknown): boolean {

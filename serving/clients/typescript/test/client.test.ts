@@ -160,3 +160,23 @@ test("the embedded model's tokenizer gives back the text", () => {
   assert.equal(tokenizer.decode(tokenizer.encode(said)), said);
   assert.deepEqual(tokenizer.encode(said).slice(0, 3).length, 3);
 });
+
+test("what JavaScript lets through is refused, and not sent as something else", async () => {
+  const session = await client.createSession([1]);
+  const wrong = [[1, , 2], [1, undefined], "12", undefined, new Set([1])] as unknown as number[][];
+  for (const ids of wrong) await assert.rejects(session.append(ids), { constructor: InvalidArgument, field: "token_ids" });
+  assert.equal(await session.append(new Uint32Array([2, 3]) as unknown as number[]), 3);
+  for (const timeoutMs of [NaN, "5" as unknown as number]) {
+    await assert.rejects(session.generate({ timeoutMs }).all(), { constructor: InvalidArgument, field: "timeoutMs" });
+  }
+  for (const timeoutMs of [Infinity, 1e15]) {
+    assert.equal((await session.generate({ timeoutMs, maxNewTokens: 1, ...NONE }).all()).length, 1);
+  }
+  const other = new Client(address, { token });
+  const theirs = await other.session(session.id);
+  other.close();
+  for (const call of [() => other.createSession([1]), () => theirs.info(), () => theirs.generate().all()]) {
+    await assert.rejects(call(), { constructor: FailedPrecondition });
+  }
+  await session.close();
+});
