@@ -49,7 +49,7 @@ class Journal:
     def __init__(self, folder: Path, model: str):
         self._folder, self._model = folder, model
         self._ends: dict[str, int] = {}  # where the next record goes
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)  # who can list it knows the sessions' ids, and can read what was said
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
