@@ -14,6 +14,7 @@ from kvjax.client.shared import (
     Heard,
     SessionInfo,
     append_request,
+    check_open,
     create_request,
     generate_request,
     info_of,
@@ -30,6 +31,7 @@ class AsyncClient:
         known = protocol()  # says which extra is missing, if one is
         import grpc
 
+        self._closed = False
         self.connection = each = Connection(address, **options)
         if each.root_certificate is None:
             self._channel = grpc.aio.insecure_channel(address, options=each.options)
@@ -63,6 +65,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection. Sessions live on, until they have been idle for too long."""
+        self._closed = True
         await self._channel.close()
 
     async def call(self, name: str, request: Any) -> Any:
@@ -71,6 +74,7 @@ class AsyncClient:
 
         each, attempt = self.connection, 0
         while True:
+            check_open(self._closed)
             try:
                 return await self._methods[name](request, timeout=each.timeout_s, metadata=each.metadata)
             except grpc.RpcError as failed:
@@ -84,6 +88,7 @@ class AsyncClient:
 
     def stream(self, request: Any, timeout: float | None) -> Any:
         """Begin a Generate."""
+        check_open(self._closed)
         return self._methods["Generate"](request, timeout=timeout, metadata=self.connection.metadata)
 
 

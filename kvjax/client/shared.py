@@ -104,6 +104,22 @@ def info_of(session_id: str, answer: Any) -> SessionInfo:
     return SessionInfo(session_id, **{name: getattr(answer, name) for name in names}, violations=dict(answer.violations))
 
 
+def error_text(error: Exception, address: str, option: str) -> str:
+    """What the user of a program reads of an error. gRPC's own message about a lost connection names its internals, so it is left out.
+    option: by which the address is given."""
+    if not isinstance(error, Unavailable):
+        return str(error)
+    if error.reason == "ending":
+        return f"the server at {address} is ending, and takes no new call"
+    return f"there is no server at {address}, or it has ended: start `kvjax serve`, or give {option}"
+
+
+def check_open(closed: bool) -> None:
+    """Unavailable if a client was closed; gRPC's own error would be no SessionError."""
+    if closed:
+        raise Unavailable("this client was closed: make a new one", reason="closed")
+
+
 def may_repeat(name: str, error: Exception, attempt: int, retries: int) -> bool:
     """Whether to send a failed call again."""
     return name in REPEATABLE and isinstance(error, Unavailable) and attempt < retries

@@ -14,6 +14,7 @@ from kvjax.client.shared import (
     Heard,
     SessionInfo,
     append_request,
+    check_open,
     create_request,
     generate_request,
     info_of,
@@ -38,6 +39,7 @@ class Client:
         import grpc
         import grpc.experimental
 
+        self._closed = False
         self.connection = each = Connection(address, **options)
         # The thread that iterates over a generation reads the connection itself: gRPC wakes no second thread for each token.
         given = [*each.options, (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1)]
@@ -73,6 +75,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection. Sessions live on, until they have been idle for too long."""
+        self._closed = True
         self._channel.close()
 
     def call(self, name: str, request: Any) -> Any:
@@ -81,6 +84,7 @@ class Client:
 
         each, attempt = self.connection, 0
         while True:
+            check_open(self._closed)
             try:
                 return self._methods[name](request, timeout=each.timeout_s, metadata=each.metadata)
             except grpc.RpcError as failed:
@@ -94,6 +98,7 @@ class Client:
 
     def stream(self, request: Any, timeout: float | None) -> Any:
         """Begin a Generate."""
+        check_open(self._closed)
         return self._methods["Generate"](request, timeout=timeout, metadata=self.connection.metadata)
 
 
