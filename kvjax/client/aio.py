@@ -14,12 +14,12 @@ from kvjax.client.shared import (
     Heard,
     SessionInfo,
     append_request,
+    check_open,
     create_request,
     deadline,
     generate_request,
     info_of,
     may_repeat,
-    still_open,
     was_closed_before,
 )
 from kvjax.client.wire import error_of, protocol
@@ -32,8 +32,8 @@ class AsyncClient:
         known = protocol()  # says which extra is missing, if one is
         import grpc
 
-        self.connection = each = Connection(address, **options)
         self._closed = False
+        self.connection = each = Connection(address, **options)
         if each.root_certificate is None:
             self._channel = grpc.aio.insecure_channel(address, options=each.options)
         else:
@@ -76,7 +76,7 @@ class AsyncClient:
 
         each, attempt = self.connection, 0
         while True:
-            still_open(self._closed)
+            check_open(self._closed)
             try:
                 return await self._methods[name](request, timeout=deadline(each.timeout_s), metadata=each.metadata)
             except grpc.RpcError as failed:
@@ -90,7 +90,7 @@ class AsyncClient:
 
     def stream(self, request: Any, timeout: float | None) -> Any:
         """Begin a Generate."""
-        still_open(self._closed)
+        check_open(self._closed)
         return self._methods["Generate"](request, timeout=deadline(timeout), metadata=self.connection.metadata)
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 
-from kvjax.client.errors import SessionError, Unavailable
+from kvjax.client.errors import SessionError
+from kvjax.client.shared import error_text
 from kvjax.client.sync import Client, Session
 from kvjax.client.templates import tokens_for_chat
 from kvjax.client.tokenizing import load_tokenizer
 from kvjax.text import TextStream
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 @app.command()
@@ -68,17 +73,8 @@ def chat_command(
                     session.append(tokenizer(text, add_special_tokens=False)["input_ids"])
                     answer(session, tokenizer, sampling)
     except (SessionError, ValueError) as error:
-        print(f"chat: {error_text(error, address)}", file=sys.stderr)
+        print(f"chat: {error_text(error, address, '--address')}", file=sys.stderr)
         raise typer.Exit(1) from None
-
-
-def error_text(error: Exception, address: str) -> str:
-    """What the user reads of an error. gRPC's own message about a lost connection names its internals, so it is left out."""
-    if not isinstance(error, Unavailable):
-        return str(error)
-    if error.reason == "ending":
-        return f"the server at {address} is ending, and takes no new call"
-    return f"there is no server at {address}, or it has ended: start `kvjax serve`, or give --address"
 
 
 def lines() -> Iterator[str]:
@@ -86,9 +82,11 @@ def lines() -> Iterator[str]:
     if not sys.stdin.isatty():
         yield from sys.stdin
         return
-    with contextlib.suppress(EOFError):
+    try:
         while True:
             yield input("> ")
+    except EOFError:
+        print()  # so that the shell's prompt has a line of its own
 
 
 def answer(session: Session, tokenizer: Any, sampling: dict[str, Any]) -> tuple[str, bool]:

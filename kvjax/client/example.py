@@ -1,13 +1,17 @@
 """Twenty turns on one session: `python -m kvjax.client.example [ADDRESS] [MODEL]`.
 
-Each turn tells the model a pass key, and asks for it. A turn prefills only what is new: its own line, and the answer before it.
+Each turn tells the model a pass key, and asks for it. A turn prefills only what is new: its own line, and the answer before it. The
+embedded model answers about five of the twenty wrongly.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 
+from kvjax.client.errors import SessionError
+from kvjax.client.shared import error_text
 from kvjax.client.sync import Client
 from kvjax.client.tokenizing import load_tokenizer
 
@@ -30,5 +34,19 @@ def main(address: str = "127.0.0.1:50051", model: str = "needle", say: Callable[
             say(f"turn {turn + 1}: {answer} ({stream.prefill_tokens} of {stream.history_tokens} tokens prefilled)")
 
 
+def run(arguments: list[str]) -> int:
+    """Talk as the command line says. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m kvjax.client.example", description=__doc__.split("\n\n", 1)[1])
+    parser.add_argument("address", nargs="?", default="127.0.0.1:50051", help="the server's host and port (default: %(default)s)")
+    parser.add_argument("model", nargs="?", default="needle", help="whose tokenizer to use: 'needle', a folder, or a hub id")
+    given = parser.parse_args(arguments)
+    try:
+        main(given.address, given.model)
+    except (SessionError, ValueError, OSError) as error:  # the last two: there is no such tokenizer
+        print(f"example: {error_text(error, given.address, 'its address')}", file=sys.stderr)
+        return 1
+    return 0
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    sys.exit(run(sys.argv[1:]))

@@ -77,12 +77,6 @@ def deadline(seconds: float | None) -> float | None:
     return None if seconds is None or seconds == math.inf else seconds
 
 
-def still_open(closed: bool) -> None:
-    """FailedPrecondition for a client that was closed."""
-    if closed:
-        raise FailedPrecondition("this client was closed: make another")
-
-
 def create_request(token_ids: Sequence[int], policy: str | None) -> Any:
     """CreateSession's message. InvalidArgument for what it cannot hold."""
     try:
@@ -118,6 +112,22 @@ def info_of(session_id: str, answer: Any) -> SessionInfo:
     """GetSessionInfo's answer."""
     names = [field.name for field in dataclasses.fields(SessionInfo) if field.name not in ("session_id", "violations")]
     return SessionInfo(session_id, **{name: getattr(answer, name) for name in names}, violations=dict(answer.violations))
+
+
+def error_text(error: Exception, address: str, option: str) -> str:
+    """What the user of a program reads of an error. gRPC's own message about a lost connection names its internals, so it is left out.
+    option: by which the address is given."""
+    if not isinstance(error, Unavailable):
+        return str(error)
+    if error.reason == "ending":
+        return f"the server at {address} is ending, and takes no new call"
+    return f"there is no server at {address}, or it has ended: start `kvjax serve`, or give {option}"
+
+
+def check_open(closed: bool) -> None:
+    """FailedPrecondition if a client was closed; gRPC's own error would be no SessionError."""
+    if closed:
+        raise FailedPrecondition("this client was closed: make another")
 
 
 def may_repeat(name: str, error: Exception, attempt: int, retries: int) -> bool:

@@ -14,12 +14,12 @@ from kvjax.client.shared import (
     Heard,
     SessionInfo,
     append_request,
+    check_open,
     create_request,
     deadline,
     generate_request,
     info_of,
     may_repeat,
-    still_open,
     was_closed_before,
 )
 from kvjax.client.wire import error_of, protocol
@@ -40,8 +40,8 @@ class Client:
         import grpc
         import grpc.experimental
 
-        self.connection = each = Connection(address, **options)
         self._closed = False
+        self.connection = each = Connection(address, **options)
         # The thread that iterates over a generation reads the connection itself: gRPC wakes no second thread for each token.
         given = [*each.options, (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1)]
         if each.root_certificate is None:
@@ -86,7 +86,7 @@ class Client:
 
         each, attempt = self.connection, 0
         while True:
-            still_open(self._closed)
+            check_open(self._closed)
             try:
                 return self._methods[name](request, timeout=deadline(each.timeout_s), metadata=each.metadata)
             except grpc.RpcError as failed:
@@ -100,7 +100,7 @@ class Client:
 
     def stream(self, request: Any, timeout: float | None) -> Any:
         """Begin a Generate."""
-        still_open(self._closed)
+        check_open(self._closed)
         return self._methods["Generate"](request, timeout=deadline(timeout), metadata=self.connection.metadata)
 
 

@@ -31,7 +31,6 @@ from pallas_kernels.select_blocks import mosaic_gpu as select
 from pallas_kernels.selected_attention import refined
 from pallas_kernels.selected_attention.api import Call
 
-
 ALIGNED = 256
 """Words of shared memory. Mosaic begins arrays there at multiples of it."""
 

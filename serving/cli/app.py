@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="kvjax",
     cls=WholeSentences,
-    help="Long-context language-model inference in JAX: batch jobs, single prompts, scores and needle tests.",
+    help="Long-context language-model inference in JAX: batch jobs, single prompts, sessions, scores and needle tests.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -82,7 +82,7 @@ def options(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     show_traceback: Annotated[bool, typer.Option("--traceback", help="On an error, print the full traceback.")] = False,
 ) -> None:
-    """Long-context language-model inference in JAX: batch jobs, single prompts, scores and needle tests."""
+    """Long-context language-model inference in JAX: batch jobs, single prompts, sessions, scores and needle tests."""
     _traceback.set(show_traceback)
     if version:
         from importlib.metadata import version as installed

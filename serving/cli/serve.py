@@ -37,6 +37,15 @@ if TYPE_CHECKING:
     from kvjax.model import Model
     from kvjax.serving.session.server import Server
 
+PoliciesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        "-p",
+        help="What each decode step reads. Sessions may name others that need no other index; give it again for those that do.",
+        show_default=False,
+    ),
+]
 MessagesOption = Annotated[
     float,
     typer.Option(help="Messages with tokens, in all streams together. Beyond that, a message has several tokens.", **number(above=0)),
@@ -45,12 +54,7 @@ MessagesOption = Annotated[
 
 def serve_command(
     model: ModelOption,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--policy", "-p", help="What each decode step reads; give it again for others that sessions may name.", show_default=False
-        ),
-    ] = None,
+    policy: PoliciesOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on. One that other machines reach needs --token-file.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of gRPC; 0 chooses a free one.", **whole(0, 65_535))] = 50051,
     http_port: Annotated[
@@ -91,7 +95,9 @@ def serve_command(
     ] = None,
     disk: Annotated[
         Path | None,
-        typer.Option(file_okay=False, help="Folder for these pages when --host-memory is full; needs --disk-size.", show_default=False),
+        typer.Option(
+            file_okay=False, help="Folder for these pages when --host-memory is full; needs --disk-size, too.", show_default=False
+        ),
     ] = None,
     disk_size: Annotated[int | None, typer.Option(help="Its largest size, as 20GB.", show_default=False, **byte_count())] = None,
     window: Annotated[
@@ -162,6 +168,8 @@ def serve_command(
     runtime = SessionRuntime(engine, slots=max_batch, max_gap_ms=max_gap_ms, observe=metrics.observe, **limits)
     server = Server(runtime, metrics, options)
     typer.echo(f"{model}: {engine.policy.describe()}, {engine.allocators['full'].total:,} pages of {page_size} tokens", err=True)
+    if state is not None:
+        typer.echo(f"sessions from {state}: {runtime.gauges()['sessions']:,}", err=True)
     _until_told(server, drain_seconds)
 
 

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 REMEMBERED = 10_000
 """Ended sessions whose reason is remembered."""
+WAITING_TOLD_S = 10.0
+"""How long all tokens of a generation are there, and other calls wait for who asked for them, before the log says so."""
 OUTCOMES = {"close": "closed", "ttl": "evicted", "lru": "evicted", "failed": "failed"}
 """How a session ended, by reason: the labels of the paper's `session_total` and `session_evicted_total`."""
 
@@ -97,10 +99,10 @@ class SessionCore:
                 raise ValueError(f"the file of session {each.id} is damaged: {error}; delete it, or restore it") from None
             try:
                 policy, used = self._policy(parse(each.policy)), self.clock() - each.idle_s
-            except (InvalidArgument, ValueError, TypeError) as error:
+            except (InvalidArgument, ValueError, TypeError):
                 raise ValueError(
-                    f"session {each.id} was made with the policy {each.policy!r:.60}, which this engine lacks: give it as one of its "
-                    f"policies, or give another folder ({error})"
+                    f"session {each.id} on disk has the policy {each.policy!s:.60}, which this engine does not declare: give it, too, as "
+                    f"kvjax serve --policy {each.policy!s:.60}, or Engine(..., policies=[{each.policy!r:.60}]), or give another folder"
                 ) from None
             self.records[each.id] = Record(each.id, policy, self.engine.new_sequence(), used, each.history, stored=True)
 
@@ -278,6 +280,17 @@ class SessionCore:
             if handle.completion is not None:
                 del self._runs[handle]
                 self._finish(run, handle.completion)
+
+    def tell_of_waiting(self) -> None:
+        """Log the generations that nobody takes the tokens of while other calls of their sessions wait: such calls may wait for ever."""
+        for record in self.records.values():
+            run = record.run
+            if record.waiting and run is not None and run.over and not run.told and time.monotonic() - run.ended >= WAITING_TOLD_S:
+                run.told = True
+                logger.warning(
+                    "session %s: %d calls wait for its generation, whose tokens have all come: iterate over it to the end, or cancel() it",
+                    *(record.id[:8], len(record.waiting)),
+                )
 
     def sweep(self) -> None:
         """End sessions that have been idle for too long, and demote those that have been for a while, up to the first that has no room."""

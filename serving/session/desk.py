@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import hmac
 import ipaddress
 import json
@@ -212,7 +213,14 @@ class Call:
         self._tell(self)
         code = "OK" if error is None else error.code
         self._metrics.calls.labels(self._name, code).inc()
-        fields = {"call": self._name, "code": code, "session": self.session[:8], "seconds": round(time.monotonic() - self._started, 4)}
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        fields = {
+            "time": now,
+            "call": self._name,
+            "code": code,
+            "session": self.session[:8],
+            "seconds": round(time.monotonic() - self._started, 4),
+        }
         if error is not None:
             fields |= {"error": type(error).__name__, "field": error.field, "reason": error.reason}
         logger.info(json.dumps(fields))

@@ -56,7 +56,7 @@ class Journal:
         self._folder, self._model = folder, model
         self._ends: dict[str, int] = {}  # where the next record goes
         self._left: set[str] = set()  # sessions that have ended, whose files could not be deleted
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)  # who can list it knows the sessions' ids, and can read what was said
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,6 +5,7 @@ A thread of the runtime owns the engine. Calls of other threads go into a queue,
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import queue
@@ -112,6 +113,8 @@ class SessionRuntime:
         self._closing, self._drained_at = False, 0.0
         self._thread = threading.Thread(target=self._loop, name="kvjax sessions", daemon=True)
         self._thread.start()
+        # Python ends a daemon's thread anywhere, in the middle of a device's call too, which aborts the process.
+        atexit.register(self.close)
 
     def __repr__(self) -> str:
         return f"SessionRuntime({self.engine!r}, sessions={len(self._core.records)} of {self._core.limits.capacity})"
@@ -158,6 +161,7 @@ class SessionRuntime:
             self._calls.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            atexit.unregister(self.close)  # which held the engine
 
     # What sessions call
 
@@ -238,6 +242,7 @@ class SessionRuntime:
     def _sweep(self) -> None:
         try:
             self._core.sweep()
+            self._core.tell_of_waiting()
         except Exception:  # the calls of all sessions need this thread
             logger.exception("idle sessions could not be looked at")
 
@@ -278,7 +283,8 @@ class Session:
         """Generate tokens, as an iterator of ids; a second call waits for the first one to end.
 
         sampling: fields of `kvjax.Sampling` but those about text: max_new_tokens, temperature, seed and so on. at: as in `append`. The
-        tokens join the history when the iteration ends, or as many as were iterated over when it is broken off.
+        tokens join the history when the iteration ends, or as many as were iterated over when it is broken off. It begins at once. While it
+        is neither iterated over to its end, nor cancelled, nor forgotten, later calls of the session wait.
         """
         return self._runtime._generate(self.id, at, sampling)
 

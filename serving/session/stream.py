@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import queue
 import threading
@@ -23,7 +22,8 @@ class Run:
     """What the runtime knows of a generation. The runtime's thread adds tokens; one other thread waits for them.
 
     awaited: whether that thread waits for the next token. Only then does a token wake it, because a wake-up costs the runtime's thread
-    far more than a token. wakes: an entry for each wake-up. admitted: when the step began in which the scheduler turned to it.
+    far more than a token. wakes: an entry for each wake-up. admitted: when the step began in which the scheduler turned to it. ended: when
+    its last token had come. told: whether the log says that nobody takes them.
     """
 
     session_id: str
@@ -41,11 +41,13 @@ class Run:
     admitted: float = 0.0
     latest: float | None = None
     over: bool = False
+    ended: float = 0.0
+    told: bool = False
 
     def end(self, reason: str | None, error: BaseException | None = None) -> None:
         """No more tokens come."""
         if not self.over:
-            self.finish_reason, self.error, self.over = reason, error, True
+            self.finish_reason, self.error, self.ended, self.over = reason, error, time.monotonic(), True
             self.wakes.put(None)
 
     def add(self, token: int) -> None:
@@ -132,9 +134,11 @@ class Generation:
         return token
 
     def __del__(self):
-        if not self._closed:
-            with contextlib.suppress(Exception):  # the interpreter may be ending
+        try:
+            if not self._closed:
                 self._conclude(self._run, self._so_far, False)
+        except Exception:  # when the interpreter ends, contextlib and others may be gone
+            pass
 
     def token(self, timeout: float | None = None) -> int | None:
         """Wait for the next token; None at the end, when all of them have joined the history.

@@ -341,8 +341,10 @@ def error_body(error: SessionError) -> tuple[int, dict[str, Any]]:
     """The HTTP status of an error, and its body in OpenAI's form."""
     status = 413 if error.reason == "bytes" else STATUS.get(error.code, 500)
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    param = _plain(FIELDS.get(error.field, error.field)) or None
-    return status, {"error": {"message": _plain(str(error)[:1000]), "type": kind, "param": param, "code": error.reason or None}}
+    param, said = _plain(FIELDS.get(error.field, error.field)) or None, _plain(str(error))
+    if error.field == "max_new_tokens":  # the client knows it by another name
+        said = said.replace(error.field, FIELDS[error.field])
+    return status, {"error": {"message": said[:1000], "type": kind, "param": param, "code": error.reason or None}}
 
 
 def _plain(text: str) -> str:

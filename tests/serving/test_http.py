@@ -157,6 +157,7 @@ def test_nothing_is_shared_between_requests(server, client):
         ({"logprobs": 3}, openai.BadRequestError, "logprobs"),
         ({"max_tokens": 10_000}, openai.BadRequestError, "max_tokens"),
         ({"max_tokens": "many"}, openai.BadRequestError, "max_tokens"),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
         ({"stop": [""]}, openai.BadRequestError, "stop"),
         ({"prompt": "x" * 5000}, openai.APIStatusError, None),
@@ -167,6 +168,7 @@ def test_errors_are_typed_and_name_the_field(client, fields, kind, param, stream
     with pytest.raises(kind) as caught:
         client.completions.create(**{"model": "tiny", "prompt": "Hi", "stream": stream, **fields})
     assert caught.value.param == param
+    assert "max_new_tokens" not in str(caught.value)  # clients know it as max_tokens
     assert caught.value.response.headers["deprecation"]
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import datetime
 import io
 import json
 import logging
@@ -35,9 +36,11 @@ from kvjax.client import (
     Unauthenticated,
     Unavailable,
     chat,
+    example,
     from_openai_messages,
     tokens_for_chat,
 )
+from kvjax.client.shared import error_text
 from kvjax.client.wire import SERVICE, protocol
 from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.metrics import Metrics
@@ -394,7 +397,8 @@ def test_logs_hold_no_tokens(client, server, caplog):
     until(lambda: len(caplog.records) >= 3)
     for record in caplog.records:
         fields = json.loads(record.getMessage())
-        assert set(fields) <= {"call", "code", "session", "seconds", "error", "field", "reason"}
+        assert abs(datetime.datetime.fromisoformat(fields["time"]).timestamp() - time.time()) < 60
+        assert set(fields) <= {"time", "call", "code", "session", "seconds", "error", "field", "reason"}
         assert len(fields["session"]) <= 8
 
 
@@ -457,10 +461,36 @@ def test_the_chat_prints_what_the_session_says(server, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
     assert chat.main(["--address", "127.0.0.1:1"]) == 1
     assert capsys.readouterr().err == "chat: there is no server at 127.0.0.1:1, or it has ended: start `kvjax serve`, or give --address\n"
-    assert chat.error_text(Unavailable("so", reason="ending"), "here:1") == "the server at here:1 is ending, and takes no new call"
+    assert error_text(Unavailable("so", reason="ending"), "here:1", "it") == "the server at here:1 is ending, and takes no new call"
+    assert example.run(["127.0.0.1:1"]) == 1
+    assert capsys.readouterr().err.startswith("example: there is no server at 127.0.0.1:1, or it has ended")
 
 
-def test_a_chat_on_a_terminal_has_a_prompt(monkeypatch):
+@pytest.mark.parametrize("main", [chat.main, example.run])
+def test_programs_of_the_client_explain_themselves(main, capsys):
+    with contextlib.suppress(SystemExit):
+        main(["-h"])
+    assert re.search(r"-h, --help +show this", capsys.readouterr().out, re.I)
+
+
+def test_a_client_that_was_closed_says_so(server):
+    with Client(f"127.0.0.1:{server.port}") as client:
+        session = client.create_session([1])
+    for call in (client.create_session, session.info, lambda: list(session.generate(max_new_tokens=1)), session.close):
+        with pytest.raises(FailedPrecondition, match="this client was closed"):
+            call()
+
+    async def talk():
+        async with AsyncClient(f"127.0.0.1:{server.port}") as client:
+            session = await client.create_session([1])
+        for call in (session.info, session.close, lambda: anext(aiter(session.generate(max_new_tokens=1)))):
+            with pytest.raises(FailedPrecondition, match="this client was closed"):
+                await call()
+
+    asyncio.run(talk())
+
+
+def test_a_chat_on_a_terminal_has_a_prompt(monkeypatch, capsys):
     typed, asked = iter(["Hello", "More"]), []
 
     def answer(prompt):
@@ -473,6 +503,7 @@ def test_a_chat_on_a_terminal_has_a_prompt(monkeypatch):
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", answer)
     assert (list(chat.lines()), asked) == (["Hello", "More"], ["> "] * 3)
+    assert capsys.readouterr().out == "\n"  # after Ctrl-D
 
 
 def test_a_chat_without_a_tokenizer_or_its_template_says_so(tmp_path):

@@ -2,8 +2,9 @@
 
 import { createInterface } from "node:readline";
 
-import { Client, SessionError, Unavailable } from "../src/index.js";
+import { Client } from "../src/index.js";
 import { loadTokenizer } from "../src/tokenizer.js";
+import { tell } from "./told.js";
 
 const [address = "127.0.0.1:50051", folder = "../../../models/needle", stop = "."] = process.argv.slice(2);
 const tokenizer = loadTokenizer(folder);
@@ -29,16 +30,10 @@ try {
     console.log();
     lines.prompt();
   }
+  if (process.stdin.isTTY) console.log(); // so that the shell's prompt has a line of its own
   await session.close();
 } catch (error) {
-  if (!(error instanceof SessionError)) throw error;
-  // gRPC's own message about a lost connection names its internals, so it is left out.
-  const unavailable =
-    error.reason === "ending"
-      ? `the server at ${address} is ending, and takes no new call`
-      : `there is no server at ${address}, or it has ended: start \`kvjax serve\`, or give its address`;
-  console.error(`chat: ${error instanceof Unavailable ? unavailable : error.message}`);
-  process.exitCode = 1;
+  tell("chat", error, address);
 } finally {
   client.close();
 }
