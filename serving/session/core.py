@@ -121,10 +121,12 @@ class SessionCore:
         """A new session. At capacity, the idle one used longest ago ends. kept: whether it is on disk, where sessions are."""
         chosen = None if policy is None else self._policy(policy)
         self._check_length(len(tokens))
-        self._make_room_for_one()
+        leaving = self._leaving_for_one()
         record = Record(secrets.token_hex(16), chosen, self.engine.new_sequence(), self.clock(), stored=kept and self._journal is not None)
         record.history.extend(tokens)
-        self._keep(record)
+        self._keep(record)  # which may fail, and then no other session ends for it
+        for each in leaving:
+            self.end(each, "lru")
         return record
 
     def append(self, record: Record, tokens: list[int], at: int | None) -> int:
@@ -136,7 +138,8 @@ class SessionCore:
 
     def fork(self, record: Record) -> Record:
         """A second session with the same history. It shares sealed pages."""
-        self._make_room_for_one(record)
+        for each in self._leaving_for_one(record):
+            self.end(each, "lru")
         self._checked(record)
         if record.sequence.suspended is not None:
             self._with_room(lambda: self._promote(record), record)
@@ -437,14 +440,14 @@ class SessionCore:
         self.stores.shelve(record, time.monotonic())
         self.counts["shelved"] += 1
 
-    def _make_room_for_one(self, busy: Record | None = None) -> None:
-        """End idle sessions but `busy`, those used longest ago, until there is room for one more. After a restart there may be more than
-        the capacity, if that is smaller than it was."""
-        while len(self.records) >= self.limits.capacity:
-            record = next((each for each in self.records.values() if each.idle and each is not busy), None)
-            if record is None:
-                raise ResourceExhausted(f"all {self.limits.capacity} sessions are in the middle of a call: close one, or try again later")
-            self.end(record, "lru")
+    def _leaving_for_one(self, busy: Record | None = None) -> list[Record]:
+        """The idle sessions but `busy`, those used longest ago, that have to end for one more. After a restart there may be more than the
+        capacity, if that is smaller than it was."""
+        count = len(self.records) + 1 - self.limits.capacity
+        idle = [each for each in self.records.values() if each.idle and each is not busy]
+        if len(idle) < count:
+            raise ResourceExhausted(f"all {self.limits.capacity} sessions are in the middle of a call: close one, or try again later")
+        return idle[: max(count, 0)]
 
     def _truncate(self, record: Record, run: Run) -> None:
         """Apply the window: when more is dropped than before, what is kept is prefilled again."""

@@ -123,7 +123,9 @@ class Server:
 
     def _unary(self, method: Method, behaviour: Any, content: bytes, context: Any) -> Any:
         with self._watched(method.name, context) as call:
-            return behaviour(_parsed(method, content, call), context)
+            answer = behaviour(_parsed(method, content, call), context)
+            call.session = call.session or getattr(answer, "session_id", "")  # a new session's
+            return answer
 
     def _streaming(self, method: Method, behaviour: Any, content: Any, context: Any) -> Iterator[Any]:
         with self._watched(method.name, context) as call:

@@ -80,6 +80,23 @@ def test_a_fork_does_not_end_the_session_that_it_comes_from(engine):
             other.info()
 
 
+def test_no_session_ends_for_one_that_could_not_be_written(engine, tmp_path, monkeypatch):
+    with SessionRuntime(engine, slots=4, capacity=1, state=tmp_path) as runtime:
+        first = runtime.create(TEXT[:20])
+
+        def full(*_):
+            raise ResourceExhausted("a session could not be written to disk: No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("kvjax.serving.session.journal.Journal.create", full)
+            with pytest.raises(ResourceExhausted, match="No space"):
+                runtime.create(TEXT[:5])
+        assert first.info().history_tokens == 20
+        runtime.create(TEXT[:5])
+        with pytest.raises(SessionNotFound, match="lru"):
+            first.info()
+
+
 def test_at_is_a_length(engine):
     with SessionRuntime(engine, slots=4) as runtime:
         session = runtime.create([1, 2, 3])
