@@ -6,9 +6,11 @@ embedded model answers about five of the twenty wrongly.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
+from typing import Annotated
+
+import typer
 
 from kvjax.client.errors import SessionError
 from kvjax.client.shared import error_text
@@ -34,19 +36,27 @@ def main(address: str = "127.0.0.1:50051", model: str = "needle", say: Callable[
             say(f"turn {turn + 1}: {answer} ({stream.prefill_tokens} of {stream.history_tokens} tokens prefilled)")
 
 
-def run(arguments: list[str]) -> int:
-    """Talk as the command line says. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m kvjax.client.example", description=__doc__.split("\n\n", 1)[1])
-    parser.add_argument("address", nargs="?", default="127.0.0.1:50051", help="the server's host and port (default: %(default)s)")
-    parser.add_argument("model", nargs="?", default="needle", help="whose tokenizer to use: 'needle', a folder, or a hub id")
-    given = parser.parse_args(arguments)
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.command()
+def example_command(
+    address: Annotated[str, typer.Argument(help="The server's host and port.")] = "127.0.0.1:50051",
+    model: Annotated[str, typer.Argument(help="Whose tokenizer to use: 'needle', a folder, or a hub id.")] = "needle",
+) -> None:
+    """Twenty turns on one session. Each tells the model a pass key, and asks for it. A turn prefills only what is new: its own line, and
+    the answer before it. The embedded model answers about five of the twenty wrongly."""
     try:
-        main(given.address, given.model)
+        main(address, model)
     except (SessionError, ValueError, OSError) as error:  # the last two: there is no such tokenizer
-        print(f"example: {error_text(error, given.address, 'its address')}", file=sys.stderr)
-        return 1
-    return 0
+        print(f"example: {error_text(error, address, 'its address')}", file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    app()

@@ -462,11 +462,12 @@ def test_the_chat_prints_what_the_session_says(server, monkeypatch, capsys):
     assert chat.main(["--address", "127.0.0.1:1"]) == 1
     assert capsys.readouterr().err == "chat: there is no server at 127.0.0.1:1, or it has ended: start `kvjax serve`, or give --address\n"
     assert error_text(Unavailable("so", reason="ending"), "here:1", "it") == "the server at here:1 is ending, and takes no new call"
-    assert example.run(["127.0.0.1:1"]) == 1
+    with pytest.raises(SystemExit, match="1"):
+        example.app(["127.0.0.1:1"])
     assert capsys.readouterr().err.startswith("example: there is no server at 127.0.0.1:1, or it has ended")
 
 
-@pytest.mark.parametrize("main", [chat.main, example.run])
+@pytest.mark.parametrize("main", [chat.app, example.app])
 def test_programs_of_the_client_explain_themselves(main, capsys):
     with contextlib.suppress(SystemExit):
         main(["-h"])
