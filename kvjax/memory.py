@@ -130,6 +130,8 @@ class MemoryPlan:
             return f"A page of this group is the state of one sequence: there are {error.total}, for the largest of batch_buckets"
         more = max(0, self.available_bytes - self.weights_bytes) // group.page_bytes
         said = f"A page holds {group.page_size} tokens and takes {group.page_bytes:,} bytes; memory has room for {more:,} more"
+        if more:
+            said += ": give more pages, on the command line --pages"
         if group.most is not None or self.stays or not supported():
             return said
         return (
