@@ -47,8 +47,8 @@ SHAPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What select_blocks keeps, in blocks of `block_size` tokens, by bounds. shortlist: of which selected_attention keeps k, by `codes`, a
-    kind of page_index; None: it chooses in one stage."""
+    """What select_blocks keeps, in blocks of `block_size` tokens, by bounds. shortlist: of which selected_attention keeps k; None: it
+    chooses in one stage. codes: the kind of page_index by which it chooses from a shortlist; None: by the keys of the pages."""
 
     block_size: int
     k: int
@@ -71,7 +71,10 @@ BUDGETS = {
 }
 """Names as in `kvjax.policies`. The last two have about the same key budgets as the first two, at block size 16."""
 
-REFINED = {"cascade:4": Budget(128, 4, 1, 4, shortlist=32, codes="keys4")}
+REFINED = {
+    "cascade:4": Budget(128, 4, 1, 4, shortlist=32, codes="keys4"),
+    "cascade:4+cache": Budget(128, 4, 1, 4, shortlist=32),
+}
 """Budgets with a shortlist, which only `sparse` has."""
 
 FORMATS = ("int8", "int8-channel", "fp8", "int4", "q8_0", "q4_0")
@@ -201,6 +204,7 @@ def _cases() -> Iterator[Case]:
     for tokens in (1024, 2048):
         yield from _place("tiny", tokens, 2, ("top:8", "quest:64"), parts=True)
     yield Case("sparse", "tiny", 2048, 2, "cascade:4")
+    yield Case("sparse", "tiny", 2048, 2, "cascade:4+cache", "int8")
     yield from (Case("dense", "tiny", 1024, 2, "dense", format) for format in ("int8-channel", "q4_0"))
     yield from (Case("chunk", "tiny", 1024, 2, "dense", format) for format in (None, "q4_0"))
     yield Case("index", "tiny", 1024, 1, "bounds16")
@@ -215,6 +219,7 @@ def _cases() -> Iterator[Case]:
             for format in FORMATS if (tokens, batch) in FEW_PLACES else ():
                 yield Case("dense", "qwen2.5-7b", tokens, batch, "dense", format)
                 yield Case("sparse", "qwen2.5-7b", tokens, batch, "top:32", format)
+                yield Case("sparse", "qwen2.5-7b", tokens, batch, "cascade:4+cache", format)
     for policy in ("dense", "lists:32"):
         yield from (Case("chunk", "qwen2.5-7b", 131072, 1, policy, format) for format in (None, *FORMATS))
     for tokens in (8192, 131072):

@@ -71,7 +71,7 @@ def memory_bytes() -> int:
 
 def bytes_read(case: Case, keys: int) -> dict[str, int]:
     """Bytes that one op has to move: K and V of `keys` tokens (summed over rows and KV heads), the index that it scans or builds, and the
-    codes of a shortlist. `append` reads and writes new tokens, and reads the keys of pages that fill.
+    codes or keys of a shortlist. `append` reads and writes new tokens, and reads the keys of pages that fill.
 
     Queries, outputs, lists and page tables are left out, because they are less than a thousandth.
     """
@@ -86,10 +86,13 @@ def bytes_read(case: Case, keys: int) -> dict[str, int]:
     if case.format is not None:
         of_key = sum(format.bytes_per_page(PAGE_SIZE, head_dim) for format in FORMATS[case.format]) / PAGE_SIZE
     moved = {"kv": 0 if case.op == "select" else round(keys * of_key), "index": index if case.scans else 0}
-    if case.budget is None or case.budget.codes is None:
+    if case.budget is None or case.budget.shortlist is None:
         return moved
     blocks = case.batch * kv_heads * min(case.budget.shortlist, case.tokens // case.block_size)
-    return moved | {"codes": blocks * _coded_bytes(case)}
+    if case.budget.codes is not None:
+        return moved | {"codes": blocks * _coded_bytes(case)}
+    of_page = PAGE_SIZE * head_dim * ITEM if case.format is None else FORMATS[case.format][0].bytes_per_page(PAGE_SIZE, head_dim)
+    return moved | {"codes": round(blocks * case.block_size * of_page / PAGE_SIZE)}
 
 
 def _coded_bytes(case: Case) -> int:

@@ -16,6 +16,8 @@ from kvjax.cache.transfer import block_bytes
 from kvjax.memory import MOST_PAGES, HostMemory, check_pool, default_pages, host_memory, memory_plan, pool_size
 from kvjax.models.decoder import TransformerDecoder, init_params
 
+MORE = r"memory has room for [\d,]+ more: give more pages, on the command line --pages$"
+
 
 def test_a_pool_larger_than_all_memory_is_refused_before_it_is_made(model):
     plan = memory_plan(model.config, weights_bytes=0)
@@ -105,10 +107,10 @@ def test_a_full_pool_names_host_memory_where_it_can_be_used(model, monkeypatch):
         Engine(model, pages=4, host_bytes=2 * host, batch_buckets=(1,), **SIZES).prefill([[1] * 120])
     Engine(model, pages=4, host_bytes=4 * host, batch_buckets=(1,), **SIZES).prefill([[1] * 120])
     rolling = Engine(model, "window:4+16+release", prefill="window:4+16", pages=1, batch_buckets=(1,), **SIZES)
-    with pytest.raises(OutOfPages, match=r"memory has room for [\d,]+ more: give more pages, on the command line --pages$"):  # pages of windows stay on the device
+    with pytest.raises(OutOfPages, match=MORE):  # pages of windows stay on the device
         rolling.prefill([[1] * 90])
     monkeypatch.setattr(memory, "supported", lambda: False)
-    with pytest.raises(OutOfPages, match=r"memory has room for [\d,]+ more: give more pages, on the command line --pages$"):
+    with pytest.raises(OutOfPages, match=MORE):
         engine.prefill([[1] * 90])
 
 

@@ -78,6 +78,8 @@ def test_bytes_that_have_to_move():
     cascade = Case("sparse", *top.place, "cascade:4")
     assert inputs.bytes_read(cascade, keys) == inputs.bytes_read(top, keys) | {"codes": 8 * 4 * 32 * (128 + 8) * 64}
     assert inputs.bytes_held(cascade, 3) - inputs.bytes_held(top, 3) == 3 * 8 * 4 * 1024 * (128 + 8) * 64
+    by_keys = Case("sparse", *top.place, "cascade:4+cache", "int8")
+    assert inputs.bytes_read(by_keys, keys)["codes"] == 8 * 4 * 32 * 128 * (128 + 2)
     dense = Case("dense", "llama-3.1-8b", 8192, 1, "dense")
     assert inputs.bytes_read(dense, 8 * 8192) == {"kv": 2 * 8 * 8192 * 128 * 2, "index": 0}
     assert inputs.bytes_read(INDEX, 2 * 1024) == {"keys": 2 * 1024 * 64 * 2, "index": 2 * 64 * 2 * 64 * 2}
@@ -248,6 +250,8 @@ def test_a_choice_from_a_shortlist():
     assert (row["keys_read"], row["same_blocks_as_xla"], row["same_bits"]) == (9 * 128, 1, True)
     assert row["error"] < 4e-3
     assert row["bytes"]["codes"] == 2 * 2 * 16 * (128 + 8) * 32
+    (row,) = run(Case("sparse", "tiny", 2048, 2, "cascade:4+cache", "int8"))
+    assert (row["keys_read"], row["same_blocks_as_xla"], row["same_bits"]) == (9 * 128, 1, True)
 
 
 def test_a_list_that_others_would_not_make_shows(monkeypatch):
