@@ -15,12 +15,14 @@ from kvjax.client.templates import tokens_for_chat
 from kvjax.client.tokenizing import load_tokenizer
 from kvjax.text import TextStream
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+
+def new_app() -> typer.Typer:
+    """A program without a command yet, with -h for help."""
+    names = {"help_option_names": ["-h", "--help"]}
+    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings=names)
+
+
+app = new_app()
 
 
 @app.command()

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from kvjax.client.chat import new_app
 from kvjax.client.errors import SessionError
 from kvjax.client.shared import error_text
 from kvjax.client.sync import Client
@@ -36,12 +37,7 @@ def main(address: str = "127.0.0.1:50051", model: str = "needle", say: Callable[
             say(f"turn {turn + 1}: {answer} ({stream.prefill_tokens} of {stream.history_tokens} tokens prefilled)")
 
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = new_app()
 
 
 @app.command()
