@@ -24,10 +24,10 @@ _find: contextvars.ContextVar[Callable[[Hashable, Prepare], Any]] = contextvars.
 
 
 def prepared(kind: Hashable, prepare: Prepare) -> Any:
-    """What `prepare()` returns, arrays: from before the loop, inside `before_loop`, and else from here. For functions that are traced anew
-    in each program, so not inside one that `jax.jit` remembers: it would remember another program's arrays.
+    """What `prepare()` returns, arrays: from before the loop, inside `before_loop`, else from here. Not for functions that JAX remembers
+    (`jax.jit`, branches of `cond` at the top of a module): what it remembers prepares in every turn.
 
-    kind: equal for calls that may share the arrays.
+    kind: equal for calls that may share the arrays. prepare: uses no array of the loop's body.
     """
     return _find.get()(kind, prepare)
 

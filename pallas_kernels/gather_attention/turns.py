@@ -24,6 +24,10 @@ from pallas_kernels.pages import Pages
 
 MOST_STAGES = 3
 """Turns that a warp has in flight, if shared memory has room."""
+ALIGNED = 256
+"""Words: arrays in shared memory begin at multiples of it."""
+LEFT = 5 << 8
+"""Words of a CTA's shared memory that `lanes.shared_words` does not count, on each GPU."""
 MOST_PACKED_STAGES = 5
 """The same over packed pages, whose turns have fewer bytes, if registers have room for their places."""
 
@@ -103,7 +107,17 @@ def list_shape(q, pages, *, width: int, block_size: int, window, sm_scale: float
     splits = clusters.ctas_per_unit(q.shape[0] * pages.kv_heads)
     fields = {"width": width, "block_size": block_size, "window": window, "sm_scale": sm_scale, "splits": splits}
     s = _sizes(q, pages, **fields, other_words=0)
-    return _sizes(q, pages, **fields, other_words=sum((words | listed.list_words(s) | cluster_merge.words(s)).values()))
+    others = words | listed.list_words(s) | cluster_merge.words(s)
+    s = _sizes(q, pages, **fields, other_words=sum(others.values()))
+    if _aligned(s.scratch_words() | others) <= lanes.shared_words() + LEFT:
+        return s
+    return _sizes(q, pages, **fields, other_words=_aligned(others) + len(s.scratch_words()) * (ALIGNED - 1) - LEFT)
+
+
+def _aligned(arrays: dict[str, int]) -> int:
+    """Words of shared memory that arrays take. Mosaic begins each at a multiple of `ALIGNED`. `lanes.shared_words` leaves room for it, but
+    not always enough for as many arrays as a selection has."""
+    return sum(-(-words // ALIGNED) * ALIGNED for words in arrays.values())
 
 
 def list_scratch(s: Shape, words: dict[str, int]) -> dict[str, int]:

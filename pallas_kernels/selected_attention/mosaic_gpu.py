@@ -31,9 +31,6 @@ from pallas_kernels.select_blocks import mosaic_gpu as select
 from pallas_kernels.selected_attention import refined
 from pallas_kernels.selected_attention.api import Call
 
-ALIGNED = 256
-"""Words of shared memory. Mosaic begins arrays there at multiples of it."""
-
 
 def unsupported(call: Call, q, pages, index, table, lengths, frames, codes) -> str | None:
     """Why this kernel cannot take this valid input, or None if it can."""
@@ -52,7 +49,21 @@ def unsupported(call: Call, q, pages, index, table, lengths, frames, codes) -> s
     if reason := turns.unsupported_list(rows, pages, **sizes):
         return reason
     s = turns.list_shape(rows, pages, **sizes, window=None, sm_scale=call.sm_scale)
+    if reason := _no_index_row(chosen, s):
+        return reason
     return select.too_many_blocks(dataclasses.replace(chosen, threads=s.threads))
+
+
+def _no_index_row(chosen: select.Shape, s: decode_turns.Shape) -> str | None:
+    """Why the rings of keys, in which index rows arrive first, cannot hold a turn of them, or None if they can."""
+    if _depth(chosen, s.scratch_words()["ring_s"], s.threads):
+        return None
+    return f"the keys of a warp have no room for {chosen.slot_words} words of index rows"
+
+
+def _depth(chosen: select.Shape, ring_words: int, threads: int) -> int:
+    """Turns of index rows for which the keys of each warp have room."""
+    return ring_words // (threads // 32 * chosen.slot_words)
 
 
 def _not_refined(call: Call, q, pages, chosen: select.Shape, frames) -> str | None:
@@ -64,6 +75,8 @@ def _not_refined(call: Call, q, pages, chosen: select.Shape, frames) -> str | No
     r = _refined_shape(call, q, pages, chosen, frames)
     if r.attend.stages == 0:
         return f"a shortlist of {call.shortlist} blocks and the selection leave no shared memory for keys of head dim {q.shape[3]}"
+    if reason := _no_index_row(chosen, r.attend):
+        return reason
     if call.shortlist > r.attend.threads:
         return f"a CTA of {r.attend.threads} threads chooses from a shortlist of at most as many blocks, got {call.shortlist}"
     return select.too_many_blocks(dataclasses.replace(chosen, threads=r.attend.threads))
@@ -72,11 +85,11 @@ def _not_refined(call: Call, q, pages, chosen: select.Shape, frames) -> str | No
 def _refined_shape(call: Call, q, pages, chosen: select.Shape, frames) -> refined.Shape:
     """The sizes of a call with a shortlist. The `stages` of its `attend` are 0 if shared memory cannot hold one."""
     sizes = {"width": chosen.width, "block_size": call.block_size, "window": None, "sm_scale": call.sm_scale}
-    of_list = call.shortlist, call.budget, call.width(pages.page_size), frames is not None
+    # Only codes are found by page id.
+    of_list = call.shortlist, call.budget, call.width(pages.page_size), frames is not None and call.codes_kind is not None
 
     def shape(words: dict[str, int]) -> refined.Shape:
-        aligned = {name: -(-count // ALIGNED) * ALIGNED for name, count in words.items()}  # there are so many that it matters
-        attend = turns.list_shape(_rows(q), pages, **sizes, words=aligned)
+        attend = turns.list_shape(_rows(q), pages, **sizes, words=words)
         keys = PageKeys(attend) if call.codes_kind is None else CodedKeys(call.codes_kind, call.block_size, q.shape[3])
         return refined.Shape(attend, keys, *of_list)
 
@@ -93,10 +106,15 @@ def selected_attention(call: Call, q, pages, index, table, lengths, frames, code
     reason = unsupported(call, q, pages, index, table, lengths, frames, codes)
     if reason:
         raise NotImplementedError(f"selected_attention 'mosaic_gpu': {reason}")
+    chosen, s, attend = _form(call, q, pages, index, table, frames, codes)
+    return attend(chosen, s, q, pages, index, (table,) if frames is None else (table, frames), lengths)
+
+
+def _form(call: Call, q, pages, index, table, frames, codes):
+    """The sizes of the choice and of what attends, and the function that launches both, of a call that is supported."""
     chosen = select.shape_of(call.selection(pages.page_size), q, index, table)
     words = chosen.scratch_words()
     sizes = {"width": chosen.width, "block_size": call.block_size, "window": None, "sm_scale": call.sm_scale}
-    tables = (table,) if frames is None else (table, frames)
     if call.refines:
         s = _refined_shape(call, q, pages, chosen, frames)
         ring, attend = s.attend.scratch_words()["ring_s"], functools.partial(_attend_refined, codes=codes)
@@ -108,8 +126,14 @@ def selected_attention(call: Call, q, pages, index, table, lengths, frames, code
         s = turns.list_shape(_rows(q), pages, **sizes, words=words)
         ring, attend = s.scratch_words()["ring_s"], _attend_turns
         chosen = dataclasses.replace(chosen, threads=s.threads)
-    depth = ring // (chosen.threads // 32 * chosen.slot_words)  # the keys of each warp have room for a turn of index rows
-    return attend(dataclasses.replace(chosen, depth=min(3, depth)), s, q, pages, index, tables, lengths)
+    return dataclasses.replace(chosen, depth=min(3, _depth(chosen, ring, chosen.threads))), s, attend
+
+
+def scratch_of_turns(chosen: select.Shape, s: decode_turns.Shape | refined.Shape) -> dict[str, int]:
+    """Words of shared memory of a kernel without `wgmma`, array by array."""
+    if isinstance(s, refined.Shape):
+        return turns.list_scratch(s.attend, chosen.scratch_words() | s.scratch_words())
+    return turns.list_scratch(s, chosen.scratch_words())
 
 
 @functools.partial(jax.jit, static_argnames=("chosen", "s"))
@@ -144,7 +168,7 @@ def _attend(chosen: select.Shape, s: listed.Shape, q, pages, index, tables, leng
 @functools.partial(jax.jit, static_argnames=("chosen", "s"))
 def _attend_turns(chosen: select.Shape, s: decode_turns.Shape, q, pages, index, tables, lengths):
     """`_attend` without `wgmma`, and over packed pages: all of it is one stage of single threads."""
-    words, pool = turns.list_scratch(s, chosen.scratch_words()), turns.arrays_of(pages)
+    words, pool = scratch_of_turns(chosen, s), turns.arrays_of(pages)
 
     def selected_kernel(*refs):
         refs, scratch = refs[: -len(words)], refs[-len(words) :]
@@ -174,7 +198,7 @@ def _attend_refined(chosen: select.Shape, r: refined.Shape, q, pages, index, tab
     """`_attend` of the best of a shortlist: one stage of single threads, too. codes: None: keys of the shortlist are those of pages."""
     s, pool = r.attend, turns.arrays_of(pages)
     index_of_keys = [] if codes is None else [codes]
-    words = turns.list_scratch(s, chosen.scratch_words() | r.scratch_words())
+    words = scratch_of_turns(chosen, r)
 
     def refined_kernel(*refs):
         refs, scratch = refs[: -len(words)], refs[-len(words) :]
@@ -188,7 +212,7 @@ def _attend_refined(chosen: select.Shape, r: refined.Shape, q, pages, index, tab
             row = unit // s.num_kv_heads
             length = select.tokens_seen(chosen.num_queries, lengths_ref, row)
             names = ("page_ids_s", "pages_s") if r.framed else ("pages_s",)
-            for table_ref, name in zip(table_refs, names, strict=True):
+            for table_ref, name in zip(table_refs[-len(names) :], names, strict=True):
                 places = {"ids_s": scratch["ids_s"], "pages_s": scratch[name]}
                 listed.locate(s, length, table_ref, row // chosen.num_queries, chosen.table_width, places)
             refined.attend(r, unit, cta, parts, inputs, arrays[-3:], scratch)

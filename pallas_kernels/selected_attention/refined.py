@@ -32,7 +32,7 @@ DEPTH = 2
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """keys: where those of the shortlist are read. shortlist, k: blocks to choose from, and to keep. width: of the list that is returned.
-    framed: whether frames are not page ids."""
+    framed: whether codes are found by page ids that are not frames."""
 
     attend: decode_turns.Shape
     keys: CodedKeys | PageKeys
@@ -84,7 +84,7 @@ def attend(r: Shape, unit, cta, parts, inputs, outputs, scratch) -> None:
             decode_turns.store_queries(s, row, head, q_ref, scratch["coded_q_s"], 0, True)
         decode_turns.load_queries(s, row, head, q_ref, scratch["q_s"])
 
-    estimate = functools.partial(_estimate, r, cta, head, sinks, found, codes_ref or pools, queries, scratch)
+    estimate = functools.partial(_estimate, r, cta, head, sinks, found, pools if codes_ref is None else codes_ref, queries, scratch)
     near = fold(sinks + locals_, lambda n: lanes.where(n < sinks, n, n + found), meanwhile=estimate)
     _exchange(r, cta, found, near, scratch)
     kept = _choose(r, found, scratch)
@@ -135,7 +135,7 @@ def _estimate(r: Shape, cta, head, sinks, found, source, queries, scratch) -> No
     """
     s, keys, coded = r.attend, r.keys, isinstance(r.keys, CodedKeys)
     ring_s, per_page = scratch["codes_s"], s.page_size // s.block_size
-    ids_s, pages_s = scratch["ids_s"], scratch["page_ids_s" if r.framed and coded else "pages_s"]
+    ids_s, pages_s = scratch["ids_s"], scratch["page_ids_s" if r.framed else "pages_s"]
 
     def turn_of(n):
         return lanes.warp() + n * s.warps
@@ -167,9 +167,11 @@ def _estimate(r: Shape, cta, head, sinks, found, source, queries, scratch) -> No
             yield keys.logits(ring_s, at, functools.partial(_query_words, s, scratch["coded_q_s"], tile), s.dtype.name)
 
     def consume(n, place):
+        there = place[0] >= 0
         for tile, logits in enumerate(logits_of(slot(n))):
             for j in range(2):
-                m, total = _folded([x[i] * (s.sm_scale * LOG2E) for x in logits for i in (j, j + 2)])
+                found = [x[i] * (s.sm_scale * LOG2E) for x in logits for i in (j, j + 2)]
+                m, total = _folded(found if coded else [lanes.where(there, x, float("-inf")) for x in found])
                 at = turn_of(n) * s.rows + (lanes.lane() & 3) * 2 + (8 * tile + j)
                 with lanes.when(lanes.lane() < 4):
                     lanes.store_shared(scratch["turns_s"], at * 2, m, total)

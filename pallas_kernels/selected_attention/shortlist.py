@@ -5,8 +5,6 @@ Memory traffic: the codes or keys of the shortlist, and the keys of sink and loc
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -23,20 +21,17 @@ def refined_list(call: Call, q, pages, codes, table, lengths, frames, ids: Int[A
     candidate = _candidates(call, pages.page_size, lengths, ids)
     always = jnp.sort(jnp.where(candidate | (ids < 0), _NONE, ids), axis=-1)[..., : ids.shape[-1] - call.shortlist]
     always = jnp.where(always == _NONE, -1, always)
-    keys = functools.partial(
-        gather_attention,
-        *(q, pages.without_values, table if frames is None else frames, lengths),
-        block_size=call.block_size,
-        sm_scale=call.sm_scale,
-    )
-    _, near = keys(blocks=always)
+    places = table if frames is None else frames, lengths
+    sizes = {"block_size": call.block_size, "sm_scale": call.sm_scale}
+    _, near = gather_attention(q, pages, *places, blocks=always, **sizes)
     if codes is None:
-        _, _, found = keys(blocks=jnp.where(candidate, ids, -1), return_block_lse=True)
+        listed = jnp.where(candidate, ids, -1)
+        _, _, found = gather_attention(q, pages.without_values, *places, blocks=listed, return_block_lse=True, **sizes)
     else:
         per_page = pages.page_size // call.block_size
         page = jnp.take_along_axis(table[:, None, None], jnp.maximum(ids, 0) // per_page, axis=3)
-        places = jnp.where(candidate, page * per_page + ids % per_page, -1)
-        found = block_lse(q, codes, places, kind=call.codes_kind, sm_scale=call.sm_scale)
+        rows = jnp.where(candidate, page * per_page + ids % per_page, -1)
+        found = block_lse(q, codes, rows, kind=call.codes_kind, sm_scale=call.sm_scale)
     scores, _ = block_shares(near, found, ids.shape[2])
 
     lowest = jnp.finfo(jnp.float32).min

@@ -18,10 +18,13 @@ from refined_suite import SMALL, arguments_of, checker
 
 from pallas_kernels.hopper import decode_turns, lanes, packed_turns
 from pallas_kernels.hopper.coded_turns import CodedKeys
+from pallas_kernels.hopper.key_turns import PageKeys
 from pallas_kernels.page_format import PageFormat
 from pallas_kernels.page_index import INDEX_ROWS, index_shape
-from pallas_kernels.selected_attention import refined, selected_attention
+from pallas_kernels.selected_attention import mosaic_gpu, refined, selected_attention
+from pallas_kernels.selected_attention.api import Call
 
+OF_64 = {"block_size": 64, "page_size": 128, "shortlist": 7, "budget": 2, "local": 1, "lengths": (768,)}
 CASES = {
     "4 bits": {"lengths": (0, 65, 384)},
     "1 bit": {"codes_kind": "keys1", "head_dim": 128},
@@ -29,7 +32,7 @@ CASES = {
     "equal keys": {"keys": "equal", "lengths": (384,)},
     "a page is missing": {"hole": True},
     "drafts": {"num_queries": 3, "lengths": (66, 330), "local": 1},
-    "blocks of 64": {"block_size": 64, "page_size": 128, "shortlist": 7, "budget": 2, "local": 1, "lengths": (768,)},
+    "blocks of 64": OF_64,
     "groups of 9, two KV heads": {"group": 9, "kv_heads": 2, "lengths": (384,)},
     "frames": {"framed": True, "lengths": (384,)},
     "more than a block for each CTA": {"shortlist": 19, "budget": 9, "lengths": (384,)},
@@ -38,14 +41,15 @@ CASES = {
     "a shortlist longer than the table": {"shortlist": 40, "lengths": (384,)},
     "int8 pages": {"format": "int8"},
     "int4 pages, drafts": {"format": "int4", "num_queries": 3, "lengths": (66, 330), "local": 1},
-    "q4_0 pages, blocks of 64": {"format": "q4_0", "block_size": 64, "page_size": 128, "shortlist": 7, "budget": 2, "lengths": (768,)},
+    "q4_0 pages, blocks of 64": {"format": "q4_0"} | OF_64,
     "int8 pages per channel, groups of 9": {"format": "int8 per channel", "group": 9, "kv_heads": 2, "lengths": (384,)},
     "fp8 pages, no local block but those of the own page": {"format": "fp8", "local": 1, "lengths": (330, 384)},
     "int8 keys, values as they are": {"format": "int8 keys, values as they are", "lengths": (384,)},
     "keys as they are, int4 values": {"format": "keys as they are, int4 values", "lengths": (384,)},
     "by its own keys": {"codes_kind": None, "framed": True},
     "by its own keys, int8, drafts": {"codes_kind": None, "format": "int8", "num_queries": 3, "lengths": (66, 330), "local": 1},
-    "by its own keys, q4_0, blocks of 64": {"codes_kind": None, "format": "q4_0", "block_size": 64, "page_size": 128, "shortlist": 7},
+    "by its own keys, q4_0, blocks of 64": {"codes_kind": None, "format": "q4_0"} | OF_64,
+    "by its own keys, blocks of 64, two KV heads": {"codes_kind": None, "kv_heads": 2} | OF_64,
     "by its own keys, int4 per channel": {"codes_kind": None, "format": "int4 keys per channel, values per 32", "group": 9, "kv_heads": 2},
 }
 QUICK = ("4 bits", "frames", "more than a block for each CTA", "int8 pages", "int4 pages, drafts", "by its own keys, int8, drafts")
@@ -100,9 +104,20 @@ def test_a_row_has_the_same_bits_in_any_company(tools, arguments, on_emulated_th
         tools.assert_same_bits(a, b)
 
 
+@pytest.mark.parametrize("codes_kind", [None, "keys4"])
+def test_a_page_without_a_frame_is_not_chosen_by_its_keys(tools, on_emulated_threads, codes_kind):
+    """Nor does it count among the attention that others get."""
+    cases = arguments_of(tools, {"it": SMALL | {"codes_kind": codes_kind, "lengths": (384,), "shortlist": 6}})
+    (q, pages, index, table, lengths), keywords, _ = cases("it")
+    keywords |= {"frames": table.at[:, 3].set(-1), "sm_scale": 1e-3}
+    found = on_emulated_threads(q, pages, index, table, lengths, **keywords)
+    expected = selected_attention(q, pages, index, table, lengths, **keywords, implementation="reference")
+    assert (found[2] == expected[2]).all()
+
+
 # Planted bugs.
 
-TOTAL, SHARE, COPY = refined._total, refined._share, CodedKeys.copy
+TOTAL, SHARE, COPY, COPY_KEYS = refined._total, refined._share, CodedKeys.copy, PageKeys.copy
 
 
 def _without_near(r, found, row, scratch):
@@ -151,9 +166,13 @@ BUGS = {
 }
 BUGS |= {f"barrier {n} of the choice": (refined, "_choose", _without_barrier(refined._choose, n)) for n in range(4)}
 BUGS["the CTA's barrier of the exchange"] = refined, "_exchange", _without_barrier(refined._exchange, 0)
+BUGS |= {
+    f"every {name} has the keys of the first": (PageKeys, "copy", lambda *args, n=n: COPY_KEYS(*args[:n], args[n] * 0, *args[n + 1 :]))
+    for n, name in ((4, "head"), (6, "block of a page"), (7, "turn of a block"))
+}
 BUGS["sums of near keys stay in their natural order"] = packed_turns, "coded_order", lambda acc: acc
 BUGS["sums of codes stay in the order of bytes"] = packed_turns, "natural_order", lambda acc: acc
-FOR_BUGS = ("equal keys", "blocks of 64", "groups of 9, two KV heads", "int8 pages")
+FOR_BUGS = ("equal keys", "blocks of 64", "groups of 9, two KV heads", "int8 pages", "by its own keys, blocks of 64, two KV heads")
 
 
 @pytest.mark.quick("of equal blocks the higher", "CTAs do not wait for each other")
@@ -190,10 +209,11 @@ def production(
     dtype: str = "bfloat16",
     frames: bool = False,
     format: str | None = None,
+    opened: bool = True,
     **static,
 ) -> tuple:
     """(op, arrays, keywords) of a call over `tokens` tokens a row: cascade:4, if `static` does not say otherwise. frames: with a table of
-    them. format: of packed pages, see `packed_suite`."""
+    them. format: of packed pages, see `packed_suite`; opened: with open ones beside them."""
     sizes = {"kind": "bounds", "block_size": 128, "budget": 4, "shortlist": 32, "codes_kind": "keys4", "sink": 1, "local": 4}
     keywords = sizes | {"sm_scale": head_dim**-0.5, "config": None} | static
     num_heads, kv_heads = heads
@@ -205,7 +225,7 @@ def production(
     if kind := keywords["codes_kind"]:
         arrays["codes"] = (*index, *index_shape(kind, block_size, head_dim)), "uint8"
     if format is not None:
-        packed = packed_suite.production(format, batch, heads, head_dim, page_size, dtype=dtype)[1]
+        packed = packed_suite.production(format, batch, heads, head_dim, page_size, dtype=dtype, opened=opened)[1]
         arrays = {name: x for name, x in arrays.items() if name != "v"} | {"k": packed["k"]}
     return "selected_attention", arrays | ({"frames": arrays["table"]} if frames else {}), keywords
 
@@ -289,6 +309,30 @@ def test_what_it_cannot_do_is_refused_by_name_and_passed_by(on_hopper, picked, c
     with pytest.raises(NotImplementedError, match=reason):
         picked(call, implementation="mosaic_gpu")
     assert picked(call)["selected_attention"] == "composed"
+
+
+@pytest.mark.parametrize("capability", ["9.0", "12.0"])
+def test_what_is_taken_fits_into_shared_memory(monkeypatch, capability):
+    """Each array begins at a multiple of 1,024 bytes, and the rings of keys have room for a turn of index rows: with a shortlist and
+    without."""
+    monkeypatch.setattr("pallas_kernels.dispatch._compute_capability", lambda: capability)
+    room, taken = {"9.0": 227, "12.0": 99}[capability] << 10, 0
+    forms = ("int8", "int4 per 32", "q8_0 keys, q4_0 values", "int8 per channel")
+    sizes = itertools.product(forms, (64, 128, 256), (1, 8, 64), ((128, 128), (64, 128)), ((32, 4), (128, 16)), (None, "keys4", "none"))
+    for number, (form, head_dim, batch, (block_size, page_size), (shortlist, budget), codes_kind) in enumerate(sizes):
+        fields = {"heads": (28, 4), "head_dim": head_dim, "batch": batch, "page_size": page_size, "block_size": block_size}
+        fields |= {"codes_kind": codes_kind, "shortlist": shortlist} if codes_kind != "none" else {"codes_kind": None, "shortlist": None}
+        _, arrays, keywords = production(format=form, budget=budget, opened=number % 3 > 0, **fields)
+        structs = jax.tree.map(lambda of: jax.ShapeDtypeStruct(of[0], of[1]), arrays, is_leaf=lambda x: isinstance(x, tuple))
+        call, given = Call(**keywords), [structs.get(name) for name in ("q", "k", "index", "table", "lengths", "frames", "codes")]
+        if mosaic_gpu.unsupported(call, *given) is not None:
+            continue
+        taken += 1
+        chosen, s, _ = mosaic_gpu._form(call, *given[:4], *given[5:])
+        words = mosaic_gpu.scratch_of_turns(chosen, s)
+        assert sum(-(-count // 256) * 1024 for count in words.values()) <= room, (form, fields)
+        assert chosen.depth > 0, (form, fields)
+    assert taken > 50
 
 
 def test_the_kernel_for_tpus_is_passed_by(on_tpu, picked):
