@@ -42,6 +42,11 @@ DEVICES = "--xla_force_host_platform_device_count=8"
 """A CPU shows as eight devices, for tests of meshes. Everything else uses the first of them."""
 
 
+MAPS = Path("/proc/self/maps")
+"""A line for each piece of memory that this process has mapped."""
+MOST_MAPS = 40_000
+
+
 def pytest_addoption(parser):
     parser.addoption("--soak-minutes", type=float, default=30, help="how long the long soak of tests/kvjax/test_soak.py runs")
     parser.addoption(
@@ -79,6 +84,14 @@ def compiled_programs_go_with_their_module():
     """
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def compiled_programs_stay_few(request):
+    """Optimized programs have so many parts that those of one module can pass the kernel's limit."""
+    yield
+    if request.config.getoption("--optimized") and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
 
 
 @pytest.hookimpl(wrapper=True)
