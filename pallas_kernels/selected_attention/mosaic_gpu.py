@@ -206,7 +206,8 @@ def _attend_refined(chosen: select.Shape, r: refined.Shape, q, pages, index, tab
         @lanes.stage(unit=lax.axis_index("unit"), cta=lax.axis_index("cta"))
         def run(arrays, scratch, unit, cta):
             *codes_ref, q_ref = arrays[: len(index_of_keys) + 1]
-            of_pages, (index_ref, lengths_ref, *table_refs) = (rest := arrays[len(codes_ref) + 1 : -3])[: len(pool)], rest[len(pool) :]
+            rest = arrays[len(index_of_keys) + 1 : -3]
+            of_pages, (index_ref, lengths_ref, *table_refs) = rest[: len(pool)], rest[len(pool) :]
             inputs = codes_ref[0] if codes_ref else None, q_ref, *of_pages
             parts = select.select(chosen, unit, cta, (q_ref, index_ref, table_refs[0], lengths_ref), scratch)
             row = unit // s.num_kv_heads
