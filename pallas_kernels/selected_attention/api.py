@@ -81,9 +81,9 @@ def selected_attention(
     With `shortlist` the choice has two stages. Candidates are the `shortlist` distant blocks with the best scores. Each query head
     estimates its attention to each of them: the softmax over the logits of the sink and local keys, from `pages`, and of the candidates'
     keys. These are from `codes`, the `page_index` of kind `codes_kind` ("keys1", "keys2", "keys4"), found by page id; or, without codes,
-    from `pages`, packed or not, and then the choice is exact but for what packing took away. The
-    `budget` candidates with the largest sums over the query heads of a KV head are listed; of equal sums the lower block. Sums are float32
-    and compared as logarithms; NaN counts as the lowest. The list is that of the definition, but for the rounding of these sums.
+    from `pages`, packed or not, and then the choice is exact but for what packing took away. The `budget` candidates with the largest sums
+    over the query heads of a KV head are listed; of equal sums the lower block. Sums are float32 and compared as logarithms; NaN counts as
+    the lowest. The list is that of the definition, but for the rounding of these sums.
 
     Returns out and lse as `gather_attention` does, and the lists. Query t of T lists and sees what it would as the only query of a step at
     its position. Bits are the same for equal B and T.

@@ -11,12 +11,12 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
+from session_servers import WAIT, until
 from tiny_models import VOCAB, make_model
 
 from kvjax import Engine, SessionRuntime
@@ -30,7 +30,6 @@ from kvjax.serving.session.server import Server
 
 PAGES = 48
 TEXT = np.random.default_rng(0).integers(0, VOCAB, 200).tolist()
-WAIT = 60.0
 NONE = {"stop_token_ids": ()}
 KILLED = Path(__file__).with_name("killed_server.py")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
@@ -56,13 +55,6 @@ def serving(engine, **options):
         server.stop(drain_s=0.0)
     assert not engine.sequences
     assert not {name for name in runtime.counts if name.startswith("inv")}
-
-
-def until(condition):
-    end = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 class Attacker:

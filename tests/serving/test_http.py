@@ -19,6 +19,7 @@ import urllib.request
 import openai
 import pytest
 from character_tokenizer import make_tokenizer
+from session_servers import WAIT, until
 from tiny_models import make_model
 
 from kvjax import Engine, SessionRuntime
@@ -30,7 +31,6 @@ from kvjax.serving.session.web import _Streamed
 
 PAGES = 48
 TOKEN = "a-token-of-the-tests"
-WAIT = 60.0
 TALK = [{"role": "user", "content": "Hi"}]
 NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
 
@@ -71,13 +71,6 @@ def client(server):
     with client_of(server) as made:
         yield made
     until(lambda: not any(server.runtime.gauges()[name] for name in ("sessions", "generating", "waiting")))  # single shot: nothing stays
-
-
-def until(condition):
-    end = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def inside(server, text, **sampling):

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import typer
 from character_tokenizer import make_tokenizer
+from session_servers import WAIT, serving, until
 from tiny_models import VOCAB, make_model
 
 from kvjax import Engine, SessionRuntime
@@ -49,28 +50,11 @@ from kvjax.serving.session.server import Server
 PAGES, PAGE, CHUNK = 48, 16, 32
 TEXT = np.random.default_rng(0).integers(0, VOCAB, 200).tolist()
 TOKEN = "a-token-of-the-tests"
-WAIT = 60.0
 
 
 @pytest.fixture(scope="module")
 def engine():
     return Engine(make_model(), "dense", policies=["quest:2"], pages=PAGES, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(4,))
-
-
-@contextlib.contextmanager
-def serving(engine, limits=None, **options):
-    """A server; nothing is left of its sessions afterwards. limits: of the runtime."""
-    metrics = Metrics()
-    runtime = SessionRuntime(engine, slots=4, observe=metrics.observe, **({"capacity": 8} | (limits or {})))
-    server = Server(runtime, metrics, ServerOptions(port=0, **options))
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop(drain_s=0.0)
-        assert engine.allocators["full"].free == PAGES
-        assert not engine.sequences
-        assert not {name for name in runtime.counts if name.startswith("inv")}
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +76,6 @@ def sessions_end_with_their_test(request):
 def client(server):
     with Client(f"127.0.0.1:{server.port}", timeout_s=WAIT) as made:
         yield made
-
-
-def until(condition):
-    end = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def quiet(server):

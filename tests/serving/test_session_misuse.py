@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import grpc
 import numpy as np
 import pytest
+from session_servers import WAIT, serving, until
 from tiny_models import VOCAB, make_model
 
 from kvjax import Engine, SessionRuntime, TopBlocks
@@ -25,14 +26,11 @@ from kvjax.client.wire import protocol
 from kvjax.serving.session.calls import _Talk
 from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.journal import Journal
-from kvjax.serving.session.metrics import Metrics
-from kvjax.serving.session.server import Server
 from kvjax.serving.session.stream import Generation, Run
 
 PAGES = 48
 TEXT = np.random.default_rng(0).integers(0, VOCAB, 200).tolist()
 TOKEN = "t" * 20
-WAIT = 60.0
 NONE = {"stop_token_ids": ()}
 
 
@@ -44,25 +42,6 @@ def model():
 @pytest.fixture(scope="module")
 def engine(model):
     return Engine(model, "dense", pages=PAGES, page_size=16, prefill_chunk=32, batch_buckets=(4,))
-
-
-@contextlib.contextmanager
-def serving(engine, **options):
-    metrics = Metrics()
-    runtime = SessionRuntime(engine, slots=4, capacity=8, observe=metrics.observe)
-    server = Server(runtime, metrics, ServerOptions(port=0, **options))
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop(drain_s=0.0)
-
-
-def until(condition):
-    end = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_fork_does_not_end_the_session_that_it_comes_from(engine):
@@ -222,6 +201,13 @@ def half_calls(port, count):
     return sent
 
 
+def gets_in(session):
+    try:
+        return session.info().history_tokens == 2
+    except ResourceExhausted:
+        return False
+
+
 def test_callers_without_a_token_keep_nobody_out(engine):
     from grpc_health.v1 import health_pb2, health_pb2_grpc
     from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -232,16 +218,15 @@ def test_callers_without_a_token_keep_nobody_out(engine):
         session = client.create_session([1, 2])
         channel = stack.enter_context(grpc.insecure_channel(address))
         never = queue.SimpleQueue()
-        asked = [
-            reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter(never.get, None), timeout=WAIT) for _ in range(20)
-        ]
-        for each in asked:
+        for _ in range(20):
+            each = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter(never.get, None), timeout=WAIT)
             with pytest.raises(grpc.RpcError) as refused:
                 next(each)
             assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
             never.put(None)
         with contextlib.closing(half_calls(server.port, 20)):
             until(lambda: "UNAUTHENTICATED" in server.metrics.text().decode())
+            until(lambda: gets_in(session))  # each of them has a place until it is refused
             for _ in range(10):
                 assert session.info().history_tokens == 2
         health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=WAIT)

@@ -1,0 +1,36 @@
+"""A server of sessions in this process, and waiting for what its threads do."""
+
+import contextlib
+import time
+
+from kvjax import SessionRuntime
+from kvjax.serving.session.desk import ServerOptions
+from kvjax.serving.session.metrics import Metrics
+from kvjax.serving.session.server import Server
+
+WAIT = 60.0
+"""Seconds after which a test fails."""
+
+
+@contextlib.contextmanager
+def serving(engine, limits=None, **options):
+    """A server; nothing is left of its sessions afterwards. limits: of the runtime."""
+    metrics = Metrics()
+    runtime = SessionRuntime(engine, slots=4, observe=metrics.observe, **({"capacity": 8} | (limits or {})))
+    server = Server(runtime, metrics, ServerOptions(port=0, **options))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop(drain_s=0.0)
+        assert engine.allocators["full"].free == engine.allocators["full"].total
+        assert not engine.sequences
+        assert not {name for name in runtime.counts if name.startswith("inv")}
+
+
+def until(condition):
+    """Wait until a condition holds."""
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
