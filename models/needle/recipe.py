@@ -13,7 +13,7 @@ MIXTURE = {"needles": 0.45, "records": 0.25, "text": 0.20, "recall": 0.05, "repe
 # At these lengths one sequence of records has thousands of answers, and would outweigh the few needles of the other sequences.
 LONG_MIXTURE = {"needles": 0.60, "records": 0.12, "text": 0.20, "recall": 0.04, "repeats": 0.04}
 # The loss of a batch is one weighted mean. A sequence of records, recall or repeats weighs several times as much as one of needles. If
-# these kinds were as frequent as above, needles would hardly count in most batches of three or six.
+# these kinds were as frequent as above, needles would hardly count in most batches of four or eight.
 FAR_MIXTURE = {"far": 0.45, "needles": 0.37, "text": 0.12, "records": 0.02, "recall": 0.02, "repeats": 0.02}
 
 
@@ -153,7 +153,7 @@ NEEDLE = Recipe(
 # large, would turn the fastest of the 12 1.6 times as far as they did, and change the fast pairs too.) The attention factor is YaRN's own:
 # logits 1.3 times as large, because four times as many keys share the attention.
 #
-# Rates are half of those of the embedded model: there is little to learn, a step has up to 393,216 tokens, and steps are few. The last
+# Rates are half of those of the embedded model: there is little to learn, a step has up to 524,288 tokens, and steps are few. The last
 # stage is for shorter prompts. It is short, at low rates, so that the longest ones lose little by it.
 NEEDLE_128K = dataclasses.replace(
     NEEDLE,
@@ -161,12 +161,12 @@ NEEDLE_128K = dataclasses.replace(
     start="needle",
     max_positions=131_072,
     rope_scaling=RopeScaling("yarn", 4.0, NEEDLE.max_positions, attention_factor=mscale(4.0, 1.0)),
-    stages=(Stage(65_536, 3, 100, FAR_MIXTURE), Stage(131_072, 3, 260, FAR_MIXTURE), Stage(32_768, 6, 40, FAR_MIXTURE)),
+    stages=(Stage(65_536, 4, 60, FAR_MIXTURE), Stage(131_072, 4, 160, FAR_MIXTURE), Stage(32_768, 8, 24, FAR_MIXTURE)),
     matrix_rate=0.005,
     other_rate=1.5e-3,
     text_weight=0.1,
-    evaluate_every=200,
-    checkpoint_every=100,
+    evaluate_every=120,
+    checkpoint_every=40,
     final_lengths=(8192, 16_384, 32_768, 65_536, 131_072),
 )
 
