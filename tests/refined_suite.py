@@ -35,17 +35,24 @@ def arguments_of(tools, cases: dict[str, dict]) -> Callable:
         index = page_index(k, kind=sizes["kind"], block_size=block_size)
         codes = sizes["codes_kind"] and page_index(k, kind=sizes["codes_kind"], block_size=block_size)
         keywords = sizes | {"sm_scale": paged.sm_scale, "codes": codes}
-        if framed:
-            order = np.random.default_rng(1).permutation(len(k))
-            keywords["frames"] = jnp.where(table >= 0, jnp.asarray(order, jnp.int32)[table], -1)
-            k, v = (jnp.zeros_like(x).at[order].set(x) for x in (k, v))
         pages = exact = Pages(k, v)
         if format is not None:
             packed = packed_suite.build(tools, format=format, opened=True, seed=seed, **{n: x for n, x in spec.items() if n != "dtype"})
             pages, exact = packed.operands[1], packed.exact
+        if framed:
+            order = np.random.default_rng(1).permutation(len(k))
+            keywords["frames"] = jnp.where(table >= 0, jnp.asarray(order, jnp.int32)[table], -1)
+            pages, exact = _moved(pages, order), _moved(exact, order)
         return (paged.q, pages, index, table, paged.lengths), keywords, exact
 
     return build
+
+
+def _moved(pages: Pages, order: np.ndarray) -> Pages:
+    """The same pages, in the frames `order[id]`."""
+    move = functools.partial(jax.tree.map, lambda x: jnp.zeros_like(x).at[order].set(x))
+    opened = pages.open and pages.open.replace(row_of=move(pages.open.row_of))
+    return move(pages.replace(open=None)).replace(open=opened)
 
 
 def checker(tools, arguments: Callable) -> Callable:

@@ -50,7 +50,8 @@ CASES = {
     "by its own keys, int8, drafts": {"codes_kind": None, "format": "int8", "num_queries": 3, "lengths": (66, 330), "local": 1},
     "by its own keys, q4_0, blocks of 64": {"codes_kind": None, "format": "q4_0"} | OF_64,
     "by its own keys, blocks of 64, two KV heads": {"codes_kind": None, "kv_heads": 2} | OF_64,
-    "by its own keys, int4 per channel": {"codes_kind": None, "format": "int4 keys per channel, values per 32", "group": 9, "kv_heads": 2},
+    "by its own keys, int4 per channel": {"codes_kind": None, "format": "int4 keys per channel, values per 32", "group": 9, "kv_heads": 2}
+    | {"framed": True},
 }
 QUICK = ("4 bits", "frames", "more than a block for each CTA", "int8 pages", "int4 pages, drafts", "by its own keys, int8, drafts")
 
