@@ -44,7 +44,9 @@ BASELINES = (
 bits; a shortlist by bounds, then 4 bits, in every layer or every second one; the same for a share of attention (Twilight); the oracle."""
 
 OVER = " @ "
-"""Between the name of a policy and that of the cache format over which it runs."""
+"""Between the name of a policy and that of the variant with which it runs."""
+WEIGHTS = "weights "
+"""Begins the name of a variant whose weights are packed. Other variants are cache formats."""
 
 Advance = Callable[[int], None]
 
@@ -58,7 +60,8 @@ class Plan:
     haystack at each length. distractors: additional facts, in the haystacks that have them. windows: disjoint pieces of text for teacher
     forcing. steps: forced tokens of each window. free_steps: tokens that are generated greedily, for the exact prefix. batch: contexts that
     are held and decoded together. cache_formats: texts of `kvjax.cache.formats`; every policy also runs over pages of each, by the name
-    "POLICY @ FORMAT", beside dense over pages that are not packed.
+    "POLICY @ FORMAT". weights: names of packed weights, as "int8"; every policy also runs with each, by the name "POLICY @ weights int8".
+    All are compared with dense over pages that are not packed and with the weights as they are.
     """
 
     policies: tuple[str | DecodePolicy, ...]
@@ -75,12 +78,14 @@ class Plan:
     page_size: int = 128
     prefill_chunk: int = 512
     cache_formats: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
 
     def __post_init__(self):
         names = tuple(policy if isinstance(policy, str) else name_of(policy) for policy in self.policies)
         object.__setattr__(self, "policies", names)
-        if len(set(self.cache_formats)) < len(self.cache_formats):
-            raise ValueError(f"cache_formats must be named once each, got {', '.join(self.cache_formats)}")
+        for name in ("cache_formats", "weights"):
+            if len(set(values := getattr(self, name))) < len(values):
+                raise ValueError(f"{name} must be named once each, got {', '.join(values)}")
         for name in ("policies", "lengths", "tasks", "haystacks"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
@@ -105,15 +110,20 @@ class Plan:
             )
 
     @property
-    def others(self) -> tuple[str, ...]:
-        """The policies that are compared with dense, over pages that are not packed first."""
-        own = tuple(name for name in self.policies if not isinstance(parse(name), Dense))
-        return own + tuple(f"{name}{OVER}{each}" for each in self.cache_formats for name in ("dense", *own))
+    def variants(self) -> tuple[str, ...]:
+        """What has an engine of its own beside the model as it is: packed pages, then packed weights."""
+        return self.cache_formats + tuple(f"{WEIGHTS}{each}" for each in self.weights)
 
-    def of_format(self, cache_format: str | None) -> dict[str, str]:
-        """The names of `others` over pages of a format (None: not packed), and their policies."""
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The policies that are compared with dense, those of the model as it is first."""
+        own = tuple(name for name in self.policies if not isinstance(parse(name), Dense))
+        return own + tuple(f"{name}{OVER}{each}" for each in self.variants for name in ("dense", *own))
+
+    def of_variant(self, variant: str | None) -> dict[str, str]:
+        """The names of `others` with a variant (None: the model as it is), and their policies."""
         pairs = ((name, *name.partition(OVER)) for name in self.others)
-        return {name: policy for name, policy, _, found in pairs if (found or None) == cache_format}
+        return {name: policy for name, policy, _, found in pairs if (found or None) == variant}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,14 +147,18 @@ class Unit:
 
 
 class Panel:
-    """Runs the units of a plan, with one engine for each cache format. A unit of a new length makes new engines.
+    """Runs the units of a plan, with one engine for the model and one for each variant. A unit of a new length makes new engines.
 
     model: with a tokenizer. text: haystacks and windows are cut from it; it must be long enough for `plan.windows` disjoint windows.
-    ValueError for a text that is too short, and for lengths beyond the model's positions.
+    packed: gives the model with weights of a name in `plan.weights`. ValueError for a text that is too short, and for lengths beyond the
+    model's positions.
     """
 
-    def __init__(self, model: Model, text: str, plan: Plan):
+    def __init__(self, model: Model, text: str, plan: Plan, packed: Callable[[str], Model] | None = None):
         self.model, self.plan = model, plan
+        if plan.weights and packed is None:
+            raise ValueError(f"weights {', '.join(plan.weights)} need `packed`, which gives the model with such weights")
+        self._models = {None: model} | {f"{WEIGHTS}{each}": packed(each) for each in plan.weights}
         longest = max(plan.lengths)
         if longest > model.config.max_positions:
             known = f"the model's {model.config.max_positions:,} positions{model.config.for_longer(longest)}"
@@ -158,7 +172,7 @@ class Panel:
         """All units, in order: length by length, and forced text before retrieval."""
         plan, found = self.plan, []
         call = plan.prefill_chunk // 2  # a decode step takes about as long as half a chunk of prefill
-        arms, engines = 1 + len(plan.others), 1 + len(plan.cache_formats)
+        arms, engines = 1 + len(plan.others), 1 + len(plan.variants)
         for length in plan.lengths:
             for rows in _batches(plan.windows, plan.batch):
                 count = rows[1] - rows[0]
@@ -208,7 +222,7 @@ class Panel:
             "nll": _listed(forced.nll),
             "keys": forced.keys,
             "lists": lists,
-            "bytes": {name: self._bytes_read(policy, unit.length, forced.keys[name]) for name, policy in plan.of_format(None).items()}
+            "bytes": {name: self._bytes_read(policy, unit.length, forced.keys[name]) for name, policy in plan.of_variant(None).items()}
             | {"dense": self._bytes_read("dense", unit.length, forced.keys["dense"])},
             "beside": {
                 name: {field: _listed(steps) for field, steps in vars(beside).items()} | {"prefix": prefixes[name]}
@@ -231,7 +245,7 @@ class Panel:
             held = {each: stack.enter_context(prefilled(engine, prompts, advance)) for each, engine in engines.items()}
             arms = {"dense": Arm(engines[None], held[None], "dense")}
             for each, engine in engines.items():
-                arms |= {name: Arm(engine, held[each], policy) for name, policy in self.plan.of_format(each).items()}
+                arms |= {name: Arm(engine, held[each], policy) for name, policy in self.plan.of_variant(each).items()}
             yield arms
 
     def _retrieval(self, engines: dict[str | None, Engine], unit: Unit, advance: Advance) -> dict[str, Any]:
@@ -270,15 +284,16 @@ class Panel:
     def _engines_for(self, length: int) -> dict[str | None, Engine]:
         if self._engines is None or self._engines[0] != length:
             self._engines = None  # frees the old pools before the new ones are made
-            self._engines = (length, {each: self._new_engine(length, each) for each in (None, *self.plan.cache_formats)})
+            self._engines = (length, {each: self._new_engine(length, each) for each in (None, *self.plan.variants)})
         return self._engines[1]
 
-    def _new_engine(self, length: int, cache_format: str | None) -> Engine:
-        plan = self.plan
+    def _new_engine(self, length: int, variant: str | None) -> Engine:
+        plan, model = self.plan, self._models.get(variant, self.model)
+        cache_format = None if variant in self._models else variant
         batch = max(last - first for count in (plan.trials, plan.windows) for first, last in _batches(count, plan.batch))
         options = {"policies": plan.policies, "page_size": plan.page_size, "prefill_chunk": plan.prefill_chunk, "batch_buckets": (1, batch)}
         if cache_format is not None:
-            own = plan.of_format(cache_format)
+            own = plan.of_variant(cache_format)
             windows = max(last - first for first, last in _batches(plan.windows, plan.batch))
             rows = max(2 * batch, windows * (1 + len(own)))  # contexts and their forks, each with a row of open pages
             sizes = {"policies": tuple(own.values()), "batch_buckets": (1, batch, rows)}
@@ -287,14 +302,14 @@ class Panel:
         watched = [declared_for(policy) for policy in map(parse, options["policies"]) if can_certify(policy)]
         options["policies"] = (*options["policies"], *watched)
         indexes = tuple(dict.fromkeys(spec for each in options["policies"] for spec in parse(each).indexes()))
-        room = memory_plan(self.model.config, page_size=plan.page_size, indexes=indexes, weights_bytes=0, cache_format=cache_format)
+        room = memory_plan(model.config, page_size=plan.page_size, indexes=indexes, weights_bytes=0, cache_format=cache_format)
         fits = room.pages_that_fit
         if pages > fits:
             raise ValueError(
                 f"{plan.batch} contexts of {length:,} tokens take {pages:,} pages, and memory has room for {fits:,}: "
                 "use a smaller batch, or a shorter length"
             )
-        return Engine(self.model, pages=pages, **options)
+        return Engine(model, pages=pages, **options)
 
     def _pages(self, length: int) -> int:
         """Pages for the largest unit of a length: its contexts, and all forks that exist at the same time."""

@@ -22,7 +22,7 @@ from kvjax.serving.cli.options import (
     PageSizeOption,
     SeedOption,
     TextOption,
-    WeightsOption,
+    Weights,
     load_model,
     parse_lengths,
     read_texts,
@@ -101,7 +101,14 @@ def fidelity_command(
         ),
     ] = None,
     dtype: DtypeOption = None,
-    weights: WeightsOption = None,
+    weights: Annotated[
+        list[Weights] | None,
+        typer.Option(
+            help="Run every policy also with weights packed so, beside dense with the weights as they are stored; may be given several "
+            "times.",
+            show_default=False,
+        ),
+    ] = None,
     max_positions: MaxPositionsOption = None,
 ) -> None:
     """Compare decode policies with dense: facts found, agreement, KL and perplexity on forced text, speed, keys read.
@@ -130,9 +137,11 @@ def fidelity_command(
         page_size=page_size,
         prefill_chunk=prefill_chunk,
         cache_formats=tuple(cache_format or ()),
+        weights=tuple(each.value for each in weights or ()),
     )
     source, names = read_texts(text)
-    panel = Panel(load_model(model, dtype, max_positions, weights=weights), source, plan)
+    packed = lambda name: load_model(model, dtype, max_positions, weights=Weights(name))  # noqa: E731
+    panel = Panel(load_model(model, dtype, max_positions), source, plan, packed)
     out.mkdir(parents=True, exist_ok=True)
     try:
         records = run_units(panel, out / RECORDS, describe(panel), Console(stderr=True))

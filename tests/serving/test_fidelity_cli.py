@@ -99,21 +99,26 @@ def test_a_panel_from_end_to_end(whole):
 
 
 @pytest.mark.long
-def test_every_policy_runs_over_each_cache_format_too(kvjax, model_folder, text, tmp_path):
+def test_every_policy_runs_over_each_cache_format_and_with_packed_weights_too(kvjax, model_folder, text, tmp_path):
     sizes = ("--lengths", 192, *SIZES[2:], *PAGES, "--policies", "window:64+12", "--haystacks", "codes")
     formats = ("--cache-format", "int8", "--cache-format", "k=int4:channel,v=int8:page")
-    status, _, err = kvjax("fidelity", "--model", model_folder, "--text", text, *sizes, *formats, "--out", tmp_path / "panel")
+    packed = ("--weights", "int8", "--weights", "fp8")
+    status, _, err = kvjax("fidelity", "--model", model_folder, "--text", text, *sizes, *formats, *packed, "--out", tmp_path / "panel")
     assert status == 0, err
     figures = json.loads((tmp_path / "panel" / "panel.json").read_text())
-    arms = [f"{policy} @ {each}" for each in formats[1::2] for policy in ("dense", "window:64+12")]
+    variants = (*formats[1::2], "weights int8", "weights fp8")
+    arms = [f"{policy} @ {each}" for each in variants for policy in ("dense", "window:64+12")]
     forced = {row["policy"]: row for row in figures["forced"]}
     assert list(forced) == ["dense", "window:64+12", *arms, "dense again"]
     assert [row["policy"] for row in figures["retrieval"]] == list(forced)
     assert {row["policy"] for row in figures["speed"]} == set(forced)
     floor, fine, coarse = (forced[name]["kl"]["value"] for name in ("dense again", arms[0], arms[2]))
     assert floor < fine / 10 < fine < coarse
-    assert forced[arms[3]]["keys_per_step"] == forced["window:64+12"]["keys_per_step"] == 76
+    of_int8, of_fp8 = (forced[name]["kl"]["value"] for name in (arms[4], arms[6]))
+    assert floor < of_int8 / 10 < of_int8 < of_fp8
+    assert all(forced[arms[n]]["keys_per_step"] == forced["window:64+12"]["keys_per_step"] == 76 for n in (3, 5, 7))
     assert figures["settings"]["cache_formats"] == list(formats[1::2])
+    assert figures["settings"]["weights"] == ["int8", "fp8"]
     assert {row["describe"].partition(" (")[0] for row in figures["policies"]} == {"dense", "window:64+12"}
 
 
