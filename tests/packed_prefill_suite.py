@@ -10,8 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import packed_suite
 import paging
+from jax.experimental import pallas as pl
 
+from pallas_kernels.hopper.lane_halves import HalfTile
 from pallas_kernels.pack_pages import pack_pages
+from pallas_kernels.page_format import unpack
 from pallas_kernels.pages import OpenPages, Pages
 
 
@@ -82,6 +85,20 @@ def _opened(pools, frames) -> OpenPages:
     return OpenPages(
         *(y.at[row_of[frames]].set(x[np.array(frames, np.int32)]) for x, y in zip(pools, opened, strict=True)), jnp.asarray(row_of)
     )
+
+
+def bring_half(self: HalfTile, refs, page, head, token):
+    """`HalfTile.bring` for the interpreter of kernels, which does not run lanes."""
+    rows = pl.ds(token, self.rows)
+    scales = None
+    if len(refs) > 1:
+        scales = refs[1][page, head] if self.of_codes.per_channel else refs[1][page, head, rows]
+    return unpack(self.format, refs[0][page, head, rows], scales)
+
+
+def put_half(self: HalfTile, ring_s, slot, half, held):
+    """`HalfTile.put` for the same."""
+    ring_s[slot, pl.ds(half * self.rows, self.rows)] = held
 
 
 def compare(tools, case: Prefill, found: tuple) -> None:

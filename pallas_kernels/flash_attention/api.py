@@ -58,7 +58,8 @@ def flash_attention(
     nothing to read gives 0 and -inf. Queries at or past `lengths` (padding), and those before `fresh`, give an output of finite values
     that mean nothing, and an LSE that means nothing and may be -inf.
 
-    Memory: that of q and out, and a tile; never T x S.
+    Memory: that of q and out, and a tile; never T x S. For many queries over packed pages, "mosaic_gpu" also takes the numbers of a span of
+    pages, at most 134 MB, and for a page table wider than that H x T x (D + 2) float32.
 
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
 

@@ -209,12 +209,18 @@ def _fetch(halves, s: Shape, walk: Walk, pools: Pools, head, scratch) -> None:
         first = query_tiles.places(s, packed, jnp.int32(0))
         lax.fori_loop(0, steps, step, (first, tuple(keys.ahead(s, head, half, first) for half in range(2))))
 
-    if pools.row_of is None:
-        return
+    if pools.row_of is not None:
+        fetch_open(s, walk, (pools.keys.opened, pools.values.opened, pools.row_of), head, scratch)
+
+
+def fetch_open(s: Shape, walk: Walk, opened, head, scratch) -> None:
+    """By the third warpgroup: bring the tiles of a walk that are read from open pages, after those that are read as packed. opened: keys,
+    values, and the row of each page."""
+    keys, values, row_of_ref = opened
 
     def row_of(position):
         page = walk.page_of(position)
-        return jnp.where(page < 0, -1, pools.row_of[jnp.maximum(page, 0)])
+        return jnp.where(page < 0, -1, row_of_ref[jnp.maximum(page, 0)])
 
-    opened = dataclasses.replace(walk, page_of=row_of)
-    query_tiles.fetch(s, opened, (pools.keys.opened, pools.values.opened), head, scratch, begin=steps)
+    steps, _ = walk.packed
+    query_tiles.fetch(s, dataclasses.replace(walk, page_of=row_of), (keys, values), head, scratch, begin=steps)

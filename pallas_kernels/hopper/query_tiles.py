@@ -292,11 +292,11 @@ class Aside:
     finish: Callable
 
 
-def fold(s: Shape, walk: Walk, warpgroup, first, scratch, aside: Aside | None = None):
+def fold(s: Shape, walk: Walk, warpgroup, first, scratch, aside: Aside | None = None, before=None):
     """By a folding warpgroup: its 64 rows over every tile of the walk. Returns (acc [64, D], m [64] in log2 units, total [64]), all
     float32.
 
-    first: position of its first row. The rows of `q_s` must have arrived.
+    first: position of its first row. The rows of `q_s` must have arrived. before: what it returned over the tiles before; None: no keys.
     """
     weigh = aside.weigh if aside else functools.partial(weigh_plainly, s)
     q_s, k_s, v_s = scratch["q_s"].at[warpgroup], scratch["k_s"], scratch["v_s"]
@@ -348,7 +348,7 @@ def fold(s: Shape, walk: Walk, warpgroup, first, scratch, aside: Aside | None = 
 
     pl.when(warpgroup == 1)(take_turns)
     first_aside = (aside.report, aside.state) if aside else ((), ())
-    begin = (*no_keys(s), walk.starts(jnp.int32(0)), *first_aside)
+    begin = (*(no_keys(s) if before is None else before), walk.starts(jnp.int32(0)), *first_aside)
     acc, m, total, _, report, state = lax.fori_loop(0, walk.steps, step, begin)
     pl.when(warpgroup == 0)(take_turns)
     if aside:
@@ -499,6 +499,16 @@ PLAIN = Fetcher((232, 40), fetch)
 """Pools are keys and values."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Relay:
+    """A launch that folds on from what launches before left in memory. take: (references of the others, row of the batch, head, first of
+    64 query rows) -> what `fold` gave before. leave: (`Walk`, what `fold` gives, and the same) -> None, in place of `outputs`, for the next
+    launch; None: this is the last one."""
+
+    take: Callable
+    leave: Callable | None
+
+
 def launch(
     s: Shape,
     name: str,
@@ -506,6 +516,7 @@ def launch(
     aside_of: Callable | None = None,
     more_outputs: Sequence = (),
     fetcher: Fetcher = PLAIN,
+    relay: Relay | None = None,
     interpret=None,
 ):
     """A kernel that folds every tile of queries, as a function of (`padded` queries, pools, *others) -> (*`outputs`, *more_outputs).
@@ -513,15 +524,16 @@ def launch(
 
     walk_of: (references of the others, row of the batch, head, tile) -> (`Walk`, position of the tile's first query). aside_of: (`Walk`,
     row of the batch, head, first of 64 query rows, its position, references of more_outputs) -> `Aside`. more_outputs: shapes and dtypes.
-    name: of the kernel, in profiles. pools: arrays, a pytree that the fetcher knows.
+    name: of the kernel, in profiles. pools: arrays, a pytree that the fetcher knows. relay: for a walk that several launches fold.
     """
 
     def run(q, pools, *others):
         leaves, structure = jax.tree.flatten(pools)
+        own = outputs(s) if relay is None or relay.leave is None else []
 
         def kernel(q_ref, *refs, **scratch):
             pools, refs = jax.tree.unflatten(structure, refs[: len(leaves)]), refs[len(leaves) :]
-            others_refs, (out_ref, lse_ref, *more_refs) = refs[: len(others)], refs[len(others) :]
+            others_refs, results, more_refs = refs[: len(others)], refs[len(others) :][: len(own)], refs[len(others) + len(own) :]
             head, row, warpgroup = (lax.axis_index(name) for name in ("head", "row", "warpgroup"))
             tile = s.query_tiles - 1 - lax.axis_index("tile")  # the longest walks first
             number = lax.axis_index("split") if s.splits > 1 else None
@@ -545,12 +557,16 @@ def launch(
                     query_turns.pass_by(s, walk.steps, warpgroup, scratch)
                     return no_keys(s)
 
-                folding = functools.partial(fold, s, walk, warpgroup, first, scratch, aside)
+                place = others_refs, row, head, first_row
+                before = None if relay is None else relay.take(*place)
+                folding = functools.partial(fold, s, walk, warpgroup, first, scratch, aside, before)
                 folded = folding() if walk.needed is None else lax.cond(walk.needed(first), folding, passing)
-                if number is None:
-                    store(s, folded, warpgroup, first_row, row, head, scratch, out_ref, lse_ref)
+                if not own:
+                    relay.leave(walk, folded, *place)
+                elif number is None:
+                    store(s, folded, warpgroup, first_row, row, head, scratch, *results)
                 else:
-                    store_part(s, folded, walk.steps > 0, warpgroup, first_row, row, head, number, scratch, out_ref, lse_ref)
+                    store_part(s, folded, walk.steps > 0, warpgroup, first_row, row, head, number, scratch, *results)
 
             @pl.when(warpgroup == FOLDERS)
             def _():
@@ -562,7 +578,7 @@ def launch(
         kernel.__name__ = name
         return plgpu.kernel(
             kernel,
-            out_type=[*outputs(s), *more_outputs],
+            out_type=[*own, *more_outputs],
             grid=(s.num_heads, s.query_tiles, *((s.splits,) if s.splits > 1 else ()), s.batch),
             grid_names=("head", "tile", *(("split",) if s.splits > 1 else ()), "row"),
             num_threads=FOLDERS + 1,

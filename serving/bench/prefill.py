@@ -44,7 +44,7 @@ PROFILED_CHUNKS = 4
 """Number of chunks, evenly spaced, that are run once more under the profiler."""
 
 PARTS = (
-    ("dense attention", re.compile(r"^flash_attention_kernel|^merge_kernel|cudnn|fmha", re.IGNORECASE)),
+    ("dense attention", re.compile(r"^flash_attention_kernel|^widen_pages_kernel|^merge_kernel|cudnn|fmha", re.IGNORECASE)),
     ("query-sparse attention", re.compile(r"^query_sparse_attention_kernel")),
     ("select", re.compile(r"^select_tiles_kernel|^top_k_kernel")),
     ("union", re.compile(r"sort|union_blocks", re.IGNORECASE)),

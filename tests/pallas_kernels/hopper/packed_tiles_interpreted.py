@@ -12,11 +12,9 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import packed_prefill_suite
 import pytest
-from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import packed_tiles, query_tiles
 from pallas_kernels.hopper.lane_halves import HalfTile
-from pallas_kernels.page_format import unpack
 
 pytestmark = pytest.mark.usefixtures("fresh_caches")
 
@@ -45,18 +43,6 @@ CASES = {
 }
 
 
-def _bring(self: HalfTile, refs, page, head, token):
-    rows = pl.ds(token, self.rows)
-    scales = None
-    if len(refs) > 1:
-        scales = refs[1][page, head] if self.of_codes.per_channel else refs[1][page, head, rows]
-    return unpack(self.format, refs[0][page, head, rows], scales)
-
-
-def _put(self: HalfTile, ring_s, slot, half, held):
-    ring_s[slot, pl.ds(half * self.rows, self.rows)] = held
-
-
 def _launched(params, s, name, walk, aside=None, more=(), fetcher=query_tiles.PLAIN):
     """`query_tiles.launch` without what is done beside the tiles, whose results are zeros."""
     kernel = LAUNCH(s, name, walk, fetcher=fetcher, interpret=params)
@@ -72,7 +58,7 @@ def check(tools, interpreter, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(query_tiles, "launch", functools.partial(_launched, interpreter.params))
             patch.setattr(HalfTile, "bring", BRING)
-            patch.setattr(HalfTile, "put", _put)
+            patch.setattr(HalfTile, "put", packed_prefill_suite.put_half)
             found = interpreter.finished(case.run, "mosaic_gpu")
         packed_prefill_suite.compare(tools, case, found)
         assert not interpreter.races_found(), "a race was found"
@@ -80,7 +66,7 @@ def check(tools, interpreter, monkeypatch):
     return run
 
 
-LAUNCH, BRING = query_tiles.launch, _bring
+LAUNCH, BRING = query_tiles.launch, packed_prefill_suite.bring_half
 
 
 @pytest.mark.timeout(60)
@@ -104,7 +90,9 @@ def _unpublished(patch):
 
 def _halves_for_each_other(patch):
     patch.setattr(
-        packed_tiles._Source, "put", lambda self, slot, half, held: self.halves and _put(self.halves, self.ring, slot, 1 - half, held)
+        packed_tiles._Source,
+        "put",
+        lambda self, slot, half, held: self.halves and packed_prefill_suite.put_half(self.halves, self.ring, slot, 1 - half, held),
     )
 
 

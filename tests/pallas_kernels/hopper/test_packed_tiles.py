@@ -25,11 +25,12 @@ LISTS = {"op": "block_sparse_attention", "block_size": 64, "window": (64, 1024)}
 SELECTED = {"gamma": 16, "block_size": 64, "k_blocks": 128, "k_exact": 8, "window": (64, 1009), "tournament": False, "estimate": "quantile"}
 SELECTED |= {"op": "query_sparse_attention"}
 FORMS = {
-    "dense": {},
-    "dense, every page packed": {"opened": False},
+    "dense": {},  # unpacked a span at a time, see `test_wide_pages.py`
+    "dense, 256 queries": {"tokens": 256},
+    "dense, 256 queries, every page packed": {"tokens": 256, "opened": False},
     "dense window, pages of 64": {"window": (64, 1024), "page_size": 64},
-    "dense head dim 64": {"heads": (32, 8), "head_dim": 64},
-    "dense head dim 256": {"heads": (16, 2), "head_dim": 256},
+    "dense head dim 64": {"heads": (32, 8), "head_dim": 64, "tokens": 256},
+    "dense head dim 256": {"heads": (16, 2), "head_dim": 256, "tokens": 128},
     "lists": LISTS,
     "lists of 128": LISTS | {"block_size": 128},
     "selected": SELECTED,
@@ -37,7 +38,7 @@ FORMS = {
 LOWERED = {f"{format}, {form}": production(format, **sizes) for format in packed_suite.FORMATS for form, sizes in FORMS.items()}
 
 
-@pytest.mark.parametrize("case", rest_long(LOWERED, "int8, dense"))
+@pytest.mark.parametrize("case", rest_long(LOWERED, "int8, dense", "int8, dense, 256 queries"))
 def test_lowers_without_an_unpacked_copy_of_the_pool(cuda, case):
     """Of arrays of the pool's shape, the program has only codes."""
     op, arrays, static = LOWERED[case]

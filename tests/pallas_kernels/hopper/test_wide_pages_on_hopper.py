@@ -1,0 +1,91 @@
+"""flash_attention over packed pages that are unpacked a span at a time, on a Hopper GPU: the bits of the launch that unpacks in the kernel,
+the reference, mutants.
+
+pytest -m gpu tests/pallas_kernels/hopper/test_wide_pages_on_hopper.py
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import packed_prefill_suite
+import packed_suite
+import pytest
+
+from pallas_kernels.flash_attention import widened
+from pallas_kernels.hopper import wide_pages
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
+
+BASE = {
+    "lengths": (0, 1, 127, 128, 129, 500, 700, 768),
+    "starts": (0, 0, 3, 50, 9, 200, 468, 468),
+    "num_queries": 300,
+    "kv_heads": 2,
+    "group": 4,
+    "head_dim": 128,
+    "page_size": 128,
+    "width": 6,
+}
+LONG = {"lengths": (9000, 3), "width": 71, "kv_heads": 1, "num_queries": 200, "starts": (8800, 0)}
+SIZES = {
+    "": {},
+    "every page packed": {"opened": False},
+    "a page is missing": {"hole": True},
+    "long": LONG,
+    "pages of 64": {"page_size": 64, "width": 12, "group": 7},
+    "pages of 192": {"page_size": 192, "width": 4, "head_dim": 64},
+    "head dim 256": {"head_dim": 256, "kv_heads": 1, "group": 8},
+}
+CASES = {f"{format}, {name}": {"format": format} | sizes for format in ("int8", "q4_0") for name, sizes in SIZES.items()}
+CASES |= {f"{format}, ": {"format": format} for format in packed_suite.FORMATS}
+
+
+@pytest.fixture
+def in_both_ways(monkeypatch):
+    """What a case gives widened, in spans of so many units, and unpacked in the kernel."""
+
+    def run(case, units: int) -> list[tuple]:
+        found = []
+        for fewest in (1, 2**31):
+            with monkeypatch.context() as patch:
+                patch.setattr(widened, "FEWEST_ROWS", fewest)
+                patch.setattr(widened, "span_of", lambda s, width: units * wide_pages.unit(s))
+                jax.clear_caches()
+                found.append(jax.block_until_ready(case.run("mosaic_gpu")))
+        jax.clear_caches()
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("units", [1, 3, 100])
+@pytest.mark.parametrize("name", CASES)
+def test_bits_are_those_of_unpacking_in_the_kernel(tools, in_both_ways, name, units):
+    """So they do not depend on spans, cuts, tables and company, as `test_packed_tiles_on_hopper.py` shows of these."""
+    case = packed_prefill_suite.build(tools, seed=sum(map(ord, name)), **(BASE | CASES[name]))
+    new, old = in_both_ways(case, units)
+    packed_prefill_suite.compare(tools, case, new)
+    starts, lengths = case.operands[-2:]
+    meant = starts[:, None] + jnp.arange(case.operands[0].shape[1]) < lengths[:, None]
+    tools.assert_all_same_bits(*([jnp.where(meant.reshape(*meant.shape, *(1,) * (x.ndim - 2)), x, 0) for x in both] for both in (new, old)))
+
+
+@pytest.mark.parametrize("mutant", ["scales of keys are left out", "other open rows", "own pages as packed"])
+def test_mutant_fails(tools, in_both_ways, mutant):
+    case = packed_prefill_suite.build(tools, **(BASE | {"format": "int8"}))
+    with pytest.raises(AssertionError):
+        packed_prefill_suite.compare(tools, case, in_both_ways(packed_suite.changed(case, mutant), 2)[0])
+
+
+def test_a_chunk_of_a_7b_model_over_two_spans(tools, in_both_ways, monkeypatch):
+    """70,000 tokens, spans of 64K: the way that dispatch picks has the bits of the other one, again and again."""
+    spec = {"lengths": (70_000,), "starts": (61_808,), "num_queries": 8192, "kv_heads": 4, "group": 7, "head_dim": 128}
+    case = packed_prefill_suite.build(tools, format="int8", page_size=128, width=1024, **spec)
+    once = case.picked()
+    for _ in range(5):
+        tools.assert_all_same_bits(once, case.picked())
+    monkeypatch.setattr(widened, "FEWEST_ROWS", 2**31)
+    jax.clear_caches()
+    tools.assert_all_same_bits(once, case.picked())
+    jax.clear_caches()
