@@ -51,9 +51,6 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
 }
 """The implementations of each op, the preferred first. `reference` is a definition to test against: it runs only when named."""
 
-UNTRIED = {"all_gather": "mosaic_gpu"}
-"""By op, what has not run on the devices that it is for: it runs only where it is asked for."""
-
 BLACKWELL = "blackwell"
 """The path of GPUs newer than Hopper: `mosaic_gpu` without Hopper's instruction `wgmma`, where an op has such a form, and `cudnn`."""
 
@@ -166,13 +163,11 @@ class _Forced(contextlib.AbstractContextManager):
 def candidates(op: str) -> tuple[str, ...]:
     """The implementations that an op may pick here, the preferred first."""
     names, wanted = available(op), _forced.value
-    tried = tuple(name for name in names if name != UNTRIED.get(op))
     if wanted is None:
-        return tried
+        return names
     if "=" in wanted:
         one, name = wanted.split("=")
-        return (name,) if op == one else tried
-    names = tried if wanted == BLACKWELL else names
+        return (name,) if op == one else names
     kept = (wanted,) if wanted != BLACKWELL else ("cudnn",) if op in WGMMA_ONLY else ("mosaic_gpu",)
     return tuple(name for name in names if name in kept or BACKENDS[name] is None)
 
@@ -200,8 +195,6 @@ def choose(op: str, implementation: str | None, signature: str, operands: tuple 
             f"there are {', '.join(names)}, or None to pick"
         )
     name, passed_by = (implementation, []) if implementation else _pick(op, candidates(op), signature, operands)
-    if implementation is None and _forced.value is None and (untried := UNTRIED.get(op)) in names:
-        passed_by.append((untried, f"it has not run on such a device yet, and runs only where it is asked for ({op}={untried})"))
     for heard in _listening:
         heard[op] = name
     if _chosen.get((op, signature)) != name:

@@ -55,10 +55,17 @@ def test_the_table_holds(name):
     assert row(name) in DOCUMENT.read_text().splitlines()
 
 
-PANEL = load([DOCUMENT.parents[1] / "benchmarks" / "results" / "cpu" / "fidelity-cache-formats.json"])
+RESULTS = DOCUMENT.parents[1] / "benchmarks" / "results"
+PANELS = {
+    "cache-formats": [RESULTS / "cpu/fidelity-cache-formats.json", *RESULTS.glob("h200/pages-fidelity-*.json")],
+    "formats": [RESULTS / "h200/weights-fidelity.json"],
+}
 
 
-def test_the_figures_of_a_model_are_those_of_the_panel():
-    text = DOCUMENT.read_text(encoding="utf-8")
-    assert rendered(text, PANEL, "cache-formats") == text
-    assert rendered(text.replace("dense @ int8 (all)", "dense @ int9 (all)"), PANEL, "cache-formats") == text
+@pytest.mark.parametrize(("document", "part", "row"), [("cache-formats", "cache-formats", "int8"), ("formats", "weights", "weights int8")])
+def test_the_figures_of_a_model_are_those_of_the_panels(document, part, row):
+    text, panels = DOCUMENT.with_name(f"{document}.md").read_text(encoding="utf-8"), load(PANELS[document])
+    assert rendered(text, panels, part) == text
+    changed = text.replace(f"dense @ {row} (all)", "dense @ int9 (all)")
+    assert changed != text
+    assert rendered(changed, panels, part) == text

@@ -21,7 +21,8 @@ def test_the_table_of_exchanges_is_what_the_results_make():
         assert f"<!-- bench:{name} -->" in text
     files = [file for pattern in ("*/exchange*.json", "*/mesh-*.json") for file in RESULTS.parent.glob(pattern)]
     assert report.rendered(text, report.load(files)) == text
-    (step,) = json.loads((RESULTS / "mesh-steps-2.json").read_text())["rows"]
+    two = {(row["policy"], row["steps_per_launch"]): row for row in json.loads((RESULTS / "mesh-steps-2.json").read_text())["rows"]}
+    step = two["top:32", 8]
     seconds = {kernel["name"].split("_")[0]: kernel for kernel in step["profile"]["kernels"]}
     said = [f"{seconds[name]['total_s'] * 1e3:.2f}" for name in ("project", "selected", "anonymous", "append")]
     assert "products take {} ms, attention {}, sums {} and appending {}.".format(*said) in " ".join(text.split())
@@ -37,7 +38,30 @@ def test_the_table_of_exchanges_is_what_the_results_make():
     (added,) = (kernel["median_s"] * 1e6 for kernel in short["profile"]["kernels"] if kernel["name"].startswith("anonymous"))
     told = f"| a sum of one row of 3,584 inside a step, on 2 / 4 GPUs | {seconds['anonymous']['median_s'] * 1e6:.1f} / {added:.1f} us |"
     assert told in text
-    assert f"tensor 2 / 4 | {step['median_s'] * 1e3:.2f} / {short['median_s'] * 1e3:.2f} ms |" in text
+    assert f"tensor 2 (eight steps in a launch) / 4 (one) | {step['median_s'] * 1e3:.2f} / {short['median_s'] * 1e3:.2f} ms |" in text
+    said = f"takes {step['median_s'] * 1e3:.2f} ms in launches of eight, and a dense one {two['dense', 8]['median_s'] * 1e3:.2f} ms"
+    assert said in " ".join(text.split())
+    assert f"and {two['top:32', 1]['median_s'] * 1e3:.2f} ms on another one with two" in " ".join(text.split())
+    idle, period = (step["profile"][name] * 1e3 for name in ("idle_s", "period_s"))
+    assert f"The device is idle for {idle:.2f} ms of the {period:.2f} ms of a traced step" in " ".join(text.split())
+    (alone,) = (
+        row["profile"]
+        for row in json.loads((RESULTS / "packed-steps-launches.json").read_text())["rows"]
+        if (row["policy"], row["steps_per_launch"]) == ("top:32", 8)
+    )
+    assert f"({alone['idle_s'] * 1e3:.2f} ms of {alone['period_s'] * 1e3:.2f}, with `int8` weights)" in " ".join(text.split())
+    own, by_xla = (
+        json.loads((RESULTS / f"{name}.json").read_text())["rows"][0] for name in ("mesh-steps-context-2", "designs-mesh-context-xla")
+    )
+    said = f"takes {own['median_s'] * 1e3:.2f} ms, where it takes {by_xla['median_s'] * 1e3:.2f} ms with XLA's"
+    assert said in " ".join(text.split())
+    gathers = [
+        kernel["median_s"] * 1e6
+        for row, name in ((own, "anonymous"), (by_xla, "ncclDevKernel_AllGather"))
+        for kernel in row["profile"]["kernels"]
+        if kernel["name"].startswith(name)
+    ]
+    assert "takes the kernel {:.1f} us, where NCCL's kernel takes {:.1f} us".format(*gathers) in " ".join(text.split())
     assert f"dense, tensor 4 | {times[2**20, 'dense', 4]['median_s'] * 1e3:.2f} ms |" in text
     assert "dense / `top:32` | {:.2f} / {:.2f} ms |".format(*(row["median_s"] * 1e3 for row in large)) in text
     assert f"context 4 | {context[0]['median_s'] * 1e3:.2f} ms |" in text

@@ -52,15 +52,16 @@ def test_what_sessions_cost_on_a_gpu_is_what_the_results_say():
     assert f"get {shares[0]:.2f} of what the engine alone makes, and 64 of 256 tokens {shares[1]:.2f}, where we want 0.95" in text
     assert f"a token takes {beyond[0]:.0f} and {beyond[1]:.0f} us of CPU time" in text
     assert f"tokens was {shares[2]:.2f}, and a token took {beyond[2]:.0f} us" in text
-    files = RESULTS.parent / "h100/designs-session-turn.json", RESULTS / "session-turn.json", RESULTS / "designs-session-turn-beside.json"
-    now, older, other = ({row["kind"]: row for row in json.loads(file.read_text())["rows"]} for file in files)
+    names = ("h200/session-turn", "h100/designs-session-turn", "h200/designs-session-turn-three", "h200/designs-session-turn-beside")
+    files = [RESULTS.parent / f"{name}.json" for name in names]
+    now, slower, older, other = ({row["kind"]: row for row in json.loads(file.read_text())["rows"]} for file in files)
     chunks = [turn["chunks"] for turn in now["resident"]["turns"]]
     assert (len(chunks), chunks.count(2)) == (9, 8)
-    found, beside = ([1e3 * row[kind]["first_s"] for row in (now, older, other)] for kind in ("resident", "demoted"))
-    assert f"two chunks, is {found[0]:.1f} ms with pages on the device" in text
-    assert f"From host memory it is {beside[0]:.0f} ms there" in text
-    assert f"{found[1]:.1f} ms with pages on the device, and {found[2]:.1f} ms in another run" in text
-    assert f"from host memory {beside[1]:.0f} and {beside[2]:.0f} ms" in text
+    found, beside = ([1e3 * row[kind]["first_s"] for row in (now, slower, older, other)] for kind in ("resident", "demoted"))
+    assert f"two chunks, is {found[0]:.1f} ms with pages on the device, and {beside[0]:.1f} ms from host memory" in text
+    assert f"the medians are {found[1]:.1f} and {beside[1]:.0f} ms" in text
+    assert f"{found[2]:.1f} ms with pages on the device (three turns, `designs-session-turn-three.json`), and {found[3]:.1f} ms in" in text
+    assert f"from host memory {beside[2]:.0f} and {beside[3]:.0f} ms" in text
     bus = [RESULTS.parent / "h100/designs-tiers-prompts-long-copies.json", RESULTS / "tiers-prompts.json"]
     rates = [json.loads(file.read_text())["rows"][0]["rate"] / 1e9 for file in bus]
     assert "at {:.0f} GB/s (`h100/designs-tiers-prompts-long-copies.json`), that of the H200s at {:.0f}".format(*rates) in text

@@ -28,9 +28,7 @@ def all_gather(
         config: settings of the implementation; no implementation takes any so far.
         implementation: see `pallas_kernels.dispatch`.
 
-    "mosaic_gpu" takes up to 128 KiB of all arrays together and is for decode steps. It has not run on GPUs yet, so it is not picked by
-    itself: `dispatch.forced("all_gather=mosaic_gpu")` picks it, and what it cannot take is then refused. Memory: as many bytes as are
-    received.
+    "mosaic_gpu" takes up to 128 KiB of all arrays together and is for decode steps. Memory: as many bytes as are received.
 
     Returns for each array those of all devices, in their order: `[n, *shape]`.
 

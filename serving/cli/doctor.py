@@ -85,9 +85,6 @@ def _show_ops(checks: Sequence[Check], dtype: str) -> None:
     for op in dispatch.WGMMA_ONLY:
         if (reason := dispatch.absent("mosaic_gpu", op=op)) and not dispatch.absent("mosaic_gpu"):
             typer.echo(f"mosaic_gpu of {op} is not here: it {reason}")
-    for op, name in dispatch.UNTRIED.items():
-        if name in dispatch.available(op):
-            typer.echo(f"{name} of {op} is passed by: it has not run on such a device yet; --implementation {op}={name} takes it")
 
 
 def step_rows(bytes_per_s: float, *, measured: bool = True) -> list[dict[str, Any]]:

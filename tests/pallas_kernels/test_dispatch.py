@@ -104,11 +104,7 @@ def test_forced_ops_take_what_other_platforms_take(hopper):
         for name in ("mosaic_gpu", "cudnn"):
             with dispatch.forced(name):
                 assert dispatch.candidates(op) == ((name,) if name in names else ()) + everywhere
-        tried = tuple(name for name in dispatch.available(op) if name != dispatch.UNTRIED.get(op))
-        assert dispatch.candidates(op) == tried
-        if op in dispatch.UNTRIED:
-            with dispatch.forced(f"{op}={dispatch.UNTRIED[op]}"):
-                assert dispatch.candidates(op) == (dispatch.UNTRIED[op],)
+        assert dispatch.candidates(op) == dispatch.available(op)
 
 
 def test_a_forced_path_may_be_entered_again(hopper):
@@ -133,7 +129,7 @@ def test_gpus_newer_than_hopper_take_kernels_without_wgmma_and_cudnn(blackwell):
     assert not dispatch.has_wgmma()
     for op in dispatch.IMPLEMENTATIONS:
         first = dispatch.candidates(op)[0]
-        kernel = "mosaic_gpu" in dispatch.IMPLEMENTATIONS[op] and op not in (*dispatch.WGMMA_ONLY, *dispatch.UNTRIED)
+        kernel = "mosaic_gpu" in dispatch.IMPLEMENTATIONS[op] and op not in dispatch.WGMMA_ONLY
         expected = "mosaic_gpu" if kernel else "cudnn" if op == "flash_attention" else None
         assert first == expected or (expected is None and dispatch.BACKENDS[first] is None)
     if blackwell != "forced":
@@ -250,10 +246,3 @@ def test_one_op_can_be_forced_alone(caplog):
 def test_names_of_an_op_that_cannot_be_forced_are_refused(name, kind, said):
     with pytest.raises(kind, match=said):
         dispatch.forced(name)
-
-
-def test_what_has_not_run_on_its_devices_is_passed_by_and_said(hopper, caplog):
-    with caplog.at_level("INFO", logger="pallas_kernels.dispatch"):
-        assert dispatch.choose("all_gather", None, "of no device") == "xla"
-    assert "not mosaic_gpu: it has not run on such a device yet" in caplog.text
-    assert "(all_gather=mosaic_gpu)" in caplog.text
