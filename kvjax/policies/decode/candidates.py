@@ -9,12 +9,25 @@ from jaxtyping import Array, Float, Int, Int32
 from kvjax.policies.decode.base import SelectContext
 
 _NONE = jnp.iinfo(jnp.int32).max  # sorts behind every id
+FEW = 512
+"""So many entries are put in order by comparing all pairs, which XLA fuses into a few small kernels; more are sorted."""
 
 
 def ascending(ids: Int[Array, "... n"]) -> Int32[Array, "... n"]:
     """Ids in order, and -1 at the end."""
-    ids = jnp.sort(jnp.where(ids < 0, _NONE, ids).astype(jnp.int32), axis=-1)
-    return jnp.where(ids == _NONE, -1, ids)
+    ids = jnp.where(ids < 0, _NONE, ids).astype(jnp.int32)
+    if ids.shape[-1] > FEW:
+        ids = jnp.sort(ids, axis=-1)
+        return jnp.where(ids == _NONE, -1, ids)
+    earlier = jnp.tri(ids.shape[-1], k=-1, dtype=bool)  # of equal ids the first comes first
+    before = (ids[..., None, :] < ids[..., None]) | ((ids[..., None, :] == ids[..., None]) & earlier)
+    return _placed(jnp.where(ids == _NONE, -1, ids), before.sum(axis=-1), ids.shape[-1], -1)
+
+
+def _placed(values: Array, places: Int[Array, "... n"], width: int, none: float) -> Array:
+    """`[..., width]`: at each place its value; `none`, which no value is below, where there is no value. At most one value has a place."""
+    there = places[..., None, :] == jnp.arange(width, dtype=places.dtype)[:, None]
+    return jnp.max(jnp.where(there, values[..., None, :], none), axis=-1)
 
 
 def always_read(
@@ -37,13 +50,18 @@ def ranked(scores: Float[Array, "... n"], ids: Int[Array, "... n"], k: int) -> t
     ids: each at most once, -1 for none. NaN and -inf count as the lowest finite score, 0.0 and -0.0 are equal, as in
     `pallas_kernels.select_blocks`.
     """
-    order = jnp.argsort(jnp.where(ids < 0, _NONE, ids), axis=-1)
-    scores, ids = (jnp.take_along_axis(x, order, axis=-1) for x in (scores, ids))
-    lowest = jnp.finfo(scores.dtype).min
+    width, lowest = min(k, scores.shape[-1]), jnp.finfo(scores.dtype).min
     scores = jnp.where(scores >= lowest, scores, lowest)
     scores = jnp.where(ids >= 0, jnp.where(scores == 0, 0.0, scores), -jnp.inf)
-    best, places = jax.lax.top_k(scores, min(k, scores.shape[-1]))  # of equal scores the first, which has the lower id
-    return best, jnp.where(best > -jnp.inf, jnp.take_along_axis(ids, places, axis=-1), -1)
+    if scores.shape[-1] > FEW:
+        order = jnp.argsort(jnp.where(ids < 0, _NONE, ids), axis=-1)
+        scores, ids = (jnp.take_along_axis(x, order, axis=-1) for x in (scores, ids))
+        best, places = jax.lax.top_k(scores, width)  # of equal scores the first, which has the lower id
+        return best, jnp.where(best > -jnp.inf, jnp.take_along_axis(ids, places, axis=-1), -1)
+    score, other = scores[..., None], scores[..., None, :]
+    places = ((other > score) | ((other == score) & (ids[..., None, :] < ids[..., None]))).sum(axis=-1)
+    places = jnp.where(ids >= 0, places, width)  # nowhere
+    return _placed(scores, places, width, -jnp.inf), _placed(ids.astype(jnp.int32), places, width, -1)
 
 
 def best_candidates(scores: Float[Array, "... n"], ids: Int[Array, "... n"], k: int) -> Int32[Array, "... k"]:
