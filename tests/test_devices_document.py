@@ -77,3 +77,20 @@ def test_the_table_of_exchanges_is_what_the_results_make():
     assert said.format(**of_kernels) in " ".join(text.split())
     first = {row["policy"]: row["median_s"] for row in prompts if row["tokens"] == 2**17}
     assert f"dense / `bounds:32` | {first['dense']:.2f} / {first['bounds:32']:.2f} s |" in text
+
+
+def test_where_the_time_of_steps_goes_is_what_the_results_say():
+    text = " ".join((ROOT / "docs" / "devices.md").read_text(encoding="utf-8").split())
+    rows = json.loads((RESULTS / "mesh-steps-4.json").read_text())["rows"]
+    found = {}
+    for row in rows:
+        for kernel in row["profile"]["kernels"] if row["tokens"] == 2**17 else ():
+            found[row["policy"], row["tensor"], kernel["name"].split("_")[0]] = kernel["total_s"] * 1e3
+    spans, lists = ([found[policy, n, name] for n in (1, 2, 4)] for policy, name in (("dense", "span"), ("top:32", "selected")))
+    assert "{:.2f}, {:.2f} and {:.2f} ms of a dense step".format(*spans) in text
+    assert "`selected` {:.2f}, {:.2f} and {:.2f} ms of a step of `top:32`".format(*lists) in text
+    sums = [found["top:32", n, "anonymous"] for n in (2, 4)]
+    assert "Sums take {:.2f} and {:.2f} ms".format(*sums) in text
+    least = found["top:32", 4, "project"], lists[2], sums[1]
+    assert "products {:.2f}, attention {:.2f}, sums {:.2f}.".format(*least) in text
+    assert f"shorter than {sum(least) + 0.05:.1f} ms" in text

@@ -384,7 +384,8 @@ TIMELINE_PLACE = (2**17, 1)
 """Tokens and batch of the rows whose timeline is drawn."""
 
 TIMELINE_SECONDS = 300e-6
-"""The part of a step that is drawn: two layers of a large model."""
+"""The part of a step that is drawn, from its first product on: two layers of a large model. Before that, devices of a mesh wait for each
+other."""
 
 KERNEL_COLORS = {
     "span": "#222222",
@@ -392,6 +393,7 @@ KERNEL_COLORS = {
     "merge": "#e6b400",
     "append": "#cc79a7",
     "project": "#9fc8a0",
+    "exchange": "#d55e00",
     "XLA": "#bdbdbd",
 }
 """Colours of a timeline's bars. Names are the part before `_kernel` of our kernels; all others are XLA's."""
@@ -401,14 +403,18 @@ NAMED_SECONDS = 9e-6
 
 
 def plot_timeline(rows: Sequence[Row], file: Path) -> None:
-    """The first kernels of a step as bars with their names, one line per row. Every row must have a timeline."""
+    """The first kernels of a step as bars with their names, one line per row of `TIMELINE_PLACE`. ValueError if none has a timeline."""
+    rows = [row for row in rows if row.get("timeline") and (row["tokens"], row["batch"]) == TIMELINE_PLACE]
+    if not rows:
+        raise ValueError(f"no step of {TIMELINE_PLACE[0]:,} tokens and batch {TIMELINE_PLACE[1]} has a timeline to draw")
     with pictures.picture(file, height=1.1 + 0.62 * len(rows)) as (figure, axes):
         axis = axes[0, 0]
         for line, row in enumerate(rows):
+            zero = next((start for full, start, _ in row["timeline"] if _kernel_name(full) == "project"), 0)
             for full, start, length in row["timeline"]:
-                if start * 1e-9 >= TIMELINE_SECONDS:
+                name, start = _kernel_name(full), start - zero
+                if not 0 <= start * 1e-9 < TIMELINE_SECONDS:
                     continue
-                name = _kernel_name(full)
                 first, last = start * 1e-3, min(start + length, TIMELINE_SECONDS * 1e9) * 1e-3
                 style = {"color": KERNEL_COLORS.get(name, pictures.color_of(name)), "edgecolor": "white", "linewidth": 0.4}
                 axis.barh(line, last - first, left=first, height=0.84, label=name, **style)
@@ -416,15 +422,18 @@ def plot_timeline(rows: Sequence[Row], file: Path) -> None:
                     place = {"ha": "center", "va": "center", "rotation": 0 if (last - first) * 1e-6 >= 3 * NAMED_SECONDS else 90}
                     ink = "white" if name in ("span", "selected") else "black"
                     axis.text((first + last) / 2, line, name, color=ink, size=pictures.LEAST_POINTS, **place)
-        axis.set(xlim=(0, TIMELINE_SECONDS * 1e6), xlabel="us from the start of the step")
+        axis.set(xlim=(0, TIMELINE_SECONDS * 1e6), xlabel="us from the first product of the step")
         axis.set_yticks(range(len(rows)), [f"{row['shape']}\n{line_name(row)}" for row in rows])
         axis.invert_yaxis()
         pictures.legend_below(figure, [axis], columns=6)
 
 
 def _kernel_name(full: str) -> str:
-    """The name of one of our kernels, or XLA."""
-    return full.partition("_kernel")[0] if "mosaic" in full else "XLA"
+    """The name of one of our kernels, or XLA. Kernels that exchange with other devices have no name of their own."""
+    if "mosaic" not in full:
+        return "XLA"
+    name = full.partition("_kernel")[0].partition("_mosaic")[0]
+    return "exchange" if name == "anonymous" else name
 
 
 def _micro(row: Row) -> str:
@@ -445,6 +454,7 @@ def write_documents(
             "prefill-echo-time.png."
         ),
     ] = None,
+    timeline: Annotated[Path | None, typer.Option(help="Picture of the first kernels of decode steps at 128K tokens, batch 1.")] = None,
 ) -> None:
     """Make tables and plots from results. Without --into, print every part."""
     runs = load(files)
@@ -467,10 +477,8 @@ def write_documents(
         if plots is not None and any(run["bench"] == kind for run in runs):
             rows = merged([run for run in runs if run["bench"] == kind])
             plot(rows, plots / f"{name}.png", scale=scale, unit=unit)
-            if kind == "decode":
-                shown = [row for row in rows if row.get("timeline") and (row["tokens"], row["batch"]) == TIMELINE_PLACE]
-                if shown:
-                    plot_timeline(shown, plots / "decode-timeline.png")
+    if timeline is not None:
+        plot_timeline(merged([run for run in runs if run["bench"] == "decode"]), timeline)
 
 
 if __name__ == "__main__":

@@ -177,11 +177,10 @@ def test_the_command_writes_documents_and_plots(tmp_path):
     assert "| sparse/qwen2.5-7b/top:8 | xla | 13 |" in document.read_text()
     for name in ("step-time.png", "decode-op.png", "decode-step.png"):
         assert (tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG")
-    assert not (tmp_path / "plots" / "decode-timeline.png").exists(), "no step has a timeline"
     timed = step_row("dense", 5.7, timeline=[["project", 0, 1000], ["span", 1000, 2000]])
     (tmp_path / "steps.json").write_text(json.dumps(STEPS | {"rows": [timed]}))
-    report.write_documents([tmp_path / "steps.json"], plots=tmp_path / "plots")
-    assert (tmp_path / "plots" / "decode-timeline.png").read_bytes().startswith(b"\x89PNG")
+    report.write_documents([tmp_path / "steps.json"], timeline=tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no row has a time"):
         report.plot([op_row("dense", "dense", None)], tmp_path / "x.png", scale=1, unit="s")
     with pytest.raises(ValueError, match=r"no row of qwen2\.5-7b at batch 1 or 8 has a time"):
