@@ -85,7 +85,7 @@ class Engine:
     ):
         check_model(model, "Engine")
         check_mesh(mesh, stores)
-        packed = check_cache_format(cache_format, model.config.compute_dtype, 1 if mesh is None else mesh.size)
+        packed = check_cache_format(cache_format, model.config.compute_dtype, 1 if mesh is None else mesh.shape["context"])
         self.guard, self.mesh = CallGuard("this engine"), mesh
         self.model, self.config = model if mesh is None else place_model(model, mesh), model.config
         self.page_size, self.prefill_chunk, self.batch_buckets = engine_sizes(page_size, prefill_chunk, batch_buckets)

@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from kvjax.cache.types import Cache, LatentPages, LayerCache, SlotLayer
+from kvjax.cache.types import Cache, LatentPages, LayerCache, PagedKV, SlotLayer
 from kvjax.checks import whole_number
 from pallas_kernels.all_gather import all_gather
 from pallas_kernels.all_reduce import all_reduce
@@ -467,7 +467,10 @@ def _layer_specs(layer: LayerCache) -> LayerCache:
             start=per_head, inputs=spec_of((None, None, "channels")), g=rows, beta=rows, corrections=rows, first=WHOLE_COPY
         )
     axes = ("pages",) if isinstance(layer, LatentPages) else ("pages", "kv_heads")
-    return jax.tree.map(lambda _: spec_of(axes), layer)
+    specs = jax.tree.map(lambda _: spec_of(axes), layer)
+    if isinstance(layer, PagedKV) and layer.open is not None:  # its rows are not dealt out
+        specs = specs.replace(open=jax.tree.map(lambda _: spec_of((None, None, "kv_heads")), layer.open))
+    return specs
 
 
 def cache_specs(cache: Cache) -> Cache:

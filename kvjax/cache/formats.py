@@ -85,12 +85,14 @@ def parse_cache_format(text: str | CacheFormat | None, dtype: str) -> CacheForma
         raise ValueError(f"cache format {text!r} cannot be read: {error}. Give {GRAMMAR}") from None
 
 
-def check_cache_format(text: str | CacheFormat | None, dtype: str, devices: int) -> CacheFormat | None:
-    """The cache format of an engine; None: pages are not packed. dtype: as in `parse_cache_format`. devices: of its mesh. ValueError for a
-    text that cannot be read, NotImplementedError for a mesh, whose pages cannot be packed yet."""
+def check_cache_format(text: str | CacheFormat | None, dtype: str, context: int) -> CacheFormat | None:
+    """The cache format of an engine; None: pages are not packed. dtype: as in `parse_cache_format`. context: devices over which pages are
+    dealt out. ValueError for a text that cannot be read, NotImplementedError for pages that are dealt out, which cannot be packed yet."""
     packed = parse_cache_format(text, dtype)
-    if packed is not None and devices > 1:
-        raise NotImplementedError("cache_format does not work with a mesh of several devices yet: leave out one of them")
+    if packed is not None and context > 1:
+        raise NotImplementedError(
+            f"cache_format does not work with a mesh that deals out pages (context={context}) yet: leave it out, or use tensor alone"
+        )
     return packed
 
 

@@ -24,6 +24,8 @@ from pallas_kernels.page_format import unpack
 
 IN_FRAMES = ("k", "v", "k_scales", "v_scales")
 """Arrays of pages that lie in frames. Everything else is found by page id."""
+OPEN_ROWS = ("open_k", "open_v")
+"""Arrays whose rows hold several pages each. Their heads are the axis after these."""
 PIECE = 16
 """Pages copied in one call: 117 MB for a 7B model."""
 
@@ -35,7 +37,7 @@ def stored_arrays(layer: LayerCache | None, group: str | None = None) -> dict[st
     if layer is None:
         return {}
     if group == OPEN:
-        return {"open_k": layer.open.k, "open_v": layer.open.v}
+        return dict(zip(OPEN_ROWS, (layer.open.k, layer.open.v), strict=True))
     if isinstance(layer, SlotLayer):
         return {name: getattr(layer, name) for name in ("start", "inputs", "g", "beta", "corrections", "first")}
     if isinstance(layer, LatentPages):
@@ -114,7 +116,8 @@ def _converted(spec: CacheSpec, group: str, rows: UInt8[np.ndarray, "n bytes"], 
 def _gathered(spec: CacheSpec, tensor: int, number: int, name: str, array: np.ndarray) -> np.ndarray:
     layer = spec.layers[number]
     if isinstance(layer, PagedSpec):
-        return array[:, :: layer.on_mesh(tensor).copies]
+        copies = layer.on_mesh(tensor).copies
+        return array[:, :, ::copies] if name in OPEN_ROWS else array[:, ::copies]
     if isinstance(layer, RecurrentSpec) and name == "inputs":
         return array[..., np.argsort(layer.channel_order(tensor))]
     return array
@@ -123,7 +126,7 @@ def _gathered(spec: CacheSpec, tensor: int, number: int, name: str, array: np.nd
 def _dealt(spec: CacheSpec, tensor: int, number: int, name: str, array: np.ndarray) -> np.ndarray:
     layer = spec.layers[number]
     if isinstance(layer, PagedSpec):
-        return np.repeat(array, layer.on_mesh(tensor).copies, axis=1)
+        return np.repeat(array, layer.on_mesh(tensor).copies, axis=2 if name in OPEN_ROWS else 1)
     if isinstance(layer, RecurrentSpec) and name == "inputs":
         return array[..., layer.channel_order(tensor)]
     return array
@@ -262,7 +265,7 @@ def _unpack(
         place += len(own)
         put = {name: x.at[_places(layer, name, ids, frames)].set(values[name], mode="drop") for name, x in own.items()}
         if group == OPEN:
-            filled[number] = layer.replace(open=OpenRows(put["open_k"], put["open_v"]))
+            filled[number] = layer.replace(open=OpenRows(*(put[name] for name in OPEN_ROWS)))
         elif isinstance(layer, SlotLayer):
             filled[number] = layer.replace(**put)
         elif isinstance(layer, LatentPages):

@@ -13,7 +13,7 @@ from histories import FEW, History, run_histories
 from jax.sharding import PartitionSpec
 from meshes import LARGE, MESHES, MODELS, mesh_of, model_of
 from quick_cases import rest_long
-from tiny_models import random_model
+from tiny_models import make_family, random_model
 
 import kvjax
 from kvjax import Engine, attend, chunk_rows, steps
@@ -210,6 +210,42 @@ def test_a_mesh_gives_the_same_bits_in_any_company(case, tmp_path, monkeypatch):
     assert counts["sequences compared"] > 3
 
 
+@pytest.mark.parametrize(
+    "case",
+    rest_long(
+        [(each, mesh) for each in ("int8", "k=int4:channel,v=fp8:none", "q8_0") for mesh in ("tensor 2", "tensor 4")],
+        ("k=int4:channel,v=fp8:none", "tensor 2"),
+    ),
+    ids=" ".join,
+)
+def test_packed_pages_are_split_by_heads(case, text):
+    """Keys and values of a mesh differ in their last bits from those of one device. Where one of them stands between two codes, it gets the
+    other code, and logits differ by more than rounding; of few tokens."""
+    (cache_format, mesh), model = case, make_family("llama", head_dim=32)
+    (expected, reads), (found, read) = (
+        logits_of(model, each, POLICIES["top"], text[:203], cache_format=cache_format) for each in (None, mesh_of(mesh))
+    )
+    off = np.abs(found - expected).max(axis=1) / np.abs(expected).max()
+    assert off.min() < 1e-5
+    assert off.max() < 1e-2
+    assert (read.blocks.tolist(), read.keys.tolist()) == (reads.blocks.tolist(), reads.keys.tolist())
+    plain, _ = logits_of(model, None, POLICIES["top"], text[:203])
+    assert np.median(np.abs(plain - expected).max(axis=1)) > 1e-4
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("mesh", rest_long(["tensor 2", "tensor 4"], "tensor 2"))
+def test_packed_pages_of_a_mesh_have_the_same_bits_in_any_company(mesh, tmp_path, monkeypatch):
+    monkeypatch.setattr(MeshHistory, "shared", {"mesh": mesh_of(mesh), "cache_format": "k=int8:channel,v=int4"})
+    counts = run_histories(model_of("llama"), range(1), tmp_path, dataclasses.replace(FEW, policies=("quest:1",)), MeshHistory)
+    assert counts["sequences compared"] > 3
+
+
+def test_packed_pages_that_are_dealt_out_are_refused(model):
+    with pytest.raises(NotImplementedError, match=r"deals out pages \(context=2\) yet: leave it out, or use tensor alone"):
+        Engine(model, mesh=mesh_of("context 2"), cache_format="int8")
+
+
 @pytest.mark.bits
 def test_bits_do_not_depend_on_the_device_where_a_sequence_begins(one_layer, text):
     found = []
@@ -301,12 +337,14 @@ def test_lists_and_scores_are_those_of_one_device(mesh, model, text):
 
 
 @pytest.mark.parametrize("meshes", rest_long([(BOTH,), ("tensor 4", BOTH)], (BOTH,)), ids=", ".join)
-@pytest.mark.parametrize("name", rest_long(["llama", "qwen3_5_text"], "qwen3_5_text"))
+@pytest.mark.parametrize("name", rest_long(["llama", "qwen3_5_text", "llama in int8"], "qwen3_5_text"))
 def test_a_file_of_one_mesh_is_read_on_another(name, meshes, text, tmp_path):
     """And on one device, and the other way round."""
+    name, _, packed = name.partition(" in ")
     model, path, logits = model_of(name), tmp_path / "sequence", []
-    places = [None, *map(mesh_of, meshes)]
-    engines = [Engine(model, pages=64, page_size=PAGE, prefill_chunk=CHUNK, mesh=each, batch_buckets=(1,)) for each in places]
+    places = [None, *(mesh_of("tensor 2" if packed and each == BOTH else each) for each in meshes)]
+    sizes = {"pages": 64, "page_size": PAGE, "prefill_chunk": CHUNK, "batch_buckets": (1,), "cache_format": packed or None}
+    engines = [Engine(model, mesh=each, **sizes) for each in places]
     for one, other in itertools.permutations(engines, 2):
         (sequence,) = one.prefill([text[:83]])
         one.save(sequence, path)

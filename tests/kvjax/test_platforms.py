@@ -102,6 +102,25 @@ def test_steps_over_packed_pages_take_the_kernels_that_unpack_them(as_on, text):
     assert heard["selected_attention"] == ("composed" if "d4" in text else "mosaic_gpu")
 
 
+def test_packed_pages_that_a_mesh_splits_by_heads_take_the_same_kernels(as_on):
+    """A chunk of many queries has its pages widened by spans, of which a table of 8,192 pages has several; a step packs what it fills."""
+    config = dataclasses.replace(shallow(make_family("llama", head_dim=128, dtype="bfloat16")).config, hidden_size=128, vocab_size=96)
+    spec, decoder = config.cache_spec(128, parse_cache_format("int8", "bfloat16")), TransformerDecoder(config)
+    tables = {group.name: np.zeros((1, 8192 if group.page_size == 128 else 1), np.int32) for group in spec.groups}
+    params, layers = jax.eval_shape(lambda: (init_params(config, jax.random.key(0)), spec.empty(dict.fromkeys(tables, 8192), ())))
+    cache, zero = Cache(layers, tables, np.array([300_000], np.int32), spec), np.zeros(1, np.int32)
+    shards = Shards(kvjax.mesh(tensor=2), ())
+    as_on("cuda", "9.0")
+    states = tuple(Dense().init(None, 1) for _ in spec.paged)
+    chunk = decoder, DensePrefill(), (), params, cache, np.zeros((1, 4096), np.int32), zero, zero
+    step = decoder, Dense(), (), params, cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states
+    with dispatch.listening() as heard:
+        text = prefill_step.trace(*chunk, shards=shards).lower(lowering_platforms=("cuda",)).as_text()
+        decode_step.trace(*step, shards=shards).lower(lowering_platforms=("cuda",))
+    assert {heard[op] for op in ("flash_attention", "gather_attention", "append_tokens", "all_reduce")} == {"mosaic_gpu"}
+    assert "widen_pages_kernel" in text
+
+
 @pytest.mark.parametrize(("name", "picked"), [("cascade:1/2", "mosaic_gpu"), ("cascade:1/2+1bit", "composed")])
 def test_a_step_of_cascade_takes_the_kernel_that_chooses_from_a_shortlist(as_on, name, picked, caplog):
     """Without being told to; with 1 bit and head dim 64 a key has too few bytes, and the log says so."""
