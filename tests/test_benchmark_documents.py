@@ -123,6 +123,17 @@ def test_the_tables_of_packed_numbers_are_what_the_results_make(document):
     assert not [case for case in cases if f"| {case} |" not in text]
 
 
+def test_sentences_on_launches_of_packed_steps_are_what_the_results_say():
+    text = " ".join((ROOT / "docs" / "formats.md").read_text(encoding="utf-8").split())
+    rows = json.loads((RESULTS / "packed-steps-launches.json").read_text())["rows"]
+    ms = {(row["policy"], row["steps_per_launch"]): row["median_s"] * 1e3 for row in rows}
+    said = "`top:32` takes {:.2f} ms in launches of eight and {:.2f} ms in launches of one, and one of `cascade:4` {:.2f} and {:.2f} ms"
+    assert said.format(*(ms[policy, count] for policy in ("top:32", "cascade:4") for count in (8, 1))) in text
+    idle = {row["steps_per_launch"]: row["profile"]["idle_s"] * 1e3 for row in rows if row["policy"] == "top:32"}
+    assert f"idle for {idle[8]:.2f} ms of such a step" in text
+    assert f"of a launch of one step for {idle[1]:.2f} ms" in text
+
+
 def test_sentences_on_packed_steps_are_what_the_results_say():
     text = " ".join((ROOT / "docs" / "formats.md").read_text(encoding="utf-8").split())
     older, now, ahead = (
