@@ -59,7 +59,8 @@ def write(
         return append(layers[number], given.k, given.v, *place, kinds, frames), None
     rows = cache.page_tables[OPEN][:, 0]
     if chunk is None:
-        return append_packed(layers[number], given.k, given.v, *place, rows, kinds)
+        dealt_out = cache.shards is not None and cache.shards.context > 1
+        return append_packed(layers[number], given.k, given.v, *place, rows, kinds, dealt_out=dealt_out)
     return append_chunk(layers[number], given.k, given.v, positions[:, 0], *chunk, cache.lengths, place[2], rows, kinds)
 
 
@@ -175,7 +176,10 @@ def bring(
     rows, places = shards.places(table, ctx.page_table)
     names = layer.index if isinstance(layer, LatentPages) else [spec.name for spec in indexes if spec.name in layer.index]
     index = {name: shards.brought(layer.index[name], rows) for name in names}
-    pages = jax.tree.map(lambda pool: shards.brought(pool, rows), layer.pages)
+    opened = layer.pages.open  # the chunk's pages, the same on all devices; only where they lie differs
+    pages = jax.tree.map(lambda pool: shards.brought(pool, rows), layer.pages.replace(open=None))
+    if opened is not None:
+        pages = pages.replace(open=opened.replace(row_of=shards.brought(opened.row_of, rows)))
     return type(layer)(*jax.lax.optimization_barrier((pages, index))), ctx.replace(page_table=places)
 
 

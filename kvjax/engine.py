@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import PageAllocator
-from kvjax.cache.formats import check_cache_format
+from kvjax.cache.formats import parse_cache_format
 from kvjax.cache.groups import GroupPages, pages_for
 from kvjax.cache.pool import Pool, PoolStats
 from kvjax.cache.prefixes import PrefixStats
@@ -85,7 +85,7 @@ class Engine:
     ):
         check_model(model, "Engine")
         check_mesh(mesh, stores)
-        packed = check_cache_format(cache_format, model.config.compute_dtype, 1 if mesh is None else mesh.shape["context"])
+        packed = parse_cache_format(cache_format, model.config.compute_dtype)
         self.guard, self.mesh = CallGuard("this engine"), mesh
         self.model, self.config = model if mesh is None else place_model(model, mesh), model.config
         self.page_size, self.prefill_chunk, self.batch_buckets = engine_sizes(page_size, prefill_chunk, batch_buckets)

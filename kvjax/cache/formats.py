@@ -85,17 +85,6 @@ def parse_cache_format(text: str | CacheFormat | None, dtype: str) -> CacheForma
         raise ValueError(f"cache format {text!r} cannot be read: {error}. Give {GRAMMAR}") from None
 
 
-def check_cache_format(text: str | CacheFormat | None, dtype: str, context: int) -> CacheFormat | None:
-    """The cache format of an engine; None: pages are not packed. dtype: as in `parse_cache_format`. context: devices over which pages are
-    dealt out. ValueError for a text that cannot be read, NotImplementedError for pages that are dealt out, which cannot be packed yet."""
-    packed = parse_cache_format(text, dtype)
-    if packed is not None and context > 1:
-        raise NotImplementedError(
-            f"cache_format does not work with a mesh that deals out pages (context={context}) yet: leave it out, or use tensor alone"
-        )
-    return packed
-
-
 def parse_format(text: str, dtype: str) -> PageFormat:
     """One format of `GRAMMAR`, read as `dtype`. ValueError for any other text."""
     plain, rotate, rest = text.partition("+rotate")

@@ -29,15 +29,20 @@ def append_packed(
     page_table: Int[Array, "B M"],
     rows: Int[Array, "B"],
     indexes: tuple[IndexSpec, ...],
+    *,
+    dealt_out: bool = False,
 ) -> tuple[PagedKV, OpenPages]:
     """Write the valid tokens of a step to the open rows, then seal each page whose last token is among them. Returns the layer, and the
     pages that hold the step's tokens, as its queries read them.
 
     positions, valid, page_table: as in `append`, at most `MOST_TOKENS` tokens. rows: of `layer.open`, one of each sequence. A page that
     drafted tokens fill is packed too; if they are dropped, it is packed again when it fills again: the row still has its tokens.
+    dealt_out: whether other devices have some of the pages. Every device keeps the open rows of all of them, and seals its own pages.
     """
-    count = layer.open.k.shape[1]
-    logical = positions // layer.pages.page_size
+    (_, count, _, page_size, _), logical = layer.open.k.shape, positions // layer.pages.page_size
+    if dealt_out:
+        at = jnp.where(valid, rows[:, None], NOWHERE), logical % count, slice(None), positions % page_size
+        layer = layer.replace(open=OpenRows(_put(layer.open.k, at, k), _put(layer.open.v, at, v)))
     page = physical(page_table, logical, valid & (rows >= 0)[:, None], NOWHERE)
     opened = _open_pages(layer.open.k, layer.open.v, page, rows[:, None] * count + logical % count, layer.pages.num_pages)
     kinds = tuple((spec.name, spec.kind, spec.block_size) for spec in kept_in(layer.index, indexes))

@@ -71,7 +71,7 @@ def plan_command(
 
     With kvjax batch --data, each replica takes this on its own devices.
     """
-    from kvjax.cache.formats import check_cache_format
+    from kvjax.cache.formats import parse_cache_format
     from kvjax.memory import host_memory as host_parts
     from kvjax.memory import pool_size
     from kvjax.models.loading import read_config, read_packing
@@ -81,7 +81,7 @@ def plan_command(
     check_context(context)
     config = read_config(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions)
     with named_as_options():
-        check_cache_format(cache_format, config.compute_dtype, context)
+        parse_cache_format(cache_format, config.compute_dtype)
         declared = _declared(config, policy, prefill, page_size, prefill_chunk, cache_format)
     disk = None if disk_size is None else Path("unnamed")  # where it is does not matter
     kept_in = stores(reuse, False, host_memory, disk, disk_size)

@@ -213,12 +213,12 @@ def test_a_mesh_gives_the_same_bits_in_any_company(case, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "case",
     rest_long(
-        [(each, mesh) for each in ("int8", "k=int4:channel,v=fp8:none", "q8_0") for mesh in ("tensor 2", "tensor 4")],
-        ("k=int4:channel,v=fp8:none", "tensor 2"),
+        [(each, mesh) for each in ("int8", "k=int4:channel,v=fp8:none", "q8_0") for mesh in ("tensor 4", "context 2", BOTH)],
+        ("k=int4:channel,v=fp8:none", BOTH),
     ),
     ids=" ".join,
 )
-def test_packed_pages_are_split_by_heads(case, text):
+def test_packed_pages_are_those_of_one_device(case, text):
     """Keys and values of a mesh differ in their last bits from those of one device. Where one of them stands between two codes, it gets the
     other code, and logits differ by more than rounding; of few tokens."""
     (cache_format, mesh), model = case, make_family("llama", head_dim=32)
@@ -234,16 +234,20 @@ def test_packed_pages_are_split_by_heads(case, text):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("mesh", rest_long(["tensor 2", "tensor 4"], "tensor 2"))
+@pytest.mark.parametrize("mesh", rest_long(["tensor 4", "context 2", BOTH], BOTH))
 def test_packed_pages_of_a_mesh_have_the_same_bits_in_any_company(mesh, tmp_path, monkeypatch):
     monkeypatch.setattr(MeshHistory, "shared", {"mesh": mesh_of(mesh), "cache_format": "k=int8:channel,v=int4"})
     counts = run_histories(model_of("llama"), range(1), tmp_path, dataclasses.replace(FEW, policies=("quest:1",)), MeshHistory)
     assert counts["sequences compared"] > 3
 
 
-def test_packed_pages_that_are_dealt_out_are_refused(model):
-    with pytest.raises(NotImplementedError, match=r"deals out pages \(context=2\) yet: leave it out, or use tensor alone"):
-        Engine(model, mesh=mesh_of("context 2"), cache_format="int8")
+@pytest.mark.long
+def test_open_pages_that_one_device_alone_keeps_would_show(tmp_path, monkeypatch):
+    monkeypatch.setattr(MeshHistory, "shared", {"mesh": mesh_of("context 2"), "cache_format": "int8"})
+    honest = attend.append_packed
+    monkeypatch.setattr(attend, "append_packed", lambda *given, dealt_out: honest(*given, dealt_out=False))
+    with pytest.raises(AssertionError, match="sequences differ"):
+        run_histories(model_of("llama"), range(3), tmp_path, dataclasses.replace(FEW, policies=("quest:1",)), MeshHistory)
 
 
 @pytest.mark.bits
@@ -342,7 +346,7 @@ def test_a_file_of_one_mesh_is_read_on_another(name, meshes, text, tmp_path):
     """And on one device, and the other way round."""
     name, _, packed = name.partition(" in ")
     model, path, logits = model_of(name), tmp_path / "sequence", []
-    places = [None, *(mesh_of("tensor 2" if packed and each == BOTH else each) for each in meshes)]
+    places = [None, *map(mesh_of, meshes)]
     sizes = {"pages": 64, "page_size": PAGE, "prefill_chunk": CHUNK, "batch_buckets": (1,), "cache_format": packed or None}
     engines = [Engine(model, mesh=each, **sizes) for each in places]
     for one, other in itertools.permutations(engines, 2):

@@ -102,14 +102,15 @@ def test_steps_over_packed_pages_take_the_kernels_that_unpack_them(as_on, text):
     assert heard["selected_attention"] == ("composed" if "d4" in text else "mosaic_gpu")
 
 
-def test_packed_pages_that_a_mesh_splits_by_heads_take_the_same_kernels(as_on):
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_packed_pages_of_a_mesh_take_the_same_kernels(as_on, axis):
     """A chunk of many queries has its pages widened by spans, of which a table of 8,192 pages has several; a step packs what it fills."""
     config = dataclasses.replace(shallow(make_family("llama", head_dim=128, dtype="bfloat16")).config, hidden_size=128, vocab_size=96)
     spec, decoder = config.cache_spec(128, parse_cache_format("int8", "bfloat16")), TransformerDecoder(config)
     tables = {group.name: np.zeros((1, 8192 if group.page_size == 128 else 1), np.int32) for group in spec.groups}
     params, layers = jax.eval_shape(lambda: (init_params(config, jax.random.key(0)), spec.empty(dict.fromkeys(tables, 8192), ())))
     cache, zero = Cache(layers, tables, np.array([300_000], np.int32), spec), np.zeros(1, np.int32)
-    shards = Shards(kvjax.mesh(tensor=2), ())
+    shards = Shards(kvjax.mesh(**{axis: 2}), tuple((group.name, 8192) for group in spec.groups) if axis == "context" else ())
     as_on("cuda", "9.0")
     states = tuple(Dense().init(None, 1) for _ in spec.paged)
     chunk = decoder, DensePrefill(), (), params, cache, np.zeros((1, 4096), np.int32), zero, zero
@@ -117,7 +118,8 @@ def test_packed_pages_that_a_mesh_splits_by_heads_take_the_same_kernels(as_on):
     with dispatch.listening() as heard:
         text = prefill_step.trace(*chunk, shards=shards).lower(lowering_platforms=("cuda",)).as_text()
         decode_step.trace(*step, shards=shards).lower(lowering_platforms=("cuda",))
-    assert {heard[op] for op in ("flash_attention", "gather_attention", "append_tokens", "all_reduce")} == {"mosaic_gpu"}
+    exchange = {"tensor": "all_reduce", "context": "all_gather"}[axis]
+    assert {heard[op] for op in ("flash_attention", "gather_attention", "append_tokens", exchange)} == {"mosaic_gpu"}
     assert "widen_pages_kernel" in text
 
 
