@@ -167,8 +167,6 @@ class Plan:
             raise ValueError(f"drafts are timed on one device, got {self.drafts} for tensor {self.tensor} x context {self.context}")
         if self.context & (self.context - 1):
             raise ValueError(f"context is {self.context}, and pages are dealt out over a power of two devices: use 2, 4 or 8")
-        if self.devices > 1 and (self.weights is not None or self.cache_format is not None):
-            raise ValueError(f"packed weights and pages are timed on one device, not on tensor {self.tensor} x context {self.context}")
         weights_bytes(self.config, format_function(self.weights), tensor=self.tensor)  # refuses heads that do not divide
         self.spec  # noqa: B018  refuses pages that cannot be packed
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Int
 
 from kvjax.cache import OPEN, Cache, IndexSpec, PagedKV, pages_of_step
@@ -19,7 +20,7 @@ from kvjax.cache.types import OpenRows, over_packed
 from kvjax.model import ModelConfig, Params
 from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.packing import pack_params
-from kvjax.sharding import CONTEXT, TENSOR, Cut, Shards, param_specs, spec_of
+from kvjax.sharding import CONTEXT, TENSOR, Cut, Shards, layer_specs, param_specs, spec_of
 from pallas_kernels.bench.cases import PAGE_SIZE
 from pallas_kernels.bench.inputs import random_pages
 from pallas_kernels.pack_pages import pack_pages
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 def random_params(config: ModelConfig, shards: Shards | None = None, weights: str | None = None) -> Params:
     """Random weights, as at the start of training, made on the device, or each part on its device. Biases are zero.
 
-    weights: how they are packed, as in `kvjax.load`, on one device; it then holds them unpacked for a while, too.
+    weights: how they are packed, as in `kvjax.load`. One device then holds them unpacked for a while, too; devices of a mesh one layer.
     """
     if shards is None:
         made = init_params(config, jax.random.key(0))
@@ -60,9 +61,18 @@ def random_params(config: ModelConfig, shards: Shards | None = None, weights: st
         if kind not in programs:
             split = _without_layers(specs) if number is None else specs["layers"][number]
             programs[kind] = jax.jit(lambda key: shards.run(functools.partial(made, number), (key,), (spec_of(()),), split))
-        return jax.block_until_ready(programs[kind](jax.random.key(0 if number is None else number + 1)))
+        part = programs[kind](jax.random.key(0 if number is None else number + 1))
+        if weights is not None:
+            part = pack_params(part, weights) if number is None else pack_params({"layers": (part,)}, weights)["layers"][0]
+        return jax.block_until_ready(part)
 
-    return on_devices(None) | {"layers": tuple(map(on_devices, range(config.num_layers)))}
+    params = on_devices(None) | {"layers": tuple(map(on_devices, range(config.num_layers)))}
+    if weights is None:
+        return params
+    # A spec may stand for an array that a packed matrix does not have.
+    return jax.tree.map(
+        lambda spec, x: jax.device_put(x, NamedSharding(shards.mesh, spec)), param_specs(decoder, params, shards.tensor), params
+    )
 
 
 def _without_layers(params: Params) -> Params:
@@ -81,15 +91,17 @@ def random_cache(plan: Plan, length: int) -> Cache:
     table[:, :pages] = dealt_out(plan.batch, plan.context, pages, each, np.random.default_rng(length))
 
     def make(kept: PagedSpec, indexes: tuple[IndexSpec, ...], *keys: Array) -> PagedKV:
-        if shards is not None:  # copies of a head are the same
-            own = shards.number(TENSOR) // kept.copies * plan.context + shards.number(CONTEXT)
-            keys = [jax.random.fold_in(key, own) for key in keys]
+        of_open = keys
+        if shards is not None:  # copies of a head are the same, and so are open pages on all devices along context
+            head = shards.number(TENSOR) // kept.copies
+            of_open = [jax.random.fold_in(key, head) for key in keys]
+            keys = [jax.random.fold_in(key, head * plan.context + shards.number(CONTEXT)) for key in keys]
         shape = (each, kept.kv_heads, PAGE_SIZE, kept.head_dim)
         dtype = jnp.dtype(plan.config.compute_dtype)
         k, v = (random_pages(key, shape, dtype) for key in keys)
         if kept.formats != (None, None):
             opened = (plan.batch, pages_of_step(PAGE_SIZE), *shape[1:])
-            rows = OpenRows(*(jax.random.normal(jax.random.fold_in(key, each), opened).astype(dtype) for key in keys))
+            rows = OpenRows(*(jax.random.normal(jax.random.fold_in(key, each), opened).astype(dtype) for key in of_open))
             return packed_layer(kept, k, v, indexes, rows)
         return PagedKV(Pages(k, v), {spec.name: page_index(k, kind=spec.kind, block_size=spec.block_size) for spec in indexes})
 
@@ -98,8 +110,8 @@ def random_cache(plan: Plan, length: int) -> Cache:
         own = functools.partial(make, kept, indexes)
         if shards is None:
             return own
-        specs = (spec_of(()),) * 2, spec_of(("pages", "kv_heads"))
-        return jax.jit(lambda *keys: shards.run(own, keys, *specs))
+        specs = layer_specs((jax.eval_shape(lambda: kept.empty(each, PAGE_SIZE, indexes, rows=plan.batch)),))
+        return jax.jit(lambda *keys: shards.run(own, keys, (spec_of(()),) * 2, *specs))
 
     def layer(number: int) -> PagedKV | None:
         kept = spec.on_device(plan.tensor).layers[number]
@@ -110,7 +122,7 @@ def random_cache(plan: Plan, length: int) -> Cache:
     layers = tuple(layer(number) for number in range(len(spec.layers)))
     tables = {group.name: placed(shards, jnp.asarray(table)) for group in spec.groups}
     if OPEN in tables:
-        tables[OPEN] = jnp.asarray(page_table([[row] for row in range(plan.batch)]))
+        tables[OPEN] = placed(shards, jnp.asarray(page_table([[row] for row in range(plan.batch)])))
     return Cache(layers, tables, placed(shards, plan.start(length)), spec)
 
 
