@@ -78,10 +78,11 @@ def read_mesh_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelCo
         if "median_s" not in row or devices_of(row) == 1 or launch_text(row):
             continue
         mesh = {name: row[name] for name in ("tensor", "context")}
+        packed = {name: row.get(name) for name in ("weights", "cache_format")}
         config, policy, dtype = config_of(row["shape"], row["layers"]), parse(row["policy"]), row["dtype"]
         place = f"{row['tokens']:,} tokens, batch {row['batch']}, {row['policy']}, tensor {row['tensor']} x context {row['context']}"
         where = f"{row['shape']}, {place}"
-        moved = step_bytes(config, policy, row["tokens"], row["batch"], dtype=dtype, **mesh)
+        moved = step_bytes(config, policy, row["tokens"], row["batch"], dtype=dtype, **packed, **mesh)
         counted = sum(row["bytes"].values())
         if abs(moved.total / counted - 1) > 0.01:  # lists are spread evenly in the count, not quite in a pool
             raise ValueError(f"{where}: the row counts {counted:,} bytes, kvjax.bill {moved.total:,}; measure it again")
@@ -93,7 +94,7 @@ def read_mesh_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelCo
         choosing = layers_that_choose(config, policy) if row["context"] > 1 else 0
         seconds = seconds_of(row, where)
         cell = MeshCell(row["tokens"], row["batch"], row["policy"], row["tensor"], row["context"], seconds, moved, exchanges, choosing)
-        groups.setdefault(Key(run["provenance"]["device"], row["shape"], row["layers"], dtype), []).append(cell)
+        groups.setdefault(Key(run["provenance"]["device"], row["shape"], row["layers"], dtype, **packed), []).append(cell)
     return groups
 
 
