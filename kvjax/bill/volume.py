@@ -107,14 +107,16 @@ def step_bytes(
     the same KV heads, each reads them.
 
     Raises ValueError for sizes below 1, dtypes, weights and formats that are not known, frames with another tier, a mesh or packed pages,
-    packed pages on a mesh, and heads or MLP columns that do not divide; NotImplementedError for a policy that does not say what it reads,
-    and for `Cascade` with keys in other tiers.
+    packed pages that are dealt out, and heads or MLP columns that do not divide; NotImplementedError for a policy that does not say what
+    it reads, and for `Cascade` with keys in other tiers.
     """
     _check(policy, {"length": length, "batch": batch, "page_size": page_size, "tensor": tensor, "context": context}, tier, frames)
     stored = dataclasses.replace(config, compute_dtype=config.compute_dtype if dtype is None else _name(dtype))
     packed = parse_cache_format(cache_format, stored.compute_dtype)
-    if packed is not None and (frames is not None or tensor * context > 1):
-        raise ValueError(f"pages packed as {packed} lie on one device, and none in host memory: leave out the format, frames or the mesh")
+    if packed is not None and (frames is not None or context > 1):
+        raise ValueError(
+            f"pages packed as {packed} are not dealt out to devices, and none lies in host memory: leave out the format, frames or context"
+        )
     pages = -(-batch * -(-length // page_size) // context)  # of the device that has most
     tokens = batch * length if context == 1 else min(batch * length, pages * page_size)
     opened = batch * ((length - 1) % page_size + 1)
