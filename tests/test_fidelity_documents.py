@@ -67,6 +67,7 @@ def test_the_page_of_the_long_model_is_what_its_files_make():
     text = (ROOT / "docs/long-model.md").read_text(encoding="utf-8")
     assert rendered(text, LONG, "long") == text
     assert all(panel.get("settings", panel)["model"] == "needle-128k" for panel in LONG)
+    assert "is the folder of the training run:\n\n    ln -s RUN/model needle-128k\n" in text
 
 
 def test_files_of_several_commands_stand_in_one_part_and_say_whose_they_are(tmp_path):

@@ -102,9 +102,9 @@ def step_bytes(
     first ones of each sequence. Of a list, as many keys lie there as the policy's `keys_among` says; without that method they count as
     spread evenly.
 
-    tensor, context: of a mesh; the bytes are then those of one device, the one with the most pages, all open ones among them. Of a list, each device along `context`
-    reads an equal share, as if listed keys were spread evenly; so it does of codes and keys by which `Cascade` chooses. Where devices hold
-    the same KV heads, each reads them.
+    tensor, context: of a mesh; the bytes are then those of one device, the one with the most pages, all open ones among them. Of a list,
+    each device along `context` reads an equal share, as if listed keys were spread evenly; so it does of codes and keys by which `Cascade`
+    chooses. Where devices hold the same KV heads, each reads them.
 
     Raises ValueError for sizes below 1, dtypes, weights and formats that are not known, frames with another tier, a mesh or packed pages,
     and heads or MLP columns that do not divide; NotImplementedError for a policy that does not say what it reads,

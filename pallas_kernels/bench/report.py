@@ -478,7 +478,10 @@ def write_documents(
             rows = merged([run for run in runs if run["bench"] == kind])
             plot(rows, plots / f"{name}.png", scale=scale, unit=unit)
     if timeline is not None:
-        plot_timeline(merged([run for run in runs if run["bench"] == "decode"]), timeline)
+        try:
+            plot_timeline(merged([run for run in runs if run["bench"] == "decode"]), timeline)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--timeline") from None
 
 
 if __name__ == "__main__":

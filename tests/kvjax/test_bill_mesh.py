@@ -277,6 +277,10 @@ def test_bytes_of_a_device_by_hand():
     assert copied.kv == step_bytes(eight, parse("dense"), 2**17, tensor=4).kv, "4 KV heads: two devices have the same"
     with pytest.raises(ValueError, match="28 query heads cannot be split over tensor=8"):
         step_bytes(QWEN_7B, parse("dense"), length, tensor=8)
+    packed, half = (step_bytes(QWEN_7B, parse("top:32"), length, cache_format="int8", tensor=tensor) for tensor in (1, 2))
+    assert (half.kv, half.index) == (packed.kv // 2, packed.index // 2)
+    shared = step_bytes(QWEN_7B, parse("top:32"), length, cache_format="int8", context=2)
+    assert packed.kv / 2 < shared.kv < 0.6 * packed.kv, "all open tokens, and half of the others"
     for elsewhere in ({"tier": "host"}, {"frames": FrameCounts(100, 300, 2000)}):
         with pytest.raises(ValueError, match="pages of a mesh are on its devices alone"):
             step_bytes(QWEN_7B, parse("dense"), length, tensor=2, **elsewhere)

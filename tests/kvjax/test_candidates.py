@@ -29,7 +29,7 @@ def by_definition(scores, ids, k):
 
 
 @pytest.mark.parametrize("few", [0, candidates.FEW], ids=["sorted", "compared"])
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (7, 3), (64, 32), (40, 40), (20, 50)])
+@pytest.mark.parametrize(("n", "k"), [(0, 3), (1, 1), (7, 3), (64, 32), (40, 40), (20, 50)])
 def test_the_best_are_those_of_the_definition(n, k, few, monkeypatch):
     monkeypatch.setattr(candidates, "FEW", few)
     scores, ids = lists(n + k, n)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import typer
 
 from pallas_kernels.bench import report
 
@@ -181,6 +182,8 @@ def test_the_command_writes_documents_and_plots(tmp_path):
     (tmp_path / "steps.json").write_text(json.dumps(STEPS | {"rows": [timed]}))
     report.write_documents([tmp_path / "steps.json"], timeline=tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(typer.BadParameter, match="no step of 131,072 tokens and batch 1 has a timeline"):
+        report.write_documents([tmp_path / "ops.json"], timeline=tmp_path / "none.png")
     with pytest.raises(ValueError, match="no row has a time"):
         report.plot([op_row("dense", "dense", None)], tmp_path / "x.png", scale=1, unit="s")
     with pytest.raises(ValueError, match=r"no row of qwen2\.5-7b at batch 1 or 8 has a time"):
