@@ -1,13 +1,21 @@
-"""Programs that are compiled in another thread, while the device prefills a prompt."""
+"""Programs that are compiled in other threads: while the device prefills a prompt, or several beside each other."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterable
+import os
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+
+MOST_THREADS = 8
+"""How many programs are compiled beside each other at most, because each compilation takes memory."""
+
+NAMED = "kvjax compiles"
+"""What the names of threads that compile begin with."""
 
 
 class CompileAhead:
@@ -34,7 +42,7 @@ class CompileAhead:
         try:
             lowered = [call.func.lower(*call.args, **call.keywords) for call in make()]
             if self._thread is None:
-                self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvjax compiles")
+                self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=NAMED)
             self.running[key] = self._thread.submit(_compile, lowered)
         except Exception:
             return
@@ -48,6 +56,40 @@ class CompileAhead:
 def _compile(lowered: list[jax.stages.Lowered]) -> None:
     for each in lowered:
         each.compile()
+
+
+def compile_together(calls: Generator[functools.partial], between: Callable[[], None]) -> None:
+    """Compile what some calls of jitted functions run, several programs beside each other, and return when all are compiled. Later calls
+    find them, as those of `CompileAhead` do: nothing is run, and what differs or fails here is compiled, or says why, when it is called.
+
+    calls: as `CompileAhead.begin` takes them. Calls that run the same program compile it once. between: called in this thread after each
+    program. If it raises, no other program is begun, and those that were begun are waited for.
+    """
+    threads = min(MOST_THREADS, os.cpu_count() or 1)
+    with contextlib.closing(calls), ThreadPoolExecutor(max_workers=threads, thread_name_prefix=NAMED) as pool:
+        try:
+            begun = []
+            for future in _begun(calls, pool):
+                begun.append(future)
+                between()
+            for future in begun:
+                future.exception()
+                between()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _begun(calls: Iterable[functools.partial], pool: ThreadPoolExecutor) -> Iterator[Future]:
+    """Trace and lower each call here, and begin to compile it in the pool. Ends where one of them fails."""
+    modules: dict[int, Any] = {}  # JAX keeps what it has lowered, so calls that run one program have one module
+    with contextlib.suppress(Exception):
+        for call in calls:
+            lowered = call.func.lower(*call.args, **call.keywords)
+            module = lowered.compiler_ir()
+            if id(module) not in modules:
+                modules[id(module)] = module
+                yield pool.submit(lowered.compile)
 
 
 def shape_of(shape: tuple[int, ...], dtype: Any, committed_to: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:

@@ -12,9 +12,11 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Array, Int
 
+from kvjax.ahead import shape_of
 from kvjax.cache import WHOLE, CacheSpec, IndexSpec
 from kvjax.cache.groups import GroupPages, pages_for
 from kvjax.cache.pool import Pool
@@ -211,6 +213,20 @@ class Prefiller:
         tokens, and room for one more. It gets a token each time, and loses it again.
         """
         length, copied = sequence.length, self._pool.copied_bytes
+        for run in self._with_copies(sequence, policy, tokens):
+            self.advance(run)
+            del sequence.tokens[length:]
+            sequence.length, sequence.logits, sequence.open_chunk = length, None, None
+            self._pool.copied_bytes = copied
+            yield
+
+    def calls_with_copies(self, sequence: CachedSequence, policy: PrefillPolicy, tokens: int) -> Iterator[functools.partial]:
+        """`calls` of what `compile_copies` runs. The sequence stays as it is."""
+        for run in self._with_copies(sequence, policy, tokens):
+            yield from self.calls(run)
+
+    def _with_copies(self, sequence: CachedSequence, policy: PrefillPolicy, tokens: int) -> Iterator[ChunkRun]:
+        """A chunk of one token for each combination of sizes."""
         for group in [group for group in self._groups.spec.groups if group.name in self._pool.frames]:
             counts = self._pool.frames[group.name].counts
             for size, widths in self._sizes_alone(group, counts, tokens):
@@ -218,11 +234,7 @@ class Prefiller:
                 pages = self._groups.written(sequence, 0, run.last)
                 run.tables = {name: page_table([each], widths[name]) for name, each in pages.items()}
                 run.staged = {group.name: stage_with(size, self._pool.frames_of(group.name, pages[group.name]), counts)}
-                self.advance(run)
-                del sequence.tokens[length:]
-                sequence.length, sequence.logits, sequence.open_chunk = length, None, None
-                self._pool.copied_bytes = copied
-                yield
+                yield run
 
     def _sizes_alone(self, group: GroupSpec, counts: FrameCounts, tokens: int) -> list[tuple[Sizes, dict[str, int]]]:
         """Of the chunks of such prompts: sizes of what is copied, and widths of page tables, without repetitions."""
@@ -246,16 +258,22 @@ class Prefiller:
         owner = self._pool.spec.layers[number].share_with
         return self._pool.layers[number if owner is None else owner]
 
+    def _copied(self, run: ChunkRun) -> tuple[list[int], list[int]]:
+        """Layers whose pages are copied before they are read: all of them, and those of the next slice."""
+        part, spec = self.slices[run.done], self._pool.spec
+        copied = [number for number in spec.paged if spec.layers[number].group in run.staged] if run.staged else []
+        return copied, [number for number in copied if part.first <= number < part.last]
+
+    def _lacks(self, run: ChunkRun) -> WindowRows | None:
+        """What has to be copied for the next slice's first layer, because the slice before has not done it."""
+        _, own = self._copied(run)
+        return self._window(run.staged, own[0]) if own and run.ahead is None else None
+
     def _copies(self, run: ChunkRun) -> Copies | None:
-        """What the next slice copies. The copies for its first layer are made now, if the slice before has not made them."""
+        """What the next slice copies."""
         if run.staged is None:
             return None
-        part, spec = self.slices[run.done], self._pool.spec
-        copied = [number for number in spec.paged if spec.layers[number].group in run.staged]
-        own = [number for number in copied if part.first <= number < part.last]
-        self._pool.copied_bytes += sum(run.staged[spec.layers[number].group][1].bytes_of(self._read_by(number)) for number in own)
-        if own and run.ahead is None and (window := self._window(run.staged, own[0])) is not None:
-            run.ahead = copy_window(window)
+        part, (copied, own) = self.slices[run.done], self._copied(run)
         # After the last slice no layer follows. It copies for its own first layer again, so that it runs the same program as the others.
         following = next((number for number in copied if number >= part.last), own[0]) if own else None
         windows = tuple(self._window(run.staged, number) if number in own[1:] else None for number in range(part.first, part.last))
@@ -339,18 +357,30 @@ class Prefiller:
         x = embed_chunk(decoder, decoder.params_of(self.model.params, 0, 0), run.x, self._pool.shards)
         return self._pool.put(x) if self._pool.frames else x
 
-    def _next_slice(self, run: ChunkRun) -> None:
-        self._pool.advance_copies()
-        if self._pool.moved != run.moved:
-            self._find_pages(run)
+    def calls(self, run: ChunkRun) -> Iterator[functools.partial]:
+        """What the slices of a chunk will call, for `kvjax.ahead.compile_together`. Only the embedding runs; the chunk stays as it is."""
+        run, x = dataclasses.replace(run), self._embedded(run)
+        while run.done < len(self.slices):
+            if (window := self._lacks(run)) is not None:
+                yield functools.partial(copy_window, window)
+                run.ahead = self._shapes(window)
+            yield (call := self._call(run, x))
+            if (window := _following(call)) is not None:
+                run.ahead = self._shapes(window)
+            run.done += 1
+
+    def _shapes(self, window: WindowRows) -> Any:
+        """In place of a window's copies."""
+        return jax.tree.map(lambda each: shape_of(each.shape, each.dtype, self._pool.beside), jax.eval_shape(copy_window, window))
+
+    def _call(self, run: ChunkRun, x: Any) -> functools.partial:
+        """The next slice, whose input is x."""
         part, decoder, params = self.slices[run.done], self.model.decoder, self.model.params
-        x = run.x if run.done else self._embedded(run)
         tables = {group.name: run.tables[group.name] for group in part.spec.groups}
         # Layers of other slices are left out, so that only this slice's pages are donated; those that it reads beside them are not.
         cache = self._pool.cache(part.spec, tables, np.array([run.last], np.int32), part.first, part.last)
         layers, copies = self._pool.layers, self._copies(run)
-        reads_ahead = copies is not None and copies.following is not None
-        run.x, _, learned, missing, coming = self._pool.run(
+        return functools.partial(
             prefill_slice,
             part.decoder,
             run.policy,
@@ -364,13 +394,33 @@ class Prefiller:
             tuple(layers[owner] for owner in part.owners),
             learning=None if run.learning is None else run.learning.of_layers(part.place, part.end),
             copies=copies,
-            ahead=run.ahead if reads_ahead else None,
+            ahead=None if copies is None or copies.following is None else run.ahead,
             shards=self._pool.shards,
-            kept=lambda result: self._pool.keep(result[1], result[0], part.first, part.last),
         )
-        run.ahead = coming if reads_ahead else run.ahead
+
+    def _next_slice(self, run: ChunkRun) -> None:
+        self._pool.advance_copies()
+        if self._pool.moved != run.moved:
+            self._find_pages(run)
+        part, spec = self.slices[run.done], self._pool.spec
+        x = run.x if run.done else self._embedded(run)
+        _, own = self._copied(run)
+        self._pool.copied_bytes += sum(run.staged[spec.layers[number].group][1].bytes_of(self._read_by(number)) for number in own)
+        if (window := self._lacks(run)) is not None:
+            run.ahead = copy_window(window)
+        call = self._call(run, x)
+        run.x, _, learned, missing, coming = self._pool.run(
+            call.func, *call.args, **call.keywords, kept=lambda result: self._pool.keep(result[1], result[0], part.first, part.last)
+        )
+        run.ahead = run.ahead if _following(call) is None else coming
         run.learned.append(learned)
         run.done += 1  # before anything else can fail: the slice has run
         if run.done == len(self.slices):
             run.ahead = None  # nobody reads it, and the copies of the next chunk need its memory
         self._pool.expect_none(missing)
+
+
+def _following(call: functools.partial) -> WindowRows | None:
+    """What a slice copies for the slices after it."""
+    copies = call.keywords["copies"]
+    return None if copies is None else copies.following

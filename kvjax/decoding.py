@@ -161,29 +161,41 @@ class DecodeRunner:
     ) -> Iterator[functools.partial]:
         """Calls of `sample_first`, and of `decode_and_sample` or `decode_steps`, with shapes for arguments. widths: of the page tables, by
         layer group."""
-        model, size, vocab_size = self.model, len(samplings), self.model.config.vocab_size
+        size, vocab_size = len(samplings), self.model.config.vocab_size
         beside = place_beside(self._pool.layers) if first_array(self._pool.layers).committed else None
         one, rows = SamplingRows.of(samplings[:1]), SamplingRows.of(samplings)
         counts = shape_of((vocab_size,), np.int32) if one.penalises else None
         logits = shape_of((vocab_size,), np.float32, beside)
         yield functools.partial(sample_first, logits, one, shape_of((1,), np.int32), counts)
-        placed = self._pool.beside
+        step = self.step_call(policy, [sequence] + [None] * (size - 1), widths, rows, shape_of((size,), np.int32, beside))
+        ends = Ends(shape_of((size,), np.int32), shape_of((size, STOP_IDS), np.int32))
+        for steps in launches:
+            yield functools.partial(decode_steps, steps, *step.args, ends, **step.keywords)
+        if not launches:
+            yield step
+
+    def step_call(
+        self,
+        policy: DecodePolicy,
+        sequences: Sequence[CachedSequence | None],
+        widths: dict[str, int],
+        rows: SamplingRows,
+        tokens: jax.ShapeDtypeStruct | None = None,
+    ) -> functools.partial:
+        """A call of `decode_and_sample`, with shapes for arguments. widths: of the page tables, by layer group. tokens: None: from the
+        host."""
+        size, placed = len(sequences), self._pool.beside
         tables = {name: shape_of((size, width), np.int32, placed) for name, width in widths.items()}
         cache = self._pool.as_it_is(tables, shape_of((size,), np.int32, placed))
-        states = self._declared.states.of_batch(policy, [sequence] + [None] * (size - 1))
-        counts = shape_of((size, vocab_size), np.int32) if rows.penalises else None
-        tokens = shape_of((size,), np.int32, beside)
+        states = self._declared.states.of_batch(policy, sequences)
+        counts = shape_of((size, self.model.config.vocab_size), np.int32) if rows.penalises else None
+        tokens = shape_of((size,), np.int32, placed) if tokens is None else tokens
         rows = jax.tree.map(lambda each: shape_of(each.shape, each.dtype, placed), rows)
-        arrays = (model.params, cache, tokens, shape_of((size,), bool, placed), states, rows, counts)
+        arrays = (self.model.params, cache, tokens, shape_of((size,), bool, placed), states, rows, counts)
         counts_of = {group.name: pages_of_step(group.page_size) for group in self._groups.spec.groups}
         following = {name: shape_of((size, count), np.int32, placed) for name, count in counts_of.items()}
         static = {"following": following, "shards": self._pool.shards}
-        given = model.decoder, policy, self._declared.indexes, *arrays
-        ends = Ends(shape_of((size,), np.int32), shape_of((size, STOP_IDS), np.int32))
-        for steps in launches:
-            yield functools.partial(decode_steps, steps, *given, ends, **static)
-        if not launches:
-            yield functools.partial(decode_and_sample, *given, **static)
+        return functools.partial(decode_and_sample, self.model.decoder, policy, self._declared.indexes, *arrays, **static)
 
     def placed(self, rows: SamplingRows) -> SamplingRows:
         """The rows on the device. The same rows are put there once, unless they have NumPy arrays that their owner may still change."""

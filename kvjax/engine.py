@@ -428,8 +428,8 @@ class Engine:
         """Compile the steps that `batch` sequences decoded together need before the first real call.
 
         It compiles prefill, and greedy decoding in the batch bucket of `batch`, for every page-table width up to that of `tokens` tokens
-        (None: one page), and with `host_bytes` the copies of pages (docs/tiers.md). Steps in which a row draws at random are compiled
-        when first used. Raises as `prefill` does.
+        (None: one page), and with `host_bytes` the copies of pages (docs/tiers.md). Programs are traced one after the other, and compiled
+        beside each other in up to 8 threads. Steps in which a row draws at random are compiled when first used. Raises as `prefill` does.
         """
         warm_up(self, batch=whole_number("batch", batch, 1), tokens=tokens, policy=policy)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -60,6 +60,10 @@ class HollowEngine(Engine):
                 frames.take_moves()  # nothing has to be copied
         sequence.tokens, sequence.length = [0] * tokens, tokens
         return sequence
+
+    def calls_of_chunk(self, sequence: CachedSequence, tokens: list[int]) -> Iterator[functools.partial]:
+        """What the slices of a chunk of these tokens call, which do not run (`kvjax.ahead.compile_together`)."""
+        yield from self._prefiller.calls(self._begin(sequence, tokens))
 
     @property
     def frames(self) -> dict[str, Frames]:

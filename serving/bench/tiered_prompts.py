@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
 
+from kvjax.ahead import compile_together
 from kvjax.cache.staging import sizes_alone
 from kvjax.memory import memory_plan
 from kvjax.model import ModelConfig
 from kvjax.policies.prefill import PrefillPolicy, indexes_of, name_of
+from kvjax.sequences import CachedSequence
 from kvjax.serving.bench.decode import PAGE_SIZE
 from kvjax.serving.bench.hollow import HollowEngine, random_model, random_prompt
 from kvjax.serving.bench.prefill import longest
@@ -122,7 +126,7 @@ def _compile(engine: HollowEngine, tokens: int, say: Callable[[str], None]) -> N
     room = sum(frames.counts.device for frames in engine.frames.values()) * PAGE_SIZE
     if room:
         engine.free(*engine.prefill([random_prompt(engine.config, min(tokens, room + 2 * engine.prefill_chunk), seed=0)]))
-    known = set()
+    found: dict[Any, tuple[int, int]] = {}
     for start in range(0, tokens, engine.prefill_chunk):
         count = min(engine.prefill_chunk, tokens - start)
         pages = engine.pages_for(start + count)
@@ -130,14 +134,28 @@ def _compile(engine: HollowEngine, tokens: int, say: Callable[[str], None]) -> N
         written = engine.prefill_chunk // PAGE_SIZE
         staged = [sizes_alone(pages, frames.counts, written) for frames in engine.frames.values()]
         needs = policy, count < engine.prefill_chunk or start + count == tokens, tuple(staged)
-        if needs in known:
-            continue
-        known.add(needs)
-        say(f"programs of {start + count:,} tokens")
+        found.setdefault(needs, (start, count))
+
+    @contextlib.contextmanager
+    def chunk(start: int, count: int) -> Iterator[tuple[CachedSequence, list[int]]]:
         sequence = engine.hollow_sequence(start)
         engine.reserve([sequence], tokens - start)  # a prompt has all of its pages from its first chunk on, and tables are that wide
-        jax.block_until_ready(engine.extend(sequence, random_prompt(engine.config, count, seed=0)))
-        engine.free(sequence)
+        try:
+            yield sequence, random_prompt(engine.config, count, seed=0)
+        finally:
+            engine.free(sequence)
+
+    def calls() -> Generator[functools.partial]:
+        for start, count in found.values():
+            say(f"programs of {start + count:,} tokens")
+            with chunk(start, count) as given:
+                yield from engine.calls_of_chunk(*given)
+
+    compile_together(calls(), lambda: None)
+    for start, count in found.values():
+        say(f"a chunk of {start + count:,} tokens")
+        with chunk(start, count) as given:
+            jax.block_until_ready(engine.extend(*given))
 
 
 def _time_prompt(engine: HollowEngine, tokens: int) -> dict[str, Any]:

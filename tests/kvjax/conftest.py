@@ -1,13 +1,17 @@
 """Small random models, a text, and policies with planted defects."""
 
+import collections
 import dataclasses
+import threading
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_models import VOCAB, make_latent_model, make_model, make_recurrent_model, shallow
 
 from kvjax import Engine
+from kvjax.ahead import NAMED
 from kvjax.policies.decode import Blocks
 from kvjax.policies.decode.base import Stateless
 
@@ -53,6 +57,22 @@ def bf16_latent_model():
 @pytest.fixture(scope="session")
 def model_factory():
     return make_model
+
+
+@pytest.fixture
+def compiled():
+    """Functions by name -> the threads that compiled them, in order: "ahead" or "call". All compiled programs are cleared."""
+    found, on = collections.defaultdict(list), [True]
+
+    def hear(event, duration, **named):
+        if on[0] and event.endswith("backend_compile_duration"):
+            ahead = threading.current_thread().name.startswith(NAMED)
+            found[str(named.get("fun_name")).removeprefix("jit(").removesuffix(")")].append("ahead" if ahead else "call")
+
+    jax.clear_caches()
+    jax.monitoring.register_event_duration_secs_listener(hear)
+    yield found
+    on[0] = False
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """What follows a prefill is compiled in another thread, and the calls that come later find it."""
 
-import collections
 import dataclasses
 import functools
 import threading
@@ -19,22 +18,6 @@ from kvjax.policies.decode.base import Stateless
 
 PAGE, CHUNK, BUCKET = 16, 32, 3  # no other test has this bucket, so nothing is compiled yet
 PROMPT = list(range(1, 2 * CHUNK + 3))
-
-
-@pytest.fixture
-def compiled(monkeypatch):
-    """Functions by name -> the kinds of threads that compiled them, in order."""
-    found, on = collections.defaultdict(list), [True]
-
-    def hear(event, duration, **named):
-        if on[0] and event.endswith("backend_compile_duration"):
-            ahead = threading.current_thread().name.startswith("kvjax compiles")
-            found[str(named.get("fun_name")).removeprefix("jit(").removesuffix(")")].append("ahead" if ahead else "call")
-
-    jax.clear_caches()
-    jax.monitoring.register_event_duration_secs_listener(hear)
-    yield found
-    on[0] = False
 
 
 def complete(engine, *requests):

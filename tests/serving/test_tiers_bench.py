@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import json
+import threading
 from pathlib import Path
 
+import jax
 import pytest
 
+from kvjax.ahead import NAMED
 from kvjax.bill.bus_fitting import read_tier_cells
 from kvjax.bill.volume import pages_on_host
 from kvjax.cache.spanning import FrameCounts
@@ -133,6 +137,28 @@ def test_a_prompt_copies_its_earlier_pages_once_for_each_chunk(monkeypatch):
     assert all(len(tiered_prefill_cells(row)) == 12 for row in (tiered, resident))
     with pytest.raises(ValueError, match="chunk 500 must be a multiple of the page size 128"):
         tiered_prompts.TieredPrompts(**fields | {"chunk": 500}, device_bytes=(None,))
+
+
+@pytest.mark.long
+def test_programs_of_a_prompt_are_compiled_beside_each_other(monkeypatch):
+    """Those that copy pages: nothing is left for the chunks that run them."""
+    monkeypatch.setattr(tiers, "COPY", 1 << 20)
+    found, now = collections.defaultdict(collections.Counter), [""]
+
+    def hear(event, duration, **named):
+        if event.endswith("backend_compile_duration") and named.get("fun_name") == "jit(prefill_slice)":
+            found[now[0].split()[0]][threading.current_thread().name.startswith(NAMED)] += 1
+
+    jax.clear_caches()
+    jax.monitoring.register_event_duration_secs_listener(hear)
+    fields = {"shape": "tiny", "config": CONFIG, "tokens": (12288,), "policies": (parse_prefill("dense"),), "chunk": 1024}
+    plan = tiered_prompts.TieredPrompts(**fields, device_bytes=(10**6,))
+    try:
+        list(tiered_prompts.tiered_prompt_rows(plan, lambda what: now.insert(0, what)))
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert set(found) == {"pages", "programs"}, "a prompt whose pages move, and then everything at once"
+    assert found["programs"] == {True: 3}
 
 
 def test_only_known_stores_are_timed():
