@@ -80,7 +80,10 @@ def _calls(
             widths = {group.name: table_width(-(-tokens // group.page_size)) for group in engine.spec.groups}
             for each in steps:
                 yield engine._runner.step_call(each, slots, widths, rows)
-            slots[0].open_chunk = None  # as after a step, so that the next chunk goes on from what the last one learned
+            # As after a step: the next chunk goes on from what the last one learned, and tables of windows are as wide as it was long.
+            length, slots[0].length, slots[0].open_chunk = slots[0].length, tokens - 1, None
+            engine._groups.skip(slots[0])
+            slots[0].length = length
         for each in prefills if engine._pool.frames else ():
             yield from engine._prefiller.calls_with_copies(slots[0], each, tokens)
     finally:

@@ -229,12 +229,12 @@ def test_warming_up_compiles_the_same_programs(case, compiled, monkeypatch):
             patch.setattr(warmup, "compile_together", functools.partial(looked_at, engine) if threads else lambda calls, _: calls.close())
             jax.clear_caches()
             compiled.clear()
-            engine.warmup(tokens=480, batch=1)
+            engine.warmup(tokens=1100 if case == "windows" else 480, batch=1)
             # Without JAX's own functions, some of which run once in a process.
             kept[threads] = {name: found for name, found in compiled.items() if not hasattr(jax.lax, name)}
     assert {name: len(each) for name, each in kept[True].items()} == {name: len(each) for name, each in kept[False].items()}
     assert set(kept[False]["decode_and_sample"]) == {"call"}
-    assert kept[True]["decode_and_sample"] == ["ahead"] * 2
+    assert kept[True]["decode_and_sample"] == ["ahead"] * len(kept[False]["decode_and_sample"])
     assert kept[True]["prefill_slice"] == ["call"] + ["ahead"] * (len(kept[False]["prefill_slice"]) - 1)
     assert len(kept[False]["prefill_slice"]) >= 2
     if case == "pages in host memory":
