@@ -346,7 +346,6 @@ def test_other_texts_are_refused_with_the_grammar(text):
 REFUSED = {
     "latents": ("deepseek_v32", {}, "keeps latents"),
     "shared layers": ("shared", {}, "read pages of others"),
-    "a mesh": ("llama", {"mesh": 2}, "a mesh of several devices"),
     "auto": ("llama", {"policy": "auto"}, "policy auto chooses by times"),
     "prefill auto": ("llama", {"prefill": "auto"}, "prefill auto chooses by times"),
     "prefill that reads keys": ("llama", {"prefill": "mean:16"}, "prefill mean:16.* does not unpack"),
@@ -356,7 +355,6 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_packed_pages_cannot_do_yet_is_refused_by_name(case):
     name, options, said = REFUSED[case]
-    options = options | ({"mesh": kvjax.mesh(tensor=options["mesh"])} if "mesh" in options else {})
     with pytest.raises(NotImplementedError, match=said):
         engine_of(make_family(name), "int8", **options)
 
