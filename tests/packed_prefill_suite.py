@@ -17,6 +17,19 @@ from pallas_kernels.pack_pages import pack_pages
 from pallas_kernels.page_format import unpack
 from pallas_kernels.pages import OpenPages, Pages
 
+BASE = {
+    "lengths": (0, 1, 127, 128, 129, 500, 700, 768),
+    "starts": (0, 0, 3, 50, 9, 200, 468, 468),
+    "num_queries": 300,
+    "kv_heads": 2,
+    "group": 4,
+    "head_dim": 128,
+    "page_size": 128,
+    "width": 6,
+}
+"""Ragged rows, as GPUs run them; `LONG`: over a long history."""
+LONG = {"lengths": (9000, 3), "width": 71, "kv_heads": 1, "num_queries": 200, "starts": (8800, 0)}
+
 
 @dataclasses.dataclass
 class Prefill:

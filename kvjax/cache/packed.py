@@ -40,10 +40,11 @@ def append_packed(
     dealt_out: whether other devices have some of the pages. Every device keeps the open rows of all of them, and seals its own pages.
     """
     (_, count, _, page_size, _), logical = layer.open.k.shape, positions // layer.pages.page_size
+    written = valid & (rows >= 0)[:, None]
     if dealt_out:
-        at = jnp.where(valid, rows[:, None], NOWHERE), logical % count, slice(None), positions % page_size
+        at = jnp.where(written, rows[:, None], NOWHERE), logical % count, slice(None), positions % page_size
         layer = layer.replace(open=OpenRows(_put(layer.open.k, at, k), _put(layer.open.v, at, v)))
-    page = physical(page_table, logical, valid & (rows >= 0)[:, None], NOWHERE)
+    page = physical(page_table, logical, written, NOWHERE)
     opened = _open_pages(layer.open.k, layer.open.v, page, rows[:, None] * count + logical % count, layer.pages.num_pages)
     kinds = tuple((spec.name, spec.kind, spec.block_size) for spec in kept_in(layer.index, indexes))
     pages, index = append_tokens(layer.pages.replace(open=opened), layer.index, k, v, positions, valid, page_table, kinds=kinds)

@@ -158,7 +158,6 @@ class Panel:
         self.model, self.plan = model, plan
         if plan.weights and packed is None:
             raise ValueError(f"weights {', '.join(plan.weights)} need `packed`, which gives the model with such weights")
-        self._models = {None: model} | {f"{WEIGHTS}{each}": packed(each) for each in plan.weights}
         longest = max(plan.lengths)
         if longest > model.config.max_positions:
             known = f"the model's {model.config.max_positions:,} positions{model.config.for_longer(longest)}"
@@ -167,6 +166,7 @@ class Panel:
         self._engines: tuple[int, dict[str | None, Engine]] | None = None
         self._trials = functools.lru_cache(maxsize=2)(self._draw)
         text_windows(self.text_ids, longest, plan.windows, self._prefix)
+        self._models = {None: model} | {f"{WEIGHTS}{each}": packed(each) for each in plan.weights}
 
     def units(self) -> list[Unit]:
         """All units, in order: length by length, and forced text before retrieval."""

@@ -25,7 +25,7 @@ def ascending(ids: Int[Array, "... n"]) -> Int32[Array, "... n"]:
 
 
 def _placed(values: Array, places: Int[Array, "... n"], width: int, none: float) -> Array:
-    """`[..., width]`: at each place its value; `none`, which no value is below, where there is no value. At most one value has a place."""
+    """`[..., width]`: at each place its value; `none`, which no value is below, where there is none. No two values have the same place."""
     there = places[..., None, :] == jnp.arange(width, dtype=places.dtype)[:, None]
     return jnp.max(jnp.where(there, values[..., None, :], none), axis=-1, initial=none)
 

@@ -13,23 +13,12 @@ import numpy as np
 import packed_prefill_suite
 import packed_suite
 import pytest
-from packed_prefill_suite import Prefill
+from packed_prefill_suite import BASE, LONG, Prefill
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
-BASE = {
-    "lengths": (0, 1, 127, 128, 129, 500, 700, 768),
-    "starts": (0, 0, 3, 50, 9, 200, 468, 468),
-    "num_queries": 300,
-    "kv_heads": 2,
-    "group": 4,
-    "head_dim": 128,
-    "page_size": 128,
-    "width": 6,
-}
 LISTS = {"lists": (5, 64), "window": (5, 200)}
 SELECTED = {"gamma": 4, "block_size": 64, "k_blocks": 3, "k_exact": 3, "window": (5, 130), "tournament": False, "estimate": "quantile"}
-LONG = {"lengths": (9000, 3), "width": 71, "kv_heads": 1, "num_queries": 200, "starts": (8800, 0)}
 CASES = {
     "int8": {},
     "int8, every page packed": {"format": "int8", "opened": False},

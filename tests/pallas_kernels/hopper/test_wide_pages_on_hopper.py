@@ -11,23 +11,13 @@ import jax.numpy as jnp
 import packed_prefill_suite
 import packed_suite
 import pytest
+from packed_prefill_suite import BASE, LONG
 
 from pallas_kernels.flash_attention import widened
 from pallas_kernels.hopper import wide_pages
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
-BASE = {
-    "lengths": (0, 1, 127, 128, 129, 500, 700, 768),
-    "starts": (0, 0, 3, 50, 9, 200, 468, 468),
-    "num_queries": 300,
-    "kv_heads": 2,
-    "group": 4,
-    "head_dim": 128,
-    "page_size": 128,
-    "width": 6,
-}
-LONG = {"lengths": (9000, 3), "width": 71, "kv_heads": 1, "num_queries": 200, "starts": (8800, 0)}
 SIZES = {
     "": {},
     "every page packed": {"opened": False},
