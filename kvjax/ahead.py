@@ -80,6 +80,12 @@ def compile_together(calls: Generator[functools.partial], between: Callable[[], 
             raise
 
 
+def compiled(lowered: Iterable[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
+    """Compile several programs beside each other. Each is lowered in this thread, when the iterable yields it."""
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix=NAMED) as pool:
+        return list(pool.map(jax.stages.Lowered.compile, lowered))
+
+
 def _begun(calls: Iterable[functools.partial], pool: ThreadPoolExecutor) -> Iterator[Future]:
     """Trace and lower each call here, and begin to compile it in the pool. Ends where one of them fails."""
     modules: dict[int, Any] = {}  # JAX keeps what it has lowered, so calls that run one program have one module

@@ -131,7 +131,7 @@ class Shards:
 
     def joined(self, x: Float[Array, "... F"]) -> Float[Array, "... n*F"]:
         """The parts of all devices of the tensor axis, side by side along the last axis."""
-        return x if self.tensor == 1 else jax.lax.all_gather(x, TENSOR, axis=x.ndim - 1, tiled=True)
+        return x if self.tensor == 1 else jnp.concatenate(list(self._from_all(TENSOR, x)[0]), axis=-1)
 
     def number(self, axis: str) -> Int[Array, ""]:
         """This device's number along an axis."""
@@ -152,10 +152,10 @@ class Shards:
         each = out.shape[2] // copies
         return jax.lax.dynamic_slice_in_dim(out, (self.number(TENSOR) % copies) * each, each, axis=2)
 
-    def over_heads(self, x: Array, copies: int) -> Array:
-        """The sum over the heads of all devices of the tensor axis, from that over each one's own, `copies` of which have the same."""
-        counts = self.number(TENSOR) % copies == 0
-        return jax.lax.psum(jnp.where(counts, x, jnp.zeros_like(x)), TENSOR) if self.tensor > 1 else x
+    def over_heads(self, copies: int, *sums: Array) -> tuple[Array, ...]:
+        """Sums over the heads of all devices of the tensor axis, from those over each one's own, `copies` of which have the same. Added in
+        device order."""
+        return tuple(functools.reduce(jnp.add, list(x[::copies])) for x in self._from_all(TENSOR, *sums)) if self.tensor > 1 else sums
 
     # Pages
 
@@ -183,7 +183,8 @@ class Shards:
         device that has a row's first page: so bits do not depend on which one that is. first: as `first_of` finds it. block_lse: of listed
         blocks, -inf on devices that do not hold them."""
         order = (first + jnp.arange(self.context, dtype=jnp.int32)[:, None]) % self.context
-        outs, lses = (jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)), axis=0) for x in self._from_all(out, lse))
+        found = self._from_all(CONTEXT, out, lse)
+        outs, lses = (jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)), axis=0) for x in found)
         out, lse = merge_attention(list(outs), list(lses))
         return out, lse, None if block_lse is None else self.best_of(block_lse)
 
@@ -193,11 +194,11 @@ class Shards:
 
     def candidates(self, *arrays: Array) -> tuple[Array, ...]:
         """What each device of the context axis found, side by side along the last axis."""
-        return tuple(jnp.concatenate(list(x), axis=-1) for x in self._from_all(*arrays))
+        return tuple(jnp.concatenate(list(x), axis=-1) for x in self._from_all(CONTEXT, *arrays))
 
-    def _from_all(self, *arrays: Array) -> tuple[Array, ...]:
-        """Small arrays of each device of the context axis, on all of them: `[n, *shape]`."""
-        return all_gather(arrays, axis_name=CONTEXT, mesh=self.mesh)
+    def _from_all(self, axis: str, *arrays: Array) -> tuple[Array, ...]:
+        """Small arrays of each device of an axis, on all of them: `[n, *shape]`."""
+        return all_gather(arrays, axis_name=axis, mesh=self.mesh)
 
     def places(self, table: Int[Array, "B M"], own: Int[Array, "B M"]) -> tuple[Int[Array, "B M/n"], Int[Array, "B M"]]:
         """How to bring the pages of a table together: the rows of the pool that this device contributes, 0 where there is none, and the

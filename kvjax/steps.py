@@ -430,7 +430,7 @@ def _count_reads(
             kinds.setdefault((blocks.block_size, blocks.window, blocks.ids.shape, spec.layers[layer].copies), []).append(blocks.ids)
     for (size, window, _, copies), ids in kinds.items():
         counted = _count_listed(jnp.stack(ids, axis=1), size, window, lengths, num_tokens)
-        counted = counted if shards is None else jax.tree.map(lambda x, copies=copies: shards.over_heads(x, copies), counted)
+        counted = counted if shards is None else Reads(*shards.over_heads(copies, counted.blocks, counted.keys))
         reads = jax.tree.map(jnp.add, reads, counted)
     return reads
 

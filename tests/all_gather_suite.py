@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
@@ -57,6 +58,13 @@ STEPS = {
 }
 """Exchanges of decode steps of a 7B model."""
 
+STEPS |= {
+    f"{devices} devices, batch {batch}, logits": Case(devices, (((batch, 152_064 // devices), "float32"),))
+    for devices in (2, 4, 8)
+    for batch in (1, 8)
+}
+STEPS |= {f"{devices} devices, batch 1, counts": Case(devices, (((1,), "int32"), ((1,), "int32"))) for devices in (2, 4, 8)}
+
 
 def given(case: Case, seed: int) -> tuple[np.ndarray, ...]:
     """The arrays of all devices, `[devices, *shape]`: random bits, so all kinds of numbers that are not finite, too."""
@@ -102,6 +110,11 @@ def _bits(x: np.ndarray) -> bytes:
 def structs(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The arrays of all devices."""
     return tuple(jax.ShapeDtypeStruct((case.devices, *shape), jnp.dtype(dtype)) for shape, dtype in case.arrays)
+
+
+def size_of(case: Case) -> int:
+    """Bytes of a device's arrays."""
+    return sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in case.arrays)
 
 
 def lowered(op: Callable, case: Case, platform: str = "cuda", calls: int = 1) -> str:

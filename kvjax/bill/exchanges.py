@@ -25,6 +25,7 @@ from kvjax.policies.decode.top_blocks import TopBlocks
 from kvjax.policies.decode.top_tokens import TopTokens
 from kvjax.policies.decode.window import Window
 from kvjax.sharding import CONTEXT, TENSOR
+from pallas_kernels.all_gather.api import KERNEL_BYTES
 from pallas_kernels.all_reduce.xla import GATHERED_BYTES
 from pallas_kernels.select_blocks import selection_width
 
@@ -56,15 +57,15 @@ class Exchange(NamedTuple):
 
     @property
     def received(self) -> float:
-        """Bytes that each device receives in all of them: the arrays of all others, but for large sums and counts, which go round in a
-        ring: twice its array, but for its own share."""
+        """Bytes that each device receives in all of them: the arrays of all others, but for large sums, which go round in a ring: twice its
+        array, but for its own share."""
         ring = self.kind == ALL_REDUCE and not self.sent_whole
         return self.count * (2 * self.bytes * (self.size - 1) / self.size if ring else self.bytes * (self.size - 1))
 
     @property
     def sent_whole(self) -> bool:
         """Whether it is a sum by `pallas_kernels.all_reduce` in which every device gets the arrays of all others."""
-        return self.part == "products" and (self.size == 2 or self.size * self.bytes <= GATHERED_BYTES)
+        return self.kind == ALL_REDUCE and (self.size == 2 or self.size * self.bytes <= GATHERED_BYTES)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -110,7 +111,7 @@ def step_exchanges(
         full += layer.mixer.window is None
         if listed:
             lists.add((reader, kept.kv_heads, kept.copies))
-    found["counts", ALL_REDUCE, TENSOR, batch * 4] = 2 * len(lists)
+    found["counts", ALL_GATHER, TENSOR, batch * 4] = 2 * len(lists)
     sizes = {TENSOR: tensor, CONTEXT: context}
     return tuple(
         Exchange(part, kind, axis, sizes[axis], count, each)
@@ -150,16 +151,17 @@ Counts = dict[tuple[str, str, int, int], int]
 def counts_of(exchanges: Iterable[Exchange], sums: str = "xla", gathers: str = "xla") -> Counts:
     """Counts of exchanges as a program asks XLA for them, whatever they are for.
 
-    sums, gathers: the implementations of `pallas_kernels.all_reduce`, which adds products, and of `all_gather`, which exchanges outputs of
-    attention and candidates. "xla" asks XLA for a gather; a kernel does not ask XLA.
+    sums, gathers: the implementations of `pallas_kernels.all_reduce`, which adds products, and of `all_gather`, which exchanges everything
+    else. "xla" asks XLA for a gather. A kernel does not ask XLA, and that of `all_gather` leaves large arrays to it.
     NotImplementedError for sums so large that "xla" sends them in parts.
     """
     found: Counts = collections.Counter()
     for each in exchanges:
         kind = each.kind
-        if each.part in ("merge", "candidates") and gathers != "xla":
-            continue
-        if each.part == "products":
+        if each.part != "products":
+            if each.part in PARTS and gathers != "xla" and each.bytes <= KERNEL_BYTES:
+                continue
+        else:
             if sums != "xla":
                 continue
             if not each.sent_whole:

@@ -1,7 +1,8 @@
-"""all_gather in Pallas Mosaic GPU: one launch per device, which writes to the memory of the others (`pallas_kernels.hopper.rooms`).
+"""all_gather in Pallas Mosaic GPU: launches on each device that write to the memory of the others (`pallas_kernels.hopper.rooms`).
 
-All arrays go as one array of 32-bit words, which XLA puts together before the launch and takes apart after it. Memory traffic of each
-device: that of the exchange, the words, and n times the words.
+All arrays go as one array of 32-bit words, which XLA puts together before the launch and takes apart after it. More words than a launch
+takes go in several, one after the other, of equal size: so all of them use one room. Memory traffic of each device: that of the exchange,
+the words, and n times the words.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.all_gather.api import Call
+from pallas_kernels.all_gather.api import KERNEL_BYTES, Call
 from pallas_kernels.hopper import lanes, rooms
 from pallas_kernels.preparation import prepared
 
 WORDS = rooms.PIECE_BYTES // 4
 """Of a piece, at most."""
+
+MOST_WORDS = rooms.MOST_CTAS * WORDS
+"""Of a launch."""
 
 
 def words_of(shape: tuple[int, ...], itemsize: int) -> int:
@@ -28,18 +32,21 @@ def words_of(shape: tuple[int, ...], itemsize: int) -> int:
     return -(-math.prod(shape) * itemsize // 4)
 
 
-def piece_of(words: int) -> int:
-    """Words for each CTA: a power of two, no more than needed."""
-    return min(WORDS, max(rooms.THREADS, 1 << (words - 1).bit_length()))
+def launches_of(words: int) -> tuple[int, int, int]:
+    """How many launches so many words take, the words of each, and those of each CTA: a power of two, no more than needed."""
+    count = -(-words // MOST_WORDS)
+    each = -(-words // count)
+    piece = min(WORDS, max(rooms.THREADS, 1 << (each - 1).bit_length()))
+    return count, -(-each // piece) * piece, piece
 
 
 def unsupported(call: Call, *arrays) -> str | None:
     """Why this kernel cannot take this valid input, or None if it can."""
     if not 2 <= call.num_devices <= rooms.MOST_DEVICES:
         return f"exchanges over 2 to {rooms.MOST_DEVICES} devices, got {call.num_devices}"
-    words = sum(words_of(x.shape, x.dtype.itemsize) for x in arrays)
-    if words > rooms.MOST_CTAS * WORDS:
-        return f"takes up to {rooms.MOST_CTAS * rooms.PIECE_BYTES} bytes of all arrays, got {4 * words}"
+    size = 4 * sum(words_of(x.shape, x.dtype.itemsize) for x in arrays)
+    if size > KERNEL_BYTES:
+        return f"takes up to {KERNEL_BYTES} bytes of all arrays, got {size}"
     return rooms.unsuitable(call.mesh)
 
 
@@ -48,12 +55,12 @@ def all_gather(call: Call, *arrays):
     if reason := unsupported(call, *arrays):
         raise NotImplementedError(f"all_gather 'mosaic_gpu': {reason}")
     sizes = [words_of(x.shape, x.dtype.itemsize) for x in arrays]
-    piece = piece_of(sum(sizes))
-    size = -(-sum(sizes) // piece) * piece
-    words = jnp.concatenate([*map(_as_words, arrays), jnp.zeros(size - sum(sizes), jnp.int32)])
+    count, size, piece = launches_of(sum(sizes))
+    words = jnp.concatenate([*map(_as_words, arrays), jnp.zeros(count * size - sum(sizes), jnp.int32)])
     s = rooms.Shape(call.axis_name, call.num_devices, size, piece)
     room, table = prepared(("all_gather", s), functools.partial(_open, s))
-    found = _collect(s, room, table, words).reshape(s.num_devices, s.size)
+    found = [_collect(s, room, table, each).reshape(s.num_devices, s.size) for each in jnp.split(words, count)]
+    found = jnp.concatenate(found, axis=1)
     parts = jnp.split(found, [sum(sizes[: n + 1]) for n in range(len(sizes))], axis=1)
     return tuple(_from_words(part, x.shape, x.dtype) for part, x in zip(parts, arrays, strict=False))
 

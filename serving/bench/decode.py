@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from kvjax.ahead import compiled
 from kvjax.bill.exchanges import counts_in
 from kvjax.bill.volume import rows_bytes, step_bytes, token_bytes
 from kvjax.cache import MOST_TOKENS, OPEN, Cache, CacheSpec, IndexSpec
@@ -307,8 +308,6 @@ class _Runner:
     drafted: int
     step: jax.stages.Compiled
     path: dict[str, str]
-    compile_s: float
-    temp_bytes: int
     states: tuple[Any, ...]
     seconds: list[float] = dataclasses.field(default_factory=list)
     profile: Timing | None = None
@@ -336,10 +335,7 @@ def _run_length(plan: Plan, length: int, params: Params, rate: float, on_progres
     on_progress(f"{length:,} tokens: cache")
     cache = random_cache(plan, length)
     rows = placed(plan.shards(length), jax.tree.map(jnp.asarray, SamplingRows.of([None] * plan.batch)))
-    runners = []
-    for policy, drafted, launch in _each(plan):
-        on_progress(f"{length:,} tokens: compiling {_label(policy, drafted, launch)}")
-        runners.append(_compiled(plan, policy, params, cache, rows, drafted, plan.shards(length), launch))
+    runners = _compiled(plan, length, params, cache, rows, on_progress)
     for number in range(plan.rounds + 1):
         for runner in runners:
             on_progress(f"{length:,} tokens: {f'round {number} of {plan.rounds}' if number else 'warm-up'}, {runner.label}")
@@ -357,37 +353,35 @@ def _run_length(plan: Plan, length: int, params: Params, rate: float, on_progres
 
 
 def _compiled(
-    plan: Plan,
-    policy: DecodePolicy,
-    params: Params,
-    cache: Cache,
-    rows: SamplingRows,
-    drafted: int = 1,
-    shards: Shards | None = None,
-    steps_per_launch: int = 1,
-) -> _Runner:
-    config = plan.config
-    states = tuple(policy.init(spec, plan.batch) for spec in state_specs(config, PAGE_SIZE, cache.table_of(0).shape[1]))
-    started = time.perf_counter()
-    static = (TransformerDecoder(config), policy, plan.indexes)
-    with dispatch.listening() as heard:
-        first = placed(shards, _first(plan, drafted))
-        given, ends = (params, cache, *first, placed(shards, states), rows), placed(shards, _never(plan))
-        if steps_per_launch == 1:
-            lowered = decode_and_sample.lower(*static, *given, shards=shards)
-        else:
-            lowered = decode_steps.lower(steps_per_launch, *static, *given, None, ends, shards=shards)
-    step = lowered.compile()
-    seconds, temp = time.perf_counter() - started, step.memory_analysis().temp_size_in_bytes
-    runner = _Runner(policy, drafted, step, heard, seconds, temp, placed(shards, states), steps_per_launch=steps_per_launch, ends=ends)
-    if shards is not None:
-        runner.shards = shards
-        runner.exchanges = _listed(lowered.as_text(dialect="hlo"), plan.tensor)
+    plan: Plan, length: int, params: Params, cache: Cache, rows: SamplingRows, on_progress: Callable[[str], None]
+) -> list[_Runner]:
+    """The runners of `_each`. Their programs are compiled beside each other."""
+    config, shards, found = plan.config, plan.shards(length), []
+    specs, ends = state_specs(config, PAGE_SIZE, cache.table_of(0).shape[1]), placed(shards, _never(plan))
+
+    def lowered() -> Iterator[jax.stages.Lowered]:
+        for policy, drafted, launch in _each(plan):
+            on_progress(f"{length:,} tokens: compiling {_label(policy, drafted, launch)}")
+            states = placed(shards, tuple(policy.init(spec, plan.batch) for spec in specs))
+            static = (TransformerDecoder(config), policy, plan.indexes)
+            given = (params, cache, *placed(shards, _first(plan, drafted)), states, rows)
+            with dispatch.listening() as heard:
+                if launch == 1:
+                    program = decode_and_sample.lower(*static, *given, shards=shards)
+                else:
+                    program = decode_steps.lower(launch, *static, *given, None, ends, shards=shards)
+            named = {"path": heard, "states": states, "shards": shards, "steps_per_launch": launch, "ends": ends}
+            exchanges = [] if shards is None else _listed(program.as_text(dialect="hlo"), plan.tensor)
+            found.append(functools.partial(_Runner, policy, drafted, **named, exchanges=exchanges))
+            yield program
+
+    runners = [make(step=step) for make, step in zip(found, compiled(lowered()), strict=True)]
+    for runner in runners if shards is not None else ():
         try:
-            runner.launched = _listed(step.as_text(), plan.tensor)
+            runner.launched = _listed(runner.step.as_text(), plan.tensor)
         except ValueError as error:  # a compiler may choose other kinds; times are measured all the same
             runner.launched = [{"unknown": str(error)}]
-    return runner
+    return runners
 
 
 def _listed(program: str, tensor: int) -> list[dict[str, Any]]:
@@ -467,8 +461,7 @@ def _row(plan: Plan, length: int, runner: _Runner, params: Params, rate: float) 
         "bytes": moved,
         "bytes_per_s": per_second,
         "fraction_of_copy": per_second / rate,
-        "temp_bytes": runner.temp_bytes,
-        "compile_s": runner.compile_s,
+        "temp_bytes": runner.step.memory_analysis().temp_size_in_bytes,
         "profile": runner.profile and runner.profile.figures(),
         "timeline": runner.timeline,
         "exchanges": runner.exchanges,

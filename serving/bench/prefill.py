@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.ahead import compiled
 from kvjax.cache import OPEN, WHOLE, Cache, CacheSpec
 from kvjax.cache.formats import CacheFormat
 from kvjax.cache.tables import page_table, staged_width, table_width
@@ -182,14 +183,15 @@ def _measure(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Para
     on_progress(f"{said}: cache")
     kept, shards = [empty_cache(plan, length, policy)], plan.shards(length)
     chunks, tables = _chunks(plan, length), _tables(plan, kept[0], length)
-    steps: dict[int, jax.stages.Compiled] = {}
-    started = time.perf_counter()
-    with dispatch.listening() as path:
-        for width, of_width in tables.items():
-            on_progress(f"{said}: compiling program {len(steps) + 1} of {len(tables)}")
+
+    def lowered() -> Iterator[jax.stages.Lowered]:
+        for number, of_width in enumerate(tables.values(), 1):
+            on_progress(f"{said}: compiling program {number} of {len(tables)}")
             static, cache = (TransformerDecoder(plan.config), policy, indexes_of(policy)), with_tables(kept[0], of_width, shards)
-            steps[width] = prefill_step.lower(*static, params, cache, *placed(shards, chunks[0][1:]), shards=shards).compile()
-    compile_s = time.perf_counter() - started
+            yield prefill_step.lower(*static, params, cache, *placed(shards, chunks[0][1:]), shards=shards)
+
+    with dispatch.listening() as path:
+        steps = dict(zip(tables, compiled(lowered()), strict=True))
 
     def run(some: Sequence[tuple]) -> jax.Array:
         for last, *operands in some:
@@ -226,7 +228,6 @@ def _measure(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Para
         "flops": dense_flops(plan.config, length),
         "temp_bytes": max(step.memory_analysis().temp_size_in_bytes for step in steps.values()),
         "peak_bytes": memory.get("peak_bytes_in_use"),
-        "compile_s": compile_s,
         "programs": len(steps),
         "profile": profile,
     }

@@ -283,10 +283,10 @@ def test_layers_that_read_anothers_pages_have_none_and_are_read_as_often():
 
 
 def test_a_round_is_the_engines_steps_fed_by_each_other():
-    p = plan()
+    p = plan(policies=policies_of("top:8"))
     params = decode_bench.random_params(p.config)
     rows = jax.tree.map(jnp.asarray, SamplingRows.of([None] * 2))
-    runner = decode_bench._compiled(p, parse("top:8"), params, decode_bench.random_cache(p, 2048), rows)
+    (runner,) = decode_bench._compiled(p, 2048, params, decode_bench.random_cache(p, 2048), rows, print)
     _, after = decode_bench._round(p, 2048, runner, params, decode_bench.random_cache(p, 2048), rows)
 
     cache, tokens = decode_bench.random_cache(p, 2048), jnp.zeros(2, jnp.int32)
@@ -300,12 +300,12 @@ def test_a_round_is_the_engines_steps_fed_by_each_other():
 
 
 def test_reading_a_page_that_no_sequence_owns_is_an_error():
-    p = plan()
+    p = plan(policies=policies_of("dense"))
     params = decode_bench.random_params(p.config)
     rows = jax.tree.map(jnp.asarray, SamplingRows.of([None] * 2))
     cache = decode_bench.random_cache(p, 2048)
     cache = cache.replace(page_tables={"full": cache.table_of(0).at[1, 3].set(0)})
-    runner = decode_bench._compiled(p, parse("dense"), params, cache, rows)
+    (runner,) = decode_bench._compiled(p, 2048, params, cache, rows, print)
     with pytest.raises(RuntimeError, match="not finite"):
         decode_bench._round(p, 2048, runner, params, cache, rows)
 

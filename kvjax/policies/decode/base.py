@@ -85,7 +85,7 @@ class SelectContext:
 
     def over_heads(self, x: Array) -> Array:
         """The sum over the heads of all devices, from the sum over those of this one."""
-        return x if self.shards is None else self.shards.over_heads(x, self.copies)
+        return x if self.shards is None else self.shards.over_heads(self.copies, x)[0]
 
     @property
     def frames(self) -> Int[Array, "B M"]:

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from all_gather_suite import AXIS, CASES, STEPS, Case, check
+from all_gather_suite import AXIS, CASES, STEPS, Case, check, size_of
 from all_reduce_suite import mesh_of
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.all_gather import all_gather, mosaic_gpu
+from pallas_kernels.all_gather import all_gather
+from pallas_kernels.all_gather.api import KERNEL_BYTES
 from pallas_kernels.preparation import before_loop
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
@@ -28,11 +29,7 @@ def test_the_kernel_gives_the_bits_of_all_devices(case):
     check(KERNEL, case, calls=5)
 
 
-def _fits(case: Case) -> bool:
-    return sum(mosaic_gpu.words_of(shape, jnp.dtype(dtype).itemsize) for shape, dtype in case.arrays) <= 2**15
-
-
-@pytest.mark.parametrize("case", [name for name, case in STEPS.items() if _fits(case)])
+@pytest.mark.parametrize("case", [name for name, case in STEPS.items() if size_of(case) <= KERNEL_BYTES])
 def test_exchanges_of_decode_steps(case):
     check(KERNEL, STEPS[case], calls=5)
 
