@@ -167,6 +167,29 @@ class Shards:
         count = sizes[group]
         return jnp.where((table >= 0) & (table // count == self.number(CONTEXT)), table % count, -1)
 
+    def own_pages(
+        self, table: Int[Array, "B M"], lengths: Int[Array, "B"], first: Int[Array, "B"], page_size: int
+    ) -> tuple[Int[Array, "B M/n+1"], Int[Array, "B"]]:
+        """This device's pages of each row alone, side by side in their order, and the tokens up to the query's as they stand there. A
+        device without the query's own page has one token more, in a page that does not exist: so none of its pages counts as the query's.
+
+        table: `own_table`. lengths: the query's token included. first: as `first_of` finds it.
+        """
+        mine, last = self._place(first), (lengths - 1) // page_size
+        earlier = (last - mine + self.context - 1) // self.context  # own pages before the query's
+        tokens = earlier * page_size + jnp.where(last % self.context == mine, lengths - last * page_size, 1)
+        return jnp.pad(self._dealt(table, first), ((0, 0), (0, 1)), constant_values=-1), tokens
+
+    def _place(self, first: Int[Array, "B"]) -> Int[Array, "B"]:
+        """Which page of a row is this device's first one; with n devices along the context axis, it has every nth from there on."""
+        return (self.number(CONTEXT) - first) % self.context
+
+    def _dealt(self, own: Int[Array, "B M"], first: Int[Array, "B"]) -> Int[Array, "B M/n"]:
+        """The columns of this device's pages of each row in a table."""
+        batch, width = own.shape
+        columns = own.reshape(batch, width // self.context, self.context)
+        return jnp.take_along_axis(columns, jnp.broadcast_to(self._place(first)[:, None, None], (*columns.shape[:2], 1)), axis=2)[..., 0]
+
     def first_of(self, group: str, table: Int[Array, "B M"]) -> Int[Array, "B"]:
         """On which device of the context axis the pages of each row of a table begin."""
         logical = jnp.arange(table.shape[1], dtype=jnp.int32)
@@ -211,9 +234,7 @@ class Shards:
         device = jax.lax.all_gather(own, CONTEXT)  # [n, B, M]
         holder = jnp.argmax(device >= 0, axis=0).astype(jnp.int32)
         first = jnp.max(jnp.where(table >= 0, (holder - logical) % count, 0), axis=1)
-        mine = (self.number(CONTEXT) - first) % count
-        rows = own.reshape(batch, width // count, count)
-        rows = jnp.take_along_axis(rows, jnp.broadcast_to(mine[:, None, None], (batch, width // count, 1)), axis=2)[..., 0]
+        rows = self._dealt(own, first)
         each = batch * (width // count)
         place = holder * each + jnp.arange(batch, dtype=jnp.int32)[:, None] * (width // count) + logical // count
         return jnp.maximum(rows, 0), jnp.where(table >= 0, place, -1)

@@ -216,6 +216,9 @@ def _attend_here(
     listed = {} if blocks is None else {"block_size": blocks.block_size, "window": blocks.window}
     gather = functools.partial(gather_attention, sm_scale=ctx.sm_scale, return_block_lse=return_block_lse, **listed)
     where = layer.pages, ctx.frames, ctx.lengths
+    if ctx.dealt_out and blocks is None and query.shape[1] == 1 and not return_block_lse:
+        # Other devices' pages would cost as much time as they take in the table. Drafted tokens need the places of their pages.
+        where = layer.pages, *ctx.shards.own_pages(ctx.frames, ctx.lengths, ctx.first, ctx.page_size)
     sinks = blocks.window[0] // blocks.block_size if blocks is not None and blocks.remapped else 0
     if not sinks:
         out, lse, *block_lse = gather(query, *where, blocks=None if blocks is None else blocks.ids, block_frames=frames)
