@@ -69,3 +69,16 @@ def test_the_figures_of_a_model_are_those_of_the_panels(document, part, row):
     changed = text.replace(f"dense @ {row} (all)", "dense @ int9 (all)")
     assert changed != text
     assert rendered(changed, panels, part) == text
+
+
+def test_what_packed_pages_lose_at_16k_is_what_the_panels_say():
+    text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
+    eight, four = (load([RESULTS / f"h200/pages-fidelity-{bits}-bits-16k.json"])[0] for bits in (8, 4))
+    found = {row["policy"]: row for panel in (eight, four) for row in panel["retrieval"] if row["haystack"] == "codes"}
+    names = ("top:32 @ int8", "top:32 @ fp8", "top:32 @ k=int4:channel,v=int4")
+    assert [found[name]["against_dense"]["lost"] for name in names] == [0, 1, 2]
+    assert found[names[2]]["against_dense"]["gained"] == 1
+    assert f"Of {found['dense']['hits']} needles that dense finds" in text
+    kl = {row["policy"]: row["kl"]["value"] for panel in (eight, four) for row in panel["forced"] if "kl" in row}
+    said = "The KL of `top:32`, {:.4f} nats over unpacked pages, is {:.4f} over `int8`, {:.4f} over `fp8` and {:.4f} over these 4 bits."
+    assert said.format(*(kl[name] for name in ("top:32", *names))) in text

@@ -13,6 +13,11 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
 
 
+def rows_of(name):
+    """The rows of a file of results."""
+    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+
+
 def test_the_table_of_exchanges_is_what_the_results_make():
     """After new measurements: the report's command with these files and docs/devices.md. Names of files with rows of meshes begin with
     mesh-, so that no other document takes them."""
@@ -38,7 +43,9 @@ def test_the_table_of_exchanges_is_what_the_results_make():
     (added,) = (kernel["median_s"] * 1e6 for kernel in short["profile"]["kernels"] if kernel["name"].startswith("anonymous"))
     told = f"| a sum of one row of 3,584 inside a step, on 2 / 4 GPUs | {seconds['anonymous']['median_s'] * 1e6:.1f} / {added:.1f} us |"
     assert told in text
-    assert f"tensor 2 (eight steps in a launch) / 4 (one) | {step['median_s'] * 1e3:.2f} / {short['median_s'] * 1e3:.2f} ms |" in text
+    launches = {(row["policy"], row["steps_per_launch"]): row for row in rows_of("mesh-steps-4-launches")}
+    ms = [f"{row['median_s'] * 1e3:.2f}" for row in (step, launches["top:32", 8])]
+    assert "tensor 2 / 4, eight steps in a launch | {} / {} ms |".format(*ms) in text
     said = f"takes {step['median_s'] * 1e3:.2f} ms in launches of eight, and a dense one {two['dense', 8]['median_s'] * 1e3:.2f} ms"
     assert said in " ".join(text.split())
     assert f"and {two['top:32', 1]['median_s'] * 1e3:.2f} ms on another one with two" in " ".join(text.split())
@@ -64,7 +71,7 @@ def test_the_table_of_exchanges_is_what_the_results_make():
     assert "takes the kernel {:.1f} us, where NCCL's kernel takes {:.1f} us".format(*gathers) in " ".join(text.split())
     assert f"dense, tensor 4 | {times[2**20, 'dense', 4]['median_s'] * 1e3:.2f} ms |" in text
     assert "dense / `top:32` | {:.2f} / {:.2f} ms |".format(*(row["median_s"] * 1e3 for row in large)) in text
-    assert f"context 4 | {context[0]['median_s'] * 1e3:.2f} ms |" in text
+    assert f"context 4, eight steps in a launch | {context[1]['median_s'] * 1e3:.2f} ms |" in text
     weights = jax.eval_shape(lambda: random_model(config_of("qwen2.5-7b", None, "bfloat16")).params)
     assert f"on each device with {len(jax.tree.leaves(weights))} arrays of weights" in " ".join(text.split())
     launches = json.loads((RESULTS.parent / "h100" / "designs-mesh-steps-launches.json").read_text())["rows"]
@@ -77,6 +84,42 @@ def test_the_table_of_exchanges_is_what_the_results_make():
     assert said.format(**of_kernels) in " ".join(text.split())
     first = {row["policy"]: row["median_s"] for row in prompts if row["tokens"] == 2**17}
     assert f"dense / `bounds:32` | {first['dense']:.2f} / {first['bounds:32']:.2f} s |" in text
+    whole = {row["policy"]: row["median_s"] for name in ("mesh-prompts-1m", "mesh-prompts-1m-dense") for row in rows_of(name)}
+    said = "dense / `momo:128/8` / `bounds:32` | {:.1f} / {:.1f} / {:.1f} s |"
+    assert said.format(*(whole[policy] for policy in ("dense", "momo:128/8", "bounds:32"))) in text
+
+
+def test_what_was_tried_for_short_steps_is_what_the_results_say():
+    text = " ".join((ROOT / "docs" / "devices.md").read_text(encoding="utf-8").split())
+    rows = {(row["policy"], row["steps_per_launch"]): row for row in rows_of("mesh-steps-4-launches")}
+    one, eight = (rows["top:32", count] for count in (1, 8))
+    kernels = {kernel["name"]: kernel["total_s"] * 1e3 for kernel in eight["profile"]["kernels"]}
+    parts = [kernels[f"{name}_mosaic_gpu_kernel"] for name in ("project_kernel", "selected_kernel", "anonymous")]
+    said = "takes {:.2f} ms, and a launch of eight **{:.2f} ms**, of which kernels take {:.2f}: "
+    assert said.format(one["median_s"] * 1e3, eight["median_s"] * 1e3, sum(kernels.values())) in text
+    assert "products {:.2f}, attention {:.2f}, sums {:.2f}. Three".format(*parts) in text
+    nccl = sum(ms for name, ms in kernels.items() if name.startswith("nccl"))
+    assert f"two exchanges by NCCL in each step, of logits and counts, take {nccl:.2f} ms" in text
+    captured = [rows_of(f"designs-mesh-while-{count}")[0]["median_s"] * 1e3 for count in (4, 2, 1)]
+    assert "{:.2f} ms on four GPUs, {:.2f} on two and {:.2f} on one".format(*captured) in text
+    (nothing,) = rows_of("designs-mesh-context-nccl")
+    said = f"a step of 4M tokens on four GPUs took {nothing['median_s'] * 1e3:.2f} ms"
+    assert said in text
+    found = {row["steps_per_launch"]: row for row in rows_of("mesh-steps-context")}
+    assert "it takes {:.2f} ms, and {:.2f} ms in launches of eight".format(*(found[count]["median_s"] * 1e3 for count in (1, 8))) in text
+    scores = next(each["total_s"] * 1e3 for each in found[8]["profile"]["kernels"] if each["name"].startswith("select_"))
+    assert f"{scores:.2f} ms of the {found[8]['median_s'] * 1e3:.2f} ms at 4M tokens" in text
+    many, single = (
+        next(row for row in rows_of(name) if (row["tokens"], row["policy"]) == (2**17, "dense"))
+        for name in ("designs-mesh-context-dense-b8", "designs-mesh-context-dense")
+    )
+    span = next(each["total_s"] * 1e3 for each in many["profile"]["kernels"] if each["name"].startswith("span_"))
+    said = f"took {many['median_s'] * 1e3:.2f} ms, of which attention {span:.2f}, and one sequence {single['median_s'] * 1e3:.2f} ms"
+    assert said in text
+    alone, four = rows_of("mesh-replicas")
+    assert f"make {four['of_first']:.2f} times the tokens of one" in text
+    assert f"take {four['seconds']:.2f} s on four, 16 take {alone['seconds']:.2f} s on one" in text
+    assert f"times those of one | {four['of_first']:.2f} |" in text
 
 
 def test_where_the_time_of_steps_goes_is_what_the_results_say():

@@ -30,14 +30,14 @@ def test_the_table_of_reuse_is_what_the_results_make():
     assert said in " ".join(text.split())
     assert f"takes {windows['staged_bytes'] / windows['rate']:.1f} s for its copies" in text
     assert f"peak memory was {windows['peak_bytes'] / 1e9:.1f} GB" in text
-    tiered, resident, momo, two = (
-        json.loads((RESULTS / f"{name}.json").read_text())["rows"][0]
-        for name in ("tiers-prompts", "tiers-prompts-resident", "tiers-prompts-momo", "designs-tiers-prompts-2gb")
-    )
+    (tiered, momo), (resident,), (two,) = map(rows_of, ("tiers-prompts", "tiers-prompts-resident", "designs-tiers-prompts-2gb"))
     ratio = tiered["seconds"] / resident["seconds"]
     said = f"`bounds:32` takes {tiered['seconds']:.1f} s: {ratio:.2f} times its time with everything on the device"
-    assert f"{said}. The bus needs {tiered['staged_bytes'] / tiered['rate']:.1f} s of them" in " ".join(text.split())
-    assert f"Of the {momo['seconds']:.1f} s of `momo:128/8`, the first chunk took {momo['chunks_s'][0]:.1f} s" in " ".join(text.split())
+    assert f"{said}, where we want at most 1.3. The bus needs {tiered['staged_bytes'] / tiered['rate']:.1f} s" in " ".join(text.split())
+    assert f"`momo:128/8` takes {momo['seconds']:.1f} s, where we want at most 100" in text
+    peaks = [f"{row['peak_bytes'] / 1e9:.1f}" for row in (tiered, momo)]
+    assert "weights they take {} and {} GB**".format(*peaks) in text
+    assert f"Copies in ran at {tiered['copy_rates']['in'] / 1e9:.1f} GB/s, where we want 48" in text
     assert f"{two['seconds']:.1f} s (`designs-tiers-prompts-2gb.json`)" in text
     (words,) = report.load([RESULTS.parent / "h100" / "designs-reuse-words.json"])
     computed, found = (
@@ -63,10 +63,10 @@ def test_sentences_on_steps_pages_and_copies_are_what_the_results_say():
     assert f"on disk take {disk['median_s']:.2f} s: {share:.0%} of the rate of plain reads" in text
     rates, beside = (
         {way: f"{rate / 1e9:.1f}" for way, rate in rows_of(name)[0]["copy_rates"].items()}
-        for name in ("tiers-prompts", "designs-tiers-prompts-copies")
+        for name in ("designs-tiers-prompts-short", "designs-tiers-prompts-copies")
     )
-    assert f"copies in ran at {rates['in']} GB/s, copies out at {rates['out']}, and both at once at {rates['both']} together" in text
-    assert f"it was {beside['in']}, {beside['out']} and {beside['both']} (" in text
+    assert f"An earlier trace gave {rates['out']} out and {rates['both']} for both together (" in text
+    assert f"same GPU {beside['out']} and {beside['both']} (" in text
     assert f"at once run at {rows_of('designs-tiers-copies-raw')[0]['both_per_s'] / 1e9:.0f} GB/s together" in text
     soaks = [row for row in rows_of("designs-tiers-soak") if "changed" in row]
     same = [row["requests"] for row in soaks if not row["other_bits"]]
@@ -81,7 +81,10 @@ def test_sentences_on_steps_pages_and_copies_are_what_the_results_say():
     assert f"all {histories['histories']} histories with pages in host memory" in text
     (ten,) = rows_of("tiers-hybrid-10m")
     assert f"{ten['cache_bytes'] / 1e9:.0f} GB of cache, it makes {1 / ten['median_s']:.0f} tokens/s" in text
-    assert f"what was missing, {rows_of('tiers-prompts')[0]['peak_bytes'] / 1e9:.1f} GB" in text
+    assert f"was missing before: {rows_of('designs-tiers-prompts-short')[0]['peak_bytes'] / 1e9:.1f} GB" in text
+    needles = rows_of("designs-tiers-needles-128k")
+    assert all(row["passed"] == row["of"] for row in needles)
+    assert f"the first {sum(row['needles'] for row in needles)} of 200 did, too" in text
     (less,) = rows_of("designs-tiers-prompts-24k")
     assert f"it was {less['peak_bytes'] / 1e9:.1f} GB, and {less['seconds']:.1f} s (" in text
     (now,) = json.loads((RESULTS.parent / "h100" / "designs-tiers-prompts-long-copies.json").read_text())["rows"]

@@ -23,7 +23,7 @@ from kvjax.serving.bench.traffic import Say
 @dataclasses.dataclass(frozen=True)
 class Load:
     """`requests` of `prompt` + `answer` tokens for each replica, each with its own slot. data: numbers of replicas to measure, in order.
-    tensor, context: of the mesh of each. chunk: tokens of a chunk of prefill."""
+    tensor, context: of the mesh of each. chunk: tokens of a chunk of prefill. steps_per_launch: as in `kvjax.run`."""
 
     shape: str
     config: ModelConfig
@@ -36,6 +36,7 @@ class Load:
     policy: str = "top:32"
     prefill: str = "dense"
     chunk: int = 512
+    steps_per_launch: int = 1
 
     def __post_init__(self):
         meshes_of(max(self.data), self.tensor, self.context)
@@ -76,7 +77,7 @@ def _seconds(engines: list[Engine], plan: Load, count: int) -> float:
     sampling = Sampling(max_new_tokens=plan.answer, ignore_eos=True)
     requests = [Request(random_prompt(plan.config, plan.prompt, seed), sampling) for seed in range(count)]
     started = time.perf_counter()
-    for _, completion in run(engines, requests, slots=plan.requests):
+    for _, completion in run(engines, requests, slots=plan.requests, steps_per_launch=plan.steps_per_launch):
         if completion.error is not None:
             raise completion.error
     return time.perf_counter() - started

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.serving.cli.options import ContextOption, JsonOption, TensorOption, number, parse_lengths, token_count, whole
+from kvjax.serving.cli.options import (
+    ContextOption,
+    JsonOption,
+    StepsPerLaunchOption,
+    TensorOption,
+    number,
+    parse_lengths,
+    token_count,
+    whole,
+)
 
 if TYPE_CHECKING:
     from kvjax.model import ModelConfig
@@ -82,6 +91,7 @@ def replicas_command(
     answer: Annotated[int, typer.Option(help="Tokens of each answer.", **whole())] = 129,
     prefill: Annotated[str, typer.Option(help="Prefill policy.")] = "dense",
     chunk: BenchChunkOption = 512,
+    steps_per_launch: StepsPerLaunchOption = 1,
     dtype: BenchDtypeOption = "bfloat16",
     layers: LayersOption = None,
     json_out: JsonOption = None,
@@ -91,6 +101,7 @@ def replicas_command(
 
     counts = parse_lengths(data, "data")
     sizes = {"requests": requests, "prompt": prompt, "answer": answer, "policy": policy, "prefill": prefill, "chunk": chunk}
+    sizes["steps_per_launch"] = steps_per_launch
     plan = plan_of(Load, shape, config_of_shape(shape, layers, dtype), counts, tensor, context, **sizes)
     run(json_out, "replicas", lambda say: replicas_rows(plan, say))
 
