@@ -43,6 +43,25 @@ def traced_copy_rates(kernels: Sequence[Kernel]) -> dict[str, float]:
     return found if both is None else found | {"both": both}
 
 
+def copy_sizes(kernels: Sequence[Kernel]) -> list[dict[str, float | str]]:
+    """A trace's copies by way and size: how many, their bytes, their seconds, and those in which a copy ran the other way. at_least: bytes,
+    a power of two; copies of up to twice as many are counted together. Empty if the trace does not tell a copy's bytes."""
+    copies = {way: [each for each in kernels if each.name.startswith(name)] for way, name in (("in", IN), ("out", OUT))}
+    if any(copy.size is None for each in copies.values() for copy in each):
+        return []
+    found = []
+    for way, other in (("in", "out"), ("out", "in")):
+        spans, classes = _spans(copies[other]), {}
+        for copy in copies[way]:
+            classes.setdefault(1 << max(0, copy.size.bit_length() - 1), []).append(copy)
+        for size, some in sorted(classes.items()):
+            seconds = sum(copy.end - copy.start for copy in some) * 1e-9
+            beside = sum(_covered(copy.start, copy.end, spans) for copy in some) * 1e-9
+            sums = {"count": len(some), "bytes": sum(copy.size for copy in some), "seconds": seconds, "beside_s": beside}
+            found.append({"way": way, "at_least": size} | sums)
+    return found
+
+
 def _both(alone: dict[str, float | None], copies: dict[str, list[Kernel]]) -> float | None:
     """Bytes per second while both ways ran; None where that did not happen, or cannot be told. alone: the rate of each way alone."""
     kept: dict[str, list[Kernel]] = {}

@@ -24,7 +24,7 @@ from kvjax.serving.bench.decode import PAGE_SIZE
 from kvjax.serving.bench.hollow import HollowEngine, random_model, random_prompt
 from kvjax.serving.bench.prefill import longest
 from kvjax.serving.bench.tiers import copy_rate
-from pallas_kernels.bench.copies import traced_copy_rates
+from pallas_kernels.bench.copies import copy_sizes, traced_copy_rates
 from pallas_kernels.bench.timing import record
 
 MOST = 0.93
@@ -55,9 +55,10 @@ class TieredPrompts:
 
 def tiered_prompt_rows(plan: TieredPrompts, say: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
     """A row for each size of the device, length and policy: seconds of the prompt, and of its chunks, and on a GPU of the kernels of the
-    last two, with the rates of their copies (`traced_copy_rates`); bytes that its chunks copied from host memory; bytes that moved there;
-    the rate of a plain copy from there; and the most bytes of device memory that the process has taken so far, and after what this rose
-    (`Peaks`), weights left out and pages included. `skipped` is set if everything on the device does not fit there."""
+    last two, with the rates of their copies (`traced_copy_rates`) and these by size (`copy_sizes`); bytes that its chunks copied from host
+    memory; bytes that moved there; the rate of a plain copy from there; and the most bytes of device memory that the process has taken so
+    far, and after what this rose (`Peaks`), weights left out and pages included. `skipped` is set if everything on the device does not fit
+    there."""
     say("weights")
     model, peaks = random_model(plan.config), Peaks()
     peaks.look("weights")
@@ -170,12 +171,12 @@ def _time_prompt(engine: HollowEngine, tokens: int) -> dict[str, Any]:
     seconds = time.perf_counter() - clock[0]
     after = engine.pool_stats()
     engine.free(sequence)
-    kernels, rates = None, {}
+    kernels, rates, sizes = None, {}, []
     if jax.default_backend() == "gpu":
         # Two chunks: while the first computes, pages leave the device for the second.
         last = engine.hollow_sequence(max(0, (tokens - 1) // engine.prefill_chunk - 1) * engine.prefill_chunk)
         ran = record(lambda: jax.block_until_ready(engine.extend(last, prompt[last.length :])))
-        kernels, rates = longest([ran]), traced_copy_rates(ran)
+        kernels, rates, sizes = longest([ran]), traced_copy_rates(ran), copy_sizes(ran)
         engine.free(last)
     chunks = [end - start for start, end in itertools.pairwise(clock)]
     return {
@@ -186,4 +187,5 @@ def _time_prompt(engine: HollowEngine, tokens: int) -> dict[str, Any]:
         "moved_bytes": 0 if after is None else after.moved_bytes - before.moved_bytes,
         "last_chunks_kernels_s": kernels,
         "copy_rates": rates,
+        "copy_sizes": sizes,
     }

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pallas_kernels.bench.copies import traced_copy_rates
+from pallas_kernels.bench.copies import copy_sizes, traced_copy_rates
 from pallas_kernels.bench.timing import Kernel
 
 
@@ -54,3 +54,19 @@ def test_pauses_do_not_count():
 def test_copies_of_unknown_size_have_no_rate():
     assert traced_copy_rates([Kernel("MemcpyH2D", 0, 10_000)]) == {}
     assert traced_copy_rates([Kernel("MemcpyD2D", 0, 10_000)]) == {}
+
+
+def test_copies_are_counted_by_way_and_size():
+    kernels = [
+        Kernel("MemcpyH2D", 0, 10_000, size=500_000),
+        Kernel("MemcpyH2D", 10_000, 30_000, size=520_000),
+        Kernel("select_tiles", 0, 90_000),
+        Kernel("MemcpyD2H", 25_000, 27_000, size=4),
+        Kernel("MemcpyD2H", 28_000, 34_000, size=2**20),
+    ]
+    found = {(row["way"], row["at_least"]): row for row in copy_sizes(kernels)}
+    assert list(found) == [("in", 2**18), ("out", 4), ("out", 2**20)]
+    assert (found["in", 2**18]["count"], found["in", 2**18]["bytes"]) == (2, 1_020_000)
+    assert (found["in", 2**18]["seconds"], found["in", 2**18]["beside_s"]) == pytest.approx((30e-6, 4e-6))
+    assert found["out", 2**20]["beside_s"] == pytest.approx(2e-6)
+    assert copy_sizes([Kernel("MemcpyH2D", 0, 10_000)]) == []

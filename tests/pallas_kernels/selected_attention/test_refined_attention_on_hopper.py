@@ -76,9 +76,10 @@ def test_it_matches_the_reference(check, case):
 
 
 @pytest.mark.parametrize("path", ["hopper", dispatch.BLACKWELL])
-def test_the_kernel_is_what_is_picked(check, path):
+def test_the_kernel_is_what_is_picked(arguments, path):
+    given, keywords, _ = arguments("one row")
     with dispatch.forced(path) if path == dispatch.BLACKWELL else contextlib.nullcontext(), dispatch.listening() as heard:
-        check(selected_attention, "one row")
+        selected_attention(*given, **keywords)
     assert heard == {"selected_attention": "mosaic_gpu"}
 
 
