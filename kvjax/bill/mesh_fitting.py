@@ -1,10 +1,12 @@
 """Fits the terms of a mesh (`kvjax.bill.mesh_terms`) to rows of `kvjax bench decode --tensor --context`, and measures their error on
 held-out rows.
 
-Rows of one device give bandwidth, c0 and c1. With these fixed, what rows of several devices take longer than their bytes gives latencies of
-each kind of exchange, the bandwidth of links, and the seconds of a layer that chooses, by least squares of relative errors. No fitted value
-is negative. Where a kind was measured with one size of axis only, what a launch takes cannot be told from a hop, and counts as hops: more
-devices then take longer in a prediction, not the same.
+Rows of one device, of launches of one step, give bandwidth, c0 and c1. Of a cell of several devices that was measured with several numbers
+of steps per launch, the largest counts: in launches of one step the host's part is the longer one (docs/devices.md). With the terms of one
+device fixed, what rows of several devices take longer than their bytes gives latencies of each kind of exchange, the bandwidth of links,
+and the seconds of a layer that chooses, by least squares of relative errors. No fitted value is negative. Where a kind was measured with
+one size of axis only, what a launch takes cannot be told from a hop, and counts as hops: more devices then take longer in a prediction, not
+the same.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from kvjax.bill.mesh_terms import LAWS, Latency, MeshRange, MeshTerms, exchange_
 from kvjax.bill.volume import StepBytes, step_bytes
 from kvjax.model import ModelConfig
 from kvjax.policies.decode.naming import parse
-from pallas_kernels.bench.results import devices_of, launch_text
+from pallas_kernels.bench.results import devices_of
 
 MESH_TERMS = {
     "all": "latency of each kind of exchange, its bytes, and the choice over devices",
@@ -45,7 +47,8 @@ devices, held out, says how well fewer of them tell of more."""
 
 @dataclasses.dataclass(frozen=True)
 class MeshCell:
-    """A measured step on a mesh. seconds: per step. bytes: those that one device had to read. choosing: layers that choose over devices."""
+    """A measured step on a mesh. seconds: per step. bytes: those that one device had to read. choosing: layers that choose over devices.
+    steps: of a launch."""
 
     length: int
     batch: int
@@ -56,6 +59,7 @@ class MeshCell:
     bytes: StepBytes
     exchanges: tuple[Exchange, ...]
     choosing: int
+    steps: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +72,14 @@ class MeshForecast:
 
 def read_mesh_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelConfig]) -> dict[Key, list[MeshCell]]:
     """The measured cells of several devices in a `kvjax bench decode` JSON, by what a bill is fitted to. Rows that were skipped or
-    failed are left out, and so are rows of several steps per launch. config_of: as for `read_cells`.
+    failed are left out. config_of: as for `read_cells`.
 
     ValueError for rows whose bytes are far from those of `step_bytes`, and for rows whose program exchanged something else than
     `step_exchanges` counts.
     """
     groups: dict[Key, list[MeshCell]] = {}
     for row in run["rows"] if run.get("bench") == "decode" else ():
-        if "median_s" not in row or devices_of(row) == 1 or launch_text(row):
+        if "median_s" not in row or devices_of(row) == 1:
             continue
         mesh = {name: row[name] for name in ("tensor", "context")}
         packed = {name: row.get(name) for name in ("weights", "cache_format")}
@@ -93,7 +97,8 @@ def read_mesh_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelCo
             raise ValueError(f"{where}: the program exchanged {ran}, kvjax.bill counts {asked}; measure it again")
         choosing = layers_that_choose(config, policy) if row["context"] > 1 else 0
         seconds = seconds_of(row, where)
-        cell = MeshCell(row["tokens"], row["batch"], row["policy"], row["tensor"], row["context"], seconds, moved, exchanges, choosing)
+        measured = (row["tokens"], row["batch"], row["policy"], row["tensor"], row["context"], seconds)
+        cell = MeshCell(*measured, moved, exchanges, choosing, row.get("steps_per_launch", 1))
         groups.setdefault(Key(run["provenance"]["device"], row["shape"], row["layers"], dtype, **packed), []).append(cell)
     return groups
 
@@ -108,8 +113,9 @@ def read_mesh_runs(runs: Sequence[dict[str, Any]], config_of: Callable[[str, int
 
 
 def merged_meshes(cells: Iterable[MeshCell]) -> list[MeshCell]:
-    """One cell for each length, batch, policy and mesh: the last one measured."""
-    latest = {(cell.tensor, cell.context, cell.batch, cell.length, cell.policy): cell for cell in cells}
+    """One cell for each length, batch, policy and mesh: that of most steps per launch, and of these the last one measured."""
+    ordered = sorted(cells, key=lambda cell: cell.steps)  # otherwise in the order in which they were measured
+    latest = {(cell.tensor, cell.context, cell.batch, cell.length, cell.policy): cell for cell in ordered}
     return [latest[key] for key in sorted(latest)]
 
 

@@ -140,7 +140,8 @@ class MeshTerms:
 
 
 ADVICE = (
-    "measure them: kvjax bench decode --tensor 1,2,4 --context 1,2,4 --json FILE, then kvjax bill fit FILE; or assume them: "
+    "measure them: kvjax bench decode --tensor 1,2,4 --context 1,2,4 --steps-per-launch 1,8 --json FILE, "
+    "then kvjax bill fit FILE; or assume them: "
     "--exchange-latency-us and --link-bandwidth"
 )
 

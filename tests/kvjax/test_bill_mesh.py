@@ -20,6 +20,7 @@ from kvjax.bill.mesh_fitting import (
     MESH_GROUPS,
     MESH_TERMS,
     fit_mesh,
+    merged_meshes,
     mesh_errors,
     mesh_forecasts,
     read_mesh_cells,
@@ -378,6 +379,23 @@ def test_what_one_size_of_axis_cannot_tell():
         dense.seconds_of_choice(28)
     with pytest.raises(ValueError, match="kind all_reduce were not measured"):
         alone.seconds_of(Exchange("products", ALL_REDUCE, TENSOR, 2, 1, 100), 2)
+
+
+def test_of_several_steps_per_launch_the_most_count_on_a_mesh_and_one_on_one_device():
+    run, base_of = mesh_run(), mesh_run(meshes=[(1, 1)])
+    slower = json.loads(json.dumps(run))
+    for row, steps in [(row, 1) for row in slower["rows"]] + [(row, 8) for row in run["rows"]]:
+        row["steps_per_launch"] = steps
+    for row in slower["rows"]:
+        if "median_s" in row and row["tensor"] * row["context"] > 1:
+            row["median_s"] *= 2
+    for rows in (slower["rows"] + run["rows"], run["rows"] + slower["rows"]):
+        base, cells = cells_of(run | {"rows": rows})
+        assert base == cells_of(base_of)[0]
+        kept = merged_meshes(cells)
+        assert {cell.steps for cell in kept} == {8}
+        assert len(kept) == len(cells) // 2
+        assert solve_mesh(solve(base), kept).link_per_s == pytest.approx(LINK)
 
 
 def test_rows_that_cannot_be_fitted():

@@ -438,7 +438,7 @@ def test_predict_ranks_meshes(kvjax, mesh_bill):
 def test_a_mesh_without_terms_or_with_wrong_options_is_refused(kvjax):
     asked = ("bill", "predict", "--lengths", "64k")
     refused = {
-        ("--tensor", "4"): "kvjax bench decode --tensor 1,2,4 --context 1,2,4 --json FILE",
+        ("--tensor", "4"): "kvjax bench decode --tensor 1,2,4 --context 1,2,4 --steps-per-launch 1,8 --json FILE",
         ("--tensor", "4", "--exchange-latency-us", "5"): "needs --link-bandwidth",
         ("--tensor", "4", "--link-bandwidth", "5"): "needs --exchange-latency-us",
         ("--tensor", "4", "--host-devices", "4"): "has no terms for them",
