@@ -1,8 +1,8 @@
 """all_gather in Pallas Mosaic GPU: launches on each device that write to the memory of the others (`pallas_kernels.hopper.rooms`).
 
 All arrays go as one array of 32-bit words, which XLA puts together before the launch and takes apart after it. More words than a launch
-takes go in several, one after the other, of equal size: so all of them use one room. Memory traffic of each device: that of the exchange,
-the words, and n times the words.
+takes go in several of equal size, which use one room, so each takes a part of the one before as an operand: XLA might run them beside each
+other otherwise. Memory traffic of each device: that of the exchange, the words, and n times the words.
 """
 
 from __future__ import annotations
@@ -58,9 +58,16 @@ def all_gather(call: Call, *arrays):
     count, size, piece = launches_of(sum(sizes))
     words = jnp.concatenate([*map(_as_words, arrays), jnp.zeros(count * size - sum(sizes), jnp.int32)])
     s = rooms.Shape(call.axis_name, call.num_devices, size, piece)
-    room, table = prepared(("all_gather", s), functools.partial(_open, s))
-    found = [_collect(s, room, table, each).reshape(s.num_devices, s.size) for each in jnp.split(words, count)]
-    found = jnp.concatenate(found, axis=1)
+    room, table = prepared(("all_gather", s, count > 1), functools.partial(_open, s, count > 1))
+    if count == 1:
+        found = _collect(s, room, table, words)
+    else:
+        launches, before = [], words[:size]
+        for each in jnp.split(words, count):
+            launches.append(_collect(s, room, table, each, before))
+            before = launches[-1][:size]
+        found = jnp.concatenate([each.reshape(s.num_devices, size) for each in launches], axis=1)
+    found = found.reshape(s.num_devices, count * size)
     parts = jnp.split(found, [sum(sizes[: n + 1]) for n in range(len(sizes))], axis=1)
     return tuple(_from_words(part, x.shape, x.dtype) for part, x in zip(parts, arrays, strict=False))
 
@@ -82,21 +89,27 @@ def _from_words(words, shape: tuple[int, ...], dtype):
 # A step calls both for every layer: they are traced and lowered once, and all calls' kernels are the same to XLA.
 
 
-@functools.partial(jax.jit, static_argnames="s")
-def _open(s: rooms.Shape):
+@functools.partial(jax.jit, static_argnames=("s", "several"))
+def _open(s: rooms.Shape, several: bool):
     lanes.check_version()
-    return rooms.connect(s.axis_name, s.num_devices, _collect(s, *rooms.closed(s.num_devices), jnp.zeros(s.size, jnp.int32)))
+    nothing = jnp.zeros(s.size, jnp.int32)
+    return rooms.connect(s.axis_name, s.num_devices, _collect(s, *rooms.closed(s.num_devices), nothing, nothing if several else None))
 
 
 @functools.partial(jax.jit, static_argnames="s")
-def _collect(s: rooms.Shape, room, table, words):
+def _collect(s: rooms.Shape, room, table, words, before=None):
+    """before: what has to be there first, of the launch before; not read."""
+
+    def kernel(room_ref, table_ref, words_ref, *others):
+        collect_pieces(s, room_ref, table_ref, words_ref, *others[-2:])
+
     return plgpu.kernel(
-        functools.partial(collect_pieces, s),
+        kernel,
         out_type=[jax.ShapeDtypeStruct((s.num_devices * s.size,), jnp.int32)],
         grid=(s.ctas,),
         grid_names=("cta",),
         scratch_types=[plgpu.SMEM((s.num_devices, s.piece), jnp.int32)],
-    )(room, table, words)[0]
+    )(room, table, words, *([] if before is None else [before]))[0]
 
 
 def collect_pieces(s: rooms.Shape, room_ref, table_ref, words_ref, out_ref, received_ref) -> None:

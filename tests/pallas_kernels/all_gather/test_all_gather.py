@@ -4,6 +4,7 @@ devices; mutants; refusals; what is picked where."""
 from __future__ import annotations
 
 import functools
+import itertools
 import pickle
 import re
 
@@ -85,6 +86,16 @@ def test_gpu_form_lowers(case):
     assert "multimem" not in text
 
 
+def test_a_launch_waits_for_the_one_before():
+    """They use one room. XLA sees that only by an operand that is a part of the result before."""
+    text = lowered(KERNEL, STEPS["2 devices, batch 1, logits"])
+    launches = re.findall(r"(%\d+) = func.call @_collect\((.*?)\)", text)
+    parts = dict(re.findall(r"(%\d+) = stablehlo.slice (%\d+) ", text))
+    assert len(launches) == 3
+    for (result, _), (_, operands) in itertools.pairwise(launches):
+        assert parts[operands.split(", ")[-1]] == result
+
+
 @pytest.mark.parametrize("others", [1, 2])
 def test_on_the_outer_axis_of_a_mesh_it_lowers(others):
     """Pages are dealt out over the outer axis."""
@@ -138,7 +149,7 @@ def test_launches_hold_all_words(words):
 
 def in_launches(monkeypatch):
     """The form for GPUs, whose launches XLA runs here."""
-    monkeypatch.setattr(mosaic_gpu, "_collect", lambda s, room, table, words: jax.lax.all_gather(words, s.axis_name).reshape(-1))
+    monkeypatch.setattr(mosaic_gpu, "_collect", lambda s, room, table, words, *_: jax.lax.all_gather(words, s.axis_name).reshape(-1))
     monkeypatch.setattr(mosaic_gpu, "prepared", lambda key, make: (None, None))
     monkeypatch.setattr(rooms, "unsuitable", lambda mesh: None)
     return KERNEL
