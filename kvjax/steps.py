@@ -428,8 +428,11 @@ def _count_reads(
     for layer, blocks in zip(spec.paged, listed, strict=True):
         if blocks is not None:
             kinds.setdefault((blocks.block_size, blocks.window, blocks.ids.shape, spec.layers[layer].copies), []).append(blocks.ids)
+    sums: dict[int, Reads] = {}  # by copies: one exchange for all kinds
     for (size, window, _, copies), ids in kinds.items():
         counted = _count_listed(jnp.stack(ids, axis=1), size, window, lengths, num_tokens)
+        sums[copies] = jax.tree.map(jnp.add, sums[copies], counted) if copies in sums else counted
+    for copies, counted in sums.items():
         counted = counted if shards is None else Reads(*shards.over_heads(copies, counted.blocks, counted.keys))
         reads = jax.tree.map(jnp.add, reads, counted)
     return reads

@@ -110,7 +110,7 @@ def step_exchanges(
                 found["candidates", ALL_GATHER, CONTEXT, batch * layer.mixer.num_heads * 2 * 4] += 1
         full += layer.mixer.window is None
         if listed:
-            lists.add((reader, kept.kv_heads, kept.copies))
+            lists.add(kept.copies)
     found["counts", ALL_GATHER, TENSOR, batch * 4] = 2 * len(lists)
     sizes = {TENSOR: tensor, CONTEXT: context}
     return tuple(
