@@ -60,7 +60,7 @@ def all_gather(call: Call, *arrays):
     s = rooms.Shape(call.axis_name, call.num_devices, size, piece)
     room, table = prepared(("all_gather", s, count > 1), functools.partial(_open, s, count > 1))
     if count == 1:
-        found = _collect(s, room, table, words)
+        found = _collect(s, room, table, words, None)
     else:
         launches, before = [], words[:size]
         for each in jnp.split(words, count):
@@ -97,8 +97,8 @@ def _open(s: rooms.Shape, several: bool):
 
 
 @functools.partial(jax.jit, static_argnames="s")
-def _collect(s: rooms.Shape, room, table, words, before=None):
-    """before: what has to be there first, of the launch before; not read."""
+def _collect(s: rooms.Shape, room, table, words, before):
+    """before: what has to be there first, of the launch before, or None; not read."""
 
     def kernel(room_ref, table_ref, words_ref, *others):
         collect_pieces(s, room_ref, table_ref, words_ref, *others[-2:])
