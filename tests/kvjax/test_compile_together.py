@@ -219,7 +219,7 @@ def looked_at(engine, calls, between):
     assert before == [(each.length, each.page_counts(), each.open_chunk, list(each.tokens)) for each in engine.sequences]
 
 
-@pytest.mark.parametrize("case", rest_long(ENGINES, "pages in host memory", "learns"))
+@pytest.mark.parametrize("case", rest_long(ENGINES, "pages in host memory"))
 def test_warming_up_compiles_the_same_programs(case, compiled, monkeypatch):
     """As many of each function as without threads, and of prefill and steps all but the first slice in other threads."""
     kept = {}

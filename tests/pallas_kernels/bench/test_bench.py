@@ -250,6 +250,10 @@ def test_a_choice_from_a_shortlist():
     assert (row["keys_read"], row["same_blocks_as_xla"], row["same_bits"]) == (9 * 128, 1, True)
     assert row["error"] < 4e-3
     assert row["bytes"]["codes"] == 2 * 2 * 16 * (128 + 8) * 32
+
+
+@pytest.mark.long
+def test_a_choice_from_a_shortlist_of_packed_pages():
     (row,) = run(Case("sparse", "tiny", 2048, 2, "cascade:4+cache", "int8"))
     assert (row["keys_read"], row["same_blocks_as_xla"], row["same_bits"]) == (9 * 128, 1, True)
 

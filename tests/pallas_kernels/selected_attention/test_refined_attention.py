@@ -53,7 +53,7 @@ CASES = {
     "by its own keys, int4 per channel": {"codes_kind": None, "format": "int4 keys per channel, values per 32", "group": 9, "kv_heads": 2}
     | {"framed": True},
 }
-QUICK = ("4 bits", "frames", "more than a block for each CTA", "int8 pages", "int4 pages, drafts", "by its own keys, int8, drafts")
+QUICK = ("4 bits", "frames", "more than a block for each CTA", "int4 pages, drafts", "by its own keys, int8, drafts")
 
 
 @pytest.fixture(scope="module")
