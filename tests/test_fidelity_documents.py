@@ -152,3 +152,20 @@ def test_what_the_recipe_and_its_model_find_is_what_the_files_say():
     assert f"`top:8` loses {lost[0]['top:8']} of {dense[0]} at 64K and {lost[1]['top:8']} of {dense[1]} at 128K" in text
     kl = {row["policy"]: row["kl"]["value"] for row in whole["forced"] if "kl" in row}
     assert f"({kl['cascade:4']:.3f} against {kl['top:32']:.3f} at 128K)" in text
+
+
+def test_what_sparse_prefill_recalls_of_long_prompts_is_what_the_files_say():
+    text = " ".join((ROOT / "docs/long-model.md").read_text(encoding="utf-8").split())
+    whole, half = (
+        {
+            row["policy"]: (row["hits"], row["facts"])
+            for row in json.loads((ROOT / f"benchmarks/results/h200/{name}.json").read_text())["rows"]
+        }
+        for name in ("long-echo-128k", "long-echo-peers-64k")
+    )
+    assert {whole[policy] for policy in ("dense", "bounds:32", "bounds:0.01")} == {(48, 48)}
+    assert {whole[policy][0] for policy in ("mean:32", "delta:64+1024/16", "window:64+1024")} == {2, 3}
+    assert f"recall 48, `momo:128/8` recalls {whole['momo:128/8'][0]}, and" in text
+    assert half["bounds:32"] == half["dense"] == (32, 32)
+    said = "of 32 facts, `bounds:32` recalls all, and FlexPrefill, XAttention and BFLA at 0.9 recall {}, {} and {}."
+    assert said.format(*(half[f"{name}:0.9"][0] for name in ("flex", "xattention", "bfla"))) in text

@@ -17,7 +17,7 @@ from kvjax.cache import Cache
 from kvjax.cache.formats import parse_cache_format
 from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.packing import pack_params
-from kvjax.policies.decode import Dense, parse
+from kvjax.policies.decode import Dense, base, parse
 from kvjax.policies.prefill import DensePrefill
 from kvjax.sharding import Shards
 from kvjax.steps import decode_step, prefill_step
@@ -217,9 +217,17 @@ def test_a_decode_step_on_a_mesh_of_hopper_gpus_adds_by_one_kernel_each(as_on, p
 
 
 @pytest.mark.parametrize("picked", ["mosaic_gpu", "xla"])
-def test_where_pages_are_dealt_out_outputs_are_exchanged_by_one_kernel_a_layer(as_on, picked):
+def test_where_pages_are_dealt_out_outputs_are_exchanged_by_one_kernel_a_layer(as_on, picked, monkeypatch):
     """An output of attention and its log-sum-exp go together."""
+    widths, gather = [], base.gather_attention
+
+    def noted(query, pages, table, *rest, **named):
+        widths.append(table.shape[1])
+        return gather(query, pages, table, *rest, **named)
+
+    monkeypatch.setattr(base, "gather_attention", noted)
     text, heard, layers = step_on_hopper_gpus(as_on, picked, context=2)
+    assert set(widths) == {4 // 2 + 1}, "a table of the device's own pages, and none"
     assert heard["all_gather"] == picked
     assert "all_reduce" not in heard
     assert text.count("call @_collect(") == (layers + 1 if picked == "mosaic_gpu" else 0), "one more does nothing, before"
