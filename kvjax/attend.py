@@ -24,7 +24,7 @@ from kvjax.policies.decode import Blocks, Cascade, DecodePolicy, IndexerQuery, S
 from kvjax.policies.decode.base import attend_listed
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy, query_tile_of
 from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.pages import OpenPages
+from pallas_kernels.pages import OpenPages, Pages
 
 
 def write(
@@ -60,8 +60,8 @@ def write(
     rows = cache.page_tables[OPEN][:, 0]
     if chunk is None:
         dealt_out = cache.shards is not None and cache.shards.context > 1
-        return append_packed(layers[number], given.k, given.v, *place, rows, kinds, dealt_out=dealt_out)
-    return append_chunk(layers[number], given.k, given.v, positions[:, 0], *chunk, cache.lengths, place[2], rows, kinds)
+        return append_packed(layers[number], given.k, given.v, *place, rows, kinds, frames, dealt_out=dealt_out)
+    return append_chunk(layers[number], given.k, given.v, positions[:, 0], *chunk, cache.lengths, place[2], rows, kinds, frames)
 
 
 def pages_of(spec: CacheSpec, layers: tuple[LayerCache | None, ...], number: int, owners: tuple[LayerCache, ...] = ()) -> LayerCache:
@@ -114,21 +114,22 @@ def attend_hot(
     hot: HotTiles,
     now: Int[Array, ""],
     owner: int,
-) -> tuple[Float[Array, "B T H D"], Blocks, Any, PagedKV, HotTiles, Fetched] | None:
-    """`policy.attend` through the hot buffer of layer `owner`: output, list and state, the layer and the buffer afterwards, and what was
-    listed. now: the step's number. None where the policy does not list whole pages for all queries together, or attends by an op of its
-    own: then pages are read where they lie."""
+) -> tuple[Float[Array, "B T H D"], Blocks, Any, Pages, HotTiles, Fetched] | None:
+    """`policy.attend` through the hot buffer of layer `owner`: output, list and state, the layer's pages (without open ones) and the buffer
+    afterwards, and what was listed. now: the step's number. None where the policy does not list whole pages for all queries together, or
+    attends by an op of its own: then pages are read where they lie."""
     if not _has_one_list(policy) or (query.shape[1] > 1 and jax.tree.leaves(state)):
         return None  # another op than attention over the list, or one for each drafted token
     blocks, state = policy.select(query, layer, ctx, state)
     if blocks is None or blocks.ids.ndim != 3 or blocks.block_size != ctx.page_size:
         return None
     where = (blocks.ids, ctx.page_table, ctx.frames, ctx.lengths, now)
-    hot, pages, fetched = fetch(hot, layer.pages, *where, num_queries=query.shape[1], border=ctx.border, owner=owner)
-    layer = layer.replace(pages=pages)
+    pages = layer.pages.replace(open=None)  # sealed pages alone are in the buffer
+    hot, pages, fetched = fetch(hot, pages, *where, num_queries=query.shape[1], border=ctx.border, owner=owner)
+    layer = with_pages(layer, pages)
     out, block_lse = attend_listed(query, layer, ctx, blocks, return_block_lse=policy.learns, frames=fetched.frames)
     state = policy.observe(blocks, block_lse, ctx, state) if policy.learns else state
-    return out, blocks, state, layer, hot, fetched
+    return out, blocks, state, pages, hot, fetched
 
 
 def lists_pages(policy: DecodePolicy, page_size: int) -> bool:
@@ -195,6 +196,11 @@ def recall_tokens(
 ) -> tuple[Float[Array, "B T H Dv"], LayerCache]:
     """The recurrence of a decode step in layer `number` of `layers`, and the layer after it. cache.lengths: without these tokens."""
     return recurrent.step(layers[number], cache.table_of(number)[:, 0], given, cache.lengths, active)
+
+
+def with_pages(layer: PagedKV, pages: Pages) -> PagedKV:
+    """A layer with other pages, as copies of tiles return them, and the open ones that it has."""
+    return layer.replace(pages=pages.replace(open=layer.pages.open))
 
 
 def reader_of(policy: DecodePolicy, given: Heads | Latents) -> DecodePolicy:

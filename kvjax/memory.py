@@ -63,8 +63,8 @@ class MemoryPlan:
     """All sizes are bytes. `available_bytes` is what weights, pages and states may take. groups: the model's layer groups.
 
     sequences: how many are live at a time. Groups with a window need pages for that many windows, and recurrent groups that many states,
-    however long the sequences are. stays: why no page of the pool may lie in host memory, as those of a mesh and packed ones; "": those of
-    layers that keep all tokens may.
+    however long the sequences are. stays: why no page of the pool may lie in host memory, as those of a mesh; "": those of layers that
+    keep all tokens may.
     """
 
     weights_bytes: int
@@ -221,9 +221,7 @@ def memory_plan(
         sizes = len(spec.layers_of(group.name)), group.page_size, *bytes_of, None if window is None else window[1]
         groups.append(GroupPlan(group.name, *sizes, None if math.isinf(most) else most))
     available = min(map(free_bytes, devices or jax.local_devices()[:1])) if available_bytes is None else available_bytes
-    stays = "packed pages lie on the device alone" if cache_format is not None else ""
-    if tensor * context > 1 or devices:
-        stays = "pages of a mesh lie on its devices alone"
+    stays = "pages of a mesh lie on its devices alone" if tensor * context > 1 or devices else ""
     return MemoryPlan(weights_bytes, available, tuple(groups), sequences, stays)
 
 

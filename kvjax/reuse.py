@@ -48,12 +48,12 @@ class StoreOptions(TypedDict, total=False):
     that the prompt would write itself, so its answer does not change.
 
     host_bytes: so many bytes of host memory hold pages that the device has no room for, those of running sequences, too; these are read in
-    place. Where kernels cannot do so (on a mesh, for packed pages, windows and states of recurrent layers, on other devices than CPUs and
-    NVIDIA GPUs), host memory holds copies of kept pages alone, which come back to the device to be used; the log says so. reuse: keep pages
-    until others need their room. None, the default: where disk is given, and where host_bytes is, unless a policy learns from prefill.
-    False: then host_bytes serve running sequences alone, and are refused where they cannot. "any": find pages of the same tokens however
-    they were written: by other policies, in other chunks, by decode steps. Answers may then differ a little. disk, disk_bytes: copy kept
-    pages to this folder as soon as they are written. It takes so many bytes at once. Its pages outlive the process.
+    place. Where kernels cannot do so (on a mesh, for windows and states of recurrent layers, on other devices than CPUs and NVIDIA GPUs),
+    host memory holds copies of kept pages alone, which come back to the device to be used; the log says so. reuse: keep pages until others
+    need their room. None, the default: where disk is given, and where host_bytes is, unless a policy learns from prefill. False: then
+    host_bytes serve running sequences alone, and are refused where they cannot. "any": find pages of the same tokens however they were
+    written: by other policies, in other chunks, by decode steps. Answers may then differ a little. disk, disk_bytes: copy kept pages to
+    this folder as soon as they are written. It takes so many bytes at once. Its pages outlive the process.
     """
 
     reuse: bool | Literal["any"] | None

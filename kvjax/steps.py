@@ -20,6 +20,7 @@ from kvjax.attend import (
     reader_of,
     recall_chunk,
     recall_tokens,
+    with_pages,
     write,
 )
 from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache, frame_tables
@@ -293,8 +294,9 @@ def decode(
         if buffer is not None:
             found = attend_hot(reader, heads.q, read, ctx, before, buffer, now, owner)
         if found is not None:
-            out, blocks, state, read, buffer, lookup = found
-            layers, tiles, fetched = _replace(layers, owner, read), _replace(tiles, owner, buffer), _replace(fetched, place, lookup)
+            out, blocks, state, pool, buffer, lookup = found
+            read, layers = with_pages(read, pool), _replace(layers, owner, layers[owner].replace(pages=pool))
+            tiles, fetched = _replace(tiles, owner, buffer), _replace(fetched, place, lookup)
         else:
             out, blocks, state = _read_by_turns(reader, heads.q, read, ctx, before)
         if watch is not None:
@@ -479,10 +481,10 @@ def _count_frames(
         if group.name not in tables:
             continue
         size, heads = (group.page_size, kind.kv_heads) if blocks is None else (blocks.block_size, 1)
-        size_bytes = heads * size * (kind.width // kind.kv_heads) * jnp.dtype(kind.dtype).itemsize
+        size_bytes = heads * kind.token_bytes(group.page_size, size) / kind.kv_heads
         shape = None if blocks is None else (size, blocks.window, blocks.ids.shape[:-2], blocks.ids.shape[-1])
         kinds.setdefault((group, size_bytes, shape, counted is not None), []).append(blocks)
-        host_bytes += 0.0 if counted is None else float(size_bytes) * counted
+        host_bytes += 0.0 if counted is None else size_bytes * counted
     for (group, size_bytes, shape, is_counted), lists in kinds.items():
         frames, sizes = tables[group.name], {"page_size": group.page_size, "num_queries": positions.shape[1]}
         if shape is not None:  # the lists of all layers, as if of more KV heads
@@ -491,7 +493,7 @@ def _count_frames(
         layers, axes = 1 if shape is not None else len(lists), range(1, read.ndim)
         missing += layers * (read & (frame < 0)).sum(axes, dtype=jnp.int32)
         if not is_counted and (border := cache.residency[group.name].border) is not None:
-            host_bytes += float(layers * size_bytes) * (read & (frame >= border)).sum(axes, dtype=jnp.float32)
+            host_bytes += layers * size_bytes * (read & (frame >= border)).sum(axes, dtype=jnp.float32)
     for number in spec.holding:
         group = spec.group_of(number)
         if group.name in tables:

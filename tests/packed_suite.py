@@ -46,15 +46,21 @@ Elsewhere keys are exact."""
 
 @dataclasses.dataclass
 class Packed:
-    """A call. exact: the same pages, whose numbers are not rounded when they are read."""
+    """A call. exact: the same pages, whose numbers are not rounded when they are read. apart: those pages with the tiles of the list in
+    other frames for each KV head, and these frames; None: the table says where they are."""
 
     operands: tuple
     keywords: dict[str, Any]
     exact: Pages
+    apart: tuple[Pages, Any] | None = None
 
     def run(self, implementation: str, **more) -> tuple:
         """The results of an implementation, on whatever backend this is."""
-        return paging.implementation("gather_attention", implementation)(*self.operands, **self.keywords, **more)
+        operands, keywords = list(self.operands), self.keywords | more
+        if self.apart is not None:
+            operands[1], keywords["block_frames"] = self.apart
+            operands[2] = jnp.full_like(operands[2], -1)  # it is not read
+        return paging.implementation("gather_attention", implementation)(*operands, **keywords)
 
     def expected(self) -> tuple:
         """What the definition gives."""
@@ -68,7 +74,7 @@ def picked(case: Packed) -> tuple:
     return paging.public("gather_attention")(*case.operands, **case.keywords)
 
 
-def build(tools, *, format: str, window=None, blocks=None, lse=False, config=None, opened=False, seed=0, **spec) -> Packed:
+def build(tools, *, format: str, window=None, blocks=None, lse=False, config=None, opened=False, apart=False, seed=0, **spec) -> Packed:
     """A case: ragged rows over permuted pages. NaN are the scales of tokens that nobody wrote, and everything that no query reads: other
     open rows, and where queries read their own pages open, the packed last page of each row."""
     paged = tools.make_paged(seed=seed, dtype="bfloat16", **spec)
@@ -92,7 +98,8 @@ def build(tools, *, format: str, window=None, blocks=None, lse=False, config=Non
         listed = tools.lists_for(paged, *blocks)
         listed = listed.at[-1, ..., :1, :].set(listed[-1, ..., -1:, :])  # no list is empty
         keywords |= {"blocks": listed, "block_size": blocks[1]}
-    return Packed((paged.q, pages, paged.page_table, paged.lengths), keywords, pages.replace(**wide))
+    there = tiles_apart(pages, paged, keywords["blocks"], keywords["block_size"]) if apart else None
+    return Packed((paged.q, pages, paged.page_table, paged.lengths), keywords, pages.replace(**wide), there)
 
 
 def _opened(paged, table, lengths, page_size: int, num_queries: int, arrays: dict) -> dict[str, Any]:
@@ -175,3 +182,45 @@ def changed(case: Any, change: str) -> Any:
     q, pages, *rest = case.operands
     found = {name: make(getattr(pages, name)) for name, make in CHANGES[change].items()}
     return dataclasses.replace(case, operands=(q, pages.replace(**found), *rest))
+
+
+def tiles_apart(pages: Pages, paged, blocks, block_size: int) -> tuple[Pages, Any]:
+    """The pages, and behind them their tiles in another order for each KV head, as a hot buffer has them; and the frames of the listed
+    blocks `[B, K, W]`: there, where no query writes to the page, else its own. Of pages that are read there alone, the first copy is
+    wrong."""
+    count, heads, page_size = pages.num_pages, pages.kv_heads, pages.page_size
+    order = np.stack([np.random.default_rng(h).permutation(count) for h in range(heads)], 1)  # [place, head] -> page
+    place_of = jnp.asarray(np.argsort(order, axis=0), jnp.int32)
+    logical = jnp.maximum(blocks, 0) * block_size // page_size
+    ids = jnp.take_along_axis(paged.page_table, logical.reshape(len(logical), -1), axis=1, mode="fill", fill_value=-1).reshape(blocks.shape)
+    first = (paged.lengths - paged.q.shape[1])[:, None, None]
+    frames = jnp.where((logical + 1) * page_size <= first, count + place_of[ids, jnp.arange(heads)[:, None]], ids)
+    table = np.asarray(paged.page_table)
+    written = np.asarray([(np.arange(table.shape[1]) + 1) * page_size > n - paged.q.shape[1] for n in np.asarray(paged.lengths)])
+    own = np.unique(table[written & (table >= 0)])
+
+    def doubled(pool):
+        fill = 99 if jnp.issubdtype(pool.dtype, jnp.integer) else jnp.nan
+        return jnp.concatenate([jnp.full_like(pool, fill).at[own].set(pool[own]), pool[order, np.arange(heads)]])
+
+    arrays = {name: doubled(array) for name, array in _parts(pages).items()}
+    opened = pages.open and pages.open.replace(row_of=jnp.pad(pages.open.row_of, (0, count), constant_values=-1))
+    return pages.replace(**arrays, open=opened), jnp.where((blocks >= 0) & (ids >= 0), frames, -1)
+
+
+def _parts(pages: Pages) -> dict[str, Any]:
+    """Codes, scales, and numbers that are not packed."""
+    return {name: array for name in ("k", "v", "k_scales", "v_scales") if (array := getattr(pages, name)) is not None}
+
+
+def apart(pages: Pages, ids, more: int = 3) -> tuple[Pages, Any]:
+    """The same pages in other frames, of which there are some more, and the table of frames in place of that of ids."""
+    rng, count = np.random.default_rng(2), pages.num_pages
+    order = rng.permutation(count + more)[:count].astype(np.int32)
+
+    def moved(pool, fill):
+        return jnp.full((count + more, *pool.shape[1:]), fill, pool.dtype).at[order].set(pool)
+
+    arrays = {name: moved(x, 99 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.nan) for name, x in _parts(pages).items()}
+    opened = None if pages.open is None else pages.open.replace(row_of=moved(pages.open.row_of, -1))
+    return pages.replace(**arrays, open=opened), jnp.where(ids >= 0, order[ids], -1)

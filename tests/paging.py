@@ -40,8 +40,10 @@ def block_mass(q, k, *arrays, **keywords):
     return _public("block_mass")(q, Pages(k, None, k.shape[-1]), *arrays, **keywords)
 
 
-def copy_tiles(k_pages, v_pages, sources, targets, *, value_dim=None, **keywords):
-    """Returns the pages of keys and those of values."""
+def copy_tiles(k_pages, v_pages=None, sources=None, targets=None, *, value_dim=None, **keywords):
+    """Returns the pages of keys and those of values; all of them, if they are given as `Pages`."""
+    if isinstance(k_pages, Pages):  # packed ones have more parts
+        return _public("copy_tiles")(k_pages, sources, targets, **keywords)
     pages = _public("copy_tiles")(Pages(k_pages, v_pages, value_dim), sources, targets, **keywords)
     return pages.k, pages.v
 

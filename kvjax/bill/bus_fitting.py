@@ -92,7 +92,7 @@ def read_tier_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelCo
         raise ValueError(f"this is not a result of kvjax bench tiers: its field 'bench' is {run.get('bench')!r}")
     groups: dict[Key, tuple[list[Cell], list[TierCell]]] = {}
     for row in run["rows"]:
-        if "median_s" not in row:
+        if "median_s" not in row or "cache_format" in row:  # bills of packed pages have no term of a bus yet
             continue
         where = f"{row['shape']}, {row['tokens']:,} tokens, {row['policy']}"
         if "asked_bytes" not in row:

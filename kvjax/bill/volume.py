@@ -24,7 +24,7 @@ from kvjax.packing import FormatOf, format_function, table_shape, weights_bytes
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.cascade import Cascade
 from kvjax.policies.decode.top_tokens import TopTokens
-from pallas_kernels.page_format import CODES, PageFormat
+from pallas_kernels.page_format import CODES
 
 TIERS = ("device", "host", "disk")
 """Where keys and values may be stored. Weights and indexes are always on the device (BRL-2026-07, section 10)."""
@@ -126,14 +126,14 @@ def step_bytes(
     for place, number in enumerate(spec.paged):
         layer, window = spec.layers[number], spec.group_of(number).window
         if window is not None:
-            kv += token_bytes(layer, page_size, -(-batch * min(length, window) // context), opened)
+            kv += layer.token_bytes(page_size, -(-batch * min(length, window) // context), opened)
             continue
         keys = policy.keys_read(length, place, page_size)
         there = batch * _keys_on_host(policy, away * page_size, length, place, page_size)
         if keys is not None and measured_keys is not None:
             keys, there = math.ceil(measured_keys), there * measured_keys / keys
-        kv += token_bytes(layer, page_size, tokens if keys is None else -(-batch * keys // context), opened)
-        there = token_bytes(layer, page_size, there)
+        kv += layer.token_bytes(page_size, tokens if keys is None else -(-batch * keys // context), opened)
+        there = layer.token_bytes(page_size, there)
         if frames is not None and frames.hot and keys is not None and isinstance(layer, PagedSpec) and lists_pages(policy, page_size):
             hot_layers, listed = hot_layers + 1, listed + there
         else:
@@ -147,7 +147,7 @@ def step_bytes(
             bounds, *others = policy.reads_to_choose(length, page_size, layer.head_dim, **how)
             codes, own = (-(-batch * layer.kv_heads * each // context) for each in others)
             index_elements += pages * layer.kv_heads * bounds // -(-length // page_size)  # bounds are those of whole pages
-            code_bytes, kv = code_bytes + codes, kv + own * key_bytes(layer, page_size) / layer.head_dim
+            code_bytes, kv = code_bytes + codes, kv + own * layer.key_bytes(page_size) / layer.head_dim
         elif keys is not None:
             sizes = (pages, layer.kv_heads, page_size, layer.head_dim)
             index_elements += sum(math.prod(index.shape(*sizes)) for index in policy.indexes())
@@ -163,34 +163,9 @@ def step_bytes(
     )
 
 
-def key_bytes(layer: PagedSpec | LatentSpec, page_size: int) -> float:
-    """Bytes of the key of a token and KV head in a full page, its share of scales included."""
-    return _of_head(layer, layer.k_packed, page_size)
-
-
-def token_bytes(layer: PagedSpec | LatentSpec, page_size: int, keys: float, opened: float = 0) -> float:
-    """Bytes of keys and values of `keys` tokens, in all KV heads of a layer that a device has.
-
-    opened: how many of them, at most, lie in open pages, which are not packed. Scales of channels and pages count in proportion.
-    """
-    item = jnp.dtype(layer.dtype).itemsize
-    if isinstance(layer, LatentSpec) or layer.formats == (None, None):
-        return keys * layer.width * item
-    own = min(keys, opened)
-    each = sum(_of_head(layer, packed, page_size) for packed in layer.formats)
-    return own * layer.width * item + (keys - own) * layer.kv_heads * each
-
-
 def rows_bytes(table: int, rows: int, count: int) -> int:
     """Bytes of some rows of an embedding that takes `table` bytes, their share of scales included."""
     return round(count * table / rows)
-
-
-def _of_head(layer: PagedSpec, packed: PageFormat | None, page_size: int) -> float:
-    """Bytes of the key or value of a token and KV head in a full page."""
-    if packed is None:
-        return layer.head_dim * jnp.dtype(layer.dtype).itemsize
-    return packed.bytes_per_page(page_size, layer.head_dim) / page_size
 
 
 def _check(policy: DecodePolicy, sizes: dict[str, int], tier: str, frames: FrameCounts | None) -> None:

@@ -29,14 +29,15 @@ def append_packed(
     page_table: Int[Array, "B M"],
     rows: Int[Array, "B"],
     indexes: tuple[IndexSpec, ...],
+    frames: Int[Array, "B M"] | None = None,
     *,
     dealt_out: bool = False,
 ) -> tuple[PagedKV, OpenPages]:
     """Write the valid tokens of a step to the open rows, then seal each page whose last token is among them. Returns the layer, and the
     pages that hold the step's tokens, as its queries read them.
 
-    positions, valid, page_table: as in `append`, at most `MOST_TOKENS` tokens. rows: of `layer.open`, one of each sequence. A page that
-    drafted tokens fill is packed too; if they are dropped, it is packed again when it fills again: the row still has its tokens.
+    positions, valid, page_table, frames: as in `append`, at most `MOST_TOKENS` tokens. rows: of `layer.open`, one of each sequence. A page
+    that drafted tokens fill is packed too; if they are dropped, it is packed again when it fills again: the row still has its tokens.
     dealt_out: whether other devices have some of the pages. Every device keeps the open rows of all of them, and seals its own pages.
     """
     (_, count, _, page_size, _), logical = layer.open.k.shape, positions // layer.pages.page_size
@@ -44,10 +45,11 @@ def append_packed(
     if dealt_out:
         at = jnp.where(written, rows[:, None], NOWHERE), logical % count, slice(None), positions % page_size
         layer = layer.replace(open=OpenRows(_put(layer.open.k, at, k), _put(layer.open.v, at, v)))
-    page = physical(page_table, logical, written, NOWHERE)
+    page = physical(page_table if frames is None else frames, logical, written, NOWHERE)
     opened = _open_pages(layer.open.k, layer.open.v, page, rows[:, None] * count + logical % count, layer.pages.num_pages)
     kinds = tuple((spec.name, spec.kind, spec.block_size) for spec in kept_in(layer.index, indexes))
-    pages, index = append_tokens(layer.pages.replace(open=opened), layer.index, k, v, positions, valid, page_table, kinds=kinds)
+    place = positions, valid, page_table
+    pages, index = append_tokens(layer.pages.replace(open=opened), layer.index, k, v, *place, kinds=kinds, frames=frames)
     kept = OpenRows(*(new.reshape(old.shape) for new, old in ((pages.open.k, layer.open.k), (pages.open.v, layer.open.v))))
     return PagedKV(pages.replace(open=None), index, kept), pages.open
 
@@ -63,14 +65,15 @@ def append_chunk(
     page_table: Int[Array, "B M"],
     rows: Int[Array, "B"],
     indexes: tuple[IndexSpec, ...],
+    frames: Int[Array, "B M"] | None = None,
 ) -> tuple[PagedKV, OpenPages]:
     """Write a chunk of prefill: seal the pages that it fills, and keep its last page in the open rows. Returns the layer, and the chunk's
     pages from that of `first` on, as its queries read them.
 
     The chunk covers positions [starts, starts + T), whole pages; of these, [fresh, lengths) are written. Tokens before `fresh` in its page
     are those in the row. first: the first query whose output counts, at most `fresh`: it, or the first token of an earlier page, from
-    which on k and v hold what earlier calls wrote. ValueError for a chunk that is not whole pages. Memory: the chunk's keys and values, and
-    their codes.
+    which on k and v hold what earlier calls wrote. frames: as in `append`. ValueError for a chunk that is not whole pages. Memory: the
+    chunk's keys and values, and their codes.
     """
     (batch, num_tokens, kv_heads, head_dim), page_size, count = k.shape, layer.pages.page_size, layer.open.k.shape[1]
     if num_tokens % page_size:
@@ -95,12 +98,13 @@ def append_chunk(
     opened = OpenRows(*(_put(array, at, page) for array, page in zip((pool.k, pool.v), newest, strict=True)))
 
     there = written[:, None] & (logical >= (first // page_size)[:, None]) & (logical <= last[:, None])
-    page = physical(page_table, logical, there, NOWHERE)
+    page, frame = (physical(table, logical, there, NOWHERE) for table in (page_table, page_table if frames is None else frames))
     full = (logical >= began[:, None]) & ((logical + 1) * page_size <= lengths[:, None])
     k, v = (x.reshape(batch * pages, *x.shape[2:]) for x in (k, v))
-    layer = seal_packed(layer.replace(open=opened), k, v, jnp.where(full, page, NOWHERE).reshape(-1), indexes)
+    sealed, places = (jnp.where(full, each, NOWHERE).reshape(-1) for each in (page, frame))
+    layer = seal_packed(layer.replace(open=opened), k, v, sealed, places, indexes)
     numbers = jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
-    return layer, _open_pages(k[:, None], v[:, None], page, numbers, layer.pages.num_pages)
+    return layer, _open_pages(k[:, None], v[:, None], frame, numbers, layer.pages.num_pages)
 
 
 def seal_packed(
@@ -108,11 +112,12 @@ def seal_packed(
     k: Float[Array, "n K P D"],
     v: Float[Array, "n K P D"],
     pages: Int[Array, " n"],
+    frames: Int[Array, " n"],
     indexes: tuple[IndexSpec, ...],
 ) -> PagedKV:
-    """Pack the numbers of whole pages to `pages` (ids; numbers outside the pool are skipped), and index keys as they are read from then
-    on."""
-    packed, keys = put_pages(layer.pages, k, v, pages)
+    """Pack the numbers of whole pages to their `frames`, and index keys as they are read from then on. pages: their ids. Numbers outside
+    the pool are skipped."""
+    packed, keys = put_pages(layer.pages, k, v, frames)
     return layer.replace(pages=packed, index=seal(layer.index, keys, pages, kept_in(layer.index, indexes)))
 
 
@@ -126,6 +131,6 @@ def _put(pool: Array, places, new: Array) -> Array:
 
 
 def _open_pages(k: Float[Array, "R n K P D"], v: Float[Array, "R n K P D"], page, number, num_pages: int) -> OpenPages:
-    """The pages of rows, flat. page: ids; number: their places in the flat rows."""
+    """The pages of rows, flat. page: their frames; number: their places in the flat rows."""
     row_of = jnp.full(num_pages, -1, jnp.int32).at[page].set(number, mode="drop")
     return OpenPages(*(x.reshape(-1, *x.shape[2:]) for x in (k, v)), row_of)

@@ -5,8 +5,8 @@ digest before it, its tokens, and the policy that wrote it; the first one of eve
 all that its pages depend on, and a page that is found by it holds the bits that prefill would write.
 
 A page stays in the pool, which may span device and host memory, until others need its room. It is copied to disk as soon as it has been
-written, so that giving it up costs nothing. What the pool cannot hold in host memory (pages of windows, of meshes, packed ones, and states
-of recurrent layers) is copied to a store there, too (`kvjax.cache.host_store`). A state is copied at some borders of chunks, and only to
+written, so that giving it up costs nothing. What the pool cannot hold in host memory (pages of windows and of meshes, and states of
+recurrent layers) is copied to a store there, too (`kvjax.cache.host_store`). A state is copied at some borders of chunks, and only to
 stores.
 """
 

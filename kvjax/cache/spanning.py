@@ -56,6 +56,8 @@ NON_BLOCKING = 1
 """A stream that does not wait for the default one."""
 DLPACK_CUDA, DLPACK_CUDA_HOST = 2, 3
 DLPACK_FLOAT, DLPACK_BFLOAT = 2, 4
+DLPACK_CODES = {"int8": 0, "uint8": 1, "bfloat16": DLPACK_BFLOAT, "float8_e4m3fn": 10}
+"""Numbers of kinds of elements; all others are `DLPACK_FLOAT`."""
 
 
 def supported() -> bool:
@@ -160,11 +162,12 @@ def _check_donation() -> None:
 
 
 def _mapped(shape: tuple[int, ...], dtype: jnp.dtype, device_rows: int) -> Array:
-    """An array over a new range of addresses. NotImplementedError for rows that would make it begin at an odd address."""
+    """An array over a new range of addresses. NotImplementedError for rows that would make it begin at an odd address, as a few scales."""
     row = math.prod(shape[1:]) * dtype.itemsize
     if row % ALIGNMENT:
         raise NotImplementedError(
-            f"pages of {row} bytes for each layer cannot lie in host memory, only multiples of {ALIGNMENT}: choose another page_size"
+            f"pages, or their scales, of {row} bytes for each layer cannot lie in host memory, only multiples of {ALIGNMENT}: choose "
+            "another page_size, or a cache_format with a scale per token or channel"
         )
     memory = _Range(device_rows * row, (shape[0] - device_rows) * row)
     _ranges[memory.start] = memory
@@ -364,12 +367,11 @@ class _Exported:
         self._device = device, 0
         self._shape = (ctypes.c_int64 * len(shape))(*shape)
         self._strides = (ctypes.c_int64 * len(shape))(*(math.prod(shape[axis + 1 :]) for axis in range(len(shape))))
-        code = DLPACK_BFLOAT if dtype == jnp.bfloat16 else DLPACK_FLOAT
         self._tensor = _Tensor(
             data=address,
             device=(ctypes.c_int32 * 2)(device, 0),
             ndim=len(shape),
-            code=code,
+            code=DLPACK_CODES.get(dtype.name, DLPACK_FLOAT),
             bits=8 * dtype.itemsize,
             lanes=1,
             shape=self._shape,

@@ -84,6 +84,25 @@ class PagedSpec:
         """How keys and values are packed."""
         return self.k_packed, self.v_packed
 
+    def token_bytes(self, page_size: int, keys: float, opened: float = 0) -> float:
+        """Bytes of keys and values of `keys` tokens, in all KV heads.
+
+        opened: how many of them, at most, lie in open pages, which are not packed. Scales of channels and pages count in proportion.
+        """
+        own = min(keys, opened)
+        each = sum(self._of_head(packed, page_size) for packed in self.formats)
+        return own * self.width * jnp.dtype(self.dtype).itemsize + (keys - own) * self.kv_heads * each
+
+    def key_bytes(self, page_size: int) -> float:
+        """Bytes of the key of a token and KV head in a full page, its share of scales included."""
+        return self._of_head(self.k_packed, page_size)
+
+    def _of_head(self, packed: PageFormat | None, page_size: int) -> float:
+        """Bytes of the key or value of a token and KV head in a full page."""
+        if packed is None:
+            return self.head_dim * jnp.dtype(self.dtype).itemsize
+        return packed.bytes_per_page(page_size, self.head_dim) / page_size
+
     def empty(
         self,
         num_pages: int,
@@ -93,12 +112,12 @@ class PagedSpec:
         rows: int = 0,
     ) -> LayerCache | None:
         """`num_pages` zeroed pages, with the indexes; None for a layer that reads another's. frames: as in `empty_layer`. rows: of open
-        pages, where pages are packed; then none may lie in host memory."""
+        pages, where pages are packed."""
         if self.share_with is not None:
             return None
         if self.formats != (None, None):
             sizes = num_pages, self.kv_heads, page_size, self.head_dim, jnp.dtype(self.dtype)
-            return empty_packed(*sizes, indexes, self.formats, (rows, pages_of_step(page_size)))
+            return empty_packed(*sizes, indexes, self.formats, (rows, pages_of_step(page_size)), frames)
         return empty_layer(num_pages, self.kv_heads, page_size, self.head_dim, jnp.dtype(self.dtype), indexes, frames)
 
 
@@ -136,6 +155,10 @@ class LatentSpec:
     def width(self) -> int:
         """Elements of a token that attention reads; values are a part of keys."""
         return self.latent_dim + self.rope_dim
+
+    def token_bytes(self, page_size: int, keys: float, opened: float = 0) -> float:
+        """Bytes of the latents of `keys` tokens. They are never packed."""
+        return keys * self.width * jnp.dtype(self.dtype).itemsize
 
     def empty(self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = (), frames: FrameCounts | None = None) -> LayerCache:
         """`num_pages` zeroed pages. frames: as in `empty_layer`. NotImplementedError for indexes other than the

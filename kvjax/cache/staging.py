@@ -18,6 +18,7 @@ from jaxtyping import Array, Int
 from kvjax.cache.spanning import FrameCounts, host_rows
 from kvjax.cache.tables import staged_width
 from kvjax.cache.types import LatentPages, PagedKV
+from pallas_kernels.pages import Pages
 
 SPREAD = 2
 """Pages that lie farther apart in host memory than this, in frames for each page, are copied one by one."""
@@ -184,13 +185,17 @@ def _copied(array: Array, after: Any) -> Array:
     return jax.device_put(array, jax.memory.Space.Device)
 
 
-def complete(copies: Any, pages: Any, staged: Staged) -> Any:
+def complete(copies: Pages | None, pages: Pages, staged: Staged) -> Pages:
     """The pages of a sequence: arrays `[V, K, page_size, D]`. copies: of a window, lengthened; None: there is none. pages: of the layer,
-    written."""
+    written. Its open pages stay: only where they lie differs."""
 
     def put(rows: Array, others: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(rows, others, staged.tail, axis=0)
 
+    opened, pages = pages.open, pages.replace(open=None)
     others = jax.tree.map(lambda pool: pool[staged.sources], pages)
     found = others if copies is None else jax.tree.map(put, copies, others)
+    if opened is not None:  # the chunk's own pages are never in the window
+        row_of = put(jnp.full(staged.places.shape[1], -1, jnp.int32), opened.row_of[staged.sources])
+        found = found.replace(open=opened.replace(row_of=row_of))
     return jax.lax.optimization_barrier(found)  # without it XLA may copy a page again for each tile that reads it

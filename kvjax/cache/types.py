@@ -215,18 +215,20 @@ def empty_packed(
     indexes: tuple[IndexSpec, ...],
     formats: tuple[PageFormat | None, PageFormat | None],
     rows: tuple[int, int],
+    frames: FrameCounts | None = None,
 ) -> PagedKV:
     """A layer of packed pages: codes and scales of 0, open rows in `dtype`, and the declared indexes in `dtype`.
 
-    formats: of keys and of values; None: numbers of `dtype`. rows: how many, and how many pages each holds.
+    formats: of keys and of values; None: numbers of `dtype`. rows: how many, and how many pages each holds. frames: as in `empty_layer`;
+    scales lie where their codes do, and open rows on the device.
     """
     tiles = num_pages, num_kv_heads
     arrays: dict[str, Array | PageFormat | None] = {}
     for name, packed in zip("kv", formats, strict=True):
         width, kind = (head_dim, dtype) if packed is None else (packed.width(head_dim), packed.code_dtype)
-        arrays |= {name: jnp.zeros((*tiles, page_size, width), kind), f"{name}_packed": packed}
+        arrays |= {name: _frames((*tiles, page_size, width), kind, frames), f"{name}_packed": packed}
         if packed is not None and (shape := packed.scale_shape(page_size, head_dim)) is not None:
-            arrays[f"{name}_scales"] = jnp.zeros((*tiles, *shape), packed.scale_dtype)
+            arrays[f"{name}_scales"] = _frames((*tiles, *shape), packed.scale_dtype, frames)
     opened = (*rows, num_kv_heads, page_size, head_dim)
     return PagedKV(
         pages=Pages(**arrays),

@@ -139,7 +139,7 @@ def reuse_cells(row: Row) -> tuple[str, ...]:
 
 def tiers_cells(row: Row) -> tuple[str, ...]:
     """Milliseconds of a step, and what of its bytes came over the bus."""
-    shape, device = shape_text(row), row["device_bytes"]
+    shape, device = _packed_shape(row), row["device_bytes"]
     there = "everything" if device is None else f"{gigabytes(device)} GB"
     sizes = tokens_text(row["tokens"]), f"`{row['policy']}`", gigabytes(row["cache_bytes"]), there
     if "skipped" in row:
@@ -155,9 +155,14 @@ def tiers_cells(row: Row) -> tuple[str, ...]:
     return shape, *sizes, f"{step * 1e3:.2f}", f"{1 / step:.1f}", f"{row['read_bytes'] / 1e6:,.0f}", *moved, f"{row['rate'] / 1e9:.1f}"
 
 
+def _packed_shape(row: Row) -> str:
+    """The model's shape, and the format of packed pages."""
+    return shape_text(row) + (f", `{row['cache_format']}` pages" if "cache_format" in row else "")
+
+
 def tiered_prefill_cells(row: Row) -> tuple[str, ...]:
     """Seconds of a prompt, and what of its bytes crossed the bus."""
-    shape, device = shape_text(row), row["device_bytes"]
+    shape, device = _packed_shape(row), row["device_bytes"]
     there = "everything" if device is None else f"{gigabytes(device)} GB"
     sizes = tokens_text(row["tokens"]), f"`{row['policy']}`", f"{row['chunk']:,}", there
     if "skipped" in row:

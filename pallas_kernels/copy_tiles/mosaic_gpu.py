@@ -22,7 +22,7 @@ UNROLLED = 8
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Everything that the kernel's code depends on. tile_bytes: of a tile, for each array of the pool."""
+    """Everything that the kernel's code depends on. tile_bytes: of a tile, for each array of the pool, scales included."""
 
     num_kv_heads: int
     tile_bytes: tuple[int, ...]
@@ -30,11 +30,9 @@ class Shape:
 
 def unsupported(call: Call, pages, sources, targets) -> str | None:
     """Why this kernel cannot take this valid input, or None if it can."""
-    if pages.packed:
-        return f"it does not copy scales; keys are {pages.k_format.codes}, values {pages.v_format.codes}"
     sizes = _shape(pages).tile_bytes
     if any(size % 16 for size in sizes):
-        return f"tiles must be multiples of 16 bytes, got {sizes}"
+        return f"tiles, and the scales of each, must be multiples of 16 bytes, got {sizes}"
     return None
 
 
@@ -46,8 +44,7 @@ def copy_tiles(call: Call, pages, sources, targets):
 
 
 def _shape(pages) -> Shape:
-    pools = [pool for pool in (pages.k, pages.v) if pool is not None]
-    return Shape(pages.kv_heads, tuple(pool.shape[2] * pool.shape[3] * pool.dtype.itemsize for pool in pools))
+    return Shape(pages.kv_heads, tuple(pool.shape[2] * pool.shape[3] * pool.dtype.itemsize for pool in jax.tree.leaves(pages)))
 
 
 @functools.partial(jax.jit, static_argnames="s")

@@ -76,8 +76,6 @@ def unsupported(call: Call, q, pages, table, lengths, blocks, block_frames=None)
         return f"block_size must be 16, 32, 64 or 128, got {call.block_size}"
     if multiplies_by_wgmma(pages):
         return None
-    if block_frames is not None:
-        return f"{turns.reads(pages)} it finds frames in the page table alone, not in block_frames"
     if call.config is not None and (call.config.tile_tokens or call.config.array_code):
         return f"{turns.reads(pages)} a config has no tile_tokens and no array_code"
     return turns.unsupported(call, q, pages)
@@ -105,7 +103,8 @@ def gather_attention(call: Call, q, pages, table, lengths, blocks, block_frames=
         logits = {"window": call.window, "sm_scale": call.sm_scale}
         if not multiplies_by_wgmma(pages):
             if not turns.unsupported_list(q, pages, **sizes):
-                return tuple(turns.attend_listed(turns.list_shape(q, pages, **sizes, **logits), q, pages, table, lengths, blocks))
+                s = turns.list_shape(q, pages, **sizes, **logits)
+                return tuple(turns.attend_listed(s, q, pages, table, lengths, blocks, block_frames))
         elif not listed.unsupported(q, pages, **sizes):
             return tuple(listed.attend_listed(listed.shape_of(q, pages, **sizes, **logits), q, pages, table, lengths, blocks, block_frames))
     arrays = (q, pages, table, lengths, blocks, block_frames)
@@ -120,7 +119,7 @@ def queries_per_tile(num_queries: int, group: int, most: int = tiles.ROWS) -> in
 @functools.partial(jax.jit, static_argnames=("call", "interpret"))
 def _attend(call: Call, q, pages, table, lengths, blocks, block_frames, *, interpret):
     if not multiplies_by_wgmma(pages):
-        return _attend_turns(call, q, pages, table, lengths, blocks)
+        return _attend_turns(call, q, pages, table, lengths, blocks, block_frames)
     s = _shape(call, q, pages, blocks)
     width = table.shape[1] * s.page_size // s.block_size if blocks is None else blocks.shape[2]
     launch = _launch(s, width if call.return_block_lse else None, block_frames is not None, call.config.array_code, interpret)
@@ -149,18 +148,20 @@ def _there(s: tiles.Shape, width: int, table, lengths, blocks, block_frames=None
     return there & (ids * s.block_size < lengths[:, None, None])
 
 
-def _attend_turns(call: Call, q, pages, table, lengths, blocks):
+def _attend_turns(call: Call, q, pages, table, lengths, blocks, block_frames):
     """`_attend` by `turns`."""
     width = None if blocks is None else blocks.shape[2]
     splits = call.config.splits or max(1, SMS // (q.shape[0] * pages.kv_heads))
     s = turns.span_shape(call, q, pages, width=width, splits=splits, stages=call.config.stages)
-    out, lse, *of_turns = turns.attend_spans(s, q, pages, table, lengths, blocks, block_lse=call.return_block_lse)
+    out, lse, *of_turns = turns.attend_spans(s, q, pages, table, lengths, blocks, block_frames, block_lse=call.return_block_lse)
     if not call.return_block_lse:
         return out, lse
     width = table.shape[1] * s.page_size // s.block_size if blocks is None else width
     starts = jnp.arange(s.block_size // decode_turns.KEYS) * decode_turns.KEYS
     ids = jnp.arange(width, dtype=jnp.int32)[None, None] if blocks is None else blocks
-    written = _there(s, width, table, lengths, blocks)[..., None] & (ids[..., None] * s.block_size + starts < lengths[:, None, None, None])
+    written = _there(s, width, table, lengths, blocks, block_frames)[..., None] & (
+        ids[..., None] * s.block_size + starts < lengths[:, None, None, None]
+    )
     per_turn = of_turns[0].reshape(s.batch, s.num_kv_heads, width, -1, s.num_queries * s.group) / tiles.LOG2E
     of_blocks = jax.nn.logsumexp(jnp.where(written[..., None], per_turn, -jnp.inf), axis=3)
     return out, lse, _heads_last(s, of_blocks.swapaxes(2, 3))

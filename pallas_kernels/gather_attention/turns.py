@@ -186,9 +186,10 @@ def scratch_types(words: dict[str, int]) -> list:
 
 
 @functools.partial(jax.jit, static_argnames="s")
-def attend_listed(s: Shape, q, pages, table, lengths, blocks):
+def attend_listed(s: Shape, q, pages, table, lengths, blocks, block_frames=None):
     """`attend` as a kernel of its own, over the lists `blocks` `[B, K, W]`; returns out and lse."""
     words = list_scratch(s, {})
+    table, table_width = (table, table.shape[1]) if block_frames is None else (block_frames, None)
 
     def listed_kernel(*refs):
         refs, scratch = refs[: -len(words)], refs[-len(words) :]
@@ -197,7 +198,7 @@ def attend_listed(s: Shape, q, pages, table, lengths, blocks):
         @lanes.stage(unit=lax.axis_index("unit"), cta=lax.axis_index("cta"))
         def run(arrays, scratch, unit, cta):
             inputs, (table_ref, lengths_ref, blocks_ref), outputs = arrays
-            listed.copy_list(s, unit, blocks_ref, table_ref, lengths_ref, table.shape[1], scratch)
+            listed.copy_list(s, unit, blocks_ref, table_ref, lengths_ref, table_width, scratch)
             attend(s, unit, cta, lanes.i32(s.width), inputs, outputs, scratch)
 
         run(arrays, dict(zip(words, scratch, strict=True)))
@@ -221,11 +222,12 @@ def span_shape(call, q, pages, *, width: int | None, splits: int, stages: int | 
     return dataclasses.replace(s, splits=splits, stages=min(s.stages, stages or s.stages))
 
 
-def attend_spans(s: Shape, q, pages, table, lengths, blocks, *, block_lse: bool):
+def attend_spans(s: Shape, q, pages, table, lengths, blocks, block_frames=None, *, block_lse: bool):
     """out, lse, and if asked for the LSE (log2 units) of every 16 keys, `[B, K, turns, T*G]`; of turns without keys it is not written."""
     lanes.check_version()
     words, rows, pool = s.scratch_words(), s.num_queries * s.group, arrays_of(pages)
     most = table.shape[1] * s.page_size // KEYS if s.width is None else s.width * s.block_size // KEYS
+    table, table_width = (table, table.shape[1]) if block_frames is None else (block_frames, None)
     outs = split_merge.outputs(s)
     if block_lse:
         outs.append(jax.ShapeDtypeStruct((s.batch, s.num_kv_heads, most, rows), jnp.float32))
@@ -243,7 +245,7 @@ def attend_spans(s: Shape, q, pages, table, lengths, blocks, *, block_lse: bool)
             first, count = _span(s, split, length)
 
             def place(n):
-                return _place(s, first + warp + n * s.warps, unit, length, table_ref, row, table.shape[1], *blocks_ref)
+                return _place(s, first + warp + n * s.warps, unit, length, table_ref, row, table_width, *blocks_ref)
 
             def report(n, lse):
                 turn = unit * most + first + warp + n * s.warps
@@ -292,9 +294,10 @@ def _span(s: Shape, split, length):
     return first, lanes.minimum(total - first, per)
 
 
-def _place(s: Shape, turn, unit, length, table_ref, row, table_width: int, blocks_ref=None) -> list:
-    """Where a turn's keys lie, see `decode_turns.fold`. Nothing past the row of the page table is read, whatever the length."""
-    in_table = lanes.minimum(length, table_width * s.page_size)
+def _place(s: Shape, turn, unit, length, table_ref, row, table_width: int | None, blocks_ref=None) -> list:
+    """Where a turn's keys lie, see `decode_turns.fold`. Nothing past the row of the page table is read, whatever the length. table_width:
+    None where the table is `block_frames` `[B, K, W]`, the frames of the listed blocks."""
+    in_table = length if table_width is None else lanes.minimum(length, table_width * s.page_size)
     if blocks_ref is None:
         start = turn * KEYS
         there = start < in_table
@@ -303,7 +306,10 @@ def _place(s: Shape, turn, unit, length, table_ref, row, table_width: int, block
         block = lanes.load_global(blocks_ref, unit * s.width + entry)
         start = lanes.maximum(block, 0) * s.block_size + turn * KEYS % s.block_size
         there = (block >= 0) & (start < in_table)
-    page = lanes.load_global(table_ref, row * table_width + lanes.where(there, start, 0) // s.page_size)
+    if table_width is None:
+        page = lanes.load_global(table_ref, unit * s.width + entry)
+    else:
+        page = lanes.load_global(table_ref, row * table_width + lanes.where(there, start, 0) // s.page_size)
     written = lanes.where(there & (page >= 0), lanes.minimum(length - start, KEYS), 0)
     return [lanes.maximum(page, 0), start % s.page_size, start, written]
 

@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.ahead import compiled
 from kvjax.bill.exchanges import counts_in
-from kvjax.bill.volume import rows_bytes, step_bytes, token_bytes
+from kvjax.bill.volume import rows_bytes, step_bytes
 from kvjax.cache import MOST_TOKENS, OPEN, Cache, CacheSpec, IndexSpec
 from kvjax.cache.formats import CacheFormat
 from kvjax.decoding import DRAFTS
@@ -286,7 +286,7 @@ def bytes_read(plan: Plan, policy: DecodePolicy, length: int, keys: int, params:
         for number, layer in enumerate(cache.layers)
         for spec in cache.indexes_of(number, policy.indexes())
     )
-    kv = sum(token_bytes(layer, PAGE_SIZE, each, own) for layer in cache.layers)
+    kv = sum(layer.token_bytes(PAGE_SIZE, each, own) for layer in cache.layers)
     return {"weights": int(weights), "kv": round(kv), "index": rows * item}
 
 

@@ -21,8 +21,8 @@ from kvjax.models.decoder import TransformerDecoder
 from kvjax.plans import Chunk, Decoded, Prefilled, StepPlan, StepResult
 from kvjax.sequences import CachedSequence
 from kvjax.serving.bench.random_model import random_params
+from pallas_kernels.pack_pages.pool import put_pages
 from pallas_kernels.page_index import page_index
-from pallas_kernels.pages import Pages
 
 
 class HollowEngine(Engine):
@@ -175,14 +175,15 @@ def _filled(layer: PagedKV, key: jax.Array) -> PagedKV:
 
     def fill(number, layer: PagedKV) -> PagedKV:
         first = jnp.minimum(number * piece, total - piece)
-        shape, dtype = (piece, *layer.pages.k.shape[1:]), layer.pages.k.dtype
+        sizes, dtype = layer.pages, layer.pages.k.dtype if layer.open is None else layer.open.k.dtype
+        shape = (piece, sizes.kv_heads, sizes.page_size, sizes.head_dim)
         k, v = (jax.random.normal(each, shape, dtype) for each in jax.random.split(jax.random.fold_in(key, number)))
+        pages, read = put_pages(layer.pages, k, v, first + jnp.arange(piece))
         index = {}
         for name, rows in layer.index.items():
             kind = name.rstrip("0123456789")
-            made = page_index(k, kind=kind, block_size=int(name.removeprefix(kind))).astype(rows.dtype)
+            made = page_index(read, kind=kind, block_size=int(name.removeprefix(kind))).astype(rows.dtype)
             index[name] = jax.lax.dynamic_update_slice_in_dim(rows, made, first, axis=0)
-        put = [jax.lax.dynamic_update_slice_in_dim(pool, new, first, axis=0) for pool, new in ((layer.pages.k, k), (layer.pages.v, v))]
-        return PagedKV(Pages(*put), index)
+        return layer.replace(pages=pages, index=index)
 
     return jax.lax.fori_loop(0, -(-total // piece), fill, layer)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from kvjax.ahead import compile_together
+from kvjax.cache.formats import parse_cache_format
 from kvjax.cache.staging import sizes_alone
 from kvjax.memory import memory_plan
 from kvjax.model import ModelConfig
@@ -37,7 +38,8 @@ ROOM = 115
 @dataclasses.dataclass(frozen=True)
 class TieredPrompts:
     """What to time: a prompt of each number of tokens by each policy, `chunk` tokens at a time. device_bytes: what the cache may take on
-    the device, indexes included, in an engine whose host memory holds the longest prompt; None: all of it lies on the device."""
+    the device, indexes included, in an engine whose host memory holds the longest prompt; None: all of it lies on the device. cache_format:
+    how full pages are packed; None: they are not."""
 
     shape: str
     config: ModelConfig
@@ -45,6 +47,7 @@ class TieredPrompts:
     policies: tuple[PrefillPolicy, ...]
     device_bytes: tuple[int | None, ...]
     chunk: int
+    cache_format: str | None = None
 
     def __post_init__(self):
         if min(self.tokens) < 1 or max(self.tokens) > self.config.max_positions:
@@ -63,7 +66,8 @@ def tiered_prompt_rows(plan: TieredPrompts, say: Callable[[str], None] = lambda 
     model, peaks = random_model(plan.config), Peaks()
     peaks.look("weights")
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
-    frame, rate = plan.config.cache_spec(PAGE_SIZE).bytes_per_frame("full"), copy_rate()
+    packed = parse_cache_format(plan.cache_format, plan.config.compute_dtype)
+    frame, rate = plan.config.cache_spec(PAGE_SIZE, packed).bytes_per_frame("full"), copy_rate()
     for device_bytes in plan.device_bytes:
         for policy in plan.policies:
             pages = -(-max(plan.tokens) // PAGE_SIZE) + 1
@@ -71,14 +75,16 @@ def tiered_prompt_rows(plan: TieredPrompts, say: Callable[[str], None] = lambda 
             sizes = {"pages": pages} if device_bytes is None else {"device_bytes": device_bytes, "host_bytes": in_host, "reuse": False}
             if device_bytes is None:
                 free = {"available_bytes": int(MOST * (stats["bytes_limit"] - stats["bytes_in_use"]))} if (stats := memory_stats()) else {}
-                spec = {"page_size": PAGE_SIZE, "indexes": indexes_of(policy), "prefill_chunk": plan.chunk}
+                spec = {"page_size": PAGE_SIZE, "indexes": indexes_of(policy), "prefill_chunk": plan.chunk, "cache_format": packed}
                 fit_in = memory_plan(plan.config, weights_bytes=0, **spec, **free).pages_that_fit
                 if pages > fit_in:
                     why = f"{pages:,} pages are more than the {fit_in:,} that fit on the device"
                     yield from (_named(plan, tokens, policy, None) | {"skipped": why} for tokens in plan.tokens)
                     continue
             say("pages")
-            engine = HollowEngine(model, "dense", prefill=policy, prefill_chunk=plan.chunk, hollow=0, **sizes)
+            engine = HollowEngine(
+                model, "dense", prefill=policy, prefill_chunk=plan.chunk, hollow=0, cache_format=plan.cache_format, **sizes
+            )
             peaks.look("pages")
             # Pages of an array that spans memories are not JAX's; indexes are.
             spanned = sum(each.counts.border for each in engine.frames.values()) * frame
@@ -119,6 +125,7 @@ def memory_stats() -> dict[str, int]:
 
 def _named(plan: TieredPrompts, tokens: int, policy: PrefillPolicy, device_bytes: int | None) -> dict[str, Any]:
     named = {"op": "tiered-prefill", "shape": plan.shape, "layers": len(plan.config.layers), "dtype": plan.config.compute_dtype}
+    named |= {} if plan.cache_format is None else {"cache_format": plan.cache_format}
     return named | {"tokens": tokens, "policy": name_of(policy), "device_bytes": device_bytes, "chunk": plan.chunk}
 
 

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.bill.bus_fitting import OWN
+from kvjax.cache import CacheSpec
+from kvjax.cache.formats import parse_cache_format
 from kvjax.memory import memory_plan
 from kvjax.model import ModelConfig
 from kvjax.outcomes import Reads
@@ -43,7 +45,8 @@ LEAST = 4
 class Tiered:
     """What to time. tokens: of the sequences, one at a time. device_bytes: what the cache may take on the device, indexes included, in an
     engine whose host memory holds the longest sequence; None: all of it lies on the device. steps: in a round, at most. seconds: how long
-    the timed rounds of a row may take; slow steps, as dense ones over the bus, then run fewer to a round, but at least one."""
+    the timed rounds of a row may take; slow steps, as dense ones over the bus, then run fewer to a round, but at least one. cache_format:
+    how full pages are packed; None: they are not."""
 
     shape: str
     config: ModelConfig
@@ -53,6 +56,7 @@ class Tiered:
     steps: int
     rounds: int
     seconds: float = 60.0
+    cache_format: str | None = None
 
     def __post_init__(self):
         for name, values in (("tokens", self.tokens), ("steps", (self.steps,)), ("rounds", (self.rounds,))):
@@ -71,6 +75,11 @@ class Tiered:
                 )
 
     @property
+    def spec(self) -> CacheSpec:
+        """The engine's cache."""
+        return self.config.cache_spec(PAGE_SIZE, parse_cache_format(self.cache_format, self.config.compute_dtype))
+
+    @property
     def later(self) -> int:
         """The most steps of a row."""
         return max(self.steps, LEAST) + self.steps * self.rounds
@@ -87,13 +96,14 @@ def tiered_rows(plan: Tiered, say: Callable[[str], None] = lambda what: None) ->
     of those that take longest. `skipped` is set if everything on the device does not fit there."""
     say("weights")
     model = random_model(plan.config)
-    frame = plan.config.cache_spec(PAGE_SIZE).bytes_per_frame("full")
+    frame = plan.spec.bytes_per_frame("full")
     rate = copy_rate()
     for device_bytes in plan.device_bytes:
         lengths, beyond = list(plan.tokens), []
         if device_bytes is None:
             indexes = tuple(dict.fromkeys(spec for policy in plan.policies for spec in policy.indexes()))
-            fit_in = memory_plan(plan.config, page_size=PAGE_SIZE, indexes=indexes, weights_bytes=0).pages_that_fit
+            sizes = {"page_size": PAGE_SIZE, "indexes": indexes, "cache_format": plan.cache_format, "weights_bytes": 0}
+            fit_in = memory_plan(plan.config, **sizes).pages_that_fit
             lengths, beyond = ([each for each in plan.tokens if (plan.pages(each) + 1 <= fit_in) is fits] for fits in (True, False))
         for tokens in beyond:
             why = f"{plan.pages(tokens) + 1:,} pages are more than the {fit_in:,} that fit on the device"
@@ -105,7 +115,7 @@ def tiered_rows(plan: Tiered, say: Callable[[str], None] = lambda what: None) ->
             {"pages": pages + 1} if device_bytes is None else {"device_bytes": device_bytes, "host_bytes": pages * frame, "reuse": False}
         )
         say("pages")
-        engine = HollowEngine(model, policies=plan.policies, batch_buckets=(1,), **sizes)
+        engine = HollowEngine(model, policies=plan.policies, batch_buckets=(1,), cache_format=plan.cache_format, **sizes)
         engine.fill_pages()
         for tokens, policy in itertools.product(lengths, plan.policies):
             say(f"{tokens:,} tokens, {policy}")
@@ -121,7 +131,8 @@ def tiered_rows(plan: Tiered, say: Callable[[str], None] = lambda what: None) ->
 def _named(plan: Tiered, tokens: int, policy: DecodePolicy, device_bytes: int | None, frame: int) -> dict[str, Any]:
     """The fields of a row that say what it is. name: of the policy whose work the step does. lists: who chose what it reads."""
     replaced = isinstance(policy, Fresh | Replayed)
-    return {
+    packed = {} if plan.cache_format is None else {"cache_format": plan.cache_format}
+    return packed | {
         "shape": plan.shape,
         "layers": len(plan.config.layers),
         "dtype": plan.config.compute_dtype,
@@ -137,8 +148,8 @@ def _named(plan: Tiered, tokens: int, policy: DecodePolicy, device_bytes: int | 
 def _time_steps(engine: HollowEngine, sequence: CachedSequence, policy: DecodePolicy, plan: Tiered) -> dict[str, Any]:
     """Times rounds in which each step is fed the token of the one before, and counts the bytes that their steps read."""
     rows, tokens = SamplingRows.of([None]), jnp.zeros(1, jnp.int32)
-    config, size = engine.config.attention[0], jnp.dtype(engine.config.compute_dtype).itemsize
-    width, first = 2 * config.head_dim * size, sequence.length
+    layer, first = plan.spec.layers[plan.spec.paged[0]], sequence.length
+    width = layer.token_bytes(PAGE_SIZE, 1) / layer.kv_heads
 
     def run(count: int) -> tuple[float, list[Reads]]:
         nonlocal tokens

@@ -11,6 +11,11 @@ from kvjax.serving.cli.options import JsonOption, byte_counts, number, parse_len
 from kvjax.serving.cli.scheduling import BenchChunkOption, BenchDtypeOption, LayersOption, ShapeOption, config_of_shape, plan_of, run
 from kvjax.serving.flags import allow_host_pages
 
+BenchFormatOption = Annotated[
+    str | None,
+    typer.Option("--cache-format", help="How full pages are packed, as kvjax plan --cache-format takes it.", show_default=False),
+]
+
 
 def tiers_command(
     shape: ShapeOption = "qwen2.5-7b",
@@ -35,6 +40,7 @@ def tiers_command(
     seconds: Annotated[
         float, typer.Option(help="How long the rounds of a row may take; slow steps then run fewer to a round.", **number(above=0))
     ] = 60.0,
+    cache_format: BenchFormatOption = None,
     dtype: BenchDtypeOption = "bfloat16",
     layers: LayersOption = None,
     json_out: JsonOption = None,
@@ -56,7 +62,7 @@ def tiers_command(
         raise typer.BadParameter("name at least one policy", param_hint="--policies")
     sizes = byte_counts(device_memory, "--device-memory") if device_memory else ()
     fields = {"tokens": parse_lengths(tokens, "tokens"), "policies": tuple(named), "steps": steps, "rounds": rounds, "seconds": seconds}
-    fields["device_bytes"] = (*sizes, *([None] if resident or not sizes else []))
+    fields |= {"device_bytes": (*sizes, *([None] if resident or not sizes else [])), "cache_format": cache_format}
     plan = plan_of(Tiered, shape, config_of_shape(shape, layers, dtype), **fields)
     run(json_out, "tiers", lambda say: tiered_rows(plan, say))
 
@@ -71,6 +77,7 @@ def tiered_prefill_command(
     resident: Annotated[bool, typer.Option("--resident", help="Time prompts with everything on the device, too, where that fits.")] = False,
     policies: Annotated[str, typer.Option(help="Prefill policies, separated by commas.")] = "momo:128/8,bounds:32",
     chunk: BenchChunkOption = 32_768,
+    cache_format: BenchFormatOption = None,
     dtype: BenchDtypeOption = "bfloat16",
     layers: LayersOption = None,
     json_out: JsonOption = None,
@@ -85,7 +92,7 @@ def tiered_prefill_command(
 
     fields = {"tokens": parse_lengths(tokens, "tokens"), "policies": policies_of(policies), "chunk": chunk}
     sizes = byte_counts(device_memory, "--device-memory") if device_memory else ()
-    fields["device_bytes"] = (*sizes, *([None] if resident or not sizes else []))
+    fields |= {"device_bytes": (*sizes, *([None] if resident or not sizes else [])), "cache_format": cache_format}
     plan = plan_of(TieredPrompts, shape, config_of_shape(shape, layers, dtype), **fields)
     run(json_out, "tiered-prefill", lambda say: tiered_prompt_rows(plan, say))
 

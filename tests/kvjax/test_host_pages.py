@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 import time
 from typing import ClassVar
@@ -12,11 +13,12 @@ import numpy as np
 import pytest
 from histories import FAMILIES, FEW, LARGE, LATE, SMALL, History, engine_for, run_histories
 from quick_cases import rest_long
-from tiny_models import TINY, TinyModel, altered, make_family, random_weights, shallow
+from tiny_models import TINY, TinyModel, altered, make_family, make_model, random_weights, shallow
 
 import kvjax
 from kvjax import Engine, attend
-from kvjax.cache import MissingPages, hot
+from kvjax.cache import OPEN, MissingPages, hot
+from kvjax.cache.formats import parse_cache_format
 from kvjax.cache.frames import Frames
 from kvjax.cache.pool import Pool
 from kvjax.cache.spanning import FrameCounts
@@ -40,17 +42,19 @@ class HostHistory(History):
     totals: ClassVar[collections.Counter[str]] = collections.Counter()
 
     def make_engine(self):
-        frame = memory_plan(self.model.config, page_size=self.sizes.page).frame_bytes
+        packed = parse_cache_format(self.shared.get("cache_format"), self.model.config.compute_dtype)
+        planned = {"page_size": self.sizes.page, "cache_format": packed}
+        frame = memory_plan(self.model.config, **planned).frame_bytes
         few = dataclasses.replace(self.sizes, pages=FRAMES.device + (0 if self.model.config.latent else FRAMES.hot))
         stores = ({"reuse": False}, {}, {"disk": self.folder / f"pages-{time.monotonic_ns()}"})[self.random.integers(3)]
-        spec, total = self.model.config.cache_spec(self.sizes.page), FRAMES.host * frame
+        spec, total = self.model.config.cache_spec(self.sizes.page, packed), FRAMES.host * frame
         if "disk" in stores:
-            stores["disk_bytes"] = 9 * sum(block_bytes(spec, group.name) for group in spec.groups)
+            stores["disk_bytes"] = 9 * sum(block_bytes(spec, group.name) for group in spec.groups if group.name != OPEN)
         if "reuse" not in stores:  # a part is a store for windows and states
-            plan = memory_plan(self.model.config, page_size=self.sizes.page, prefill_chunk=self.sizes.chunk)
+            plan = memory_plan(self.model.config, **planned, prefill_chunk=self.sizes.chunk)
             given = itertools.count(total, frame // 8)
             total = next(each for each in given if host_memory(plan, each, spec, chunk=self.sizes.chunk).pages == FRAMES.host)
-        return engine_for(self.model, few, host_bytes=total, **stores)
+        return engine_for(self.model, few, host_bytes=total, **stores, **self.shared)
 
     def differences(self):
         frames, held = self.engine._pool.frames["full"], self.engine._pool._hot
@@ -79,7 +83,59 @@ def test_pages_in_host_memory_change_no_bits(name, tmp_path, totals):
     assert totals["hot tiles"] > (0 if name != "deepseek_v32" else -1)
 
 
+class PackedHostHistory(HostHistory):
+    against_forward = False
+
+
+PACKED = {
+    "K by channel, V in 4 bits": "k=int8:channel,v=int4",
+    "keys alone": "k=fp8_e4m3",
+    "groups": "q8_0",
+    "rotated": "int4+rotate",
+    "a scale per page": "int8:page",
+    "lattice": "e8",
+}
+
+
 @pytest.mark.bits
+@pytest.mark.parametrize("packed", rest_long(PACKED, "K by channel, V in 4 bits"))
+def test_packed_pages_in_host_memory_change_no_bits(packed, tmp_path, totals, monkeypatch):
+    monkeypatch.setattr(PackedHostHistory, "shared", {"cache_format": PACKED[packed]})
+    counts = run_histories(make_family("llama", head_dim=32), SEEDS[:1], tmp_path, FEW, PackedHostHistory)
+    assert counts["sequences compared"] > 3
+    assert totals["moved"] > 20
+    assert totals["hot tiles"] > 0
+
+
+MANY = {
+    "llama": ("int8", functools.partial(make_family, "llama")),
+    "windows": ("k=int4:channel,v=int4:16", functools.partial(make_family, "gemma3_text")),
+    "states": ("int8", functools.partial(make_family, "qwen3_5_text")),
+    "one layer of three packs": ("fp8,boundary=1", functools.partial(make_model, num_layers=3)),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", MANY)
+def test_packed_pages_in_host_memory_change_no_bits_in_many_histories(case, tmp_path, totals, monkeypatch, capsys):
+    packed, model = MANY[case]
+    monkeypatch.setattr(PackedHostHistory, "shared", {"cache_format": packed})
+    counts = run_histories(model(), range(4000, 4040), tmp_path, SMALL, PackedHostHistory)
+    with capsys.disabled():
+        print(f"\n{case}, {packed}: {dict(counts)}, {dict(totals)}, 0 differences")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("packed", ["int8", "k=fp8_e4m3,v=int4", "k=int4:channel,v=int4:32", "q4_0"])
+def test_packed_pages_in_host_memory_change_no_bits_on_a_gpu(packed, tmp_path, totals, monkeypatch):
+    monkeypatch.setattr(PackedHostHistory, "shared", {"cache_format": packed})
+    counts = run_histories(make_family("llama", head_dim=128, dtype="bfloat16"), range(10), tmp_path, LARGE, PackedHostHistory)
+    print(f"\n{packed}: {dict(counts)}, {dict(totals)}, 0 differences")
+    assert totals["moved"] > 20
+    assert totals["hot tiles"] > 0
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(("dtype", "count"), [("float32", 250), ("bfloat16", 100)])

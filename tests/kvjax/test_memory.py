@@ -173,7 +173,7 @@ def test_host_memory_is_the_pool_s_but_for_what_stays_on_the_device(config):
 
 def test_host_memory_is_a_store_where_no_page_of_the_pool_can_lie_there(model, caplog):
     page = block_bytes(model.config.cache_spec(16), "full")
-    plans = {"a mesh": {"context": 2}, "packed pages": {"cache_format": "int8"}, "every layer": {"reach": (16, 16)}}
+    plans = {"a mesh": {"context": 2}, "every layer": {"reach": (16, 16)}}
     for why, sizes in plans.items():
         plan = memory_plan(model.config, **SIZES, **sizes, weights_bytes=0, available_bytes=0)
         store = host_memory(plan, 10 * page, model.config.cache_spec(16))
@@ -183,9 +183,18 @@ def test_host_memory_is_a_store_where_no_page_of_the_pool_can_lie_there(model, c
         with pytest.raises(ValueError, match="is less than one page of every layer group"):
             host_memory(plan, 10, model.config.cache_spec(16))
     with caplog.at_level("INFO"):
-        engine = Engine(model, pages=4, host_bytes=10**6, cache_format="int8", batch_buckets=(1,), **SIZES)
-    assert "1,000,000 bytes of host memory are a store of pages and states for later prompts: packed pages" in caplog.text
+        engine = Engine(model, "window:16+16+release", prefill="window:16+16", pages=8, host_bytes=10**6, batch_buckets=(1,), **SIZES)
+    assert "1,000,000 bytes of host memory are a store of pages and states for later prompts: every layer" in caplog.text
     assert (engine.pool_stats(), engine.stats().host.pages) == (None, 0)
+
+
+def test_packed_pages_take_less_of_host_memory(model):
+    plain, packed = (memory_plan(model.config, **SIZES, cache_format=each) for each in (None, "int8"))
+    layer = model.config.attention[0]
+    assert packed.frame_bytes == len(model.config.attention) * 16 * 2 * layer.num_kv_heads * (layer.head_dim + 2) < plain.frame_bytes
+    engine = Engine(model, pages=4, host_bytes=10 * packed.frame_bytes, cache_format="int8", batch_buckets=(1,), **SIZES)
+    assert engine.allocators["full"].total == 14
+    assert engine.pool_stats().host_pages == 0
 
 
 def test_host_memory_alone_keeps_pages_unless_a_policy_learns_from_prefill(model, caplog):

@@ -403,15 +403,19 @@ def _all_of_the_chunk_open(real):
 def _packed_early(real):
     """A page is packed when its last token is still to come, and not again."""
 
-    def seal_packed(layer, k, v, pages, indexes):
-        return real(layer, k.at[:, :, -1].set(0), v.at[:, :, -1].set(0), pages, indexes)
+    def seal_packed(layer, k, v, *where):
+        return real(layer, k.at[:, :, -1].set(0), v.at[:, :, -1].set(0), *where)
 
     return seal_packed
 
 
 def _another_row(real):
     """Tokens of a step go to the row of another sequence."""
-    return lambda layer, k, v, positions, valid, table, rows, indexes: real(layer, k, v, positions, valid, table, (rows + 1) % 2, indexes)
+
+    def append_packed(layer, k, v, positions, valid, table, rows, *more, dealt_out):
+        return real(layer, k, v, positions, valid, table, (rows + 1) % 2, *more, dealt_out=dealt_out)
+
+    return append_packed
 
 
 IN_STEPS = "a row of another sequence"

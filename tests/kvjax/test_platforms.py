@@ -13,8 +13,10 @@ from quick_cases import rest_long
 from tiny_models import LEAST, altered, make_family, random_model, shallow
 
 import kvjax
-from kvjax.cache import Cache
+from kvjax.cache import Cache, Residency
 from kvjax.cache.formats import parse_cache_format
+from kvjax.cache.hot import empty_hot, no_buffers
+from kvjax.cache.spanning import FrameCounts
 from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.packing import pack_params
 from kvjax.policies.decode import Dense, base, parse
@@ -100,6 +102,28 @@ def test_steps_over_packed_pages_take_the_kernels_that_unpack_them(as_on, text):
     assert heard["pack_pages"] == "xla"
     assert heard["flash_attention"] == ("xla" if "d4" in text else "mosaic_gpu")
     assert heard["selected_attention"] == ("composed" if "d4" in text else "mosaic_gpu")
+
+
+@pytest.mark.parametrize("text", rest_long(["int8", "k=fp8,v=int4", "int4:channel", "q4_0"], "int8"))
+def test_packed_pages_in_host_memory_take_the_same_kernels(as_on, text):
+    """A step lists pages through a hot buffer, which copies codes and scales by a kernel of ours."""
+    config = shallow(make_family("llama", head_dim=128, dtype="bfloat16")).config
+    spec, decoder, policy = config.cache_spec(128, parse_cache_format(text, "bfloat16")), TransformerDecoder(config), parse("top:1")
+    counts, rows = FrameCounts(4, 8, 20), {"full": np.zeros((1, 16), np.int32), "open": np.zeros((1, 1), np.int32)}
+
+    def arrays():
+        hot = no_buffers(tuple(empty_hot(spec.layers[number].kv_heads, counts.device, counts.hot) for number in spec.paged))
+        return init_params(config, jax.random.key(0)), spec.empty({"full": 24, "open": 1}, policy.indexes(), {"full": counts}), hot
+
+    params, layers, hot = jax.eval_shape(arrays)
+    cache = Cache(layers, rows, np.array([1300], np.int32), spec, {"full": Residency(np.arange(24, dtype=np.int32), counts.border)}, hot)
+    as_on("cuda", "9.0")
+    states = tuple(policy.init(None, 1) for _ in spec.paged)
+    step = decoder, policy, policy.indexes(), params, cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states
+    with dispatch.listening() as heard:
+        assert decode_step.trace(*step).lower(lowering_platforms=("cuda",)).as_text()
+    asked = ("append_tokens", "select_blocks", "place_tiles", "copy_tiles", "gather_attention")
+    assert {op: heard[op] for op in asked} == dict.fromkeys(asked, "mosaic_gpu")
 
 
 @pytest.mark.parametrize("axis", ["tensor", "context"])

@@ -11,7 +11,9 @@ from quick_cases import some_long
 from tiny_models import make_family, make_latent_model, make_model, make_recurrent_model
 
 import kvjax.attend
-from kvjax.cache import Cache, MissingPages, Residency, append, check_missing
+from kvjax.cache import OPEN, Cache, MissingPages, Residency, append, check_missing
+from kvjax.cache.formats import parse_cache_format
+from kvjax.cache.packed import append_chunk, append_packed
 from kvjax.outcomes import Reads, pack, unpack
 from kvjax.policies.decode import SelectContext, TopBlocks, TopTokens, parse
 from kvjax.policies.prefill import BoundsBlocks, PrefillContext, TopTokensPrefill, indexes_of, parse_prefill
@@ -40,6 +42,7 @@ class Case:
     model: object
     decode: object
     prefill: object
+    cache_format: str | None = None
 
     @property
     def indexes(self):
@@ -47,16 +50,21 @@ class Case:
 
     @property
     def spec(self):
-        return self.model.config.cache_spec(P)
+        return self.model.config.cache_spec(P, parse_cache_format(self.cache_format, self.model.config.compute_dtype))
+
+    @property
+    def groups(self):
+        """Of pages. A sequence's open pages stay in their row."""
+        return tuple(group.name for group in self.spec.groups if group.name != OPEN)
 
     def tables(self, seed=3):
         """Page ids of every group, all of a row's at once, in an order of its own."""
-        found = {}
-        for number, group in enumerate(self.spec.groups):
+        found = {OPEN: np.array([[1], [0]], np.int32)} if self.cache_format else {}
+        for number, name in enumerate(self.groups):
             ids = np.random.default_rng([seed, number]).permutation(IDS).astype(np.int32)
-            found[group.name] = np.full((2, WIDTH), -1, np.int32)
+            found[name] = np.full((2, WIDTH), -1, np.int32)
             for row in range(2):
-                found[group.name][row, :8] = ids[8 * row : 8 * row + 8]
+                found[name][row, :8] = ids[8 * row : 8 * row + 8]
         return found
 
 
@@ -68,6 +76,7 @@ def cases():
         "top, bounds": Case(make_model(), small, bounds),
         "windows, top": Case(windowed(), small, parse_prefill("dense")),
         "shared, top": Case(make_family("shared", window=40), small, parse_prefill("dense")),
+        "packed, top": Case(make_model(), small, bounds, "k=int8:channel,v=int4"),
         "latents, tokens": Case(make_latent_model(), TopTokens(24), TopTokensPrefill(24)),
     }
 
@@ -76,8 +85,8 @@ CASES = cases()
 
 
 def moved(before, after, pool):
-    """Pages in other frames; those that hold none hold NaN."""
-    new = np.full((IDS + SPARE, *pool.shape[1:]), np.nan, pool.dtype)
+    """Pages in other frames; those that hold none hold NaN, or codes that nobody wrote."""
+    new = np.full((IDS + SPARE, *pool.shape[1:]), 99 if np.issubdtype(pool.dtype, np.integer) else np.nan, pool.dtype)
     new[after] = np.asarray(pool)[before]
     return jnp.asarray(new)
 
@@ -155,7 +164,7 @@ LONG = ("dense", "shared, top", "windows, top")
 @pytest.mark.parametrize("name", some_long(CASES, *LONG))
 def test_pages_that_move_between_steps_change_no_bit(name, tokens):
     case = CASES[name]
-    groups = tuple(group.name for group in case.spec.groups)
+    groups = case.groups
     still, moving = Run(case), Run(case, groups, seed=5)
     for start in range(0, max(LENGTHS), CHUNK):
         (logits, none), (found, missing) = still.prefill(tokens, start), moving.prefill(tokens, start)
@@ -178,8 +187,9 @@ def test_pages_that_move_between_steps_change_no_bit(name, tokens):
 
 
 @pytest.mark.long
-def test_drafted_tokens_find_their_frames(tokens):
-    case = CASES["top, bounds"]
+@pytest.mark.parametrize("name", ["top, bounds", "packed, top"])
+def test_drafted_tokens_find_their_frames(name, tokens):
+    case = CASES[name]
     still, moving = Run(case).prefilled(tokens), Run(case, ("full",), seed=6).prefilled(tokens)
     (logits, _), (found, reads) = still.decode(tokens[:, :8]), moving.decode(tokens[:, :8])
     same(found, logits)
@@ -202,13 +212,19 @@ MUTANTS = {
     "prefill reads by page id": (PrefillContext, "frames", property(lambda ctx: ctx.page_table)),
     "decode reads by page id": (SelectContext, "frames", property(lambda ctx: ctx.page_table)),
     "written by page id": (kvjax.attend, "append", lambda *args: append(*args[:-1])),
+    "a chunk packed by page id": (kvjax.attend, "append_chunk", lambda *args: append_chunk(*args[:-1])),
+    "a step packed by page id": (
+        kvjax.attend,
+        "append_packed",
+        lambda *args, dealt_out: append_packed(*args[:-1], args[5], dealt_out=dealt_out),
+    ),
 }
 
 
-@pytest.mark.quick_but("prefill reads by page id", "written by page id")
+@pytest.mark.quick_but("prefill reads by page id", "written by page id", "a chunk packed by page id")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_page_id_taken_for_a_frame_would_show(mutant, tokens, monkeypatch):
-    case = CASES["dense"]
+    case = CASES["packed, top" if "packed" in mutant else "dense"]
     still = Run(case).prefilled(tokens)
     monkeypatch.setattr(*MUTANTS[mutant])
     again = {name: anew(step) for name, step in (("prefill", prefill_step), ("decode", decode_step))}

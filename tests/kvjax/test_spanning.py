@@ -191,7 +191,7 @@ def test_rows_are_copied_on_a_gpu():
 
 def test_rows_that_would_begin_at_an_odd_address_are_refused(driver):
     driver()
-    with pytest.raises(NotImplementedError, match=r"pages of 12 bytes .* choose another page_size"):
+    with pytest.raises(NotImplementedError, match=r"pages, or their scales, of 12 bytes .* choose another page_size"):
         spanning._mapped((4, 3), jnp.dtype("float32"), 1)
 
 
@@ -211,6 +211,17 @@ def test_what_is_exported_says_where_and_what_it_is():
     assert (list(tensor.shape[:3]), list(tensor.strides[:3])) == ([4, 3, 5], [15, 5, 1])
     # JAX calls it, in any thread: it has to be there, and must not be a function of Python.
     assert tensor.deleter == ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "uint8", "float8_e4m3fn"])
+def test_what_is_exported_keeps_its_dtype(dtype):
+    memory = np.arange(1, 1025, dtype=np.uint8)
+    start = -memory.ctypes.data % spanning.ALIGNMENT
+    exported = spanning._Exported(memory.ctypes.data + start, (2, 64), jnp.dtype(dtype), 1)  # 1: a CPU
+    spanning._all_exported.append((exported, memory))
+    array = jax.dlpack.from_dlpack(exported)
+    expected = memory[start:].tobytes()[: array.nbytes]
+    assert (array.shape, array.dtype.name, np.asarray(array).tobytes()) == ((2, 64), dtype, expected)
 
 
 def test_on_a_cpu_it_is_one_array():

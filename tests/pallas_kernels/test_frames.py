@@ -144,7 +144,7 @@ def run_apart(tools, name: str, change=lambda frames: frames, table: str = "no p
 
 
 def takes_block_frames(name: str) -> bool:
-    return name != "mosaic_tpu" and (name != "mosaic_gpu" or dispatch.has_wgmma())
+    return name != "mosaic_tpu"
 
 
 APART = [name for name in dispatch.available("gather_attention") if takes_block_frames(name)]

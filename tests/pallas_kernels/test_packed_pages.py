@@ -9,6 +9,7 @@ import as_on_accelerators
 import jax
 import jax.numpy as jnp
 import numpy as np
+import packed_suite
 import paging
 import pytest
 from quick_cases import rest_long
@@ -275,6 +276,20 @@ def test_the_references_read_a_query_s_own_page_open(tools, op):
         own = np.flatnonzero((72 + step * np.arange(whole[0].shape[1])) // P == page)
         tools.assert_rows_close(whole[0][:1, own], seen[0][:1, own], 1e-5)
         tools.assert_lse_close(whole[1][:1, own], seen[1][:1, own])
+
+
+@pytest.mark.quick_but("query_sparse_attention", "block_sparse_attention", "flash_attention", "gather_attention")
+@pytest.mark.parametrize("op", READERS)
+def test_frames_apart_from_ids_give_the_same_bits(tools, op):
+    """Codes, scales and the numbers of open rows lie by frame."""
+    s = Sequences(tools, (96, 43, 35), num_queries=18)
+    expected, ids = READERS[op](s, s.pages), s.table
+    moved, s.table = packed_suite.apart(s.pages, ids)
+    for x, y in zip(READERS[op](s, moved), expected, strict=True):
+        tools.assert_same_bits(x, y)
+    rows_by_id = moved.replace(open=s.open.replace(row_of=jnp.pad(s.open.row_of, (0, moved.num_pages - len(s.k)), constant_values=-1)))
+    with pytest.raises(AssertionError):
+        tools.assert_same_bits(READERS[op](s, rows_by_id)[0], expected[0])
 
 
 @pytest.mark.quick_but("query_sparse_attention", "block_sparse_attention", "flash_attention", "gather_attention")

@@ -53,6 +53,19 @@ def test_rows_of_every_length_size_and_policy(rows):
     assert all(len(tiers_cells(row)) == 12 for row in rows)
 
 
+def test_packed_pages_cross_the_bus_packed(monkeypatch):
+    monkeypatch.setattr(tiers, "COPY", 1 << 20)
+    changes = {"cache_format": "int8", "tokens": (4096,), "policies": (parse("top:8"),), "device_bytes": (10**5,)}
+    (row,) = tiers.tiered_rows(plan(**changes))
+    (layer,) = CONFIG.cache_spec(tiers.PAGE_SIZE).layers
+    bytes_of_key = layer.head_dim + 2  # a scale of bfloat16 for each token
+    assert row["read_bytes"] == pytest.approx(13 * 128 * 2 * layer.kv_heads * bytes_of_key, rel=0.1)
+    assert 0 < row["host_bytes"] <= row["read_bytes"]
+    assert tiers_cells(row)[0] == "tiny, 1 layer, `int8` pages"
+    assert tiered_prefill_cells({**row, "chunk": 512, "skipped": "no room"})[0] == tiers_cells(row)[0]
+    assert read_tier_cells({"bench": "tiers", "provenance": {"device": "cpu"}, "rows": [row]}, lambda *_: CONFIG) == {}
+
+
 @pytest.mark.long
 def test_pages_lie_and_are_read_where_the_bill_says(rows):
     run = {"bench": "tiers", "provenance": {"device": "cpu"}, "rows": rows}

@@ -399,7 +399,7 @@ def test_tiles_that_are_no_multiple_of_16_bytes_go_to_another(on_hopper, case):
     with dispatch.listening() as heard:
         jax.eval_shape(copy_tiles, *arrays)
     assert heard["copy_tiles"] == "xla"
-    with pytest.raises(NotImplementedError, match=f"tiles must be multiples of 16 bytes, got {sizes}"):
+    with pytest.raises(NotImplementedError, match=f"tiles, and the scales of each, must be multiples of 16 bytes, got {sizes}"):
         jax.eval_shape(functools.partial(copy_tiles, implementation="mosaic_gpu"), *arrays)
 
 

@@ -13,6 +13,7 @@ from packed_suite import FORMATS
 from quick_cases import rest_long
 
 from pallas_kernels import dispatch
+from pallas_kernels.gather_attention import listed
 from pallas_kernels.gather_attention.mosaic_gpu import Config
 from pallas_kernels.hopper import decode_turns, lane_copies, lane_pairs, lanes, packed_turns
 from pallas_kernels.hopper.packed_turns import Codes
@@ -42,8 +43,20 @@ CASES = {
     "q8_0 keys, q4_0 values": {"lengths": (70,), "head_dim": 256, "width": 2, "kv_heads": 1, "config": Config(splits=1)},
     "int8 keys, values as they are": {"lengths": (200, 100), "blocks": (5, 64), "opened": True},
     "keys as they are, int4 values": {"lengths": (200, 100), "config": Config(splits=1), "opened": True},
+    "int8, tiles apart": {"format": "int8", "lengths": (200, 100), "blocks": (5, 64), "opened": True, "apart": True},
+    "int4 per 32, tiles apart, spans": {
+        **{"format": "int4 per 32", "lengths": (200,), "blocks": (9, 16), "kv_heads": 1, "opened": True, "apart": True, "num_queries": 1},
+        **{"config": Config(splits=2), "lse": True},
+    },
 }
-QUICK = ("int8, a list of blocks of 16", "int8, drafts in a window across a page", "int4 per 32", "q4_0")
+QUICK = (
+    "int8, tiles apart",
+    "int4 per 32, tiles apart, spans",
+    "int8, a list of blocks of 16",
+    "int8, drafts in a window across a page",
+    "int4 per 32",
+    "q4_0",
+)
 
 
 @pytest.fixture
@@ -90,6 +103,11 @@ def _page_of_the_last(s, position):
     return lanes.minimum(START(s, position), 128)
 
 
+def _by_row(s, length, table_ref, unit, table_width, scratch):
+    LOCATE(s, length, table_ref, unit // s.num_kv_heads, table_width, scratch)
+
+
+LOCATE = listed.locate
 # A bug, and the case that catches it.
 BUGS = {
     "scales of tokens are left out": ("fp8", (Codes, "token_scales"), lambda codes, *_: [lanes.f32(1.0)] * codes.groups),
@@ -108,6 +126,7 @@ BUGS = {
     "queries in the order of numbers": ("fp8", (packed_turns, "interleaved"), lambda *words: words),
     "no page is read open": ("int8, a list of blocks of 16", (decode_turns._Opened, "fold"), lambda self, folded, *_: folded),
     "the own page as packed": ("q4_0", (decode_turns, "_own_start"), lambda s, position: START(s, position) + s.page_size),
+    "frames of the list by the table's row": ("int8, tiles apart", (listed, "locate"), _by_row),
     "drafts see one page open": ("int8, drafts in a window across a page", (decode_turns, "_own_start"), _page_of_the_last),
 }
 

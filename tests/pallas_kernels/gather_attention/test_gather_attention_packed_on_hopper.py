@@ -31,6 +31,8 @@ CASES = {
     "q4_0": {"opened": True},
     "q8_0 keys, q4_0 values": {"head_dim": 256, "kv_heads": 2, "group": 8, "opened": True},
     "keys as they are, int4 values": {"opened": True},
+    "int8, tiles apart": {"format": "int8", "blocks": (6, 128), "opened": True, "apart": True},
+    "q4_0, tiles apart, LSE of pages": {"format": "q4_0", "blocks": (6, 128), "opened": True, "apart": True, "lse": True},
 }
 
 

@@ -5,6 +5,7 @@ What only a GPU can tell is in `test_gather_attention_on_hopper.py`, which runs 
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import paging
 import pytest
@@ -36,6 +37,8 @@ CASES = {
         **{"lengths": (70,), "num_queries": 8, "kv_heads": 1, "head_dim": 128, "width": 2},
         "config": Config(splits=1),
     },
+    "tiles apart": {"lengths": (200, 100), "blocks": (5, 64), "apart": True},
+    "tiles apart, LSE of blocks": {"lengths": (200, 100), "blocks": (9, 16), "apart": True, "lse": True, "config": Config(splits=2)},
     "a page is missing": {"lengths": (200, 256), "hole": True, "blocks": (5, 64), "kv_heads": 1},
 }
 FOR_BUGS = ("drafts in a window", "dense, LSE of pages", "a list of blocks of 16, float16", "8 drafts in one tile", "a page is missing")
@@ -47,7 +50,7 @@ def check(tools):
 
     def run(case: str) -> None:
         spec = SMALL | CASES[case]
-        window, blocks, lse, config = (spec.pop(name, None) for name in ("window", "blocks", "lse", "config"))
+        window, blocks, lse, config, apart = (spec.pop(name, None) for name in ("window", "blocks", "lse", "config", "apart"))
         paged = tools.make_paged(seed=sum(map(ord, case)), **spec)
         keywords = {"sm_scale": paged.sm_scale, "window": window, "return_block_lse": bool(lse), "block_size": spec["page_size"]}
         keywords["blocks"] = None
@@ -56,9 +59,12 @@ def check(tools):
             listed = listed.at[-1, :1].set(listed[-1, -1:]) if len(paged.lengths) == 1 else listed
             keywords |= {"blocks": listed, "block_size": blocks[1]}
         expected = gather_attention(*paged.arrays, **keywords, implementation="reference")
-        kernel = paging.implementation("gather_attention", "mosaic_gpu")
+        kernel, arrays = paging.implementation("gather_attention", "mosaic_gpu"), list(paged.arrays)
+        if apart:
+            *arrays[1:3], keywords["block_frames"] = tools.tiles_apart(paged, keywords["blocks"], keywords["block_size"])
+            arrays[3] = jnp.full_like(arrays[3], -1)  # it is not read
         with dispatch._forced(dispatch.BLACKWELL), kernels():
-            found = kernel(*paged.arrays, **keywords, config=config)
+            found = kernel(*arrays, **keywords, config=config)
         tools.assert_rows_close(found[0], expected[0], 2 * tools.row_error[paged.q.dtype.name])
         for a, b in zip(found[1:], expected[1:], strict=True):
             tools.assert_lse_close(a, b)
@@ -181,14 +187,12 @@ def test_large_groups_are_refused(on_hopper, picked, heads, head_dim, reason):
     assert picked(call)["gather_attention"] == "mosaic_gpu"
 
 
-def test_frames_of_listed_blocks_are_refused(on_hopper, picked):
+def test_frames_of_listed_blocks_are_found(on_hopper, picked):
     arrays = {"q": ((1, 1, 7, 128), "bfloat16"), "table": ((1, 4), "int32"), "lengths": ((1,), "int32")}
     arrays |= dict.fromkeys(("k", "v"), ((8, 1, 64, 128), "bfloat16")) | dict.fromkeys(("blocks", "block_frames"), ((1, 1, 3), "int32"))
     call = "gather_attention", arrays, {"sm_scale": 1.0}
     with dispatch._forced(dispatch.BLACKWELL):
-        with pytest.raises(NotImplementedError, match="without `wgmma` it finds frames in the page table alone, not in block_frames"):
-            picked(call, implementation="mosaic_gpu")
-        assert picked(call)["gather_attention"] == "xla"
+        assert picked(call)["gather_attention"] == "mosaic_gpu"
     assert picked(call)["gather_attention"] == "mosaic_gpu"
 
 

@@ -27,6 +27,7 @@ CASES = {
     "q4_0": {"head_dim": 128, "group": 8, "block_size": 64, "budget": 2, "local": 1, "width": 4, "lengths": (250,)},
     "drafts of int8": {"format": "int8", "num_queries": 3, "lengths": (66, 200), "local": 1},
     "every page packed, int4": {"format": "int4", "opened": False},
+    "frames apart from ids": {"format": "int8", "apart": True},
 }
 LARGE = {
     "kv_heads": 4,
@@ -43,6 +44,7 @@ ON_GPU = {
     "fp8": {"num_queries": 4},
     "q4_0": {"kv_heads": 8, "group": 4},
     "int8 per channel": {"block_size": 128, "budget": 8},
+    "frames apart from ids": {"format": "int8", "apart": True},
 }
 
 
@@ -51,6 +53,7 @@ def check(tools):
     """(specification) -> runs the kernel and the reference, and compares."""
 
     def run(spec: dict, where=contextlib.nullcontext) -> None:
+        apart, spec = spec.get("apart", False), {name: x for name, x in spec.items() if name != "apart"}
         spec = {name: x for name, x in spec.items() if name not in SIZES}, {name: spec.get(name, x) for name, x in SIZES.items()}
         case, sizes = packed_suite.build(tools, **spec[0]), spec[1]
         q, pages, table, lengths = case.operands
@@ -58,12 +61,13 @@ def check(tools):
         index = page_index(keys, kind=sizes["kind"], block_size=sizes["block_size"], implementation="xla")
         keywords = sizes | {"sm_scale": case.keywords["sm_scale"]}
 
-        def result(name, pages):
-            return paging.implementation("selected_attention", name)(q, pages, index, table, lengths, **keywords)
+        def result(name, pages, **moved):
+            return paging.implementation("selected_attention", name)(q, pages, index, table, lengths, **keywords, **moved)
 
         ref = result("reference", case.exact)
+        moved, frames = packed_suite.apart(pages, table) if apart else (pages, None)
         with where():
-            found = result("mosaic_gpu", pages)
+            found = result("mosaic_gpu", moved, frames=frames)
         assert jnp.isfinite(ref[0]).all()
         np.testing.assert_array_equal(np.asarray(found[2]), np.asarray(ref[2]))
         rounded = pages.k_packed.scale == "channel"
@@ -74,7 +78,7 @@ def check(tools):
     return run
 
 
-@pytest.mark.parametrize("case", rest_long(CASES, "q4_0"))
+@pytest.mark.parametrize("case", rest_long(CASES, "q4_0", "frames apart from ids"))
 def test_on_emulated_threads_it_matches_the_reference(check, case):
     check(SMALL | {"format": case} | CASES[case], kernels)
 
