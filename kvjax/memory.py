@@ -167,7 +167,8 @@ class MemoryPlan:
             enough = (
                 f"all that {self.sequences} sequences of any length need" if pages == group.most * self.sequences else "fewer than asked"
             )
-            holds = f"{pages:,} {'rows' if group.page_size == WHOLE else 'pages'}, {enough}"
+            rows = f"{pages:,} rows, {_size(pages * group.page_bytes)} in all"
+            holds = f"{rows if group.page_size == WHOLE else f'{pages:,} pages'}, {enough}"
         return f"{kind:<20} {_size(group.page_bytes):>12}  layer group {group.name} ({group.layers} layers): {holds}"
 
 

@@ -138,7 +138,8 @@ class CachedSequence:
             self._length, self._growth.whole, self._growth = self.length, False, None
 
     def __repr__(self) -> str:
-        return f"CachedSequence(length={self.length}, pages={max(map(len, self.pages.values()), default=0)})"
+        held = max((sum(page >= 0 for page in pages) for pages in self.pages.values()), default=0)
+        return f"CachedSequence(length={self.length}, pages={held})"
 
     def keep_on_host(self, stored: Stored, held: dict[str, list[int]]) -> None:
         """Move states and logits to host memory, and note that its logical pages `held` are there. Waits for the device."""

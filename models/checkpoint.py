@@ -103,13 +103,19 @@ def _download(repo_id: str, patterns: tuple[str, ...]) -> Path:
         raise ValueError(f"{repo_id} is gated: accept its terms on huggingface.co, then run `hf auth login`") from error
     except errors.RepositoryNotFoundError as error:
         raise ValueError(
-            f"{repo_id} is neither a folder here nor a repository on the Hub; check the name, or run `hf auth login` if it is private"
+            f"{repo_id} is neither a folder here nor a repository on the Hub{_embedded(repo_id)}; check the name, or run `hf auth login` "
+            "if it is private"
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError) as error:
         raise ValueError(
-            f"{repo_id} is not a folder here, and the Hub cannot be reached: download it on a connected machine "
+            f"{repo_id} is not a folder here{_embedded(repo_id)}, and the Hub cannot be reached: download it on a connected machine "
             f"(`hf download {repo_id}`) and give its folder"
         ) from error
+
+
+def _embedded(repo_id: str) -> str:
+    """For an error, where the name of the model inside this package may have been meant."""
+    return "" if "/" in repo_id else ", nor is it 'needle', the model inside this package"
 
 
 AGAIN = "download the model again (`hf download OWNER/NAME --local-dir FOLDER` brings every file)"

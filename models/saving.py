@@ -51,7 +51,7 @@ def check_target(folder: Path, overwrite: bool) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not overwrite:
-        raise ValueError(f"{folder} exists already; choose another folder, or pass overwrite=True to replace a model")
+        raise ValueError(f"{folder} exists already; choose another folder, or replace the model there (overwrite=True, or --overwrite)")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json, so it is not a model to replace; choose another folder")
 

@@ -14,11 +14,13 @@ from kvjax.bill.fitting import fit, read_cells
 from kvjax.bill.mesh_fitting import fit_mesh, read_mesh_runs
 from kvjax.bill.prefill_bill import fit_prefill, known_prefill_bills
 from kvjax.bill.prefill_evidence import with_results
+from kvjax.bill.prefill_exchanges import prompt_exchanges
 from kvjax.bill.report import TABLES, rendered
 from kvjax.bill.step_bill import from_json, to_json
 from kvjax.model import fingerprint
 from kvjax.models.loading import load
 from kvjax.policies.decode import parse
+from kvjax.policies.prefill import parse_prefill
 from kvjax.serving.bench.decode import config_of
 
 ROOT = Path(__file__).parent.parent
@@ -116,3 +118,15 @@ def test_rows_that_count_other_bytes_are_refused():
     run["rows"][0]["bytes"]["kv"] += 1
     with pytest.raises(ValueError, match=r"8,192 tokens, batch 1, dense: the row counts .* bytes, kvjax.bill"):
         read_cells(run, config_of)
+
+
+def test_the_bytes_of_prompts_on_a_mesh_are_computed():
+    config, text = config_of("qwen2.5-7b"), " ".join((ROOT / "docs" / "the-bill.md").read_text(encoding="utf-8").split())
+
+    def terabytes(chunk, **mesh):
+        found = prompt_exchanges(config, parse_prefill("dense"), 1 << 20, chunk, **mesh)
+        return sum(each.received for each in found) / 1e12
+
+    large, small, tensor = terabytes(32_768, context=4), terabytes(512, context=4), terabytes(32_768, tensor=4)
+    said = f"receives {large:.2f} TB in chunks of 32,768 tokens, and {small:.0f} TB in chunks of 512. So use large chunks on a mesh with "
+    assert f"{said}`context`. On `tensor=4` it receives {tensor:.2f} TB with either" in text

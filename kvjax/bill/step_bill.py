@@ -226,7 +226,8 @@ class Bill:
             ("weights", "pages"), asked, (self.weights, parse_cache_format(self.cache_format, dtype)), strict=True
         ):
             if here != there:
-                reasons.append(f"measured with {what} {_packed_as(there)}, not {_packed_as(here)}")
+                slower = "; kernels that unpack read at a lower rate, so such a step takes longer" if there is None else ""
+                reasons.append(f"measured with {what} {_packed_as(there)}, not with those {_packed_as(here)}{slower}")
         return reasons
 
     def _bus_terms(self, moved: StepBytes, hits: float | None) -> tuple[Bus, float, list[str]]:
@@ -270,7 +271,7 @@ class Bill:
 
 
 def _packed_as(name: object) -> str:
-    return "not packed" if name is None else f"packed as {name}"
+    return "as they are" if name is None else f"packed as {name}"
 
 
 def unmeasured(tensor: int, context: int) -> str:

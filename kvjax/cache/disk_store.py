@@ -96,8 +96,8 @@ class DiskStore:
             self._index.execute("INSERT INTO about VALUES (?, ?)", (FORMAT, about))
         elif found != (FORMAT, about):
             raise ValueError(
-                f"{self.folder} holds pages of another kind ({found[0]}: {found[1]}; this engine's: {FORMAT}: {about}): name another "
-                "folder, or delete that one"
+                f"{self.folder} holds pages of another kind: their bytes by layer group are {found[1]} ({found[0]}), and this engine's "
+                f"{about} ({FORMAT}). Another model, page size or cache format wrote them: name another folder, or delete that one"
             )
         self._files = {}
         for place, (name, size) in enumerate(self.blocks.items()):

@@ -110,7 +110,7 @@ class PrefixStats:
                 damaged = f", {self.damaged:,} dropped because they were damaged" if name == "disk" and self.damaged else ""
                 pinned = f", {each.pinned:,} of them pinned" if each.pinned else ""
                 held = f"{each.pages:,} pages kept ({each.bytes / 1e6:,.0f} MB){pinned}"
-                lines.append(f"{name}: {held}, found {each.hits:,} times, {each.evictions:,} evicted{damaged}{moved}")
+                lines.append(f"{name}: {held}; {each.hits:,} found for prompts, {each.evictions:,} evicted{damaged}{moved}")
         return "\n".join(lines)
 
 

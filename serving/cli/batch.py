@@ -9,6 +9,7 @@ import typer
 
 from kvjax.serving.cli.options import (
     LARGEST_BATCH,
+    OPTION_OF,
     CacheFormatOption,
     ChunkOption,
     ContextOption,
@@ -136,7 +137,7 @@ def batch_command(
     kept = stores(reuse, reuse_any, host_memory, disk, disk_size)
     cluster = {"replicas": replicas, "gpus_per_replica": gpus_per_replica, "cpus_per_replica": cpus_per_replica}
     given = {name: value for name, value in cluster.items() if value is not None}
-    _check_together(given, ray=ray, data=data, coordinator=coordinator, disk=disk, progress=progress, shown=any(kept.values()))
+    _check_together(given, ray=ray, data=data, coordinator=coordinator, processes=processes, kept=kept, progress=progress)
     sizes = {"pages": pages, "device_bytes": device_memory, "page_size": page_size, "prefill_chunk": prefill_chunk}
     sizes |= {"stores": kept, "weights": weights and weights.value, "steps_per_launch": steps_per_launch}
     sizes |= {"tensor": tensor, "context": context, "data": data, "cache_format": cache_format}
@@ -162,11 +163,10 @@ def batch_command(
 
 
 def _check_together(
-    cluster: dict[str, Any], *, ray: bool, data: int, coordinator: str | None, disk: Path | None, progress: bool, shown: bool
+    cluster: dict[str, Any], *, ray: bool, data: int, coordinator: str | None, processes: int | None, kept: dict[str, Any], progress: bool
 ) -> None:
-    """typer.BadParameter for options that do not go together. cluster: those for Ray that were given. shown: whether there is something
-    that `--progress` shows."""
-    if progress and not shown:
+    """typer.BadParameter for options that do not go together. cluster: those for Ray that were given. kept: those of stores."""
+    if progress and not any(kept.values()):
         raise typer.BadParameter("shows where pages are: give --reuse, --host-memory or --disk, too", param_hint="--progress")
     if cluster and not ray:
         raise typer.BadParameter("is for a job on a Ray cluster: give --ray, too", param_hint=f"--{next(iter(cluster)).replace('_', '-')}")
@@ -174,7 +174,10 @@ def _check_together(
         raise typer.BadParameter("is for engines of one process: with --ray give --replicas", param_hint="--data")
     if coordinator is not None and (ray or data > 1):
         raise typer.BadParameter("is for one engine of several processes: leave out --ray and --data", param_hint="--coordinator")
-    for option, value in (("--disk", disk), ("--progress", progress or None)):
+    for name in [name for name, value in kept.items() if value and coordinator is not None and processes != 1]:
+        said = "keeps pages after their sequences, which several processes cannot do yet: leave it out with --coordinator"
+        raise typer.BadParameter(said, param_hint=OPTION_OF.get(name, f"--{name}"))
+    for option, value in (("--disk", kept["disk"]), ("--progress", progress or None)):
         if ray and value is not None:
             raise typer.BadParameter("is for one engine: leave it out with --ray", param_hint=option)
 

@@ -37,6 +37,7 @@ from kvjax.serving.cli.options import (
     Weights,
     byte_count,
     check_context,
+    gibibytes,
     load_model,
     named_as_options,
     number,
@@ -450,7 +451,7 @@ def regime_map_command(
     device: DeviceOption = "NVIDIA H200",
     memory: Annotated[
         float | None,
-        typer.Option(help="GiB for weights and cache; cells that need more are grey.", show_default=False, **number(above=0, most=2**30)),
+        typer.Option(help="For weights and cache, in GiB or as 80GB; cells that need more are grey.", show_default=False, **gibibytes()),
     ] = None,
     measured: Annotated[
         list[Path] | None, typer.Option(help="Results of kvjax bench decode, whose cells are marked; may be given several times.")
@@ -582,10 +583,8 @@ def _bill(fit: Path | None, device: str, shape: str, bandwidth: float | None, no
     from kvjax.serving.bench.decode import config_of
 
     config: ModelConfig = config_of(shape)
-    if fit is not None:
-        bill = closest(load_bills(fit), config, "bfloat16", **packed)
-    else:
-        bill = known_bill(device, config, "bfloat16", **packed)
+    known = (config, "bfloat16")
+    bill = known_bill(device, *known, **packed) if fit is None else closest(load_bills(fit), *known, **packed)
     if bill is None:
         there = ", ".join(sorted({each.device for each in known_bills()}))
         raise typer.BadParameter(f"there is no built-in bill of {device!r}, only of {there}; give --fit", param_hint="--device")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.serving.cli.options import number, parse_lengths, whole
+from kvjax.serving.cli.options import gibibytes, number, parse_lengths, whole
 
 if TYPE_CHECKING:
     from kvjax.bill import Bill
@@ -23,7 +23,9 @@ DevicesOption = Annotated[
 MemoryOption = Annotated[
     float | None,
     typer.Option(
-        help="With --devices: GiB of each for weights and pages; meshes that need more are refused.", show_default=False, **number(above=0)
+        help="With --devices: memory of each for weights and pages, in GiB or as 80GB; meshes that need more are refused.",
+        show_default=False,
+        **gibibytes(),
     ),
 ]
 LatencyOption = Annotated[
@@ -101,6 +103,8 @@ def device_counts(text: str) -> tuple[int, ...]:
     """Counts of `--devices`: "8,16", or "8..64", which doubles. ValueError for anything else."""
     low, dots, high = text.partition("..")
     if not dots:
+        if "-" in text:
+            raise ValueError(f"devices {text!r} are no counts: write 8,16, or 8..64 for 8, 16, 32 and 64")
         return parse_lengths(text, "devices")
     (first,), (last,) = parse_lengths(low, "devices"), parse_lengths(high, "devices")
     if last < first:

@@ -88,6 +88,19 @@ def number(*, above: float | None = None, least: float | None = None, most: floa
     return {"parser": parsed, "metavar": "<float>"}
 
 
+def gibibytes() -> Any:
+    """Arguments of typer.Option for memory, in GiB or as a size with a unit."""
+
+    def parsed(text: object) -> float:
+        word = str(text).strip()
+        try:
+            return number(above=0, most=2**30)["parser"](word) if not word[-1:].isalpha() else _bytes_of(word) / 2**30
+        except typer.BadParameter:
+            raise typer.BadParameter(f"must be a number of GiB above 0, or a size as 80GB, got {text}") from None
+
+    return {"parser": parsed, "metavar": "<GiB or size>"}
+
+
 def one_of(choices: type[enum.StrEnum]) -> Any:
     """Arguments of typer.Option for a choice. Typer's own message for a wrong one begins with words of the library that it uses."""
     names = [each.value for each in choices]
@@ -390,6 +403,8 @@ def joined(coordinator: str | None, processes: int | None, process: int | None) 
         return
     from kvjax.processes import start_processes
 
+    others = "the other processes of the job" if processes is None else f"all {processes} processes of the job"
+    typer.echo(f"waiting for {others} (--coordinator {coordinator}), at most five minutes", err=True)
     with start_processes(None if coordinator == "auto" else coordinator, processes, process) as job:
         yield job
 

@@ -28,8 +28,8 @@ from kvjax.serving.cli.options import (
     WeightsOption,
     byte_count,
     check_context,
+    gibibytes,
     named_as_options,
-    number,
     stores,
     whole,
 )
@@ -55,9 +55,9 @@ def plan_command(
     memory: Annotated[
         float | None,
         typer.Option(
-            help="GiB of the device, for weights and cache. [default: what the first device has free]",
+            help="Memory of the device for weights and cache, in GiB or as 24GB. [default: what the first device has free]",
             show_default=False,
-            **number(above=0, most=2**30),
+            **gibibytes(),
         ),
     ] = None,
     device_memory: DeviceMemoryOption = None,

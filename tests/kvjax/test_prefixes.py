@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from meshes import mesh_of
 from tiny_models import make_family
 
 import kvjax
@@ -212,20 +213,21 @@ def test_pages_on_the_device_go_for_others_least_useful_first(model, text):
     assert engine.new_sequence(text[:64]).length == 48
 
 
-@pytest.mark.parametrize("packed", [None, "int8"])
-def test_host_memory_keeps_pages(model, text, packed):
-    """In the pool's part there; packed pages, which the pool cannot have there, in a store beside it, from which they come back."""
-    cold = Engine(model, pages=32, cache_format=packed, **SIZES)
+@pytest.mark.parametrize("case", ["one device", "packed", "a mesh"])
+def test_host_memory_keeps_pages(model, text, case):
+    """In the pool's part there; pages of a mesh, which the pool cannot have there, in a store beside it, from which they come back."""
+    options = {"one device": {}, "packed": {"cache_format": "int8"}, "a mesh": {"mesh": mesh_of("tensor 2")}}[case]
+    cold, beside = Engine(model, pages=32, **options, **SIZES), case == "a mesh"
     size = block_bytes(cold.spec, "full")
-    engine = Engine(model, pages=14, host_bytes=30 * size, cache_format=packed, **SIZES)
+    engine = Engine(model, pages=14, host_bytes=30 * size, **options, **SIZES)
     for _ in range(3):
         for prompt in (text, text[::-1]):
             np.testing.assert_array_equal(answer(engine, prompt), answer(cold, prompt))
     stats = engine.stats()
     assert stats.host.hits > 20
     assert stats.host.bytes == stats.host.pages * size <= 30 * size
-    assert stats.host.bytes_out == (stats.host.hits * size if packed else 0)
-    assert ("written" in str(stats), engine.pool_stats() is None) == (packed is not None, packed is not None)
+    assert stats.host.bytes_out == (stats.host.hits * size if beside else 0)
+    assert ("written" in str(stats), engine.pool_stats() is None) == (beside, beside)
     assert stats.found_tokens == 4 * 192
     assert stats.tokens == 6 * 200
 

@@ -116,8 +116,8 @@ def test_a_fitted_bill_predicts_and_draws(kvjax, runs):
         (("--bandwidth", 8), "bandwidth set to 8 TB/s"),
         (("--tier", "host", "--link", 52), "a host link of 52 GB/s"),
         (("--shape", "llama-3.1-8b"), "measured on qwen2.5-7b"),
-        (("--cache-format", "int8"), "measured with pages not packed, not packed as int8"),
-        (("--weights", "int4"), "measured with weights not packed, not packed as int4"),
+        (("--cache-format", "int8"), "measured with pages as they are, not with those packed as int8"),
+        (("--weights", "int4"), "measured with weights as they are, not with those packed as int4"),
     ):
         assert f"projection: {reason}" in kvjax("bill", "predict", *arguments, *option)[1]
     drawn = ("--fit", "bill.json", "--policies", "top:32", "--measured", runs[0], "--memory", 139, "--json", "map.json", "-o", "map.png")

@@ -47,10 +47,6 @@ def test_generate_and_batch_answer_as_the_engine_does(kvjax, model_folder, loade
     [
         (("--cache-format", "int5"), "'int5' is not a format"),
         (("--cache-format", "int8", "--policy", "auto"), "name one of those"),
-        (
-            ("--cache-format", "int8", "--host-memory", "1GB", "--no-reuse"),
-            "would be of no use: packed pages lie on the device",
-        ),
     ],
 )
 def test_plan_says_what_does_not_fit(kvjax, model_folder, options, said):
