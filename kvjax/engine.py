@@ -100,7 +100,7 @@ class Engine:
         # No method of this engine: one that nobody holds any more should go at once, and its stores with it.
         self._plan_beside_weights = functools.partial(memory_plan, self.config, **sizes, indexes=self.indexes, weights_bytes=0)
         plan = self._plan_beside_weights()
-        kept_in = check_stores(self._declared.states.policies, **stores)
+        self._stores = kept_in = check_stores(self._declared.states.policies, **stores)
         keeps = {"chunk": self.prefill_chunk, "keeps_none": kept_in.keeps_none}
         host = host_memory(plan, kept_in.host_bytes, self.spec, **keeps)
         if host.why:

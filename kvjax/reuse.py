@@ -132,8 +132,8 @@ def make_reuse(
 
 
 def _device_of(pool: Pool) -> jax.Device:
-    """The device of a pool, or the first one of its mesh: blocks go to other stores by way of it."""
-    (first, *_) = first_array(pool.layers).devices() if pool.shards is None else pool.shards.mesh.devices.flat
+    """The device of a pool, or the first one of its mesh that this process has: blocks go to other stores by way of it."""
+    (first, *_) = first_array(pool.layers).devices() if pool.shards is None else pool.shards.mesh.local_devices
     return first
 
 

@@ -299,18 +299,17 @@ def on_mesh(
 
 
 def check_mesh(mesh: Mesh | None, stores: Mapping[str, Any]) -> None:
-    """NotImplementedError for options of an engine that do not go together with a mesh (one of a single device only says which), and
-    ValueError for a mesh of several processes that leaves others out: processes agree on sizes and files together."""
+    """NotImplementedError for a disk beside a mesh of several processes, and ValueError for one that leaves other processes out: processes
+    agree on sizes and files together."""
     if mesh is None:
         return
     mesh = Shards(mesh).mesh
     if several_processes(mesh) and (left := set(range(jax.process_count())) - {each.process_index for each in mesh.devices.flat}):
         raise ValueError(f"the mesh has devices of several processes, but none of process {min(left)}: make it of all, or of one")
-    if several_processes(mesh) and (given := {name: value for name, value in stores.items() if value}):
-        values = ", ".join(f"{name} {value:,}" if type(value) is int else f"{name} {value}" for name, value in given.items())
+    if several_processes(mesh) and (disk := stores.get("disk")) is not None:
         raise NotImplementedError(
-            f"pages of a mesh of several processes do not outlive their sequences, and {values} was given: leave out {', '.join(given)}, "
-            "or make the mesh of the devices of one process"
+            f"pages of a mesh of several processes do not go to a disk, and {disk} was given: each process would find other pages there "
+            "after one was killed. Leave out disk and disk_bytes, or make the mesh of the devices of one process"
         )
 
 

@@ -209,5 +209,5 @@ def described(engine: Engine) -> dict[str, str]:
     pages = {name: each.total for name, each in engine.allocators.items()}
     named = {"model": fingerprint(engine.model), "policies": [identity(each) for each in engine.policies], "pages": pages}
     named |= {"prefill": prefill_identity(engine.prefill_policy), "page_size": engine.page_size, "prefill_chunk": engine.prefill_chunk}
-    named |= {"batch_buckets": engine.batch_buckets, "mesh": dict(engine.mesh.shape)}
+    named |= {"batch_buckets": engine.batch_buckets, "mesh": dict(engine.mesh.shape), "stores": engine._stores}
     return {name: str(value) for name, value in named.items()}

@@ -30,7 +30,7 @@ from kvjax.policies.decode import HeavyPages, Stateless, TopBlocks
 PAGE, CHUNK, STEPS = 16, 64, 10
 POLICIES = {2: TopBlocks(k=3, sink=1, local=2, block_size=16), 4: HeavyPages(3)}
 MESHES = {2: {"tensor": 2}, 4: {"tensor": 2, "context": 2}}
-POLICY_OF = {"brief": "dense", "lost": "dense", "auto": "auto"}
+POLICY_OF = {"brief": "dense", "lost": "dense", "auto": "auto", "reuse": "dense"}
 """Of the engines of some scenarios."""
 
 
@@ -53,10 +53,11 @@ def prompts_of(model):
     return [draw.integers(0, model.config.vocab_size, size).tolist() for size in (150, 37, 91, 203, 12)]
 
 
-def engine_of(devices, policy=None):
-    """An engine whose pool is too small for all prompts at once."""
+def engine_of(devices, policy=None, stores=False):
+    """An engine whose pool is too small for all prompts at once. stores: whether it keeps pages for later prompts, also in host memory."""
     sizes = {"pages": 20, "page_size": PAGE, "prefill_chunk": CHUNK, "batch_buckets": (4,)}
     model = shallow(make_family("llama"))
+    sizes |= {"host_bytes": 24 * model.config.cache_spec(PAGE).bytes_per_page("full")} if stores else {}
     if policy == "auto":
         policy, sizes["pages"] = chooses(model.config), 80
     return kvjax.Engine(model, policy or POLICIES[devices], mesh=kvjax.mesh(**MESHES[devices]), **sizes)
@@ -156,6 +157,14 @@ def brief(engine):
     return {"answers": [[list(found.token_ids), list(found.logprobs)]]}
 
 
+def reuse(engine):
+    """The answers of all prompts, which find pages of the prompts before them more and more often, and what the stores did."""
+    rounds = [answers(engine) for _ in range(3)]
+    stats = engine.stats()
+    counts = [stats.found_tokens, stats.device.hits, stats.device.evictions, stats.host.hits, stats.host.evictions]
+    return {"rounds": [each["answers"] for each in rounds], "counts": counts}
+
+
 def auto(engine):
     """A long answer and a short one, and what `auto` chose for each."""
     prompt, found = np.random.default_rng(5).integers(0, engine.model.config.vocab_size, 900).tolist(), []
@@ -189,7 +198,7 @@ def die_in_a_step(folder):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-SCENARIOS = {"job": job, "brief": brief, "auto": auto, "fails": fails}
+SCENARIOS = {"job": job, "brief": brief, "auto": auto, "fails": fails, "reuse": reuse}
 
 
 def main():
@@ -198,7 +207,7 @@ def main():
     scenarios = SCENARIOS | {"lost": lambda engine: lost(engine, folder)}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background
     with kvjax.start_processes(f"localhost:{port}", count, number) as processes:
-        engine = engine_of(count * devices, POLICY_OF.get(scenario))
+        engine = engine_of(count * devices, POLICY_OF.get(scenario), stores=scenario == "reuse")
         found = {"alike": alike(engine, folder)} if scenario == "job" else {}
         found["shared"] = processes.share(f"from {number}")
         if number:

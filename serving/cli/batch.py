@@ -9,7 +9,6 @@ import typer
 
 from kvjax.serving.cli.options import (
     LARGEST_BATCH,
-    OPTION_OF,
     CacheFormatOption,
     ChunkOption,
     ContextOption,
@@ -174,9 +173,9 @@ def _check_together(
         raise typer.BadParameter("is for engines of one process: with --ray give --replicas", param_hint="--data")
     if coordinator is not None and (ray or data > 1):
         raise typer.BadParameter("is for one engine of several processes: leave out --ray and --data", param_hint="--coordinator")
-    for name in [name for name, value in kept.items() if value and coordinator is not None and processes != 1]:
-        said = "keeps pages after their sequences, which several processes cannot do yet: leave it out with --coordinator"
-        raise typer.BadParameter(said, param_hint=OPTION_OF.get(name, f"--{name}"))
+    if kept["disk"] is not None and coordinator is not None and processes != 1:
+        said = "is for one process: each of several would find other pages there after one was killed. Leave it out with --coordinator"
+        raise typer.BadParameter(said, param_hint="--disk")
     for option, value in (("--disk", kept["disk"]), ("--progress", progress or None)):
         if ray and value is not None:
             raise typer.BadParameter("is for one engine: leave it out with --ray", param_hint=option)

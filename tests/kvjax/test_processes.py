@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from process_job import alike, answers, auto, brief, engine_of
+from process_job import alike, answers, auto, brief, engine_of, reuse
 
 import kvjax
 from kvjax import sharding
@@ -84,6 +84,22 @@ def test_several_processes_answer_as_one(count, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 2)], ids=lambda sizes: f"{sizes[0]} processes of {sizes[1]}")
+def test_pages_that_are_kept_are_found_by_all_processes_alike(sizes, tmp_path):
+    """Prompts are suspended, and stores are full: all processes give the same pages up."""
+    count, devices = sizes
+    first, second = (found_by(each) for each in run_job("reuse", count, devices, tmp_path))
+    expected = reuse(engine_of(count * devices, "dense", stores=True))
+    assert first["counts"] == expected["counts"]
+    assert all(first["counts"])
+    assert len(first["rounds"]) == 3
+    for found in first["rounds"]:
+        assert found == first["rounds"][0]  # bit for bit
+        check_same(found, expected["rounds"][0])
+    assert second["shared"] == "from 0"
+
+
+@pytest.mark.long
 def test_auto_chooses_the_same_in_all_processes(tmp_path):
     """The first one's choice, which the others compare with theirs; the policy is sent to them after it chose."""
     first, second = (found_by(each) for each in run_job("auto", 2, 1, tmp_path))
@@ -141,10 +157,9 @@ def test_a_mesh_takes_all_processes_or_one(monkeypatch):
     with pytest.raises(ValueError, match="none of process 1"):
         sharding.check_mesh(mesh, {})
     monkeypatch.setattr(sharding.jax, "process_count", lambda: 1)
-    with pytest.raises(
-        NotImplementedError, match="reuse True, host_bytes 1,000 was given: leave out reuse, host_bytes, or make the mesh of"
-    ):
-        sharding.check_mesh(mesh, {"reuse": True, "host_bytes": 1000, "disk": None})
+    with pytest.raises(NotImplementedError, match=r"do not go to a disk, and pages was given: .* Leave out disk and disk_bytes"):
+        sharding.check_mesh(mesh, {"reuse": True, "host_bytes": 1000, "disk": "pages"})
+    sharding.check_mesh(mesh, {"reuse": True, "host_bytes": 1000, "disk": None})
 
 
 def test_arguments_are_checked():
@@ -190,7 +205,7 @@ def test_a_batch_job_of_two_processes(tmp_path):
     """The first one reads and writes; what it refuses, the other says, too."""
     (tmp_path / "in.jsonl").write_text('{"id": "a", "prompt": "Once upon a time", "max_new_tokens": 4}\n{"id": "b", "prompt": 5}\n')
     start = [sys.executable, "-c", "from kvjax.serving.cli import main; main()", "batch", "in.jsonl", "--out", "out.jsonl"]
-    start += ["--model", "needle", "--tensor", "2", "--processes", "2"]
+    start += ["--model", "needle", "--tensor", "2", "--processes", "2", "--host-memory", "20MB"]
 
     def run():
         job = [*start, "--coordinator", f"localhost:{free_port()}"]
@@ -198,6 +213,8 @@ def test_a_batch_job_of_two_processes(tmp_path):
 
     first, second = run()
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    assert "waiting for all 2 processes of the job" in first[2]
+    assert "prompt tokens were found and not computed" in first[2]
     written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(line["id"], line["error"]) for line in written] == [("a", None), ("b", "prompt must be text, got 5")]
     first, second = run()
