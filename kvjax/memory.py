@@ -153,7 +153,7 @@ class MemoryPlan:
             (
                 f"weights              {_size(self.weights_bytes):>12}",
                 f"cache per 1K tokens  {_size(self.bytes_per_1k_tokens):>12}",
-                f"memory to use        {_size(self.available_bytes):>12}",
+                f"memory to use        {_size(self.available_bytes):>12}{'  (weights included)' if self.weights_bytes else ''}",
                 fit,
                 *(self._group_text(group, self.pool_pages(pages)[group.name]) for group in self.groups),
             )

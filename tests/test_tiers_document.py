@@ -33,11 +33,11 @@ def test_the_table_of_reuse_is_what_the_results_make():
     (tiered, momo), (resident,), (two,) = map(rows_of, ("tiers-prompts", "tiers-prompts-resident", "designs-tiers-prompts-2gb"))
     ratio = tiered["seconds"] / resident["seconds"]
     said = f"`bounds:32` takes {tiered['seconds']:.1f} s: {ratio:.2f} times its time with everything on the device"
-    assert f"{said}, where we want at most 1.3. The bus needs {tiered['staged_bytes'] / tiered['rate']:.1f} s" in " ".join(text.split())
-    assert f"`momo:128/8` takes {momo['seconds']:.1f} s, where we want at most 100" in text
+    assert f"{said} (target: at most 1.3). The bus needs {tiered['staged_bytes'] / tiered['rate']:.1f} s" in " ".join(text.split())
+    assert f"`momo:128/8` takes {momo['seconds']:.1f} s (target: at most 100)" in text
     peaks = [f"{row['peak_bytes'] / 1e9:.1f}" for row in (tiered, momo)]
     assert "weights they take {} and {} GB**".format(*peaks) in text
-    assert f"Copies in ran at {tiered['copy_rates']['in'] / 1e9:.1f} GB/s, where we want 48" in text
+    assert f"Copies in ran at {tiered['copy_rates']['in'] / 1e9:.1f} GB/s (target: 48)" in text
     assert f"{two['seconds']:.1f} s (`designs-tiers-prompts-2gb.json`)" in text
     (words,) = report.load([RESULTS.parent / "h100" / "designs-reuse-words.json"])
     computed, found = (
@@ -51,12 +51,12 @@ def test_sentences_on_steps_pages_and_copies_are_what_the_results_say():
     text = " ".join((ROOT / "docs" / "tiers.md").read_text(encoding="utf-8").split())
     grid = [row for row in rows_of("tiers-grid") if (row["tokens"], row["device_bytes"]) == (1_000_000, 8 * 10**9)]
     steps = {row["lists"]: row["median_s"] for row in grid if row["policy"] != "dense"}
-    said = f"needs {steps['nothing shared'] * 1e3:.2f} ms for them: {1 / steps['nothing shared']:.0f} tokens/s, where we want 100; and"
+    said = f"needs {steps['nothing shared'] * 1e3:.2f} ms for them: {1 / steps['nothing shared']:.0f} tokens/s (target: 100); and"
     assert f"{said} {steps['recorded'] * 1e3:.2f} ms for recorded lists: {1 / steps['recorded']:.0f} tokens/s" in text
     hybrid = {row["tokens"]: 1 / row["median_s"] for row in rows_of("tiers-hybrid") if row["policy"] == "top:32"}
-    assert f"with `top:32`: it makes {hybrid[200_000]:.0f} and {hybrid[1_000_000]:.0f}." in text
+    assert f"at 1,000,000: it makes {hybrid[200_000]:.0f} and {hybrid[1_000_000]:.0f}." in text
     found = {row["store"]: row for row in rows_of("reuse") if row["op"] == "found"}
-    assert f"{found['device']['median_s']:.2f} s to the first token, where we want" in text
+    assert f"{found['device']['median_s']:.2f} s to the first token (target: 0.15)" in text
     assert f"Pages in host memory take {found['host']['median_s']:.2f} s" in text
     disk = rows_of("reuse-disk")[-1]
     share = disk["bytes"] / disk["rate"] / disk["median_s"]

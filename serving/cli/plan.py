@@ -171,7 +171,7 @@ def _kept_lines(plan: MemoryPlan, spec: CacheSpec, host: HostMemory, device: int
 
     counts = plan.pool_pages(device)
     pages = max(counts[group.name] for group in plan.groups if group.page_size != WHOLE)
-    less = "(less those that running sequences need)"
+    less = "(at most: running sequences take theirs from the same pages)"
     yield f"kept on the device   {pages:>12,}  {less}"
     if not host.stored and disk_size is None and spec.state_groups:
         yield "nothing is found     without --host-memory or --disk, which keep the states of this model's recurrent layers"
