@@ -65,7 +65,8 @@ def replicas(
     meshes = meshes_of(data, tensor, context, devices)
     if data > 1 and options.get("disk") is not None:
         raise ValueError(
-            f"replicas cannot share the folder {options['disk']} for pages: leave out disk, or give host_bytes, of which each has its own"
+            f"each replica would need a disk of its own, and all were given {options['disk']}: leave it out, or give host_bytes, of which "
+            "each has its own"
         )
     engines = [Engine(model if data == 1 else _with_own_tokenizer(model), policy, mesh=each, **options) for each in meshes]
     _made_by.update(dict.fromkeys(engines, object()))

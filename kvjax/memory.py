@@ -144,9 +144,10 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         pages = self.pages_that_fit
-        some = f"({pages * self.page_size:,} tokens)" if pages else "(the model does not fit)"
+        most = ", the most that a pool may have" if pages == MOST_PAGES else ""
+        some = f"({pages * self.page_size:,} tokens{most})" if pages else "(the model does not fit)"
         fit = f"pages that fit       {pages:>12,}  {some}"
-        if pages == MOST_PAGES:
+        if pages == MOST_PAGES and all(group.most is not None for group in self.groups):
             fit = f"pages that fit       {'no limit':>12}  (sequences of any length)"
             fit += f"\ncache                {_size(self.pool_bytes(pages)):>12}  (for {self.sequences} sequences)"
         return "\n".join(
@@ -347,8 +348,12 @@ def _device_pages(plan: MemoryPlan, device_bytes: int, host: int) -> int:
 def pool_pages(plan: MemoryPlan, *sizes, mesh: Mesh | None = None) -> tuple[dict[str, int], int]:
     """The pages of each layer group of an engine's pool, and how many of those that keep all tokens lie in host memory. sizes: those of
     `pool_size`, which says what is raised. mesh: pages are dealt out over the devices of its context axis, so their number is a multiple of
-    these, no larger than asked for, but for one page on each. Its processes agree on the fewest that one of them has room for."""
+    these, no larger than asked for, but for one page on each. Its processes agree on the fewest that one of them has room for. Raises
+    ValueError for device_bytes beyond the device's memory, too."""
+    _, _, device_bytes, *_ = sizes
     device, host = pool_size(plan, *sizes)
+    if device_bytes is not None and device_bytes > (total := _device_memory()):
+        raise ValueError(f"device_bytes of {device_bytes:,} is more than all memory of the device, {total:,} bytes: give less")
     device, context = least_of_processes(mesh, device), 1 if mesh is None else mesh.shape[CONTEXT]
     counts = plan.pool_pages(max(1, device // context) * context + host)
     rows = {group.name for group in plan.groups if group.page_size == WHOLE}
@@ -374,14 +379,19 @@ def free_bytes(device: jax.Device) -> int:
 def check_pool(plan: MemoryPlan, pages: int) -> int:
     """Returns `pages`; ValueError for a pool that is larger than the first device's whole memory. Without this check the host would run out
     of memory first."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    total = stats.get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = _device_memory()
     if plan.pool_bytes(pages) > total:
         raise ValueError(
             f"a pool of {pages:,} pages takes {_size(plan.pool_bytes(pages))}, and all memory of the device is {_size(total)}: "
             f"give at most {plan.most_pages(total):,} pages"
         )
     return pages
+
+
+def _device_memory() -> int:
+    """Bytes of the first device's whole memory."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _size(count: int) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import os
 import pickle
 import queue
@@ -21,7 +22,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ from kvjax.checks import whole_number
 from kvjax.together import Follower, Leader, ProcessLost, described
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from kvjax.engine import Engine
 
 GRACE_S = 10.0
@@ -81,7 +84,13 @@ def start_processes(coordinator: str | None = None, count: int | None = None, nu
     elif count is not None or number is not None:
         raise ValueError("count and number need the coordinator's address, as host:1234; without one, the cluster says all three")
     jax.config.update("jax_enable_preemption_service", False)  # with it, SIGTERM ends no process
-    jax.distributed.initialize(coordinator, count, number)
+    try:
+        jax.distributed.initialize(coordinator, count, number)
+    except ValueError as error:
+        raise ValueError(
+            f"no cluster says where the processes are ({str(error).rstrip('.')}): start them by Slurm, Open MPI or Kubernetes, or give the "
+            "coordinator's address, count and number"
+        ) from error
     return Processes(host)
 
 
@@ -124,6 +133,19 @@ class Processes:
             return self.receive("value")[0]
         self.send("value", value)
         return value
+
+    def agree(self, named: Mapping[str, Any]) -> None:
+        """ValueError, in all processes, unless each gives the same values. Each must call it, with the same names. ProcessLost."""
+        if self.number:
+            self._peers[0].send(("named", self.number, dict(named)))
+            if said := self.receive("value")[0]:
+                raise ValueError(said)
+            return
+        others = sorted(self.receive("named") for _ in range(self.count - 1))
+        said = next((each for number, theirs in others if (each := _different(named, number, theirs))), None)
+        self.send("value", said)
+        if said:
+            raise ValueError(said)
 
     @contextlib.contextmanager
     def lead(self, engine: Engine) -> Iterator[Engine]:
@@ -168,7 +190,10 @@ class Processes:
             raise ValueError("this process leads an engine already, and can lead one at a time")
         devices = () if engine.mesh is None else engine.mesh.devices.flat
         if missing := sorted(set(range(self.count)) - {device.process_index for device in devices}):
-            raise ValueError(f"no device of process {missing[0]} is in the engine's mesh: make one of all {jax.device_count()} devices")
+            raise ValueError(
+                f"no device of process {missing[0]} is in the engine's mesh: make one of all {jax.device_count()} devices, by tensor and "
+                "context (--tensor, --context)"
+            )
         self._engine = engine
         try:
             yield
@@ -288,6 +313,29 @@ class Processes:
         if message[0] != kind:
             raise RuntimeError(f"process {self.number} waited for {kind!r} of the first one, which sent {message[0]!r}")
         return message[1:]
+
+
+def check_alike(mesh: Mesh, named: Mapping[str, str]) -> None:
+    """ValueError, in all processes of a mesh, unless each gives the same texts. Only if the mesh has devices of all processes; else nothing
+    is compared."""
+    if {device.process_index for device in mesh.devices.flat} != set(range(jax.process_count())) or jax.process_count() == 1:
+        return
+    own = np.frombuffer(b"".join(hashlib.sha256(text.encode()).digest() for text in named.values()), np.uint8)
+    found = multihost_utils.process_allgather(own).reshape(jax.process_count(), len(named), -1)
+    for number, row in enumerate(found):
+        for (name, text), theirs, expected in zip(named.items(), row, found[0], strict=True):
+            if (theirs != expected).any():
+                raise ValueError(
+                    f"process {number} has another {name} than process 0; this one, {jax.process_index()}, has {text}. Give all the same"
+                )
+
+
+def _different(named: Mapping[str, Any], number: int, theirs: Mapping[str, Any]) -> str | None:
+    """What differs in another process, in words."""
+    for name, value in named.items():
+        if theirs[name] != value:
+            return f"process {number} was given {name} {theirs[name]}, and process 0 {name} {value}: give all processes the same"
+    return None
 
 
 def _kept_alive(peer: Connection) -> Connection:

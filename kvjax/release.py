@@ -99,9 +99,9 @@ class PageRelease:
             kept = kept_by(keeping.policy, self._page_size)
             if not within(reach_of(policy, self._page_size), kept):
                 raise ValueError(
-                    f"{what} {policy} may read tokens that a sequence of {sequence.length:,} tokens no longer has: policy {keeping.policy} "
-                    f"has given back its pages outside the first {kept[0]:,} and the last {kept[1]:,} tokens. Decode it with that policy, "
-                    f"name a window within, or prefill the text again"
+                    f"{what} {policy} may read tokens that a sequence of {sequence.length:,} tokens does not keep: policy "
+                    f"{keeping.policy} gives its pages back outside the first {kept[0]:,} and the last {kept[1]:,} tokens, from its first "
+                    f"step on. Decode it with that policy, name a window within, or prefill the text again"
                 )
 
     def gives_back(self, policy: DecodePolicy) -> bool:

@@ -64,7 +64,7 @@ def parse(fields: Fields, generation: Fields | None = None, max_positions: int |
         "compute_dtype": str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16") if dtype is None else dtype,
         "vocab_size": _size(read, "vocab_size"),
         "hidden_size": _size(read, "hidden_size"),
-        "norm_eps": _number(read, "rms_norm_eps"),
+        "norm_eps": _norm_eps(read),
         "tie_embeddings": _boolean(read, "tie_word_embeddings"),
         "max_positions": max_positions,
         "eos_token_ids": _token_ids(generation or {}, "eos_token_id") or _token_ids(read, "eos_token_id"),
@@ -340,6 +340,12 @@ def _numbers(fields: Fields, name: str) -> tuple[float, ...]:
     if any(value <= 0 for value in found):
         raise ValueError(f"config.json: {name} has {min(found)}; its numbers must be above 0")
     return found
+
+
+def _norm_eps(fields: Fields) -> float:
+    if (value := _number(fields, "rms_norm_eps")) < 0:
+        raise ValueError(f"config.json: rms_norm_eps is {value}; it must be 0 or more")
+    return value
 
 
 def _llama3(given: Fields, original: int) -> RopeScaling:

@@ -31,7 +31,8 @@ from kvjax.models.load_options import DtypeName, named_dtype, refuse
 from kvjax.models.quantization.reading import PackedSource, sources
 from kvjax.models.quantization.schemes import REMEDY, Published, split
 from kvjax.packing import FormatOf, place_of, scheme_of
-from kvjax.sharding import Shards, place_tree
+from kvjax.processes import check_alike
+from kvjax.sharding import Shards, place_tree, several_processes
 from kvjax.transformers_import import import_transformers
 from pallas_kernels.matrices import MatrixFormat, PackedMatrix, pack
 
@@ -110,6 +111,9 @@ def load(
     read_tokenizer = _tokenizer(folder, config) if tokenizer else None
     chosen = _stored_dtype([w for w in wanted if w.name not in packed], tensors) if chosen is None else chosen
     config = dataclasses.replace(config, compute_dtype=chosen.name)
+    if several_processes(mesh):
+        given = {"dtype": chosen.name, "weights": str(weights), "max_positions": str(max_positions), "mesh": str(dict(mesh.shape))}
+        check_alike(mesh, given | {"checkpoint": checkpoint.digest(folder)})
     decoder = TransformerDecoder(config)
     formats = _formats(config, None if weights is None else scheme_of(weights).format_of)
     ways = [packed.get(w.name, own) for w, own in zip(wanted, formats, strict=True)]

@@ -78,7 +78,9 @@ def _open_up(folder: Path) -> None:
 
 
 def _write_weights(model: Model, folder: Path, max_shard_bytes: int) -> None:
-    """model.safetensors, or shards and their index. ValueError for arrays that are not in the model's compute_dtype."""
+    """model.safetensors, or shards and their index. ValueError for arrays that are not in the model's compute_dtype; OSError if a file
+    cannot be written."""
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     wanted, structure = checkpoint.wanted_tensors(model.config)
@@ -95,7 +97,10 @@ def _write_weights(model: Model, folder: Path, max_shard_bytes: int) -> None:
         host: dict[str, np.ndarray] = {}
         for n in members:
             host |= tensors_of(wanted[n].name, leaves[n]) if is_packed(leaves[n]) else {wanted[n].name: np.asarray(leaves[n])}
-        save_file(host, folder / file, metadata={"format": "pt"})
+        try:
+            save_file(host, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"the model's weights could not be written to {folder.parent}: {error}") from error
         weight_map |= dict.fromkeys(host, file)
     if len(shards) > 1:
         total = {"total_parameters": model.config.num_params, "total_size": sum(leaf.nbytes for leaf in leaves)}

@@ -98,6 +98,10 @@ class MeshChoice:
     refused: str = ""
 
 
+MOST_DEVICES = 4096
+"""The most devices of a mesh that is predicted."""
+
+
 def rank_meshes(
     bill: Bill,
     config: ModelConfig,
@@ -113,8 +117,10 @@ def rank_meshes(
     """All meshes of so many devices, the fastest first, and those that cannot be at the end, with the reason.
 
     memory_bytes: of one device, for weights and pages; None: not looked at. What a step and prefill need besides is not counted. Raises
-    ValueError as `Bill.predict` does, for what has nothing to do with the mesh's form.
+    ValueError as `Bill.predict` does, for what has nothing to do with the mesh's form, and for more than `MOST_DEVICES`.
     """
+    if not 1 <= devices <= MOST_DEVICES:
+        raise ValueError(f"devices must be from 1 to {MOST_DEVICES:,}, got {devices:,}")
     policy, found, refused = parse(policy), [], []
     stored = dataclasses.replace(config, compute_dtype=dtype or bill.dtype)
     for tensor in [each for each in range(1, devices + 1) if devices % each == 0]:

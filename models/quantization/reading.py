@@ -28,7 +28,7 @@ from pallas_kernels.matrices import DTYPES, MatrixFormat, PackedMatrix, check_pa
 
 _PARTS = {
     "plain": (("weight",), ("weight_scale", "weight_scale_inv", "input_scale", "output_scale")),
-    "words": (("weight_packed", "weight_scale"), ("weight_shape", "weight_zero_point", "weight_g_idx")),
+    "words": (("weight_packed", "weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx")),
     "awq": (("qweight", "qzeros", "scales"), ()),
     "gptq": (("qweight", "qzeros", "scales"), ("g_idx",)),
 }
@@ -59,8 +59,9 @@ class PackedSource:
         check_packed(matrix, self.module)
         if matrix.shape != self.shape:
             raise ValueError(f"{self.module} is {list(matrix.shape)} unpacked, must be {list(self.shape)}")
-        if not np.isfinite(matrix.scales.astype(np.float32)).all():
-            raise ValueError(f"{self.module} has scales that are not finite: download the model again")
+        scales = matrix.scales.astype(np.float32)
+        if not (np.isfinite(scales).all() and (scales >= 0).all()):
+            raise ValueError(f"{self.module} has scales that are not finite, or below 0: download the model again")
         if self.format.codes == "fp8_e4m3" and ((matrix.codes.view(np.uint8) & 127) == 127).any():
             raise ValueError(f"{self.module} holds NaN: download the model again")
         return matrix
@@ -125,24 +126,34 @@ def _plain(source: PackedSource, tensors: Mapping[str, np.ndarray]) -> PackedMat
     wanted = source.format.scales_shape(source.shape)
     if scales.size == 1:
         scales = np.broadcast_to(scales.reshape(1, 1), wanted).copy()
-    elif scales.size == wanted[0] * wanted[1]:
-        scales = scales.reshape(wanted)
+    else:
+        scales = _scales(source, scales)
     return PackedMatrix(codes, scales, format=source.format)
 
 
 def _words(source: PackedSource, tensors: Mapping[str, np.ndarray]) -> PackedMatrix:
     _check_order(source, tensors.get("weight_g_idx"))
     features, inputs = source.shape
-    if "weight_shape" in tensors and tuple(tensors["weight_shape"].reshape(-1)) != source.shape:
+    if tuple(tensors["weight_shape"].reshape(-1)) != source.shape:
         raise ValueError(f"{source.module} has weight_shape {tensors['weight_shape'].tolist()}, must be {list(source.shape)}")
+    if tensors["weight_packed"].dtype != np.int32:
+        raise ValueError(f"{source.module} has weight_packed in {tensors['weight_packed'].dtype}, must be int32: download the model again")
     codes = np.ascontiguousarray(tensors["weight_packed"]).view(np.uint8)  # a byte holds two codes, as in memory
-    scales = tensors["weight_scale"].reshape(source.format.scales_shape(source.shape))
+    scales = _scales(source, tensors["weight_scale"])
     if source.rule.bits == 8:
         return PackedMatrix((codes[:, :inputs] ^ 128).view(np.int8), scales, format=source.format)
     zeros = None
     if "weight_zero_point" in tensors:
         zeros = np.ascontiguousarray(_nibbles(tensors["weight_zero_point"].T)[:, :features].T)
     return PackedMatrix(np.ascontiguousarray(codes[:, : inputs // 2]), scales, zeros, format=source.format)
+
+
+def _scales(source: PackedSource, scales: np.ndarray) -> np.ndarray:
+    """One scale for each block, in the matrix's shape of scales; axes of 1 may be left out. ValueError for another shape."""
+    wanted = source.format.scales_shape(source.shape)
+    if tuple(n for n in scales.shape if n > 1) != tuple(n for n in wanted if n > 1):
+        raise ValueError(f"{source.module} has scales {list(scales.shape)}, must be {list(wanted)}: download the model again")
+    return scales.reshape(wanted)
 
 
 def _awq(source: PackedSource, tensors: Mapping[str, np.ndarray]) -> PackedMatrix:

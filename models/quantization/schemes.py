@@ -70,7 +70,14 @@ class Published:
 
 
 def _names(target: str, module: str) -> bool:
-    return re.match(target.removeprefix("re:"), module) is not None if target.startswith("re:") else target == module
+    if not target.startswith("re:"):
+        return target == module
+    try:
+        return re.match(target.removeprefix("re:"), module) is not None
+    except re.PatternError as error:
+        raise ValueError(
+            f"config.json: {target!r} in quantization_config is no regular expression ({error}): correct it, or download the model again"
+        ) from error
 
 
 def _loosely(entries: tuple[str, ...], module: str) -> bool:
@@ -186,6 +193,8 @@ def _compressed(config: Fields) -> Published:
         raise _unsupported("sparsity_config", config["sparsity_config"], "null or format 'dense'")
     if config.get("quantization_status", "compressed") != "compressed":
         raise _unsupported("quantization_status", config["quantization_status"], "'compressed'")
+    if config.get("format") not in (None, "mixed-precision", *_FORMATS):
+        raise _unsupported("format", config["format"], f"{', '.join(_FORMATS)}, or mixed-precision")
     if not isinstance(groups, Mapping) or not groups:
         raise _unsupported("config_groups", groups, "an object for each group of layers")
     rules = tuple(_compressed_rule(name, group, config.get("format")) for name, group in groups.items())

@@ -61,7 +61,7 @@ class Setup:
 
         if (host_bytes := self.stores.get("host_bytes")) is not None:
             allow_pinned(host_bytes)
-            if self.tensor * self.context * self.data == 1 and self.cache_format is None:  # else none of the pool lies there
+            if self.tensor * self.context * self.data == 1:  # else none of the pool lies there
                 allow_host_pages()
         return load(self.model, dtype=self.dtype, weights=self.weights, max_positions=self.max_positions, mesh=self.mesh())
 

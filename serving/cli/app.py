@@ -165,6 +165,11 @@ def generate_command(
         from kvjax.serving.batch.setup import mesh_of
 
         sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
+        if job is not None:
+            given = {"dtype": dtype, "weights": weights, "max_positions": max_positions, "tensor": tensor, "context": context}
+            given |= {"policy": policy, "prefill": prefill, "pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk}
+            with named_as_options():
+                job.agree(given | {"cache_format": cache_format})
         devices = mesh_of(tensor, context)
         loaded, ids = load_model(model, dtype, max_positions, devices, weights), []
         messages = [*([{"role": "system", "content": system}] if system is not None else []), {"role": "user", "content": text}]

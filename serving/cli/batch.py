@@ -186,7 +186,11 @@ def _run_here(source: Path, out: Path, setup: Setup, job: Processes | None, *, d
     summary."""
     from kvjax.serving.batch.job import run_file
 
-    loaded, first = setup.load(), job is None or job.number == 0
+    first = job is None or job.number == 0
+    with named_as_options():
+        if job is not None:  # the model may lie in another folder there; what it holds is compared when it is loaded
+            job.agree({name: value for name, value in vars(setup).items() if name != "model"})
+    loaded = setup.load()
     with named_as_options():
         setup = setup.sized(loaded, source, defaults) if first else setup
         setup = setup if job is None else job.share(setup)

@@ -102,6 +102,8 @@ def with_links(
 def device_counts(text: str) -> tuple[int, ...]:
     """Counts of `--devices`: "8,16", or "8..64", which doubles. ValueError for anything else."""
     low, dots, high = text.partition("..")
+    if dots and not (low.strip() and high.strip()):
+        raise ValueError(f"devices {text!r} lack an end: write both, as 8..64")
     if not dots:
         if "-" in text:
             raise ValueError(f"devices {text!r} are no counts: write 8,16, or 8..64 for 8, 16, 32 and 64")

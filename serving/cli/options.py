@@ -155,6 +155,15 @@ def _bytes_of(text: object) -> int:
     return count
 
 
+def _folder(text: object) -> Path:
+    if not str(text).strip():  # as --disk "$UNSET" gives it; it would be the current folder
+        raise typer.BadParameter("must name a folder, got ''")
+    folder = Path(str(text))
+    if folder.is_file():
+        raise typer.BadParameter(f"must name a folder, and {folder} is a file")
+    return folder
+
+
 class Dtype(enum.StrEnum):
     """The type of weights and cache."""
 
@@ -277,7 +286,8 @@ DiskOption = Annotated[
     Path | None,
     typer.Option(
         "--disk",
-        file_okay=False,
+        parser=_folder,
+        metavar="<folder>",
         help="A folder in which pages are kept for later prompts that begin the same way, in later runs, too.",
         show_default=False,
     ),
@@ -285,7 +295,10 @@ DiskOption = Annotated[
 DiskSizeOption = Annotated[
     int | None,
     typer.Option(
-        "--disk-size", help="Size of the files in --disk, as 200GB. They have it from the start.", show_default=False, **byte_count()
+        "--disk-size",
+        help="Size of the files of pages in --disk, as 200GB. They have it from the start; a small index lies beside them.",
+        show_default=False,
+        **byte_count(),
     ),
 ]
 ReuseOption = Annotated[

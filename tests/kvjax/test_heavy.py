@@ -323,7 +323,7 @@ def test_steps_of_another_policy_before_are_caught_up_with(engine, words):
 def test_who_reads_more_is_refused_and_windows_within_are_not(engine, words, tmp_path):
     (sequence,) = engine.prefill([list(words[:PROMPT])])
     engine.decode([sequence], [1])
-    said = "has given back its pages outside the first 8 and the last 9 tokens"
+    said = "gives its pages back outside the first 8 and the last 9 tokens"
     for policy in ("dense", TOKENS, "window:8+10"):
         with pytest.raises(ValueError, match=said):
             engine.decode([sequence], [1], policy)

@@ -32,6 +32,11 @@ def test_a_pool_larger_than_all_memory_is_refused_before_it_is_made(model):
         check_pool(plan, most + 1)
 
 
+def test_more_device_memory_than_there_is_is_refused_before_it_is_taken(model):
+    with pytest.raises(ValueError, match=r"device_bytes of 1,000,000,000,000,000 is more than all memory of the device, [\d,]+ bytes"):
+        Engine(model, device_bytes=10**15)
+
+
 def test_a_default_pool_with_host_memory_fits_beside_jax(model, monkeypatch):
     """Its pages on the device are allocated beside what JAX holds."""
     plan = memory_plan(model.config, weights_bytes=0)

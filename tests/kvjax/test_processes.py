@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from process_job import alike, answers, auto, brief, engine_of, reuse
+from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax import sharding
@@ -220,6 +222,35 @@ def test_a_batch_job_of_two_processes(tmp_path):
     first, second = run()
     assert (first[0], "out.jsonl exists" in first[2]) == (2, True)
     assert (second[0], "process 0 of 2 failed: ValueError: out.jsonl exists" in second[2]) == (1, True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        (["--policy", "dense"], "process 1 was given policy dense, and process 0 policy top:8: give all processes the same"),
+        (["--policy", "top:8", "--dtype", "float16"], "process 1 was given dtype float16, and process 0 dtype None"),
+        (["--policy", "top:8", "--cache-format", "int8"], "process 1 was given --cache-format int8, and process 0 --cache-format None"),
+        (["--policy", "top:8", "--model", "other"], "process 1 has another checkpoint than process 0"),
+    ],
+    ids=["policy", "dtype", "format", "checkpoint"],
+)
+def test_processes_that_were_started_unlike_are_refused(second, said, tmp_path):
+    """Also if files of one host are older: the weights would fit, and the answers would be of neither model."""
+    model = kvjax.load("needle", dtype="float32")
+    model.save(tmp_path / "model")
+    shutil.copytree(tmp_path / "model", tmp_path / "other")
+    stored = load_file(tmp_path / "other" / "model.safetensors")
+    save_file({name: 0 * x if "o_proj" in name else x for name, x in stored.items()}, tmp_path / "other" / "model.safetensors")
+    (tmp_path / "in.jsonl").write_text('{"id": "a", "prompt": "Once", "max_new_tokens": 2}\n')
+    start = [sys.executable, "-c", "from kvjax.serving.cli import main; main()", "batch", "in.jsonl", "--out", "out.jsonl"]
+    start += ["--tensor", "2", "--processes", "2", "--coordinator", f"localhost:{free_port()}"]
+    options = ["--model", "model", "--policy", "top:8"], ["--model", "model", *second]
+    results = run_all([[*start, "--process", str(number), *given] for number, given in enumerate(options)], cwd=tmp_path)
+    for status, _, errors in results:
+        assert status == 2, errors
+        assert said in errors
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_a_plan_that_differs_is_noticed():

@@ -179,8 +179,9 @@ def test_who_reads_more_than_was_kept_is_refused(engine, text, policy):
     engine.decode([sequence], [1])
     before = engine.decode([sequence], [2])
     said = (
-        f"policy {parse(policy)} may read tokens that a sequence of 152 tokens no longer has: policy {GIVES} has given back its pages "
-        "outside the first 16 and the last 40 tokens. Decode it with that policy, name a window within, or prefill the text again"
+        f"policy {parse(policy)} may read tokens that a sequence of 152 tokens does not keep: policy {GIVES} gives its pages back "
+        "outside the first 16 and the last 40 tokens, from its first step on. Decode it with that policy, name a window within, or prefill "
+        "the text again"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         engine.decode([sequence], [1], policy)
@@ -207,7 +208,7 @@ class AllOfIt(SinkWindow):
 def test_a_subclass_of_a_window_is_not_taken_for_one(model, engine, text):
     (sequence,) = engine.prefill([text[:PROMPT]])
     engine.decode([sequence], [1])
-    with pytest.raises(ValueError, match="no longer has"):
+    with pytest.raises(ValueError, match="does not keep"):
         engine.decode([sequence], [1], Everything(SINK, NEAR))
     assert engine_of(model, prefill=AllOfIt(SINK, NEAR))._declared.reach is None
 
@@ -215,7 +216,7 @@ def test_a_subclass_of_a_window_is_not_taken_for_one(model, engine, text):
 def test_prefill_that_reads_more_is_refused_and_one_within_is_not(model, engine, text):
     (sequence,) = engine.prefill([text[:PROMPT]])
     engine.decode([sequence], [1])
-    with pytest.raises(ValueError, match="prefill dense may read tokens that a sequence of 151 tokens no longer has"):
+    with pytest.raises(ValueError, match="prefill dense may read tokens that a sequence of 151 tokens does not keep"):
         engine.extend(sequence, [1, 2, 3])
     assert sequence.length == 151
     near = engine_of(model, policies="dense", prefill=READS)
@@ -233,7 +234,7 @@ def test_a_narrower_window_takes_over(engine, text):
     np.testing.assert_array_equal(decoded(engine, one, [7, 8], "window:16+20"), decoded(engine, two, [7, 8], "window:16+20"))
     engine.decode([one], [1])  # it kept the wider one
     engine.decode([one], [1], "window:16+20+release")
-    with pytest.raises(ValueError, match=r"policy window:16\+20\+release has given back"):
+    with pytest.raises(ValueError, match=r"policy window:16\+20\+release gives its pages back"):
         engine.decode([one], [1])
 
 
@@ -244,7 +245,7 @@ def test_forks_share_pages_and_a_parent_keeps_its_own(engine, text):
     assert held(parent) == list(range(10))
     assert held(other) == list(range(10))
     grown = engine.fork(child)
-    with pytest.raises(ValueError, match="no longer has"):
+    with pytest.raises(ValueError, match="does not keep"):
         engine.decode([grown], [1], "dense")
     np.testing.assert_array_equal(engine.decode([grown], [3]), engine.decode([child], [3]))
     expected = decoded(engine, other, text[PROMPT:170], "dense")
@@ -276,7 +277,7 @@ def test_suspended_and_saved_sequences_go_on_with_the_same_bits(request, kind, t
     back = used.restore(tmp_path / "q")
     assert len(held(back)) <= MOST
     np.testing.assert_array_equal(decoded(used, back, text[215:250]), expected)
-    with pytest.raises(ValueError, match="no longer has"):
+    with pytest.raises(ValueError, match="does not keep"):
         used.decode([back], [1], "dense")
 
 

@@ -208,7 +208,11 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path):
     refusals = [
         ("fp8 blocks", change("weight_scale_inv", infinite), rf"{UP} has scales that are not finite"),
         ("fp8 blocks", change("weight", nan), rf"{UP} holds NaN"),
-        ("fp8 blocks", change("weight_scale_inv", lambda scales: scales[:, 1:]), rf"{UP}, packed as fp8_e4m3:16x16, has"),
+        ("fp8 blocks", change("weight_scale_inv", lambda scales: scales[:, 1:]), rf"{UP} has scales \[6, 3\], must be \[6, 4\]"),
+        ("fp8 blocks", change("weight_scale_inv", lambda scales: -scales), rf"{UP} has scales that are not finite, or below 0"),
+        ("compressed W4A16", change("weight_scale", lambda scales: scales.T.copy()), rf"{UP} has scales \[\d+, 96\], must be"),
+        ("compressed W4A16", change("weight_packed", lambda codes: codes.view(np.float32)), rf"{UP} has weight_packed in float32"),
+        ("compressed W4A16", lambda tensors: tensors.pop(f"{UP}.weight_shape"), rf"{UP} is stored packed without weight_shape"),
         ("fp8 blocks", lambda tensors: tensors.pop(f"{UP}.weight_scale_inv"), rf"{UP} is stored packed without weight_scale"),
         ("awq", lambda tensors: tensors.pop(f"{UP}.qzeros"), rf"{UP} is stored packed without qzeros"),
         ("compressed W4A16", change("weight_shape", lambda shape: shape + 1), rf"{UP} has weight_shape \[97, 65\]"),
@@ -241,7 +245,8 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path):
         (FORMATS["gptq"][0] | {"checkpoint_format": "marlin"}, "checkpoint_format of quantization_config is 'marlin'"),
         (FORMATS["gptq"][0] | {"dynamic": {"-:.*": {}}}, "dynamic"),
         (FORMATS["gptq"][0] | {"group_size": 33}, "group_size of quantization_config is 33"),
-        (compressed("nvfp4-pack-quantized", **INT4), "format of group_0 of quantization_config is 'nvfp4-pack-quantized'"),
+        (compressed("nvfp4-pack-quantized", **INT4), "format of quantization_config is 'nvfp4-pack-quantized'"),
+        (compressed("pack-quantized", **INT4) | {"format": "nope"}, "format of quantization_config is 'nope'"),
         (compressed("pack-quantized", **INT4 | {"num_bits": 2}), "int of 2 bits in pack-quantized"),
         (compressed("int-quantized", num_bits=8, type="int", strategy="token"), "strategy of group_0 of quantization_config is 'token'"),
         (
@@ -255,6 +260,13 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path):
 def test_unknown_schemes_are_refused_by_name_with_a_remedy(config, message):
     with pytest.raises(ValueError, match=rf"{message}[\s\S]*load the checkpoint that it was quantized from"):
         parse(config)
+
+
+def test_a_target_that_is_no_regular_expression_is_refused():
+    config = compressed("pack-quantized", **INT4)
+    config["config_groups"]["group_0"]["targets"] = ["re:*["]
+    with pytest.raises(ValueError, match=r"config.json: 're:\*\[' in quantization_config is no regular expression \(nothing to repeat"):
+        parse(config).rule_of(UP)
 
 
 def test_rules_name_modules_and_classes():
