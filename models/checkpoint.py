@@ -182,8 +182,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def digest(folder: Path) -> str:
-    """What tells one checkpoint from another: of config.json, and of each weight file its size, its header, and some bytes at the begin,
-    in the middle and at the end of each tensor. It reads little, so a copy in which other bytes are damaged has the same one."""
+    """What tells one checkpoint from another: of config.json, and of each weight file its size, its header, and some bytes of the
+    beginning, the middle and the end of each tensor. It reads little, so a copy in which other bytes are damaged has the same one."""
     found = hashlib.sha256((folder / "config.json").read_bytes())
     for file in sorted({each.file for each in stored_tensors(folder).values()}):
         with open(file, "rb") as opened:

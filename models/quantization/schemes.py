@@ -70,19 +70,21 @@ class Published:
 
 
 def _names(target: str, module: str) -> bool:
-    if not target.startswith("re:"):
-        return target == module
+    return _matches(target.removeprefix("re:"), module) if target.startswith("re:") else target == module
+
+
+def _matches(pattern: str, module: str) -> bool:
     try:
-        return re.match(target.removeprefix("re:"), module) is not None
-    except re.PatternError as error:
+        return re.match(pattern, module) is not None
+    except re.error as error:
         raise ValueError(
-            f"config.json: {target!r} in quantization_config is no regular expression ({error}): correct it, or download the model again"
+            f"config.json: {pattern!r} in quantization_config is no regular expression ({error}): correct it, or download the model again"
         ) from error
 
 
 def _loosely(entries: tuple[str, ...], module: str) -> bool:
     """As transformers reads `modules_to_not_convert`: a name, the beginning or the end of one, or a regular expression of its beginning."""
-    return any(re.match(entry, module) or module.endswith(entry) for entry in entries)
+    return any(module.endswith(entry) or _matches(entry, module) for entry in entries)
 
 
 def split(fields: Fields) -> tuple[Fields, Published | None]:
