@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from meshes import mesh_of
 from tiny_models import make_family, shallow
 
 import kvjax
@@ -82,8 +83,8 @@ def test_pins_that_overlap_are_separate(model, text):
 
 
 def test_pins_bring_pages_back_to_the_device(model, text):
-    """From a store beside the pool, such as packed pages have."""
-    engine = Engine(model, pages=20, host_bytes=10**7, cache_format="int8", **SIZES)
+    """From a store beside the pool, such as pages of a mesh have."""
+    engine = Engine(model, pages=20, host_bytes=10**7, mesh=mesh_of("tensor 2"), **SIZES)
     page = block_bytes(engine.spec, "full")
     prefill(engine, text[:100])
     crowd(engine, text)
@@ -94,7 +95,7 @@ def test_pins_bring_pages_back_to_the_device(model, text):
     before = engine.stats().host.hits
     assert found(engine, text[:100]) == 96
     assert engine.stats().host.hits == before
-    expected = prefill(Engine(model, pages=20, cache_format="int8", **SIZES), text[:101])
+    expected = prefill(Engine(model, pages=20, mesh=mesh_of("tensor 2"), **SIZES), text[:101])
     np.testing.assert_array_equal(engine.prefill([text[:101]])[0].logits, expected)
 
 

@@ -126,7 +126,7 @@ def test_packed_pages_in_host_memory_take_the_same_kernels(as_on, text):
     assert {op: heard[op] for op in asked} == dict.fromkeys(asked, "mosaic_gpu")
 
 
-@pytest.mark.parametrize("axis", ["tensor", "context"])
+@pytest.mark.parametrize("axis", rest_long(["tensor", "context"], "context"))
 def test_packed_pages_of_a_mesh_take_the_same_kernels(as_on, axis):
     """A chunk of many queries has its pages widened by spans, of which a table of 8,192 pages has several; a step packs what it fills."""
     config = dataclasses.replace(shallow(make_family("llama", head_dim=128, dtype="bfloat16")).config, hidden_size=128, vocab_size=96)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from meshes import mesh_of
+from quick_cases import rest_long
 from tiny_models import make_family
 
 import kvjax
@@ -213,7 +214,7 @@ def test_pages_on_the_device_go_for_others_least_useful_first(model, text):
     assert engine.new_sequence(text[:64]).length == 48
 
 
-@pytest.mark.parametrize("case", ["one device", "packed", "a mesh"])
+@pytest.mark.parametrize("case", rest_long(["one device", "packed", "a mesh"], "one device", "a mesh"))
 def test_host_memory_keeps_pages(model, text, case):
     """In the pool's part there; pages of a mesh, which the pool cannot have there, in a store beside it, from which they come back."""
     options = {"one device": {}, "packed": {"cache_format": "int8"}, "a mesh": {"mesh": mesh_of("tensor 2")}}[case]

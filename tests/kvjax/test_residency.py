@@ -156,7 +156,7 @@ def same(one, other):
     np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
-LONG = ("dense", "shared, top", "windows, top")
+LONG = ("dense", "shared, top", "windows, top", "top, bounds")
 """What these read by frame, the others read too."""
 
 

@@ -176,7 +176,7 @@ BUGS["sums of codes stay in the order of bytes"] = packed_turns, "natural_order"
 FOR_BUGS = ("equal keys", "blocks of 64", "groups of 9, two KV heads", "int8 pages", "by its own keys, blocks of 64, two KV heads")
 
 
-@pytest.mark.quick("of equal blocks the higher", "CTAs do not wait for each other")
+@pytest.mark.quick("CTAs do not wait for each other")
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(tools, check, on_emulated_threads, monkeypatch, bug):
     jax.clear_caches()
