@@ -43,8 +43,8 @@ def check_salt(salt: object) -> None:
     try:
         if salt is None or (isinstance(salt, str) and salt.encode()):
             return
-    except UnicodeEncodeError:
-        pass
+    except UnicodeEncodeError as error:
+        raise ValueError(f"cache_salt holds half of a surrogate pair at character {error.start}, which is not text") from None
     raise ValueError(f"cache_salt must be text of at least one character, or None, got {salt!r:.60}")
 
 

@@ -21,7 +21,7 @@ from kvjax.cache.groups import GroupPages, pages_for
 from kvjax.cache.pool import Pool, PoolStats
 from kvjax.cache.prefixes import PrefixStats
 from kvjax.capacity import Capacity
-from kvjax.checks import PROMPTS_REMEDY, check_model, engine_sizes, listed, optional_function, token_ids, whole_number
+from kvjax.checks import PROMPTS_REMEDY, check_model, check_salt, engine_sizes, listed, optional_function, token_ids, whole_number
 from kvjax.chunks import ChunkRun, Prefiller
 from kvjax.declared import DeclaredPolicies
 from kvjax.decoding import DecodeRunner, Launched, padded_rows
@@ -557,6 +557,7 @@ class Engine:
             raise
 
     def _adopt(self, sequence: CachedSequence, prompt: list[int], cache_salt: str | None) -> None:
+        check_salt(cache_salt)
         if self._reuse is not None:
             self._reuse.adopt(sequence, prompt, cache_salt)
 

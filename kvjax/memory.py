@@ -124,10 +124,12 @@ class MemoryPlan:
     def advice(self, error: OutOfPages) -> str:
         """Text for the error message when a layer group has no free page left."""
         group = next(group for group in self.groups if group.name == error.group)
-        if group.name == OPEN:
-            return f"A row of this group holds the open pages of one sequence: there are {error.total}, for the largest of batch_buckets"
         if group.page_size == WHOLE:
-            return f"A page of this group is the state of one sequence: there are {error.total}, for the largest of batch_buckets"
+            holds = "the open pages" if group.name == OPEN else "the state"
+            return (
+                f"A row of this group holds {holds} of one sequence: there are {error.total}, as many as the largest of batch_buckets. "
+                "Suspend sequences, or give a larger one (--max-batch); more pages do not help"
+            )
         more = max(0, self.available_bytes - self.weights_bytes) // group.page_bytes
         said = f"A page holds {group.page_size} tokens and takes {group.page_bytes:,} bytes; memory has room for {more:,} more"
         if more:

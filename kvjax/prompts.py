@@ -40,6 +40,10 @@ def encode(tokenizer: Any, prompt: Prompt, template_options: Mapping[str, Any] |
     if tokenizer is None:
         raise ValueError("the model has no tokenizer: pass token ids instead of text")
     try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt holds half of a surrogate pair at character {error.start}, which is not text") from None
+    try:
         return list(tokenizer(prompt)["input_ids"])
     except Exception as error:  # a tokenizer may raise anything; it concerns only this prompt
         raise ValueError(f"the tokenizer cannot read the prompt: {error}") from error

@@ -12,7 +12,8 @@ from kvjax.checks import whole_number
 class OutOfPages(RuntimeError):
     """The pool has fewer free pages than a call needs. Nothing was written and no page was taken. group: the layer group.
 
-    devices: over how many devices its pages are dealt out, if one of them has too few. Then the counts are of that device.
+    devices: over how many devices its pages are dealt out, if one of them has too few. Then the counts are of that device. advice: what
+    helps, besides freeing sequences; by default more pages.
     """
 
     def __init__(self, needed: int, free: int, total: int, advice: str = "", *, group: str = "full", devices: int = 1):
@@ -20,11 +21,12 @@ class OutOfPages(RuntimeError):
         of_group = "" if group == "full" else f" of layer group {group}"
         where, pool, its = ("", "the pool", "") if devices == 1 else (f" on one of {devices} devices", "each", "its ")
         if needed > total:
-            text = f"out of pages{of_group}: {needed} needed{where}, and {pool} has only {total}; make the engine with more pages"
+            text = f"out of pages{of_group}: {needed} needed{where}, and {pool} has only {total}"
+            more = "; make the engine with more pages"
         else:
-            text = f"out of pages{of_group}: {needed} needed{where}, {free} free of {its}{total}"
-            text += "; free sequences, or make the engine with more pages"
-        super().__init__(f"{text}. {advice}" if advice else text)
+            text = f"out of pages{of_group}: {needed} needed{where}, {free} free of {its}{total}; free sequences"
+            more = ", or make the engine with more pages"
+        super().__init__(text + (f". {advice}" if advice else more))
 
 
 class PageAllocator:

@@ -14,7 +14,7 @@ from quick_cases import rest_long
 from tiny_models import make_family, shallow
 
 import kvjax
-from kvjax.cache import OPEN, Cache
+from kvjax.cache import OPEN, Cache, OutOfPages
 from kvjax.cache.formats import parse_cache_format
 from kvjax.engine import Engine
 from kvjax.policies.decode import PrefillMass, Stateless, mass_of_step, parse
@@ -375,6 +375,14 @@ def test_a_file_of_another_format_is_refused(model, tokens, tmp_path):
 
 
 # Mutants. They come last: each has to compile its programs anew, and leaves none behind.
+
+
+def test_rows_that_run_out_say_what_helps(model):
+    """More pages do not: there is a row of open pages for each sequence of the largest batch."""
+    engine = Engine(model, pages=40, page_size=16, prefill_chunk=32, cache_format="int8", batch_buckets=(2,))
+    engine.prefill([[1] * 20] * 2)
+    with pytest.raises(OutOfPages, match=r"layer group open: 1 needed, 0 free of 2; free sequences\. .*give a larger one \(--max-batch\)"):
+        engine.prefill([[1] * 20])
 
 
 def _own_page_packed(real):

@@ -336,10 +336,16 @@ def test_wrong_sizes_and_policies_are_refused(model, tmp_path):
             Engine(model, pages=8, **SIZES, **named)
     with pytest.raises(ValueError, match="holds no page"):
         Engine(model, device_bytes=10, **SIZES)
-    for salt in (3, "", "\ud800", True):
-        with pytest.raises(ValueError, match="cache_salt must be text"):
-            Engine(model, pages=8, reuse=True, **SIZES).prefill([[1]], cache_salt=salt)
-        with pytest.raises(ValueError, match="cache_salt must be text"):
+    for salt, said in (
+        (3, "must be text"),
+        ("", "must be text"),
+        ("a\ud800", "holds half of a surrogate pair at character 1"),
+        (True, "must be"),
+    ):
+        for reuse in (True, False):
+            with pytest.raises(ValueError, match=f"cache_salt {said}"):
+                Engine(model, pages=8, reuse=reuse, **SIZES).prefill([[1]], cache_salt=salt)
+        with pytest.raises(ValueError, match=f"cache_salt {said}"):
             Request("a", cache_salt=salt)
     for folder in ("", "a\0b", "~nobody of that name/pages"):
         with pytest.raises(ValueError, match=r"path of a file|no home directory"):

@@ -50,6 +50,7 @@ def test_messages_go_through_the_chat_template(engine, chatty):
         ({"x", "y"}, "several are a list of them, got {'"),
         (b"Hi", r"got bytes, b'Hi': prompt.decode\(\) makes text of them"),
         ([b"Hi"], "got bytes, b'Hi'"),
+        ("a\ud800", "the prompt holds half of a surrogate pair at character 1, which is not text"),
     ],
 )
 def test_what_is_no_prompt_is_said(engine, chatty, prompt, said):
