@@ -459,7 +459,7 @@ def test_too_few_devices_and_other_wrong_sizes_are_refused(small, tmp_path):
         kvjax.replicas(small, data=0)
     with pytest.raises(ValueError, match="in place of mesh"):
         kvjax.replicas(small, data=2, mesh=kvjax.mesh())
-    with pytest.raises(ValueError, match="replicas cannot share the folder"):
+    with pytest.raises(ValueError, match="each replica would need a disk of its own"):
         kvjax.replicas(small, data=2, disk=tmp_path / "pages", disk_bytes=2**20)
     with pytest.raises(TypeError, match="no argument 'page_sizes'"):
         kvjax.replicas(small, data=2, page_sizes=16)
