@@ -123,6 +123,8 @@ def test_packed_pages_in_host_memory_change_no_bits_in_many_histories(case, tmp_
     counts = run_histories(model(), range(4000, 4040), tmp_path, SMALL, PackedHostHistory)
     with capsys.disabled():
         print(f"\n{case}, {packed}: {dict(counts)}, {dict(totals)}, 0 differences")
+    assert totals["moved"] > 20
+    assert totals["hot tiles"] > 0
 
 
 @pytest.mark.gpu
