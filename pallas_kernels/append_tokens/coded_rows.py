@@ -123,8 +123,8 @@ class CodedRows:
         return low, [lanes.where(x == 0.0, 1.0, x) for x in steps]
 
     def _codes(self, keys: list[Scalar], low: list[Scalar], steps: list[Scalar]) -> Scalar:
-        """Four bytes of codes."""
-        found = [lane_math.nearest(lane_math.quotient(x - y, z)) for x, y, z in zip(keys, low, steps, strict=True)]
+        """Four bytes of codes. Keys can lie halfway between two levels, where another division would round to another code."""
+        found = [lane_math.nearest(lane_math.quotient_of_xla(x - y, z)) for x, y, z in zip(keys, low, steps, strict=True)]
         codes = [lanes.maximum(lanes.minimum(x, 2**self.bits - 1), 0) for x in found]
         word = lanes.i32(0)
         for byte in (3, 2, 1, 0):

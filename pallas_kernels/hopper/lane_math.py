@@ -44,11 +44,6 @@ def divide(a: Scalar, b: Scalar) -> Scalar:
     return lanes.fma(lanes.fma(lanes.f32(0.0) - quotient, b, a), inverse, quotient)
 
 
-def quotient(a: Scalar, b: Scalar) -> Scalar:
-    """a / b, correctly rounded, by a slow instruction. `/` of scalars may be rounded otherwise."""
-    return lanes.ptx("div.rn.f32 $0, $1, $2;", a, b, result="f32")
-
-
 def quotient_of_xla(a: Scalar, b: Scalar) -> Scalar:
     """a / b to 2 ulp, by the instruction that XLA divides with: the same bits. b: not one that the compiler knows, else it may divide
     otherwise."""

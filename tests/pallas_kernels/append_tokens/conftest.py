@@ -131,7 +131,7 @@ class Cta:
     def multiply(self, a, b):
         return a * b
 
-    def quotient(self, a, b):
+    def quotient_of_xla(self, a, b):
         return a / b
 
     def nearest(self, x):

@@ -36,6 +36,12 @@ def test_two_million_numbers_have_the_bits_of_xla(format):
     check(kernel, Case(format, **MANY))
 
 
+@pytest.mark.parametrize("kind", ["keys1", "keys2", "keys4", "keys8"])
+def test_codes_of_two_million_keys_have_the_bits_of_xla(kind):
+    """Keys of int8 pages often lie halfway between two levels."""
+    check(kernel, Case("int8", **MANY | {"kinds": ((kind, 128),)}))
+
+
 def test_bits_twice():
     once, again = (jax.tree.leaves(suite.run(kernel, Case("int8", **MANY))) for _ in range(2))
     for a, b in zip(once, again, strict=True):
