@@ -32,11 +32,13 @@ import pytest  # noqa: E402
 # compiled quickly with bits of what is not: a module is compiled one way, with the processes that it starts, and numbers from elsewhere are
 # compared within errors.
 #
+# They are held to instructions without bfloat16: those of newer processors make denormals 0, also where numbers are only copied.
+#
 # One kind of program takes these emitters minutes and gigabytes: chains in which each step uses the last one's result several times, as
 # `union_blocks` has for the rows of a tile. Keep such chains short in tests, or give them the mark `long`.
 QUICK_EMITTERS = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
-    " --xla_cpu_opt_preset=FAST_COMPILE"
+    " --xla_cpu_opt_preset=FAST_COMPILE --xla_cpu_max_isa=AVX512_VNNI"
 )
 DEVICES = "--xla_force_host_platform_device_count=8"
 """A CPU shows as eight devices, for tests of meshes. Everything else uses the first of them."""

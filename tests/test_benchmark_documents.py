@@ -170,6 +170,9 @@ def test_sentences_on_the_cascade_are_what_the_results_say():
     short, long = 2**17, 2**20
     assert f"takes {times[short, 'cascade:4']} us at 128K tokens and {times[long, 'cascade:4']} us at 1M" in text
     assert f"beside {times[short, 'top:32']} and {times[long, 'top:32']} us of `top:32`" in text
+    (run,) = report.load([RESULTS / "designs-cascade-ops-packed.json"])
+    pages, *packed = (f"{row['median_s'] * 1e6:.2f}" for row in run["rows"] if "128k/b1/cascade:4+cache" in row["case"])
+    assert f"takes {pages} us at 128K tokens, and over packed pages {min(packed)} to {max(packed)} us" in text
 
 
 def test_sentences_on_other_platforms_are_what_the_results_say():

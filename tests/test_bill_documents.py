@@ -10,7 +10,7 @@ import pytest
 from kvjax.bill import known_bills, recorded_evidence, recorded_prefill_evidence, step_bytes
 from kvjax.bill.bus_fitting import fit_bus, read_runs
 from kvjax.bill.evidence import with_panel
-from kvjax.bill.fitting import fit, read_cells
+from kvjax.bill.fitting import Key, fit, read_cells
 from kvjax.bill.mesh_fitting import fit_mesh, read_mesh_runs
 from kvjax.bill.prefill_bill import fit_prefill, known_prefill_bills
 from kvjax.bill.prefill_evidence import with_results
@@ -36,7 +36,7 @@ def committed(made):
 def committed_meshes(made):
     """The cells of several devices in the same files."""
     read = read_mesh_runs([json.loads((ROOT / name).read_text()) for name in made.source.split()], config_of)
-    return read.get((made.device, made.model, config_of(made.model).num_layers, made.dtype), [])
+    return read.get(Key(made.device, made.model, config_of(made.model).num_layers, made.dtype, made.weights, made.cache_format), [])
 
 
 @pytest.mark.parametrize("made", known_bills(), ids=lambda made: f"{made.device}, {made.model}")

@@ -48,7 +48,7 @@ def test_the_table_of_exchanges_is_what_the_results_make():
     assert "tensor 2 / 4, eight steps in a launch | {} / {} ms |".format(*ms) in text
     said = f"takes {step['median_s'] * 1e3:.2f} ms in launches of eight, and a dense one {two['dense', 8]['median_s'] * 1e3:.2f} ms"
     assert said in " ".join(text.split())
-    assert f"and {two['top:32', 1]['median_s'] * 1e3:.2f} ms on another one with two" in " ".join(text.split())
+    assert f"and {two['top:32', 1]['median_s'] * 1e3:.2f} ms on two of four GPUs" in " ".join(text.split())
     idle, period = (step["profile"][name] * 1e3 for name in ("idle_s", "period_s"))
     assert f"The device is idle for {idle:.2f} ms of the {period:.2f} ms of a traced step" in " ".join(text.split())
     (alone,) = (
@@ -69,7 +69,8 @@ def test_the_table_of_exchanges_is_what_the_results_make():
         if kernel["name"].startswith(name)
     ]
     assert "takes the kernel {:.1f} us, where NCCL's kernel takes {:.1f} us".format(*gathers) in " ".join(text.split())
-    assert f"dense, tensor 4 | {times[2**20, 'dense', 4]['median_s'] * 1e3:.2f} ms |" in text
+    (million,) = (row for row in rows_of("mesh-steps-4-1m") if row["policy"] == "dense")
+    assert f"dense, tensor 4, eight steps in a launch | {million['median_s'] * 1e3:.2f} ms |" in text
     assert "dense / `top:32` | {:.2f} / {:.2f} ms |".format(*(row["median_s"] * 1e3 for row in large)) in text
     assert f"context 4, eight steps in a launch | {context[1]['median_s'] * 1e3:.2f} ms |" in text
     weights = jax.eval_shape(lambda: random_model(config_of("qwen2.5-7b", None, "bfloat16")).params)
@@ -97,9 +98,17 @@ def test_what_was_tried_for_short_steps_is_what_the_results_say():
     parts = [kernels[f"{name}_mosaic_gpu_kernel"] for name in ("project_kernel", "selected_kernel", "anonymous")]
     said = "takes {:.2f} ms, and a launch of eight **{:.2f} ms**, of which kernels take {:.2f}: "
     assert said.format(one["median_s"] * 1e3, eight["median_s"] * 1e3, sum(kernels.values())) in text
-    assert "products {:.2f}, attention {:.2f}, sums {:.2f}. Three".format(*parts) in text
-    nccl = sum(ms for name, ms in kernels.items() if name.startswith("nccl"))
-    assert f"two exchanges by NCCL in each step, of logits and counts, take {nccl:.2f} ms" in text
+    assert "products {:.2f}, attention {:.2f}, sums {:.2f}. Four".format(*parts) in text
+    by_nccl = {(row["policy"], row["steps_per_launch"]): row for row in rows_of("designs-mesh-steps-4-nccl")}["top:32", 8]
+    nccl = sum(each["total_s"] * 1e3 for each in by_nccl["profile"]["kernels"] if each["name"].startswith("nccl"))
+    assert f"By NCCL they took {nccl:.2f} ms of a step of {by_nccl['median_s'] * 1e3:.2f} ms" in text
+    (two,) = (row for row in rows_of("mesh-steps-2") if (row["policy"], row["steps_per_launch"]) == ("top:32", 8))
+    on_two = {kernel["name"]: kernel["total_s"] * 1e3 for kernel in two["profile"]["kernels"]}
+    by_one, whole = zip(*((some["input_concatenate_fusion"], sum(some.values())) for some in (kernels, on_two)), strict=True)
+    said = "takes {:.2f} ms of the {:.2f}, and {:.2f} ms of the {:.2f} ms of kernels on two GPUs"
+    assert said.format(by_one[0], whole[0], by_one[1], whole[1]) in text
+    left = (total - one for total, one in zip(whole, by_one, strict=True))
+    assert "kernels take {:.2f} ms on four GPUs and {:.2f} ms on two".format(*left) in text
     captured = [rows_of(f"designs-mesh-while-{count}")[0]["median_s"] * 1e3 for count in (4, 2, 1)]
     assert "{:.2f} ms on four GPUs, {:.2f} on two and {:.2f} on one".format(*captured) in text
     (nothing,) = rows_of("designs-mesh-context-nccl")
@@ -114,8 +123,14 @@ def test_what_was_tried_for_short_steps_is_what_the_results_say():
         for name in ("designs-mesh-context-dense-b8", "designs-mesh-context-dense")
     )
     span = next(each["total_s"] * 1e3 for each in many["profile"]["kernels"] if each["name"].startswith("span_"))
+    own = (
+        next(row["median_s"] * 1e3 for row in rows_of(f"designs-mesh-grid-1-2-{b}") if (row["tokens"], row["policy"]) == (2**17, "dense"))
+        for b in ("b8", "b1")
+    )
+    assert "takes {:.2f} ms, and one sequence {:.2f} ms".format(*own) in text
     said = f"took {many['median_s'] * 1e3:.2f} ms, of which attention {span:.2f}, and one sequence {single['median_s'] * 1e3:.2f} ms"
     assert said in text
+    assert f"four replicas made {rows_of('designs-mesh-replicas-512')[1]['of_first']:.2f} times" in text
     alone, four = rows_of("mesh-replicas")
     assert f"make {four['of_first']:.2f} times the tokens of one" in text
     assert f"take {four['seconds']:.2f} s on four, 16 take {alone['seconds']:.2f} s on one" in text

@@ -84,7 +84,13 @@ def test_sentences_on_steps_pages_and_copies_are_what_the_results_say():
     assert f"was missing before: {rows_of('designs-tiers-prompts-short')[0]['peak_bytes'] / 1e9:.1f} GB" in text
     needles = rows_of("designs-tiers-needles-128k")
     assert all(row["passed"] == row["of"] for row in needles)
-    assert f"the first {sum(row['needles'] for row in needles)} of 200 did, too" in text
+    assert f"all {sum(row['needles'] for row in needles)} did, too" in text
+    sizes = rows_of("designs-tiers-copies-sizes")[0]["copy_sizes"]
+    rates = []
+    for way, least in (("in", 2**27), ("out", 2**22)):
+        some = [each for each in sizes if each["way"] == way and each["at_least"] >= least]
+        rates.append(sum(each["bytes"] for each in some) / sum(each["seconds"] for each in some) / 1e9)
+    assert "of 128 MiB and more ran at {:.1f} GB/s, and copies out, of 8 MB each, at {:.1f} GB/s".format(*rates) in text
     (less,) = rows_of("designs-tiers-prompts-24k")
     assert f"it was {less['peak_bytes'] / 1e9:.1f} GB, and {less['seconds']:.1f} s (" in text
     (now,) = json.loads((RESULTS.parent / "h100" / "designs-tiers-prompts-long-copies.json").read_text())["rows"]
