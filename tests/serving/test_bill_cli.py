@@ -11,6 +11,7 @@ import pytest
 from planted_meshes import mesh_run
 from planted_tiers import sizes, tier_run
 
+from kvjax import bill as kvjax_bill
 from kvjax.bill import known_bills, load_bills, step_bytes
 from kvjax.bill.evidence import read_evidence
 from kvjax.bill.report import rendered
@@ -435,8 +436,12 @@ def test_predict_ranks_meshes(kvjax, mesh_bill):
     assert kvjax(*asked, "--devices", "2..x")[0] == 2
 
 
-def test_a_mesh_without_terms_or_with_wrong_options_is_refused(kvjax):
-    asked = ("bill", "predict", "--lengths", "64k")
+def test_a_mesh_without_terms_or_with_wrong_options_is_refused(kvjax, tmp_path):
+    built_in = Path(kvjax_bill.__file__).parent / "bills" / "nvidia-h200.json"
+    file = json.loads(built_in.read_text(encoding="utf-8"))
+    assert all(each.pop("mesh") for each in file["bills"])
+    (tmp_path / "bill.json").write_text(json.dumps(file))
+    asked = ("bill", "predict", "--lengths", "64k", "--fit", str(tmp_path / "bill.json"))
     refused = {
         ("--tensor", "4"): "kvjax bench decode --tensor 1,2,4 --context 1,2,4 --steps-per-launch 1,8 --json FILE",
         ("--tensor", "4", "--exchange-latency-us", "5"): "needs --link-bandwidth",
@@ -460,5 +465,7 @@ def test_a_mesh_without_terms_or_with_wrong_options_is_refused(kvjax):
     assert (status, "unfitted: counted; this bill has no terms" in out, "assumed" in out) == (0, True, False)
     status, out, _ = kvjax(*asked, *asked_of_prompt, *by_hand)
     assert (status, "unfitted" in out, "assumed: with values set by hand" in out) == (0, False, True)
+    status, out, _ = kvjax("bill", "predict", "--lengths", "64k", "--tensor", "4", "--policies", "dense,top:32")
+    assert (status, "measured" in out, "ASSUMED" in out) == (0, True, False), "the built-in bill has these terms"
     status, out, _ = kvjax(*asked, "--tensor", "4", *by_hand)
     assert (status, "ASSUMED: 5 us an exchange of two devices, 100 GB/s" in " ".join(out.split())) == (0, True)
