@@ -92,10 +92,11 @@ def read_mesh_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelCo
             raise ValueError(f"{where}: the row counts {counted:,} bytes, kvjax.bill {moved.total:,}; measure it again")
         exchanges = step_exchanges(config, policy, row["batch"], dtype=dtype, **mesh)
         ran = {(each["kind"], each["axis"], each["size"], each["bytes"]): each["count"] for each in row["exchanges"]}
-        # A program whose kernel leaves large arrays to XLA has both implementations, and its row names one of them.
-        asked = [counts_of(exchanges, row["path"].get("all_reduce", "xla"), gathers) for gathers in ("mosaic_gpu", "xla")]
+        sums, gathers = (row["path"].get(op, "xla") for op in ("all_reduce", "all_gather"))
+        # A program whose kernel leaves large arrays to XLA has both implementations, and its row names XLA.
+        asked = [counts_of(exchanges, sums, each) for each in dict.fromkeys((gathers, "mosaic_gpu"))]
         if ran not in asked:
-            raise ValueError(f"{where}: the program exchanged {ran}, kvjax.bill counts {asked[0]} or {asked[1]}; measure it again")
+            raise ValueError(f"{where}: the program exchanged {ran}, kvjax.bill counts {' or '.join(map(str, asked))}; measure it again")
         choosing = layers_that_choose(config, policy) if row["context"] > 1 else 0
         seconds = seconds_of(row, where)
         measured = (row["tokens"], row["batch"], row["policy"], row["tensor"], row["context"], seconds)

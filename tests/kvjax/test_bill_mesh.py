@@ -408,6 +408,10 @@ def test_rows_that_cannot_be_fitted():
     ):
         cells_of(changed)
     row["exchanges"][0]["count"] -= 1
+    row["path"]["all_gather"] = "mosaic_gpu"  # then small arrays do not go through XLA, as they did here
+    with pytest.raises(ValueError, match=r"the program exchanged .* measure it again"):
+        cells_of(changed)
+    del row["path"]["all_gather"]
     row["bytes"]["kv"] *= 2
     with pytest.raises(ValueError, match=r"the row counts .* bytes, kvjax.bill .*; measure it again"):
         cells_of(changed)
