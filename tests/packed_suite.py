@@ -143,7 +143,7 @@ def production(
     form, batch=1, heads=(28, 4), head_dim=128, page_size=128, num_queries=1, width=None, dtype="bfloat16", opened=True, **static
 ) -> tuple:
     """(op, arrays, keywords) of a call over 128K tokens a row, as `cuda.lower` takes them. form: of `FORMATS`, or the two formats."""
-    (num_heads, kv_heads), pages = heads, 1024
+    (num_heads, kv_heads), pages = heads, 1100  # more than a row has, so that an array of all of them is seen
     parts: dict[str, Any] = {}
     for name, packed in zip("kv", FORMATS[form] if isinstance(form, str) else form, strict=True):
         if packed is None:

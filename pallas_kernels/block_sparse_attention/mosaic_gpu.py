@@ -4,7 +4,10 @@ A tile's walk takes the blocks that sinks and window touch, in ascending order, 
 a tile of keys. In the first group a query reads exactly its sinks and window, in the second exactly the rest. So a block in both groups is
 read twice and counted once, and no list has to be sorted or cleaned. A row's bits depend only on its own list, keys and window.
 
-Memory traffic: q and out once; each listed block once per tile of 128 queries and query head. Source: "Measure Once, Mask Once", Algorithm
+Packed pages are unpacked by each CTA that reads them, or all of a chunk's once, before (`widens`), with the same bits.
+
+Memory traffic: q and out once; each listed block once per tile of 128 queries and query head; where pages are unpacked before, also the
+codes of all of them once and their numbers once. Source: "Measure Once, Mask Once", Algorithm
 1, step 3; FlashAttention-3 (arXiv 2407.08608).
 """
 
@@ -17,8 +20,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.block_sparse_attention.api import Call
-from pallas_kernels.hopper import packed_tiles, query_tiles
+from pallas_kernels.hopper import packed_tiles, query_tiles, wide_pages
 from pallas_kernels.hopper.query_tiles import TILE_ROWS
+
+WIDE_BYTES = 2**28
+"""Most bytes of the numbers of all pages of a table that are unpacked before: 128K tokens of 4 KV heads of head dim 128."""
+
+FEWEST_READS = 8
+"""How often lists and window must read a key, in the mean over all keys, to unpack all of them before."""
 
 
 def unsupported(call: Call, q, pages, table, starts, lengths, blocks) -> str | None:
@@ -43,14 +52,27 @@ def block_sparse_attention(call: Call, q, pages, table, starts, lengths, blocks)
     return _attend(call, q, pages, table, starts, lengths, blocks)
 
 
+def widens(s: query_tiles.Shape, call: Call, pages, table, blocks) -> bool:
+    """Whether all packed pages of a chunk are unpacked once, before lists are read. Spans of them, as `flash_attention` has, would cut
+    lists."""
+    tokens = table.shape[1] * s.page_size
+    keys = min(blocks.shape[3] * call.block_size + sum(call.window or (0, 0)), tokens)
+    fits = wide_pages.span_of(s, table.shape[1], WIDE_BYTES) >= tokens
+    return pages.packed and fits and s.query_tiles * s.group * keys >= FEWEST_READS * tokens
+
+
 @functools.partial(jax.jit, static_argnames="call")
 def _attend(call: Call, q, pages, table, starts, lengths, blocks):
     s = packed_tiles.shape_of(q, pages, sm_scale=call.sm_scale, block_size=call.block_size)
+    fetcher, pools = packed_tiles.fetcher_of(s, pages), packed_tiles.pools_of(pages)
+    if widens(s, call, pages, table, blocks):
+        span = wide_pages.span_of(s, table.shape[1], WIDE_BYTES)
+        fetcher, pools = wide_pages.fetcher(span), wide_pages.pools_of(s, pages, table, starts, lengths, jnp.zeros(1, jnp.int32), span)
     plain_end = query_tiles.plain_ends(table, lengths, s.page_size)
     counts = jnp.max(jnp.where(blocks >= 0, jnp.arange(1, blocks.shape[3] + 1, dtype=jnp.int32), 0), axis=3)
     walk = functools.partial(_walk, s, call, pages.open is not None)
-    launch = query_tiles.launch(s, "block_sparse_attention_kernel", walk, fetcher=packed_tiles.fetcher_of(s, pages))
-    out, lse = launch(query_tiles.padded(q), packed_tiles.pools_of(pages), table, starts, lengths, plain_end, blocks, counts)
+    launch = query_tiles.launch(s, "block_sparse_attention_kernel", walk, fetcher=fetcher)
+    out, lse = launch(query_tiles.padded(q), pools, table, starts, lengths, plain_end, blocks, counts)
     return query_tiles.cut(s, out, lse)
 
 

@@ -14,14 +14,13 @@ per call, their numbers once written, then what bfloat16 pages cost; and the sta
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.flash_attention import walks
-from pallas_kernels.hopper import packed_tiles, query_relay, query_tiles, wide_pages
+from pallas_kernels.hopper import query_relay, query_tiles, wide_pages
 from pallas_kernels.pages import Pages
 
 SPAN_BYTES = 2**27
@@ -41,45 +40,26 @@ def pays(q, pages: Pages, window) -> bool:
 
 
 def span_of(s: query_tiles.Shape, width: int) -> int:
-    """Tokens of a span: as many whole pages and tiles as `SPAN_BYTES` hold, at least one, but not more than a table of `width` pages."""
-    unit = wide_pages.unit(s)
-    of_token = 2 * s.batch * s.num_kv_heads * s.head_dim * s.dtype.itemsize
-    return unit * max(1, min(SPAN_BYTES // (of_token * unit), -(-width * s.page_size // unit)))
+    """Tokens of a span for a table of `width` pages."""
+    return wide_pages.span_of(s, width, SPAN_BYTES)
 
 
 def attend(s: query_tiles.Shape, q, pages: Pages, table, starts, lengths, fresh):
     """Out `[B, T, H, D]` and lse `[B, T, H]` of causal attention without a window."""
-    opened = pages.open is not None
     span = span_of(s, table.shape[1])
-    stops = jnp.minimum(lengths, starts + s.num_rows)
-    read = packed_tiles.own_start(s, stops - 1) if opened else stops  # own pages are read open
-    walk = functools.partial(walks.over_keys, s, None, opened, span)
-    fetcher = query_tiles.Fetcher(query_tiles.PLAIN.registers, functools.partial(_fetch, span))
+    walk = functools.partial(walks.over_keys, s, None, pages.open is not None, span)
+    fetcher, padded = wide_pages.fetcher(span), query_tiles.padded(q)
     operands = table, starts, lengths, query_tiles.plain_ends(table, lengths, s.page_size), fresh
-    padded, own = query_tiles.padded(q), (pages.open.k, pages.open.v, pages.open.row_of) if opened else None
 
     def fold(number, relay, *state):
         first = jnp.reshape(number * span, (1,)).astype(jnp.int32)
-        pools = wide_pages.widen(s, pages, table, first, read, span), own, first
+        pools = wide_pages.pools_of(s, pages, table, starts, lengths, first, span)
         return query_tiles.launch(s, "flash_attention_kernel", walk, fetcher=fetcher, relay=relay)(padded, pools, *operands, first, *state)
 
     if table.shape[1] * s.page_size <= span:
         return query_tiles.cut(s, *fold(jnp.int32(0), None))
-    state, last = query_relay.nothing(s), lax.div(jnp.maximum(stops.max() - 1, 0), jnp.int32(span))
+    stop = jnp.minimum(lengths, starts + s.num_rows).max()
+    state, last = query_relay.nothing(s), lax.div(jnp.maximum(stop - 1, 0), jnp.int32(span))
     relays = [query_relay.relay(s, SPAN, last=which) for which in (False, True)]
     lax.fori_loop(0, last, lambda number, _: fold(number, relays[0], *state), [])
     return query_tiles.cut(s, *fold(last, relays[1], *state))
-
-
-def _fetch(span: int, s: query_tiles.Shape, walk: query_tiles.Walk, pools, head, scratch) -> None:
-    """By the third warpgroup: bring the tiles of a span from its numbers, then those of the queries' own pages."""
-    wide, own, first_ref = pools
-    steps, end = walk.packed
-    before = lax.axis_index("row") * (span // s.page_size) - lax.div(first_ref[0], jnp.int32(s.page_size))
-
-    def page_of(position):
-        return jnp.where(walk.page_of(position) < 0, -1, lax.div(position, jnp.int32(s.page_size)) + before)
-
-    query_tiles.fetch(s, dataclasses.replace(walk, steps=steps, length=end, page_of=page_of), wide, head, scratch)
-    if own is not None:
-        packed_tiles.fetch_open(s, walk, own, head, scratch)

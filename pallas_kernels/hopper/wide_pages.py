@@ -1,4 +1,5 @@
 """Packed pages as pages of bfloat16 numbers, a span of positions at a time: a CTA unpacks a tile of keys and one of values of a KV head.
+And how the prefill kernels of `hopper.query_tiles` read them: tiles that they read as packed come from these numbers by TMA.
 
 The numbers are those that `hopper.packed_tiles` makes, by the same stages (`lane_halves`). Memory traffic: codes and scales of the span
 once, its numbers once.
@@ -6,6 +7,8 @@ once, its numbers once.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 
 import jax
@@ -14,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import packed_tiles, query_tiles
 from pallas_kernels.hopper.decode_tiles import SWIZZLED
 from pallas_kernels.hopper.lane_halves import HalfTile
 from pallas_kernels.hopper.query_tiles import Shape
@@ -23,6 +27,41 @@ from pallas_kernels.pages import Pages
 def unit(s: Shape) -> int:
     """Spans are multiples of this: whole pages, and whole tiles of keys."""
     return math.lcm(s.page_size, s.tile)
+
+
+def span_of(s: Shape, width: int, most_bytes: int) -> int:
+    """Tokens of a span: as many whole pages and tiles as `most_bytes` of numbers hold, at least one, but not more than a table of `width`
+    pages."""
+    of_token = 2 * s.batch * s.num_kv_heads * s.head_dim * s.dtype.itemsize
+    return unit(s) * max(1, min(most_bytes // (of_token * unit(s)), -(-width * s.page_size // unit(s))))
+
+
+def pools_of(s: Shape, pages: Pages, table, starts, lengths, first, span: int):
+    """What `fetcher` reads: the numbers of a span, the open pages, if there are any, and the first position of the span. They are the pages
+    of a chunk's sequences: first position of each row, and tokens written."""
+    opened = pages.open
+    stops = jnp.minimum(lengths, starts + s.num_rows)
+    read = stops if opened is None else packed_tiles.own_start(s, stops - 1)  # own pages are read open
+    return widen(s, pages, table, first, read, span), None if opened is None else (opened.k, opened.v, opened.row_of), first
+
+
+def fetcher(span: int) -> query_tiles.Fetcher:
+    """How tiles come to the ring from `pools_of`."""
+    return query_tiles.Fetcher(query_tiles.PLAIN.registers, functools.partial(_fetch, span))
+
+
+def _fetch(span: int, s: Shape, walk: query_tiles.Walk, pools, head, scratch) -> None:
+    """By the third warpgroup: bring the tiles of a span from its numbers, then those of the queries' own pages."""
+    wide, own, first_ref = pools
+    steps, end = walk.packed
+    before = lax.axis_index("row") * (span // s.page_size) - lax.div(first_ref[0], jnp.int32(s.page_size))
+
+    def page_of(position):
+        return jnp.where(walk.page_of(position) < 0, -1, lax.div(position, jnp.int32(s.page_size)) + before)
+
+    query_tiles.fetch(s, dataclasses.replace(walk, steps=steps, length=end, page_of=page_of), wide, head, scratch)
+    if own is not None:
+        packed_tiles.fetch_open(s, walk, own, head, scratch)
 
 
 def widen(s: Shape, pages: Pages, table, first, stops, tokens: int, *, interpret=None) -> tuple[jax.Array, jax.Array]:

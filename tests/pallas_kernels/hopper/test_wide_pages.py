@@ -1,5 +1,5 @@
-"""flash_attention over packed pages that are unpacked a span at a time, without a GPU: interpreted, lowered, compiled to machine code;
-which chunks take that way, and its memory.
+"""flash_attention over packed pages that are unpacked a span at a time, and block_sparse_attention over those that are unpacked before,
+without a GPU: interpreted, lowered, compiled to machine code; which chunks take that way, and its memory.
 
 What only a GPU can tell is in `test_wide_pages_on_hopper.py`.
 """
@@ -12,6 +12,7 @@ import pytest
 from packed_prefill_suite import production
 from quick_cases import rest_long
 
+from pallas_kernels.block_sparse_attention import mosaic_gpu as block_sparse
 from pallas_kernels.flash_attention import widened
 from pallas_kernels.hopper import packed_tiles, wide_pages
 
@@ -77,6 +78,33 @@ def test_other_chunks_are_not_widened(cuda, case):
 @pytest.mark.parametrize("tokens", rest_long([293, 512, 8192], 293))
 def test_chunks_of_2048_rows_of_a_kv_head_are_widened(cuda, tokens):
     assert "widen_pages_kernel" in cuda.lower(*production("int8", tokens=tokens))
+
+
+LISTS = {"op": "block_sparse_attention", "block_size": 128, "window": (128, 1024)}
+
+
+@pytest.mark.parametrize("format", rest_long(list(packed_suite.FORMATS), "int8"))
+def test_lists_of_many_queries_read_numbers_of_all_pages(cuda, format):
+    """As they are read, no list is cut. The numbers take 268 MB, and there is no other array of them."""
+    op, arrays, static = production(format, **LISTS)
+    text = cuda.lower(op, arrays, static)
+    assert "widen_pages_kernel" in text
+    assert "stablehlo.while" not in text
+    width = arrays["table"][0][1]
+    assert 2 * 2 * width * 4 * 128 * 128 == block_sparse.WIDE_BYTES
+    assert f"tensor<{width}x4x128x128xbf16>" in text
+
+
+@pytest.mark.parametrize(
+    ("pages", "sizes"),
+    [(1025, {}), (1024, {"tokens": 1024}), (1024, {"heads": (4, 4), "tokens": 4096}), (1024, {"heads": (32, 8)})],
+    ids=["more pages than fit", "few queries", "one head for each KV head", "more heads"],
+)
+def test_other_lists_are_unpacked_where_they_are_read(cuda, pages, sizes):
+    op, arrays, static = production("int8", **LISTS | sizes)
+    text = cuda.lower(op, arrays | {"table": ((1, pages), "int32")}, static)
+    assert "block_sparse_attention_kernel" in text
+    assert "widen_pages_kernel" not in text
 
 
 def shape(batch=1, heads=(28, 4), head_dim=128, page_size=128):

@@ -1,5 +1,5 @@
-"""flash_attention over packed pages that are unpacked a span at a time, on a Hopper GPU: the bits of the launch that unpacks in the kernel,
-the reference, mutants.
+"""flash_attention over packed pages that are unpacked a span at a time, and block_sparse_attention over those that are unpacked before, on
+a Hopper GPU: the bits of the launch that unpacks in the kernel, the reference, mutants.
 
 pytest -m gpu tests/pallas_kernels/hopper/test_wide_pages_on_hopper.py
 """
@@ -13,6 +13,7 @@ import packed_suite
 import pytest
 from packed_prefill_suite import BASE, LONG
 
+from pallas_kernels.block_sparse_attention import mosaic_gpu as block_sparse
 from pallas_kernels.flash_attention import widened
 from pallas_kernels.hopper import wide_pages
 
@@ -27,8 +28,18 @@ SIZES = {
     "pages of 192": {"page_size": 192, "width": 4, "head_dim": 64},
     "head dim 256": {"head_dim": 256, "kv_heads": 1, "group": 8},
 }
+WINDOW = {"window": (5, 150), "lists": (5, 128)}
+LISTS = {
+    "lists": WINDOW,
+    "lists of 64, a page is missing": WINDOW | {"lists": (7, 64), "hole": True},
+    "lists alone, every page packed": {"lists": (5, 128), "opened": False},
+    "lists, long": LONG | WINDOW | {"lists": (20, 128)},
+    "lists, head dim 256": WINDOW | {"head_dim": 256, "kv_heads": 1, "group": 8},
+}
 CASES = {f"{format}, {name}": {"format": format} | sizes for format in ("int8", "q4_0") for name, sizes in SIZES.items()}
 CASES |= {f"{format}, ": {"format": format} for format in packed_suite.FORMATS}
+OF_LISTS = {f"{format}, {name}": {"format": format} | sizes for format in ("int8", "q4_0") for name, sizes in LISTS.items()}
+OF_LISTS |= {f"{format}, lists": {"format": format} | WINDOW for format in packed_suite.FORMATS}
 
 
 @pytest.fixture
@@ -40,6 +51,7 @@ def in_both_ways(monkeypatch):
         for fewest in (1, 2**31):
             with monkeypatch.context() as patch:
                 patch.setattr(widened, "FEWEST_ROWS", fewest)
+                patch.setattr(block_sparse, "widens", lambda *_, fewest=fewest: fewest == 1)
                 patch.setattr(widened, "span_of", lambda s, width: units * wide_pages.unit(s))
                 jax.clear_caches()
                 found.append(jax.block_until_ready(case.run("mosaic_gpu")))
@@ -49,11 +61,10 @@ def in_both_ways(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("units", [1, 3, 100])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "units"), [(name, units) for name in CASES for units in (1, 3, 100)] + [(name, 0) for name in OF_LISTS])
 def test_bits_are_those_of_unpacking_in_the_kernel(tools, in_both_ways, name, units):
-    """So they do not depend on spans, cuts, tables and company, as `test_packed_tiles_on_hopper.py` shows of these."""
-    case = packed_prefill_suite.build(tools, seed=sum(map(ord, name)), **(BASE | CASES[name]))
+    """So they do not depend on spans, cuts, tables and company, as `test_packed_tiles_on_hopper.py` shows of these. Lists have no spans."""
+    case = packed_prefill_suite.build(tools, seed=sum(map(ord, name)), **(BASE | (CASES | OF_LISTS)[name]))
     new, old = in_both_ways(case, units)
     packed_prefill_suite.compare(tools, case, new)
     starts, lengths = case.operands[-2:]

@@ -1,5 +1,5 @@
-"""flash_attention over packed pages that are unpacked a span at a time, interpreted on the CPU with race detection; `test_wide_pages.py`
-runs this in a process of its own, as `query_tiles_interpreted.py` says.
+"""flash_attention over packed pages that are unpacked a span at a time, and block_sparse_attention over those that are unpacked before,
+interpreted on the CPU with race detection; `test_wide_pages.py` runs this in a process of its own, as `query_tiles_interpreted.py` says.
 
 Lanes are done by plain JAX, as in `packed_tiles_interpreted.py`. Spans are short, so that a row has several.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import packed_prefill_suite
 import pytest
 
+from pallas_kernels.block_sparse_attention import mosaic_gpu as block_sparse
 from pallas_kernels.flash_attention import walks, widened
 from pallas_kernels.hopper import packed_tiles, query_relay, query_tiles, wide_pages
 from pallas_kernels.hopper.lane_halves import HalfTile
@@ -35,6 +35,17 @@ CASES = {
     "int8 keys, values as they are": {"lengths": (200,), "starts": (64,), "page_size": 128, "width": 3},
     "keys as they are, int4 values": {"lengths": (170,), "starts": (10,), "num_queries": 160, "group": 2},
     "int4": {"lengths": (250,), "starts": (180,), "page_size": 192, "width": 3},
+    "int8, lists": {"format": "int8", "lengths": (300, 330), "starts": (228, 301), "window": (5, 70), "lists": (5, 64), "kv_heads": 2},
+    "q4_0, lists": {"lengths": (600, 70), "starts": (528, 0), "window": (5, 128), "lists": (5, 128), "page_size": 128, "hole": True},
+    "fp8, lists": {"lengths": (300,), "starts": (228,), "lists": (5, 64), "opened": False},
+    "int8 per channel, lists": {
+        "lengths": (140,),
+        "starts": (3,),
+        "num_queries": 140,
+        "window": (5, 70),
+        "lists": (2, 64),
+        "head_dim": 128,
+    },
 }
 
 
@@ -43,7 +54,7 @@ def check(tools, interpreter, monkeypatch):
     """Runs a case: against the definition, and for the bits of the launch that unpacks in the kernel."""
 
     def run(name: str) -> None:
-        spec = SMALL | {"format": name} | CASES[name]
+        spec = SMALL | {"format": name.removesuffix(", lists")} | CASES[name]
         units, fresh = spec.pop("units"), spec.pop("fresh", None)
         case = packed_prefill_suite.build(tools, **spec)
         if fresh is not None:
@@ -56,6 +67,7 @@ def check(tools, interpreter, monkeypatch):
                 patch.setattr(HalfTile, "bring", packed_prefill_suite.bring_half)
                 patch.setattr(HalfTile, "put", packed_prefill_suite.put_half)
                 patch.setattr(widened, "FEWEST_ROWS", fewest)
+                patch.setattr(block_sparse, "widens", lambda *_, fewest=fewest: fewest == 1)
                 patch.setattr(widened, "span_of", lambda s, width: units * wide_pages.unit(s))
                 jax.clear_caches()
                 found[fewest] = interpreter.finished(case.run, "mosaic_gpu")
@@ -103,10 +115,8 @@ def _span_long(patch):
 def _next_page(patch):
     """Pages of a span are those after it."""
 
-    def widen(s, pages, table, *rest):
-        return wide_pages.widen(s, pages, jnp.roll(table, -1, axis=1), *rest)
-
-    patch.setattr(widened, "wide_pages", SimpleNamespace(unit=wide_pages.unit, widen=widen))
+    pools_of = wide_pages.pools_of
+    patch.setattr(wide_pages, "pools_of", lambda s, pages, table, *rest: pools_of(s, pages, jnp.roll(table, -1, axis=1), *rest))
 
 
 def _own_as_packed(patch):
@@ -158,10 +168,11 @@ BUGS = {
     "own pages are folded in each span": _own_in_each,
 }
 FOR_BUGS = ("int8, a tile of queries over a border", "int8", "int8, spans of two tiles")
+OF_LISTS = ("a page late", "own pages are seen as packed")
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_caught(tools, check, monkeypatch, bug):
+@pytest.mark.parametrize(("bug", "cases"), [(bug, FOR_BUGS) for bug in BUGS] + [(bug, ("int8, lists",)) for bug in OF_LISTS])
+def test_a_planted_bug_is_caught(tools, check, monkeypatch, bug, cases):
     BUGS[bug](monkeypatch)
-    tools.must_fail(lambda _, case: check(case), None, FOR_BUGS)
+    tools.must_fail(lambda _, case: check(case), None, cases)
