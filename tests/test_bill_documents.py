@@ -11,7 +11,7 @@ from kvjax.bill import known_bills, recorded_evidence, recorded_prefill_evidence
 from kvjax.bill.bus_fitting import fit_bus, read_runs
 from kvjax.bill.evidence import with_panel
 from kvjax.bill.fitting import Key, fit, read_cells
-from kvjax.bill.mesh_fitting import fit_mesh, read_mesh_runs
+from kvjax.bill.mesh_fitting import fit_mesh, mesh_forecasts, read_mesh_runs
 from kvjax.bill.prefill_bill import fit_prefill, known_prefill_bills
 from kvjax.bill.prefill_evidence import with_results
 from kvjax.bill.prefill_exchanges import prompt_exchanges
@@ -63,6 +63,31 @@ def test_the_page_is_what_the_bills_make():
     assert rendered(text, file) == text
     assert rendered(text.replace("qwen2.5-7b | dense", "qwen2.5-7b | sparse"), file) == text
     assert f"    {file['provenance']['command']}\n" in text
+
+
+def test_sentences_on_the_terms_of_a_mesh_are_what_the_fit_says():
+    text = " ".join((ROOT / "docs/the-bill.md").read_text(encoding="utf-8").split())
+    ((made, checked),) = (
+        (made, each["errors"])
+        for made, each in zip(
+            known_bills(), json.loads((ROOT / "kvjax/bill/bills/nvidia-h200.json").read_text())["held_out_meshes"], strict=True
+        )
+    )
+    errors = {group: {name: each * 100 for name, each in found["log2, all"]["seconds"].items()} for group, found in checked.items()}
+    mean, worst = ({group: each[name] for group, each in errors.items()} for name in ("mean", "worst"))
+    assert f"are fitted to {checked['cell']['log2, all']['count']} cells of Qwen2.5-7B" in text
+    assert f"mean errors are {mean['cell']:.1f}% and {mean['length']:.1f}%, the worst one is {worst['cell']:.1f}%" in text
+    assert max(mean["cell"], mean["length"]) < 5 < min(mean["batch"], mean["mesh"], mean["number of devices"])
+    assert "mean errors of {batch:.1f}%, {mesh:.1f}% and {number of devices:.1f}%".format(**mean) in text
+    assert f"the bill is up to {worst['batch']:.1f}% off for 8 sequences" in text
+    (cells, _), on_mesh = committed(made), committed_meshes(made)
+    off = {each.cell: (each.seconds / each.cell.seconds - 1) * 100 for each in mesh_forecasts(cells, on_mesh, "cell")}
+    both = {
+        batch: [error for cell, error in off.items() if (cell.tensor, cell.context, cell.policy, cell.batch) == (2, 2, "top:32", batch)]
+        for batch in (1, 8)
+    }
+    assert max(map(abs, off.values())) == -min(both[8])
+    assert f"up to {-min(both[8]):.1f}% too short for 8 sequences, and up to {max(both[1]):.1f}% too long for one" in text
 
 
 def test_projections_without_overhead_are_the_bills():
