@@ -155,7 +155,11 @@ class Shards:
     def over_heads(self, copies: int, *sums: Array) -> tuple[Array, ...]:
         """Sums over the heads of all devices of the tensor axis, from those over each one's own, `copies` of which have the same. Added in
         device order."""
-        return tuple(functools.reduce(jnp.add, list(x[::copies])) for x in self._from_all(TENSOR, *sums)) if self.tensor > 1 else sums
+        if self.tensor == 1:
+            return sums
+        # Without a barrier XLA adds up each of these by one thread, where they are put beside each other: 0.19 ms of a step.
+        found = self._from_all(TENSOR, *jax.lax.optimization_barrier(sums))
+        return tuple(functools.reduce(jnp.add, list(x[::copies])) for x in found)
 
     # Pages
 

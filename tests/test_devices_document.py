@@ -152,12 +152,8 @@ def test_what_the_sum_of_one_thread_cost_is_what_the_results_say():
         return found["median_s"] * 1e3, found["profile"]["kernels"]
 
     (now, kernels), (then, fewer) = (short(f"designs-mesh-{name}-1-2-b8") for name in ("grid", "sum"))
-    assert f"takes {now:.2f} ms, where it took {then:.2f} ms. With tensor 2" in text
+    assert f"of 8K took {now:.2f} ms, and {then:.2f} without it" in text
     assert round(sum(each["runs_per_op"] for each in kernels) - sum(each["runs_per_op"] for each in fewer)) == 2 * 28
-    (now, kernels), (then, fewer) = (short(f"designs-mesh-{name}-2-2-b8") for name in ("grid", "sum"))
-    assert f"With tensor 2 and context 2 it takes {now:.2f} ms, where it took {then:.2f} ms" in text
-    spent = [sum(each["total_s"] for each in some) * 1e3 for some in (kernels, fewer)]
-    assert "take {:.2f} ms of a traced step, where they took {:.2f} ms".format(*spent) in text
 
 
 def test_where_the_time_of_steps_goes_is_what_the_results_say():

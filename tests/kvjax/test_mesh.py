@@ -452,6 +452,16 @@ def test_an_exchange_that_is_left_out_would_show(method, model, one_layer, text,
     assert not same or not np.allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
+def test_sums_over_heads_are_computed_before_an_exchange_puts_them_together():
+    """Else XLA adds them up where it concatenates them, by one thread."""
+    shards = Shards(mesh_of("tensor 4"))
+    programs = {
+        name: jax.jit(lambda x, of=of: shards.run(of, (x,), (PartitionSpec(),), PartitionSpec())).lower(np.ones((4, 8))).as_text()
+        for name, of in {"sums": lambda x: shards.over_heads(1, x.sum(1))[0], "logits": lambda x: shards.joined(x.sum(1))}.items()
+    }
+    assert [text.count("stablehlo.optimization_barrier") for text in programs.values()] == [1, 0]
+
+
 def test_every_device_holds_its_part_alone(model):
     engine = Engine(model, "top:1", pages=64, page_size=128, prefill_chunk=128, mesh=mesh_of(BOTH))
     for path, leaf in jax.tree.leaves_with_path((engine.model.params["layers"], engine._pool.layers)):

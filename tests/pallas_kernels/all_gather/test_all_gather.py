@@ -82,7 +82,6 @@ def test_gpu_form_lowers(case):
     kernels = [line for line in text.splitlines() if "custom_call @" in line]
     assert sum("uses_xla_collective_metadata = true" in line for line in kernels) == 1
     assert text.count("call @_open") == 2
-    assert text.count("stablehlo.optimization_barrier") == 2, "arrays are computed before they are put beside each other"
     assert "stablehlo.all_gather" not in text
     assert "multimem" not in text
 
