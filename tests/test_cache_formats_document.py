@@ -1,4 +1,4 @@
-"""The table of docs/cache-formats.md, computed again."""
+"""The tables of docs/cache-formats.md, computed again, and what it and docs/formats.md say of the model beside the panels."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from kvjax.cache.formats import parse_cache_format
 from kvjax.fidelity.documents import load, rendered
 from pallas_kernels.pack_pages import pack_pages
 from pallas_kernels.page_format import PageFormat, unpack
@@ -58,7 +59,7 @@ def test_the_table_holds(name):
 RESULTS = DOCUMENT.parents[1] / "benchmarks" / "results"
 PANELS = {
     "cache-formats": [RESULTS / "cpu/fidelity-cache-formats.json", *RESULTS.glob("h200/pages-fidelity-*.json")],
-    "formats": [RESULTS / "h200/weights-fidelity.json"],
+    "formats": [*RESULTS.glob("h200/weights-fidelity*.json")],
 }
 
 
@@ -71,14 +72,179 @@ def test_the_figures_of_a_model_are_those_of_the_panels(document, part, row):
     assert rendered(changed, panels, part) == text
 
 
-def test_what_packed_pages_lose_at_16k_is_what_the_panels_say():
-    text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
-    eight, four = (load([RESULTS / f"h200/pages-fidelity-{bits}-bits-16k.json"])[0] for bits in (8, 4))
-    found = {row["policy"]: row for panel in (eight, four) for row in panel["retrieval"] if row["haystack"] == "codes"}
-    names = ("top:32 @ int8", "top:32 @ fp8", "top:32 @ k=int4:channel,v=int4")
-    assert [found[name]["against_dense"]["lost"] for name in names] == [0, 1, 2]
-    assert found[names[2]]["against_dense"]["gained"] == 1
-    assert f"Of {found['dense']['hits']} needles that dense finds" in text
-    kl = {row["policy"]: row["kl"]["value"] for panel in (eight, four) for row in panel["forced"] if "kl" in row}
-    said = "The KL of `top:32`, {:.4f} nats over unpacked pages, is {:.4f} over `int8`, {:.4f} over `fp8` and {:.4f} over these 4 bits."
-    assert said.format(*(kl[name] for name in ("top:32", *names))) in text
+LENGTHS = (8192, 16384, 32768)
+FORMATS = (
+    "q8_0",
+    "int8",
+    "fp8",
+    "k=int8,v=int4",
+    "d4",
+    "e8",
+    "int4+rotate",
+    "k=int4:channel,v=int4",
+    "k=int4:channel,v=int8",
+    "q4_0",
+    "int4",
+)
+
+
+def said(document):
+    return " ".join(DOCUMENT.with_name(f"{document}.md").read_text(encoding="utf-8").split())
+
+
+@functools.cache
+def measured(document="cache-formats"):
+    """(needles in codes, forced text) on GPUs, by policy and length. Runs over one length agree about the policies that they share."""
+    found = {}
+    for panel in load([file for file in PANELS[document] if file.parent.name == "h200"]):
+        forced = {(row["policy"], row["length"]): row for row in panel["forced"]}
+        for row in panel["retrieval"]:
+            if row["haystack"] == "codes":
+                place = row["policy"], row["length"]
+                needles, text = found.setdefault(place, (row, forced[place]))
+                assert (needles["against_dense"], text.get("kl")) == (row["against_dense"], forced[place].get("kl"))
+    return found
+
+
+def pairs(policy, length, document="cache-formats"):
+    return "-{lost}/+{gained}".format(**measured(document)[policy, length][0]["against_dense"])
+
+
+def lost(policy, document="cache-formats"):
+    found = measured(document)
+    return [found[policy, length][0]["against_dense"]["lost"] for length in LENGTHS if (policy, length) in found]
+
+
+def kl(policy, length, which="value", document="cache-formats"):
+    return measured(document)[policy, length][1]["kl"][which]
+
+
+def within(policy, length):
+    """Whether the interval of the perplexity, and whether the estimate lies between 0.99 and 1.01."""
+    ratio = measured()[policy, length][1]["perplexity_ratio"]
+    return ratio["low"] >= 0.99 and ratio["high"] <= 1.01, 0.99 <= ratio["value"] <= 1.01
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_row_of_a_format_is_what_the_panels_say(name):
+    format = parse_cache_format(name, "bfloat16")
+    smaller = 2 * 256 * 128 / sum(each.bytes_per_page(128, 128) for each in (format.k, format.v))
+    dense, found = f"dense @ {name}", measured()
+    places = [*((dense, length) for length in LENGTHS), (f"top:32 @ {name}", 32768)]
+    needles = [pairs(*place) if place in found else "" for place in places]
+    forced = [found[place][1] if place in found else None for place in places[:-1]]
+    apart = [f"{row['kl']['value']:.4f}" if row else "" for row in forced]
+    ratios = ["{low:.4f} to {high:.4f}".format(**row["perplexity_ratio"]) if row else "" for row in forced]
+    assert f"| `{name}` | {smaller:.2f} | {' | '.join((*needles, *apart, *ratios))} |" in DOCUMENT.read_text(encoding="utf-8").splitlines()
+
+
+def test_every_format_that_ran_has_a_row():
+    assert {policy.partition(" @ ")[2] for policy, _ in measured() if "@" in policy} == set(FORMATS)
+
+
+def test_what_packed_pages_lose_is_what_the_panels_say():
+    text, found = said("cache-formats"), measured()
+    assert [found["dense", length][0]["hits"] for length in LENGTHS] == [200, 198, 195]
+    assert "finds 200 of them at 8K, 198 at 16K and 195 at 32K" in text
+    for policy in ("dense", "top:32", "cascade:4"):
+        for name in ("int8", "q8_0"):
+            assert set(lost(f"{policy} @ {name}")) == {0}
+        assert policy == "dense" or set(lost(policy)) == {0}
+    assert {lost(f"{policy} @ {name}")[0] for policy in ("dense", "top:32") for name in ("k=int8,v=int4", "d4", "e8")} == {0}
+    assert lost("dense @ fp8") == [1, 1, 1]
+    assert lost("dense @ k=int4:channel,v=int8") == [1, 5]
+    assert 5 < kl("dense @ k=int4:channel,v=int8", 8192) / kl("dense @ k=int8,v=int4", 8192) < 7
+    assert 5 < kl("dense @ k=int4:channel,v=int8", 32768) / kl("dense @ k=int8,v=int4", 32768) < 7
+    for length in (8192, 32768):
+        assert kl("dense @ k=int8,v=int4", length, "high") < kl("dense @ k=int4:channel,v=int8", length, "low")
+    four = [f"dense @ {name}" for name in FORMATS[6:]]
+    assert {lost(policy)[0] for policy in four} == {0, 1}
+    assert {lost(policy)[-1] for policy in four} == {3, 5, 8}
+    rows = [found[policy, 32768][0]["against_dense"] for policy in four]
+    assert max(row["gained"] for row in rows) == 2
+    *others, least = sorted((row["p_value"] for row in rows), reverse=True)
+    assert f"(p {least:.2f} for `int4` at 32K, {min(others):.2f} to {max(others):.2f} for the others)" in text
+    assert 0.3 < 1 - kl("dense @ int4+rotate", 8192) / kl("dense @ int4", 8192) < 0.37
+    assert 0.5 < 1 - kl("dense @ int4+rotate", 32768) / kl("dense @ int4", 32768) < 0.6
+    top8 = {policy: lost(policy)[-1] for policy, length in found if policy.startswith("top:8") and length == 32768}
+    packed = [count for policy, count in top8.items() if "@" in policy]
+    assert f"`top:8` loses {top8['top:8']} of 195 over unpacked pages, and {min(packed)} to {max(packed)} over the formats" in text
+    lists = [row["lists"] for (policy, _), (_, row) in found.items() if policy.startswith("cascade:4 @")]
+    assert {(row["lists"], row["chosen"]) for row in lists} == {(1920, 1920)}
+
+
+def test_the_perplexities_that_lie_within_one_percent_are_those_that_are_named():
+    text, found = said("cache-formats"), measured()
+    inside = {
+        policy for policy, length in found if policy != "dense" and all(within(policy, at)[0] for at in LENGTHS if (policy, at) in found)
+    }
+    assert {name.partition(" @ ")[2] for name in inside if name.startswith("dense @")} == {"int8", "q8_0", "k=int8,v=int4", "d4", "e8"}
+    assert [within("dense @ fp8", length) for length in LENGTHS] == [(False, True), (True, True), (True, True)]
+    assert f"at 8K it begins at {found['dense @ fp8', 8192][1]['perplexity_ratio']['low']:.4f}" in text
+    for name in FORMATS[6:]:
+        estimates = [within(f"dense @ {name}", length) for length in LENGTHS if (f"dense @ {name}", length) in found]
+        assert not any(whole for whole, _ in estimates)
+        assert [each for _, each in estimates] == [True] * (len(estimates) - 1) + [name in ("int4", "int4+rotate")]
+    sparse = {policy.partition(" @ ")[2] for policy, at in found if policy.startswith("top:32") and at == 8192 and within(policy, at)[0]}
+    assert sparse == {"", "int8", "q8_0", "fp8", "int4+rotate", "e8"}
+    assert not any(within(policy, at)[0] for policy, at in found if policy.startswith("top:32") and at > 8192)
+
+
+def test_the_targets_are_met_or_missed_as_the_page_says():
+    text, found = said("cache-formats"), measured()
+    limits = [2 * kl("dense again", length, "high") + 0.005 for length in LENGTHS]
+    assert "That is {:.4f} at 8K, and {:.4f} at 16K and 32K.".format(*limits[:2]) in text
+    assert f"{limits[2]:.4f}" == f"{limits[1]:.4f}"
+    ends = {name: [kl(f"top:32{name}", length, "high") for length in LENGTHS] for name in ("", " @ int8", " @ fp8")}
+    assert [end <= limit for end, limit in zip(ends[" @ int8"], limits, strict=True)] == [True, False, True]
+    assert not any(end <= limit for end, limit in zip(ends[" @ fp8"], limits, strict=True))
+    assert f"its KL ends at {ends[' @ int8'][1]:.4f}. That of `top:32` without packing ends at {ends[''][1]:.4f}." in text
+    assert "it ends at {:.4f}, {:.4f} and {:.4f}.".format(*ends[" @ fp8"]) in text
+    assert lost("top:32 @ fp8") == [1, 1, 0]
+    hits = {policy: [found[policy, at][0]["hits"] for at in LENGTHS if (policy, at) in found] for policy, _ in found}
+    assert [hits[f"{policy} @ k=int4:channel,v=int4"] for policy in ("dense", "top:32")] == [[199, 197, 192], [199, 197, 194]]
+    assert [hits[f"{policy} @ int4+rotate"] for policy in ("dense", "top:32")] == [[200, 193], [200, 192]]
+    assert (hits["dense"], hits["top:32"]) == ([200, 198, 195], [200, 199, 197])
+    spreads = [
+        found[f"{policy} @ {name}", 32768][0]["against_dense"]["difference"] for policy in ("dense", "top:32") for name in FORMATS[6:]
+    ]
+    widths = [100 * (spread["high"] - spread["low"]) for spread in spreads]
+    assert (round(min(widths)), round(max(widths))) == (5, 7)
+
+
+def test_near_miss_needles_are_invalid_at_each_length():
+    for document in PANELS:
+        dense = {}
+        for panel in load([file for file in PANELS[document] if file.parent.name == "h200"]):
+            for row in panel["retrieval"]:
+                if (row["haystack"], row["policy"]) == ("near-miss", "dense"):
+                    assert row["invalid_trials"] == 200
+                    dense[row["length"]] = sum(cell["hits"] for cell in row["by_depth"])
+        *first, last = (dense[length] for length in sorted(dense))
+        assert f"dense finds {', '.join(map(str, first))} and {last} of 200" in said(document)
+
+
+def test_what_packed_weights_lose_is_what_the_panels_say():
+    text, found = said("formats"), measured("formats")
+    assert [found["dense", length][0]["hits"] for length in (8192, 32768)] == [200, 195]
+    names = [f"dense @ weights {name}" for name in ("int8", "fp8", "int4")]
+    assert [lost(name, "formats") for name in names] == [[0, 0], [1, 1], [2, 9]]
+    assert lost("top:32 @ weights int8", "formats") == [0, 0]
+    last = found[names[2], 32768][0]["against_dense"]
+    assert f"it loses nine of 195 and gains three (p {last['p_value']:.2f})" in text
+    assert last["gained"] == 3
+    small, apart = ([kl(name, length, document="formats") for length in (8192, 32768)] for name in names[:2])
+    assert "Its KL is {:.4f} nats at 8K and {:.4f} at 32K".format(*small) in text
+    assert "KL {:.3f} and {:.3f}".format(*apart) in text
+    assert all(7.5 < b / a < 8.5 for a, b in zip(small, apart, strict=True))
+    ratios = {name: [found[name, length][1]["perplexity_ratio"] for length in (8192, 32768)] for name in names}
+    assert all(ratio["low"] > 0.992 and ratio["high"] < 1.008 for ratio in ratios[names[0]])
+    larger = [f"{100 * (ratio['value'] - 1):.1f}%" for ratio in ratios[names[1]]]
+    ends = [f"{100 * (ratio['high'] - 1):.1f}%" for ratio in ratios[names[1]]]
+    assert "Perplexity is {} and {} larger; the intervals go to {} and {}.".format(*larger, *ends) in text
+    assert "Perplexity is {:.0f}% and {:.0f}% larger.".format(*(100 * (ratio["value"] - 1) for ratio in ratios[names[2]])) in text
+    top8, cascade = (
+        [lost(f"{policy}{name}", "formats")[-1] for name in ("", *(name.removeprefix("dense") for name in names))]
+        for policy in ("top:8", "cascade:4")
+    )
+    assert (top8, cascade) == ([15, 15, 16, 20], [0, 0, 1, 8])

@@ -1,11 +1,14 @@
 """docs/fidelity.md is what the committed panels make."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from kvjax.fidelity.documents import load, rendered
+from kvjax.fidelity.statistics import proportion
+from kvjax.rope import mscale
 
 ROOT = Path(__file__).parent.parent
 PANELS = load(list((ROOT / "benchmarks/results/h200").glob("fidelity-*.json")))
@@ -169,3 +172,54 @@ def test_what_sparse_prefill_recalls_of_long_prompts_is_what_the_files_say():
     assert half["bounds:32"] == half["dense"] == (32, 32)
     said = "of 32 facts, `bounds:32` recalls all, and FlexPrefill, XAttention and BFLA at 0.9 recall {}, {} and {}."
     assert said.format(*(half[f"{name}:0.9"][0] for name in ("flex", "xattention", "bfla"))) in text
+
+
+def long_file(name):
+    return json.loads((ROOT / f"benchmarks/results/h200/{name}.json").read_text(encoding="utf-8"))
+
+
+def test_needles_after_each_prefill_of_the_long_model_say_what_they_cannot_show():
+    text = " ".join((ROOT / "docs/long-model.md").read_text(encoding="utf-8").split())
+    half, whole = (long_file(f"long-needles-{length}") for length in ("64k", "128k"))
+    found = [f"{run['results'][0]['hits']} of {run['trials']}" for run in (half, whole)]
+    assert "Dense decoding finds {} needles at 64K, and {} at 128K, after dense prefill".format(*found) in text
+    for run in (half, whole):
+        assert [pair["prefill"] for pair in run["pairs"]] == ["bounds:32", "bounds:0.01", "momo:128/8", "window:64+1024"]
+        assert {(pair["lost"], pair["gained"]) for pair in run["pairs"]} == {(0, 0)}
+    (control,) = (row["hits"] for row in long_file("long-echo-128k")["rows"] if row["policy"] == "window:64+1024")
+    assert f"control `window:64+1024`, which recalls {control} of the 48 facts" in text
+
+
+def test_what_packed_pages_keep_of_the_long_model_is_what_the_panel_says():
+    text = " ".join((ROOT / "docs/long-model.md").read_text(encoding="utf-8").split())
+    panel = long_file("long-fidelity-128k-packed")
+    needles = {row["policy"]: row for row in panel["retrieval"]}
+    assert f"Of {needles['dense']['hits']} needles that dense finds of {needles['dense']['trials']}," in text
+    four = "k=int4:channel,v=int4"
+    pairs = {name: (row["against_dense"]["lost"], row["against_dense"]["gained"]) for name, row in needles.items() if name != "dense"}
+    assert (pairs["dense @ int8"], pairs["top:32 @ int8"]) == ((0, 0), (0, 2))
+    assert (pairs[f"dense @ {four}"], pairs[f"top:32 @ {four}"]) == ((2, 0), (1, 2))
+    kl = {row["policy"]: row["kl"]["value"] for row in panel["forced"] if "kl" in row}
+    assert f"{kl['dense @ int8']:.4f}" == f"{kl['dense again']:.4f}"
+    assert (
+        f"over `int8` is {kl['dense @ int8']:.4f}, as that of dense run again; over these 4 bits it is {kl[f'dense @ {four}']:.3f}." in text
+    )
+    sparse = (kl[f"top:32{name}"] for name in ("", " @ int8", f" @ {four}"))
+    assert "That of `top:32` is {:.3f} over unpacked pages, {:.3f} over `int8` and {:.3f} over 4 bits.".format(*sparse) in text
+    spread = needles["dense @ int8"]["against_dense"]["difference"]
+    assert "goes from {:.1f} points fewer to {:.1f} more".format(-100 * spread["low"], 100 * spread["high"]) in text
+
+
+def test_what_is_found_at_256k_is_what_the_file_says():
+    text = " ".join((ROOT / "docs/long-model.md").read_text(encoding="utf-8").split())
+    found = long_file("designs-needle-256k")
+    assert (found["model"], found["length"], found["trials"]) == ("needle-256k", 2**18, 20)
+    assert {row["policy"]: row["hits"] for row in found["results"]} == {"dense": 20, "top:32": 20, "top:8": 19, "cascade:4": 20}
+    assert "Dense, `top:32` and `cascade:4` find 20 of 20 needles at 262,144 tokens, `top:8` 19 (" in text
+    assert f"up to {1 - proportion(20, 20).low:.0%} may be lost (95%)" in text
+    assert f"`attention_factor` is {mscale(8.0, 1.0)}, YaRN's own for 8." in text
+    command = found["provenance"]["command"].removeprefix("python -m kvjax --traceback needle ")
+    options, given = (
+        sorted(re.findall(r"-+[a-z-]+ \S+", each)) for each in (command, text[text.index("At 256K:") :].partition(" Panels")[0])
+    )
+    assert [option for option in given if not option.startswith("-rL")] == options

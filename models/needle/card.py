@@ -1,6 +1,6 @@
 """Writes the figures of the model card: the marked parts of README.md, from the JSON files that hold them.
 
-    python -m kvjax.models.needle.card benchmarks/results/h200/needle-*.json
+    python -m kvjax.models.needle.card benchmarks/results/h200/needle-*.json benchmarks/results/h200/long-needles-*.json
 
 rewrites the card in place. The files are the engine's measurements, written by `kvjax needle`. The training runs' measurements are in this
 folder: `training_curve.jsonl` and `evaluation.json`, and of the model for 128K tokens `long_curve.jsonl` and `long_evaluation.json`, which
@@ -122,7 +122,7 @@ def _evaluation(name: str) -> str:
 
 
 def _engine(runs: Sequence[dict[str, Any]]) -> str:
-    """A table with one row per length and policy, and below it the source of the figures."""
+    """A table with one row per length and policy, and below it the source of the figures: one line if all lengths have as many needles."""
     runs = sorted(runs, key=lambda run: run["length"])
     if not runs:
         return NOTHING
@@ -133,8 +133,9 @@ def _engine(runs: Sequence[dict[str, Any]]) -> str:
             found = _percent(result["exact_match"]), _depths(result["by_depth"])
             rows.append((f"{run['length']:,}", f"`{result['policy']}`", *reads, *found, f"{result['seconds']:.1f}"))
         made, text = run["provenance"], run["text"]
+        where = "each length" if len({each["trials"] for each in runs}) == 1 else f"{run['length']:,} tokens"
         sources.append(
-            f"{run['trials']} needles at each length, {run['distractors']} distractors each, in "
+            f"{run['trials']} needles at {where}, {run['distractors']} distractors each, in "
             f"{text if isinstance(text, str) else ', '.join(text)}; {made['device']}, jax {made['versions']['jax']}, {made['date'][:10]}."
         )
     columns = ("tokens", "policy", "blocks a step", "keys a step", "found", "found by depth, early to late", "seconds")

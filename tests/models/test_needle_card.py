@@ -9,14 +9,27 @@ import pytest
 from kvjax.models.needle import card, curve, path
 from kvjax.models.needle.recipe import NEEDLE, NEEDLE_128K
 
-MEASURED = sorted((Path(__file__).parents[2] / "benchmarks" / "results" / "h200").glob("needle-*.json"))
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
+MEASURED = [file for names in ("needle-*.json", "long-needles-*.json") for file in sorted(RESULTS.glob(names))]
 README = path() / "README.md"
 
 
 def test_every_figure_on_the_card_is_in_the_files():
-    """After new measurements: `python -m kvjax.models.needle.card benchmarks/results/h200/needle-*.json`."""
+    """After new measurements: the command that `card.py` begins with."""
     text = README.read_text(encoding="utf-8")
     assert card.rendered(text, MEASURED) == text
+
+
+def test_the_card_says_how_many_needles_the_panels_of_the_long_model_had():
+    """They are more than in its own table."""
+    found = []
+    for length in ("64k", "128k"):
+        rows = json.loads((RESULTS / f"long-fidelity-{length}.json").read_text(encoding="utf-8"))["retrieval"]
+        found += [f"{row['hits']} of {row['trials']}" for row in rows if row["policy"] == "dense"]
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    assert "dense found {} needles and {},".format(*found) in text
+    assert "40 needles at 65,536 tokens" in text
+    assert "20 needles at 131,072 tokens" in text
 
 
 def test_a_wrong_figure_or_a_lost_part_is_noticed():
