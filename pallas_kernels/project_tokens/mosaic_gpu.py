@@ -6,9 +6,10 @@ them (`mma.m16n8k16`: weights are the 16 rows, tokens the 8 columns). At the end
 order.
 RMSNorm is split: its weight multiplies the tokens before the product, its scale multiplies the finished sums.
 
-Packed weights stay codes until they are in registers (`lane_codes`), where they become numbers of the tokens' dtype, exactly. Scales
-multiply float32 sums: of whole rows the finished ones, of smaller blocks those of a chunk, which lies in one block. The scales of a chunk,
-and its zeros, are loaded to registers as many chunks ahead as the ring holds, a row per lane.
+Integer codes without zeros are multiplied as they are, by tokens whose numbers are cut into digits (`digits`). Others stay codes until they
+are in registers (`lane_codes`), where they become numbers of the tokens' dtype, exactly. Scales multiply float32 sums: of whole rows the
+finished ones, of smaller blocks those of a chunk, which lies in one block. The scales of a chunk, and its zeros, are loaded to registers as
+many chunks ahead as the ring holds, a row per lane.
 
 Each CTA copies all tokens, from the cache. Where packed weights have few and long rows, that would be as much as the weights. There two
 CTAs are a team (a cluster): they share rows, and each copies one part of the inputs, of weights and tokens. At the end of a tile each adds
@@ -152,7 +153,7 @@ class _Tiles:
 
     def run(self) -> None:
         s = self.s
-        acc = [lanes.f32(0.0)] * (s.rows * s.columns // 32)
+        acc = [lanes.f32(0.0)] * (s.rows // 16 * s.column_tiles * 4)
 
         def meanwhile():
             if s.format and not s.in_blocks:
@@ -268,13 +269,21 @@ class _Tiles:
         return ref, local, count
 
     def _consume(self, n, place, *acc):
+        s = self.s
+        scales, zeros = place[: -(-s.rows // 32)], place[-(-s.rows // 32) :]
+        sums = [list(acc[4 * m : 4 * m + 4]) for m in range(len(acc) // 4)]
+        sums = self._add_digits(n, scales, sums) if s.digits else self._add_numbers(n, scales, zeros, sums)
+        acc = [x for four in sums for x in four]
+        last = n % s.turns == s.turns - 1
+        with lanes.when(last):
+            self._finish(n // s.turns, acc)
+        return [lanes.where(last, 0.0, x) for x in acc]
+
+    def _add_numbers(self, n, scales, zeros, before) -> list:
+        """The sums after chunk number `n`, from those before, by products of numbers."""
         s, ring_s, slot = self.s, self.scratch["ring_s"], self._slot(n)
         tokens = self._tokens(ring_s, slot + s.rows * s.row_words)
-        sums = [list(acc[4 * m : 4 * m + 4]) for m in range(len(acc) // 4)]
-        before = sums
-        if s.in_blocks:
-            sums = [[lanes.f32(0.0)] * 4 for _ in sums]
-        scales, zeros = place[: -(-s.rows // 32)], place[-(-s.rows // 32) :]
+        sums = [[lanes.f32(0.0)] * 4 for _ in before] if s.in_blocks else before
         for step in range(s.operands.steps):
             for m in range(s.rows // 16):
                 own = tuple(self._of_rows(zeros, m)) if s.zeros else (None, None)
@@ -282,17 +291,47 @@ class _Tiles:
                 for number, words in enumerate(operands, step * s.operands.mmas):
                     for at, of_tokens in enumerate(tokens, m * len(tokens)):
                         sums[at] = lane_pairs.mma(sums[at], words, of_tokens[2 * number :][:2], s.dtype)
-        if s.in_blocks:
-            for m in range(s.rows // 16):
-                low, high = map(lanes.bits, self._of_rows(scales, m))
-                for at in range(m * len(tokens), (m + 1) * len(tokens)):
-                    scaled = zip(sums[at], (low, low, high, high), before[at], strict=True)
-                    sums[at] = [lanes.fma(x, scale, y) for x, scale, y in scaled]
-        acc = [x for four in sums for x in four]
-        last = n % s.turns == s.turns - 1
-        with lanes.when(last):
-            self._finish(n // s.turns, acc)
-        return [lanes.where(last, 0.0, x) for x in acc]
+        if not s.in_blocks:
+            return sums
+        for m in range(s.rows // 16):
+            low, high = map(lanes.bits, self._of_rows(scales, m))
+            for at in range(m * len(tokens), (m + 1) * len(tokens)):
+                scaled = zip(sums[at], (low, low, high, high), before[at], strict=True)
+                sums[at] = [lanes.fma(x, scale, y) for x, scale, y in scaled]
+        return sums
+
+    def _add_digits(self, n, scales, before) -> list:
+        """The same by products of codes and digits."""
+        s, ring_s, slot, digits_s = self.s, self.scratch["ring_s"], self._slot(n), self.scratch["digits_s"]
+        start, tiles = lanes.warp() * s.digits.warp_words, s.column_tiles
+        words, ones = s.digits.operands(digits_s, start, functools.partial(self._of_unit, ring_s, slot + s.rows * s.row_words))
+        sums = []
+        for m in range(s.rows // 16):
+            found = [[lanes.i32(0)] * 4 for _ in range(tiles)]
+            for step in range(s.operands.steps):
+                weights = s.operands.words(ring_s, slot + m * 16 * s.row_words, step)
+                found = [s.digits.products(weights, step, *both) for both in zip(words, found, strict=True)]
+            of_rows = list(map(lanes.bits, self._of_rows(scales, m))) if s.in_blocks else None
+            for column, integers in enumerate(found):
+                one = [x if of_rows is None else x * scale for scale in (of_rows or (1, 1)) for x in ones[column]]
+                scaled = zip(integers, one, before[m * tiles + column], strict=True)
+                sums.append([lanes.fma(lanes.number(x), scale, y) for x, scale, y in scaled])
+        return sums
+
+    def _of_unit(self, ring_s, start, token, unit, count: int) -> list:
+        """`count` words, of two inputs each, of a chunk of a token, as they are multiplied."""
+        s, row_bytes = self.s, self.s.operands.chunk * 2
+        piece, half = (unit >> 1, (unit & 1) * 2) if count == 2 else (unit, 0)
+        rows = [token] if s.norm_eps is None else [token, lanes.i32(s.tokens)]
+        found = [lanes.load_shared(ring_s, start + lane_copies.swizzled(row, piece, row_bytes) + half, count=count) for row in rows]
+        return found[0] if s.norm_eps is None else self._times_norm(*found)
+
+    def _times_norm(self, words, norm) -> list:
+        """Words of tokens times those of the norm's weight."""
+        dtype = self.s.dtype
+        if self.s.norm_offset:
+            return [lane_pairs.multiply_add_pairs(a, b, a, dtype) for a, b in zip(words, norm, strict=True)]
+        return [lane_pairs.multiply_pairs(a, b, dtype) for a, b in zip(words, norm, strict=True)]
 
     def _of_rows(self, values, m: int):
         """What is held for this lane's rows of 16: g and g + 8. values: by `_blocks`."""
@@ -302,13 +341,11 @@ class _Tiles:
         """The tokens of a chunk as the other operand, 8 by 8: words with two inputs of token g. Empty columns repeat the last token."""
         s, lane = self.s, lanes.lane()
         of_column = lane & 7 if s.format is None else lane >> 2
-        found = [s.operands.tokens(ring_s, start, lanes.minimum(of_column + 8 * n, s.tokens - 1)) for n in range(s.columns // 8)]
+        found = [s.operands.tokens(ring_s, start, lanes.minimum(of_column + 8 * n, s.tokens - 1)) for n in range(s.column_tiles)]
         if s.norm_eps is None:
             return found
         norm = s.operands.tokens(ring_s, start, lanes.i32(s.tokens))
-        if s.norm_offset:
-            return [[lane_pairs.multiply_add_pairs(a, b, a, s.dtype) for a, b in zip(words, norm, strict=True)] for words in found]
-        return [[lane_pairs.multiply_pairs(a, b, s.dtype) for a, b in zip(words, norm, strict=True)] for words in found]
+        return [self._times_norm(words, norm) for words in found]
 
     def _add_squares(self) -> None:
         """Sums of squares of the tokens, by each warp over its part; `_scale` adds them up."""
@@ -334,19 +371,18 @@ class _Tiles:
 
     def _finish(self, tile, acc) -> None:
         """Add up the warps' sums of a tile, and write its features. All threads call this together."""
-        s, lane = self.s, lanes.lane()
-        g, t = lane >> 2, lane & 3
+        s, g = self.s, lanes.lane() >> 2
         # Two buffers alternate. When a warp writes to one, all threads have finished the tile that used it before.
         buffer = tile % 2 * s.sums_words
         sums_s = self.scratch["sums_s"]
-        tiles = s.columns // 8
-        for column in range(tiles):
-            with lanes.when(t * 2 + 8 * column < s.tokens):
-                for m in range(s.rows // 16):
-                    for half in range(2):
+        for m in range(s.rows // 16):
+            tiles = [acc[4 * at :][:4] for at in range(m * s.column_tiles, (m + 1) * s.column_tiles)]
+            for token, halves, own in s.digits.of_tokens(tiles) if s.digits else _of_tokens(tiles):
+                there = token < s.tokens if own is None else own & (token < s.tokens)
+                with lanes.when(there):
+                    for half, values in enumerate(halves):
                         row = lanes.warp() * s.rows + (16 * m + 8 * half) + g
-                        at = buffer + row * s.sum_columns + (t * 2 + 8 * column)
-                        lanes.store_shared(sums_s, at, *acc[4 * (m * tiles + column) + 2 * half :][:2])
+                        lanes.store_shared(sums_s, buffer + row * s.sum_columns + token, *values)
         lanes.cta_barrier(self.threads)
         if s.split == 1:
             self._for_pairs(tile, lambda token, row, unit: self._write(lambda row: self._total(buffer, row, token), token, row, unit))
@@ -437,6 +473,11 @@ class _Tiles:
             lanes.store_global(ref, at, *two)
         else:
             lanes.store_global(ref, at // 2, lane_pairs.pack(*two, s.dtype))
+
+
+def _of_tokens(tiles):
+    """As `Digits.of_tokens`, where columns are tokens."""
+    return [((lanes.lane() & 3) * 2 + 8 * column, [four[:2], four[2:]], None) for column, four in enumerate(tiles)]
 
 
 def _add(a, b):

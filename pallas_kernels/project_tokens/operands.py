@@ -49,8 +49,7 @@ class Operands:
 
     def weights(self, ring_s, start, step: int, zeros: tuple) -> list[list[lanes.Scalar]]:
         """Weights of 16 rows from word `start` on, for each matrix instruction of a step. zeros: `zero_word` of this lane's two rows."""
-        at = start + lane_copies.swizzled(lanes.lane() & 15, (lanes.lane() >> 4) + 2 * step, self.row_bytes)
-        words = lane_pairs.load_matrices(ring_s, at)
+        words = self.words(ring_s, start, step)
         if not self.codes:
             return [words]
         found = []
@@ -58,6 +57,11 @@ class Operands:
             low, high = (lane_codes.numbers(word, self.codes, self.dtype, zero) for word, zero in zip(two, zeros, strict=True))
             found += [[low[n], high[n], low[n + 1], high[n + 1]] for n in range(0, len(low), 2)]
         return found
+
+    def words(self, ring_s, start, step: int) -> list[lanes.Scalar]:
+        """This lane's words of rows g and g + 8 of a step: of its first 16 bytes, and of the others."""
+        at = start + lane_copies.swizzled(lanes.lane() & 15, (lanes.lane() >> 4) + 2 * step, self.row_bytes)
+        return lane_pairs.load_matrices(ring_s, at)
 
     def tokens(self, ring_s, start, row) -> list[lanes.Scalar]:
         """Two words for each matrix instruction of a chunk: of row `row` of the rows of 16-bit numbers from word `start` on. Lanes of one
