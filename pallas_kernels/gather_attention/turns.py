@@ -26,8 +26,9 @@ MOST_STAGES = 3
 """Turns that a warp has in flight, if shared memory has room."""
 ALIGNED = 256
 """Words: arrays in shared memory begin at multiples of it."""
-LEFT = 5 << 8
-"""Words of a CTA's shared memory that `lanes.shared_words` does not count, on each GPU."""
+LEFT = 4 << 8
+"""Words of a CTA's shared memory that `lanes.shared_words` does not count, on each GPU, but for 1 KB: a launch whose arrays take all that
+there is fails."""
 MOST_PACKED_STAGES = 5
 """The same over packed pages, whose turns have fewer bytes, if registers have room for their places."""
 

@@ -79,8 +79,10 @@ def multiply_add_pairs(a: lanes.Scalar, b: lanes.Scalar, c: lanes.Scalar, dtype:
     return lanes.ptx(f"fma.rn.{kind} $0, $1, $2, $3;", a, b, c, result="i32")
 
 
-def permuted(a: lanes.Scalar, b: lanes.Scalar, order: int) -> lanes.Scalar:
+def permuted(a: lanes.Scalar, b: lanes.Scalar, order: int | lanes.Scalar) -> lanes.Scalar:
     """Four bytes of two words, the lowest first. order: four digits of 16, the lowest for the lowest byte; 0 to 3: a's, 4 to 7: b's."""
+    if isinstance(order, lanes.Scalar):
+        return lanes.ptx("prmt.b32 $0, $1, $2, $3;", a, b, order, result="i32")
     return lanes.ptx(f"prmt.b32 $0, $1, $2, {order:#06x};", a, b, result="i32")
 
 

@@ -3,10 +3,11 @@
 To make numbers of the codes would take more instructions than all else. A token is much smaller than the rows of a matrix. So a warp makes
 integers of the inputs of each chunk of a token: multiples of 2^-20 of the power of two at or below the largest one. They have 22 bits with
 their sign, so numbers of bfloat16 keep all of theirs down to 2^-13 of the largest. An integer is d0 * 2^16 + d1 * 2^8 + d2, with digits of
-8 bits with their sign. Products of codes and digits add up in int32, exactly; sums of each chunk and digit are scaled, and added up in
-float32; the three sums of a token are added at the end of a tile. So a token's result depends on no other token.
+8 bits with their sign. Products of codes and digits add up in int32, exactly. For each chunk, the sums of d0, and those of d1 * 2^8 + d2,
+become float32, are scaled, and are added up; both are put together at the end of a tile. So a token's result depends on no other token.
 
-The digits of a chunk lie in shared memory, where every lane finds those of its columns of the other operand side by side.
+Every lane makes the digits that it multiplies. Columns of the other operand are, for one or two tokens, their digits side by side. For more
+tokens each column is a token, and each digit has a matrix of its own.
 """
 
 from __future__ import annotations
@@ -18,17 +19,15 @@ from pallas_kernels.hopper.lanes import Scalar
 
 DIGITS = 3
 
-UNITS = 16
-"""Words of weights in a row of a chunk."""
+PARTS = 2
+"""Sums of a token: of its first digits, and of the others."""
 
 MAGIC = 1.5 * 2**23 + 0x8080
-"""A float32 whose neighbours are 1 apart, and whose last 16 bits are half of what they hold: added to an integer of 22 bits, it leaves the
-digits in its lowest bytes, each but for a constant."""
+"""A float32 whose neighbours are 1 apart: added to an integer of 22 bits, it leaves the digits in the lowest three bytes, each but for a
+constant."""
 
-NEAR = 4
-"""For up to so many tokens the digits of a token are columns side by side. For more, they are the same column of three matrices."""
-
-_SIGNS = -0x7F7F7F80  # 0x80808080
+_HALF, _FIRST = -0x7F7F7F80, 0x40404040
+"""0x80 in each byte, which all digits have too much, and what the first one lacks before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,98 +44,54 @@ class Digits:
         return 1 if self.codes == "int8" else 2
 
     @property
-    def plane(self) -> int:
-        """Words of a digit of a token's chunk."""
-        return UNITS * self.per_unit
-
-    @property
     def side_by_side(self) -> bool:
-        """Whether a matrix of 8 columns has two tokens: their digits, and a column of no use after each three."""
-        return self.tokens <= NEAR
+        """Whether the digits of a token are columns side by side: d1, d2, d0, and one of zeros."""
+        return self.tokens <= 2
 
     @property
     def column_tiles(self) -> int:
-        """Matrices of 8 columns."""
-        return -(-self.tokens // 2) if self.side_by_side else DIGITS * -(-self.tokens // 8)
+        """Matrices of 8 columns of the other operand."""
+        return 1 if self.side_by_side else DIGITS * -(-self.tokens // 8)
 
     @property
-    def held(self) -> int:
-        """Tokens whose digits are in shared memory at a time."""
-        return min(self.tokens, 8)
+    def sums(self) -> int:
+        """Sums of a lane for 16 rows of weights, float32."""
+        return 2 if self.side_by_side else 4 * PARTS * -(-self.tokens // 8)
 
-    @property
-    def warp_words(self) -> int:
-        """Words of shared memory for a warp: the digits of a chunk, and what an integer of 1 stands for, of each token."""
-        return self.held * DIGITS * self.plane + -(-self.held // 4) * 4
-
-    def operands(self, digits_s, start: Scalar, load) -> tuple[list[list[Scalar]], list[list[Scalar]]]:
-        """Of each matrix of columns: this lane's words of the other operand, by unit t, t + 4, ...; and what an integer of 1 stands for in
-        its two columns of the sums. start: the first of the warp's `warp_words`. load: (token, unit, words) -> so many words of two inputs
-        of a chunk, as they are multiplied."""
+    def operands(self, load) -> tuple[list[list[Scalar]], list[list[Scalar]]]:
+        """Of each matrix of columns: this lane's words of the other operand, by units t, t + 4, ... of 4 bytes of weights; and, for each 8
+        tokens, what an integer of 1 stands for in this lane's columns of the sums. load: (token, unit, words) -> so many words of two
+        inputs of a chunk, as they are multiplied. Whole warps call this."""
+        g, t = lanes.lane() >> 2, lanes.lane() & 3
         words, ones = [], []
-        for first in range(0, self.tokens, self.held):
-            count = min(self.held, self.tokens - first)
-            lanes.warp_barrier()  # the digits before were read
-            self._store(digits_s, start, lambda token, *place, first=first: load(token + first, *place), count)
-            lanes.warp_barrier()
-            for tile in range(self.column_tiles if self.side_by_side else DIGITS):
-                for found, of_tile in zip((words, ones), self._load(digits_s, start, tile, count), strict=True):
-                    found.append(of_tile)
+        for first in range(0, self.tokens, 8):
+            token = lanes.minimum((g >> 2 if self.side_by_side else g) + first, self.tokens - 1)
+            inputs = [[x for w in load(token, t + n, 2 * self.per_unit) for x in lane_pairs.unpack(w, self.dtype)] for n in (0, 4, 8, 12)]
+            scale, one = self._scales([x for of_unit in inputs for x in of_unit])
+            # Of int4, weights of even columns are multiplied together, and those of odd ones.
+            fours = [x[n :: self.per_unit] for x in inputs for n in range(self.per_unit)]
+            integers = [[lanes.bits(lanes.fma(x, scale, MAGIC)) for x in four] for four in fours]
+            if self.side_by_side:
+                words.append(_chosen(integers, g & 3))
+                ones.append([one if self.tokens == 1 else lanes.bits(lanes.shuffle(lanes.bits(one), (t >> 1) * 16))])
+                continue
+            words += [[_of_digit(four, digit) for four in integers] for digit in range(DIGITS)]
+            ones.append([lanes.bits(lanes.shuffle(lanes.bits(one), t * 8 + 4 * n)) for n in range(2)])
         return words, ones
 
-    def _store(self, digits_s, start: Scalar, load, count: int) -> None:
-        """Write the digits of `count` tokens."""
-        lanes_each = next(n for n in (16, 8, 4) if count * n <= 32)
-        token, own = lanes.lane() // lanes_each, lanes.lane() % lanes_each
-        there = token < count
-        token = lanes.minimum(token, count - 1)
-        units = [own + n for n in range(0, UNITS, lanes_each)]
-        inputs = [[x for word in load(token, unit, 2 * self.per_unit) for x in lane_pairs.unpack(word, self.dtype)] for unit in units]
-        scale, one = self._scales([x for of_unit in inputs for x in of_unit], lanes_each)
-        with lanes.when(there):
-            at = start + token * (DIGITS * self.plane)
-            for unit, of_unit in zip(units, inputs, strict=True):
-                # Of int4, weights of even columns are multiplied together, and those of odd ones.
-                groups = [[lanes.bits(lanes.fma(x, scale, MAGIC)) for x in of_unit[n :: self.per_unit]] for n in range(self.per_unit)]
-                for digit in range(DIGITS):
-                    words = [_of_digit(group, digit) for group in groups]
-                    lanes.store_shared(digits_s, at + self._place(digit, unit), *words)
-            with lanes.when(own == 0):
-                lanes.store_shared(digits_s, start + self.held * (DIGITS * self.plane) + token, one)
-
-    def _place(self, digit: int, unit: Scalar) -> Scalar:
-        """Word of a unit's digits in those of its token: lane (g, t) reads units t, t + 4, t + 8, t + 12."""
-        return ((unit & 3) * 4 + (unit >> 2)) * self.per_unit + digit * self.plane
-
-    def _scales(self, inputs: list[Scalar], lanes_each: int) -> tuple[Scalar, Scalar]:
-        """What makes integers of these inputs and those of the lanes beside, and what an integer of 1 stands for; NaN if one is not
-        finite."""
+    def _scales(self, inputs: list[Scalar]) -> tuple[Scalar, Scalar]:
+        """What makes integers of the inputs of this lane and of the three beside it, and what an integer of 1 stands for; NaN if one of
+        them is not finite."""
         largest = None
         for x in inputs:
             size = lanes.bits(x) & 0x7FFFFFFF
             largest = size if largest is None else lanes.maximum(largest, size)
-        for distance in (8, 4, 2, 1):
-            if distance < lanes_each:
-                largest = lanes.maximum(largest, lanes.shuffle_xor(largest, distance))
+        for distance in (2, 1):
+            largest = lanes.maximum(largest, lanes.shuffle_xor(largest, distance))
         exponent = largest >> 23
         finite = exponent < 255
         exponent = lanes.maximum(exponent, 21)  # below, numbers are 0
         return lanes.bits((274 - exponent) << 23), lanes.where(finite, lanes.bits((exponent - 20) << 23), float("nan"))
-
-    def _load(self, digits_s, start: Scalar, tile: int, count: int) -> tuple[list[Scalar], list[Scalar]]:
-        """`operands` of a matrix of columns."""
-        g, t = lanes.lane() >> 2, lanes.lane() & 3
-        if self.side_by_side:
-            token, digit = (g >> 2) + 2 * tile, lanes.minimum(g & 3, DIGITS - 1)
-            of_sums = [(t >> 1) + 2 * tile] * 2
-        else:
-            token, digit = g, tile
-            of_sums = [t * 2 + n for n in range(2)]
-        token = lanes.minimum(token, count - 1)
-        at = start + token * (DIGITS * self.plane) + digit * self.plane + t * (4 * self.per_unit)
-        words = [x for n in range(self.per_unit) for x in lanes.load_shared(digits_s, at + 4 * n, count=4)]
-        first = start + self.held * (DIGITS * self.plane)
-        return words, [lanes.load_shared(digits_s, first + lanes.minimum(x, count - 1), "f32")[0] for x in of_sums]
 
     def products(self, weights: list[Scalar], step: int, words: list[Scalar], sums: list[Scalar]) -> list[Scalar]:
         """Integer sums of 16 rows and 8 columns, and the products of step `step` of a chunk. weights: by `load_matrices`, words of rows
@@ -145,41 +100,71 @@ class Digits:
             return lane_pairs.mma_int8(sums, weights, words[2 * step :][:2])
         for n in range(2):
             low, high = weights[2 * n :][:2]
-            even = [_nibbles(word << 4) for word in (low, high)]
-            odd = [_nibbles(word) for word in (low, high)]
+            even = [_upper_codes(word << 4) for word in (low, high)]
+            odd = [_upper_codes(word) for word in (low, high)]
             sums = lane_pairs.mma_int8(sums, even + odd, words[2 * (2 * step + n) :][:2])
         return sums
 
-    def of_tokens(self, tiles: list[list[Scalar]]) -> list[tuple[Scalar | int, list[list[Scalar]], Scalar | None]]:
-        """The sums of tokens from those of their digits. tiles: of each matrix of columns, four sums of a lane. Of each result: the first
-        of its tokens, the sums of one or two tokens in rows g and g + 8, and which lanes have it; None: all. Whole warps call this."""
-        powers = [2.0 ** (8 * n - (0 if self.codes == "int8" else 4)) for n in (2, 1, 0)]  # codes of int4 are multiplied by 16
-        t, found = lanes.lane() & 3, []
-        if not self.side_by_side:
-            for n in range(0, self.column_tiles, DIGITS):
-                sums = [_joined(x, powers) for x in zip(*tiles[n : n + DIGITS], strict=True)]
-                found.append((t * 2 + n // DIGITS * 8, [sums[:2], sums[2:]], None))
-            return found
-        for n, four in enumerate(tiles):
-            last = [lanes.shuffle_xor(four[i], 1) for i in (0, 2)]
-            sums = [[_joined((four[2 * i], four[2 * i + 1], last[i]), powers)] for i in range(2)]
-            found.append(((t >> 1) + 2 * n, sums, (t & 1) == 0))
+    def added(self, before: list[Scalar], tiles: list[list[Scalar]], ones: list[list[Scalar]], scales: list[Scalar] | None) -> list[Scalar]:
+        """The `sums` after a chunk. tiles: integer sums of each matrix of columns. scales: of the chunk's weights in rows g and g + 8;
+        None: of whole rows."""
+        found = []
+        for n, of_eight in enumerate(ones):
+            for row in range(2):
+                of_columns = [tile[2 * row :][:2] for tile in tiles[DIGITS * n :][:DIGITS]]
+                own = of_eight if scales is None else [one * scales[row] for one in of_eight]
+                if self.side_by_side:
+                    (first, second), (one,) = of_columns[0], own
+                    odd = (lanes.lane() & 1) != 0
+                    parts = [(first * lanes.where(odd, lanes.i32(1), 256) + second, one)]
+                else:
+                    first, second, third = of_columns
+                    parts = [(x, one) for x, one in zip(first, own, strict=True)]
+                    parts += [(x * 256 + y, one) for x, y, one in zip(second, third, own, strict=True)]
+                for x, one in parts:
+                    found.append(lanes.fma(lanes.number(x), one, before[len(found)]))
         return found
 
+    def of_tokens(self, sums: list[Scalar]) -> list[tuple[Scalar, list[list[Scalar]], Scalar | None]]:
+        """Results from the `sums` of all chunks: the first of their tokens, one or two of them in rows g and g + 8, and which lanes have
+        them; None: all. Whole warps call this."""
+        t = lanes.lane() & 3
+        if self.side_by_side:
+            return [(t >> 1, [[self._joined(lanes.shuffle_xor(x, 1), x)] for x in sums], (t & 1) == 0)]
+        rows = [sums[n : n + 2 * PARTS] for n in range(0, len(sums), 2 * PARTS)]
+        joined = [[self._joined(row[n], row[2 + n]) for n in range(2)] for row in rows]
+        return [(t * 2 + 8 * n, joined[2 * n :][:2], None) for n in range(len(joined) // 2)]
 
-def _joined(digits, powers: list[float]) -> Scalar:
-    first, second, third = digits
-    return lanes.fma(first, lanes.f32(powers[0]), lanes.fma(second, lanes.f32(powers[1]), third * powers[2]))
+    def _joined(self, first: Scalar, others: Scalar) -> Scalar:
+        less = 1 if self.codes == "int8" else 2.0**-4  # codes of int4 are multiplied by 16
+        return lanes.fma(first, lanes.f32(2.0**16 * less), others * less)
 
 
-def _of_digit(integers: list[Scalar], digit: int) -> Scalar:
-    """A digit of four integers, a byte each."""
+def _bytes_of(four: list[Scalar], order) -> Scalar:
+    """A byte of each of four integers. order: as `permuted` takes it, for two of them."""
+    return lane_pairs.permuted(*(lane_pairs.permuted(a, b, order) for a, b in (four[:2], four[2:])), 0x5410)
+
+
+def _of_digit(four: list[Scalar], digit: int) -> Scalar:
+    """A digit of four integers."""
     place = DIGITS - 1 - digit
-    pairs = [lane_pairs.permuted(a, b, place | (place + 4) << 4) for a, b in (integers[:2], integers[2:])]
-    word = lane_pairs.permuted(*pairs, 0x5410)
-    return (word + 0x40404040 if digit == 0 else word) ^ _SIGNS
+    word = _bytes_of(four, place | (place + 4) << 4)
+    return (word + _FIRST if digit == 0 else word) ^ _HALF
 
 
-def _nibbles(word: Scalar) -> Scalar:
-    """16 times the codes in the upper halves of four bytes, less 8."""
-    return lanes.ptx("lop3.b32 $0, $1, $2, $3, 0x28;", word, _SIGNS, -0x0F0F0F10, result="i32")
+def _chosen(fours: list[list[Scalar]], column: Scalar) -> list[Scalar]:
+    """The digit of column 0 to 3 of each four integers: d1, d2, d0, or zeros."""
+    place = lanes.where(column == 2, lanes.i32(2), 1 - column)
+    order = lanes.where(column == 3, lanes.i32(0), place * 0x11 + 0x40)
+    more, kept = lanes.where(column == 2, lanes.i32(_FIRST), 0), lanes.where(column == 3, lanes.i32(0), -1)
+    return [_different_and(_bytes_of(four, order) + more, _HALF, kept) for four in fours]
+
+
+def _upper_codes(word: Scalar) -> Scalar:
+    """16 times what the codes in the upper halves of four bytes stand for."""
+    return _different_and(word, _HALF, -0x0F0F0F10)
+
+
+def _different_and(x: Scalar, y: int, mask: Scalar | int) -> Scalar:
+    """(x ^ y) & mask, by one instruction."""
+    return lanes.ptx("lop3.b32 $0, $1, $2, $3, 0x28;", x, y, mask, result="i32")

@@ -153,7 +153,7 @@ class _Tiles:
 
     def run(self) -> None:
         s = self.s
-        acc = [lanes.f32(0.0)] * (s.rows // 16 * s.column_tiles * 4)
+        acc = [lanes.f32(0.0)] * (s.rows // 16 * s.sums)
 
         def meanwhile():
             if s.format and not s.in_blocks:
@@ -271,17 +271,16 @@ class _Tiles:
     def _consume(self, n, place, *acc):
         s = self.s
         scales, zeros = place[: -(-s.rows // 32)], place[-(-s.rows // 32) :]
-        sums = [list(acc[4 * m : 4 * m + 4]) for m in range(len(acc) // 4)]
-        sums = self._add_digits(n, scales, sums) if s.digits else self._add_numbers(n, scales, zeros, sums)
-        acc = [x for four in sums for x in four]
+        acc = self._add_digits(n, scales, acc) if s.digits else self._add_numbers(n, scales, zeros, acc)
         last = n % s.turns == s.turns - 1
         with lanes.when(last):
             self._finish(n // s.turns, acc)
         return [lanes.where(last, 0.0, x) for x in acc]
 
-    def _add_numbers(self, n, scales, zeros, before) -> list:
+    def _add_numbers(self, n, scales, zeros, acc) -> list:
         """The sums after chunk number `n`, from those before, by products of numbers."""
         s, ring_s, slot = self.s, self.scratch["ring_s"], self._slot(n)
+        before = [list(acc[4 * at : 4 * at + 4]) for at in range(len(acc) // 4)]
         tokens = self._tokens(ring_s, slot + s.rows * s.row_words)
         sums = [[lanes.f32(0.0)] * 4 for _ in before] if s.in_blocks else before
         for step in range(s.operands.steps):
@@ -291,31 +290,25 @@ class _Tiles:
                 for number, words in enumerate(operands, step * s.operands.mmas):
                     for at, of_tokens in enumerate(tokens, m * len(tokens)):
                         sums[at] = lane_pairs.mma(sums[at], words, of_tokens[2 * number :][:2], s.dtype)
-        if not s.in_blocks:
-            return sums
-        for m in range(s.rows // 16):
+        for m in range(s.rows // 16 if s.in_blocks else 0):
             low, high = map(lanes.bits, self._of_rows(scales, m))
             for at in range(m * len(tokens), (m + 1) * len(tokens)):
                 scaled = zip(sums[at], (low, low, high, high), before[at], strict=True)
                 sums[at] = [lanes.fma(x, scale, y) for x, scale, y in scaled]
-        return sums
+        return [x for four in sums for x in four]
 
-    def _add_digits(self, n, scales, before) -> list:
+    def _add_digits(self, n, scales, acc) -> list:
         """The same by products of codes and digits."""
-        s, ring_s, slot, digits_s = self.s, self.scratch["ring_s"], self._slot(n), self.scratch["digits_s"]
-        start, tiles = lanes.warp() * s.digits.warp_words, s.column_tiles
-        words, ones = s.digits.operands(digits_s, start, functools.partial(self._of_unit, ring_s, slot + s.rows * s.row_words))
+        s, ring_s, slot = self.s, self.scratch["ring_s"], self._slot(n)
+        words, ones = s.digits.operands(functools.partial(self._of_unit, ring_s, slot + s.rows * s.row_words))
         sums = []
         for m in range(s.rows // 16):
-            found = [[lanes.i32(0)] * 4 for _ in range(tiles)]
+            found = [[lanes.i32(0)] * 4 for _ in words]
             for step in range(s.operands.steps):
                 weights = s.operands.words(ring_s, slot + m * 16 * s.row_words, step)
                 found = [s.digits.products(weights, step, *both) for both in zip(words, found, strict=True)]
             of_rows = list(map(lanes.bits, self._of_rows(scales, m))) if s.in_blocks else None
-            for column, integers in enumerate(found):
-                one = [x if of_rows is None else x * scale for scale in (of_rows or (1, 1)) for x in ones[column]]
-                scaled = zip(integers, one, before[m * tiles + column], strict=True)
-                sums.append([lanes.fma(lanes.number(x), scale, y) for x, scale, y in scaled])
+            sums += s.digits.added(acc[m * s.sums :][: s.sums], found, ones, of_rows)
         return sums
 
     def _of_unit(self, ring_s, start, token, unit, count: int) -> list:
@@ -376,8 +369,8 @@ class _Tiles:
         buffer = tile % 2 * s.sums_words
         sums_s = self.scratch["sums_s"]
         for m in range(s.rows // 16):
-            tiles = [acc[4 * at :][:4] for at in range(m * s.column_tiles, (m + 1) * s.column_tiles)]
-            for token, halves, own in s.digits.of_tokens(tiles) if s.digits else _of_tokens(tiles):
+            sums = acc[m * s.sums :][: s.sums]
+            for token, halves, own in s.digits.of_tokens(sums) if s.digits else _of_tokens(sums):
                 there = token < s.tokens if own is None else own & (token < s.tokens)
                 with lanes.when(there):
                     for half, values in enumerate(halves):
@@ -475,9 +468,10 @@ class _Tiles:
             lanes.store_global(ref, at // 2, lane_pairs.pack(*two, s.dtype))
 
 
-def _of_tokens(tiles):
+def _of_tokens(sums):
     """As `Digits.of_tokens`, where columns are tokens."""
-    return [((lanes.lane() & 3) * 2 + 8 * column, [four[:2], four[2:]], None) for column, four in enumerate(tiles)]
+    t = lanes.lane() & 3
+    return [(t * 2 + 2 * n, [sums[n : n + 2], sums[n + 2 : n + 4]], None) for n in range(0, len(sums), 4)]
 
 
 def _add(a, b):

@@ -14,9 +14,8 @@ MOST_ROWS_PACKED = (96, 64, *MOST_ROWS)
 """Most rows of weights in a tile: the first that leaves room for two chunks per warp. In tall tiles tokens are copied less often, and of
 packed weights they would be a large part of the bytes."""
 
-MOST_SUMS = 18
-"""Matrices of sums, of 16 rows and 8 columns, that a warp holds, at most: each takes 4 registers of a thread, and as many while a chunk is
-multiplied."""
+MOST_SUMS = 72
+"""Sums that a lane holds, at most: registers of a thread."""
 
 MOST_DEPTH = 8
 """Most chunks in flight per warp; more are not faster."""
@@ -69,8 +68,13 @@ class Shape:
 
     @property
     def column_tiles(self) -> int:
-        """Matrices of 8 columns of the matrix instructions."""
-        return self.digits.column_tiles if self.digits else -(-self.tokens // 8)
+        """Matrices of 8 tokens, the columns of the matrix instructions, if these are numbers."""
+        return -(-self.tokens // 8)
+
+    @property
+    def sums(self) -> int:
+        """Sums of a lane for 16 rows of weights."""
+        return self.digits.sums if self.digits else 4 * self.column_tiles
 
     @property
     def sum_columns(self) -> int:
@@ -148,10 +152,9 @@ class Shape:
         return self.warps * self.rows * self.sum_columns
 
     def scratch_words(self) -> dict[str, int]:
-        """Words of shared memory: the ring, the sums of two tiles, the sums of squares of all warps, the digits of a chunk of each, and
-        what the other CTA of the team adds to two tiles."""
+        """Words of shared memory: the ring, the sums of two tiles, the sums of squares of all warps, and what the other CTA of the team
+        adds to two tiles."""
         words = {"ring_s": self.warps * self.depth * self.slot_words, "sums_s": 2 * self.sums_words, "squares_s": self.warps * self.tokens}
-        words |= {"digits_s": self.warps * self.digits.warp_words} if self.digits else {}
         return words | ({"others_s": 2 * self.rows * self.sum_columns} if self.split > 1 else {})
 
     def fitted(self) -> Shape:
@@ -163,7 +166,7 @@ class Shape:
         shared = self.format and self.per_team * self.parts <= SHORT_ROWS and chunks >= LONG_CHUNKS * self.warps and self.ctas % 2 == 0
         for most_rows in MOST_ROWS_PACKED if self.format else MOST_ROWS:
             s = dataclasses.replace(self, most_rows=most_rows, depth=1, split=2 if shared else 1)
-            if s.rows // 16 * s.column_tiles > MOST_SUMS and most_rows > MOST_ROWS[-1]:
+            if s.rows // 16 * s.sums > MOST_SUMS and most_rows > MOST_ROWS[-1]:
                 continue
             rest = lanes.shared_words() - sum((s.scratch_words() | {"ring_s": 0}).values())
             s = dataclasses.replace(s, depth=min(MOST_DEPTH, rest // (s.warps * s.slot_words)))

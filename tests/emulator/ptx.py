@@ -148,14 +148,19 @@ def _logic(machine, a, b, c, table):
     return value(found, a, b, c)
 
 
-@code(r"prmt\.b32 \$0, \$1, \$2, 0x(?P<order>[0-7]{4});")
-def _permute(machine, a, b, order):
-    """Digit n, the lowest first, says which byte of (a, b) is byte n."""
+@code(r"prmt\.b32 \$0, \$1, \$2, (?P<order>0x[0-7]{4}|\$3);")
+def _permute(machine, a, b, *lanes_order, order):
+    """Digit n, the lowest first, says which byte of (a, b) is byte n. Lanes may have an order each."""
     words = [_unsigned(np.asarray(x.data)) for x in (a, b)]
+    digits = _unsigned(np.asarray(lanes_order[0].data)) if lanes_order else np.uint32(int(order, 16))
+    if (digits & 0x8888).any():
+        raise TypeError("an order with the sign of a byte")
     found = np.uint32(0)
-    for n, digit in enumerate(map(int, reversed(order))):
-        found = found | (words[digit // 4] >> np.uint32(8 * (digit % 4)) & np.uint32(255)) << np.uint32(8 * n)
-    return value(found, a, b)
+    for n in range(4):
+        digit = digits >> np.uint32(4 * n) & np.uint32(7)
+        chosen = np.where(digit < 4, *words) >> (digit % np.uint32(4) * np.uint32(8)) & np.uint32(255)
+        found = found | chosen << np.uint32(8 * n)
+    return value(found, a, b, *lanes_order)
 
 
 _HALF = {"bf16x2": ml_dtypes.bfloat16, "f16x2": np.float16}

@@ -314,11 +314,11 @@ def test_what_it_cannot_do_is_refused_by_name_and_passed_by(on_hopper, picked, c
 
 @pytest.mark.parametrize("capability", ["9.0", "12.0"])
 def test_what_is_taken_fits_into_shared_memory(monkeypatch, capability):
-    """Each array begins at a multiple of 1,024 bytes, and the rings of keys have room for a turn of index rows: with a shortlist and
-    without."""
+    """Each array begins at a multiple of 1,024 bytes, Mosaic needs some bytes of its own, and the rings of keys have room for a turn of
+    index rows: with a shortlist and without."""
     monkeypatch.setattr("pallas_kernels.dispatch._compute_capability", lambda: capability)
-    room, taken = {"9.0": 227, "12.0": 99}[capability] << 10, 0
-    forms = ("int8", "int4 per 32", "q8_0 keys, q4_0 values", "int8 per channel")
+    room, taken = {"9.0": 226, "12.0": 98}[capability] << 10, 0
+    forms = ("int8", "int4 per 32", "q8_0 keys, q4_0 values", "int8 per channel", (PageFormat("q8_0", read_as="bfloat16"),) * 2)
     sizes = itertools.product(forms, (64, 128, 256), (1, 8, 64), ((128, 128), (64, 128)), ((32, 4), (128, 16)), (None, "keys4", "none"))
     for number, (form, head_dim, batch, (block_size, page_size), (shortlist, budget), codes_kind) in enumerate(sizes):
         fields = {"heads": (28, 4), "head_dim": head_dim, "batch": batch, "page_size": page_size, "block_size": block_size}
