@@ -59,6 +59,11 @@ def subtract_pairs(a: lanes.Scalar, b: lanes.Scalar, dtype: str) -> lanes.Scalar
     return lanes.ptx(f"sub.rn.{kind} $0, $1, $2;", a, b, result="i32")
 
 
+def larger_pairs(a: lanes.Scalar, b: lanes.Scalar) -> lanes.Scalar:
+    """The larger of each 16 bits of two words, read as integers without a sign: of numbers that are not negative, the larger ones."""
+    return lanes.ptx("max.u16x2 $0, $1, $2;", a, b, result="i32")
+
+
 def of_e4m3(word: lanes.Scalar) -> tuple[lanes.Scalar, lanes.Scalar]:
     """Four float8_e4m3fn as pairs of bfloat16: those of bytes 0 and 2, and of bytes 1 and 3."""
     order = "prmt.b32 w, $2, 0, 0x3120; mov.b32 {l, h}, w;"

@@ -7,17 +7,21 @@ their sign, so numbers of bfloat16 keep all of theirs down to 2^-13 of the large
 become float32, are scaled, and are added up; both are put together at the end of a tile. So a token's result depends on no other token.
 
 Every lane makes the digits that it multiplies. Columns of the other operand are, for one or two tokens, their digits side by side. For more
-tokens each column is a token, and each digit has a matrix of its own.
+tokens each column is a token, and each digit has a matrix of its own: with more than `MOST` of them, digits cost more than they save.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from pallas_kernels.hopper import lane_pairs, lanes
 from pallas_kernels.hopper.lanes import Scalar
 
 DIGITS = 3
+
+MOST = 8
+"""Most tokens."""
 
 PARTS = 2
 """Sums of a token: of its first digits, and of the others."""
@@ -49,46 +53,38 @@ class Digits:
         return self.tokens <= 2
 
     @property
-    def column_tiles(self) -> int:
-        """Matrices of 8 columns of the other operand."""
-        return 1 if self.side_by_side else DIGITS * -(-self.tokens // 8)
-
-    @property
     def sums(self) -> int:
         """Sums of a lane for 16 rows of weights, float32."""
-        return 2 if self.side_by_side else 4 * PARTS * -(-self.tokens // 8)
+        return 2 if self.side_by_side else 8
 
-    def operands(self, load) -> tuple[list[list[Scalar]], list[list[Scalar]]]:
-        """Of each matrix of columns: this lane's words of the other operand, by units t, t + 4, ... of 4 bytes of weights; and, for each 8
-        tokens, what an integer of 1 stands for in this lane's columns of the sums. load: (token, unit, words) -> so many words of two
-        inputs of a chunk, as they are multiplied. Whole warps call this."""
+    def operands(self, load) -> tuple[list[list[Scalar]], list[Scalar]]:
+        """Of each matrix of columns: this lane's words of the other operand, by units t, t + 4, ... of 4 bytes of weights. And what an
+        integer of 1 stands for in this lane's columns of the sums, or in both. load: (token, unit, words) -> so many words of two inputs of
+        a chunk, as they are multiplied. Whole warps call this."""
         g, t = lanes.lane() >> 2, lanes.lane() & 3
-        words, ones = [], []
-        for first in range(0, self.tokens, 8):
-            token = lanes.minimum((g >> 2 if self.side_by_side else g) + first, self.tokens - 1)
-            inputs = [[x for w in load(token, t + n, 2 * self.per_unit) for x in lane_pairs.unpack(w, self.dtype)] for n in (0, 4, 8, 12)]
-            scale, one = self._scales([x for of_unit in inputs for x in of_unit])
+        token = lanes.minimum(g >> 2 if self.side_by_side else g, self.tokens - 1)
+        units = [load(token, t + n, 2 * self.per_unit) for n in (0, 4, 8, 12)]
+        scale, one = self._scales([word for words in units for word in words])
+        fours = []
+        for words in units:
+            inputs = [lanes.bits(lanes.fma(x, scale, MAGIC)) for word in words for x in lane_pairs.unpack(word, self.dtype)]
             # Of int4, weights of even columns are multiplied together, and those of odd ones.
-            fours = [x[n :: self.per_unit] for x in inputs for n in range(self.per_unit)]
-            integers = [[lanes.bits(lanes.fma(x, scale, MAGIC)) for x in four] for four in fours]
-            if self.side_by_side:
-                words.append(_chosen(integers, g & 3))
-                ones.append([one if self.tokens == 1 else lanes.bits(lanes.shuffle(lanes.bits(one), (t >> 1) * 16))])
-                continue
-            words += [[_of_digit(four, digit) for four in integers] for digit in range(DIGITS)]
-            ones.append([lanes.bits(lanes.shuffle(lanes.bits(one), t * 8 + 4 * n)) for n in range(2)])
-        return words, ones
+            fours += [inputs[n :: self.per_unit] for n in range(self.per_unit)]
+        if not self.side_by_side:
+            ones = [lanes.bits(lanes.shuffle(lanes.bits(one), t * 8 + 4 * n)) for n in range(2)]
+            return [[_of_digit(four, digit) for four in fours] for digit in range(DIGITS)], ones
+        if self.tokens > 1:
+            one = lanes.bits(lanes.shuffle(lanes.bits(one), (t >> 1) * 16))
+        return [_chosen(fours, g & 3)], [one]
 
-    def _scales(self, inputs: list[Scalar]) -> tuple[Scalar, Scalar]:
+    def _scales(self, words: list[Scalar]) -> tuple[Scalar, Scalar]:
         """What makes integers of the inputs of this lane and of the three beside it, and what an integer of 1 stands for; NaN if one of
-        them is not finite."""
-        largest = None
-        for x in inputs:
-            size = lanes.bits(x) & 0x7FFFFFFF
-            largest = size if largest is None else lanes.maximum(largest, size)
+        them is not finite. words: of two inputs."""
+        largest = functools.reduce(lane_pairs.larger_pairs, [word & 0x7FFF7FFF for word in words])
         for distance in (2, 1):
-            largest = lanes.maximum(largest, lanes.shuffle_xor(largest, distance))
-        exponent = largest >> 23
+            largest = lane_pairs.larger_pairs(largest, lanes.shuffle_xor(largest, distance))
+        first, second = (lanes.bits(x) for x in lane_pairs.unpack(largest, self.dtype))
+        exponent = lanes.maximum(first, second) >> 23
         finite = exponent < 255
         exponent = lanes.maximum(exponent, 21)  # below, numbers are 0
         return lanes.bits((274 - exponent) << 23), lanes.where(finite, lanes.bits((exponent - 20) << 23), float("nan"))
@@ -105,24 +101,20 @@ class Digits:
             sums = lane_pairs.mma_int8(sums, even + odd, words[2 * (2 * step + n) :][:2])
         return sums
 
-    def added(self, before: list[Scalar], tiles: list[list[Scalar]], ones: list[list[Scalar]], scales: list[Scalar] | None) -> list[Scalar]:
+    def added(self, before: list[Scalar], tiles: list[list[Scalar]], ones: list[Scalar], scales: list[Scalar] | None) -> list[Scalar]:
         """The `sums` after a chunk. tiles: integer sums of each matrix of columns. scales: of the chunk's weights in rows g and g + 8;
         None: of whole rows."""
-        found = []
-        for n, of_eight in enumerate(ones):
-            for row in range(2):
-                of_columns = [tile[2 * row :][:2] for tile in tiles[DIGITS * n :][:DIGITS]]
-                own = of_eight if scales is None else [one * scales[row] for one in of_eight]
-                if self.side_by_side:
-                    (first, second), (one,) = of_columns[0], own
-                    odd = (lanes.lane() & 1) != 0
-                    parts = [(first * lanes.where(odd, lanes.i32(1), 256) + second, one)]
-                else:
-                    first, second, third = of_columns
-                    parts = [(x, one) for x, one in zip(first, own, strict=True)]
-                    parts += [(x * 256 + y, one) for x, y, one in zip(second, third, own, strict=True)]
-                for x, one in parts:
-                    found.append(lanes.fma(lanes.number(x), one, before[len(found)]))
+        odd, found = (lanes.lane() & 1) != 0, []
+        for row in range(2):
+            columns = [tile[2 * row :][:2] for tile in tiles]
+            own = ones if scales is None else [one * scales[row] for one in ones]
+            if self.side_by_side:
+                first, second = columns[0]
+                integers = [first * lanes.where(odd, lanes.i32(1), 256) + second]
+            else:
+                integers = columns[0] + [x * 256 + y for x, y in zip(*columns[1:], strict=True)]
+            for x, one in zip(integers, own * PARTS if len(own) > 1 else own, strict=True):
+                found.append(lanes.fma(lanes.number(x), one, before[len(found)]))
         return found
 
     def of_tokens(self, sums: list[Scalar]) -> list[tuple[Scalar, list[list[Scalar]], Scalar | None]]:
@@ -131,9 +123,7 @@ class Digits:
         t = lanes.lane() & 3
         if self.side_by_side:
             return [(t >> 1, [[self._joined(lanes.shuffle_xor(x, 1), x)] for x in sums], (t & 1) == 0)]
-        rows = [sums[n : n + 2 * PARTS] for n in range(0, len(sums), 2 * PARTS)]
-        joined = [[self._joined(row[n], row[2 + n]) for n in range(2)] for row in rows]
-        return [(t * 2 + 8 * n, joined[2 * n :][:2], None) for n in range(len(joined) // 2)]
+        return [(t * 2, [[self._joined(row[n], row[2 + n]) for n in range(2)] for row in (sums[:4], sums[4:])], None)]
 
     def _joined(self, first: Scalar, others: Scalar) -> Scalar:
         less = 1 if self.codes == "int8" else 2.0**-4  # codes of int4 are multiplied by 16

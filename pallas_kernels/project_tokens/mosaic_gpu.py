@@ -6,10 +6,10 @@ them (`mma.m16n8k16`: weights are the 16 rows, tokens the 8 columns). At the end
 order.
 RMSNorm is split: its weight multiplies the tokens before the product, its scale multiplies the finished sums.
 
-Integer codes without zeros are multiplied as they are, by tokens whose numbers are cut into digits (`digits`). Others stay codes until they
-are in registers (`lane_codes`), where they become numbers of the tokens' dtype, exactly. Scales multiply float32 sums: of whole rows the
-finished ones, of smaller blocks those of a chunk, which lies in one block. The scales of a chunk, and its zeros, are loaded to registers as
-many chunks ahead as the ring holds, a row per lane.
+For up to 8 tokens, integer codes without zeros are multiplied as they are, by tokens that are cut into digits (`digits`). Others stay codes
+until they are in registers (`lane_codes`), where they become numbers of the tokens' dtype, exactly. Scales multiply float32 sums: of whole
+rows the finished ones, of smaller blocks those of a chunk, which lies in one block. The scales of a chunk, and its zeros, are loaded to
+registers as many chunks ahead as the ring holds, a row per lane.
 
 Each CTA copies all tokens, from the cache. Where packed weights have few and long rows, that would be as much as the weights. There two
 CTAs are a team (a cluster): they share rows, and each copies one part of the inputs, of weights and tokens. At the end of a tile each adds
@@ -156,7 +156,7 @@ class _Tiles:
         acc = [lanes.f32(0.0)] * (s.rows // 16 * s.sums)
 
         def meanwhile():
-            if s.format and not s.in_blocks:
+            if s.format and not s.in_blocks and not s.half:  # rows of heads are found by divisions, which take longer than it saves
                 self._prefetch_scales()
             if s.norm_eps is not None:
                 self._add_squares()

@@ -6,6 +6,7 @@ import dataclasses
 
 from pallas_kernels.hopper import clusters, lanes
 from pallas_kernels.matrices import MatrixFormat
+from pallas_kernels.project_tokens import digits
 from pallas_kernels.project_tokens.digits import Digits
 from pallas_kernels.project_tokens.operands import Operands
 
@@ -13,9 +14,6 @@ MOST_ROWS = (48, 32, 16)
 MOST_ROWS_PACKED = (96, 64, *MOST_ROWS)
 """Most rows of weights in a tile: the first that leaves room for two chunks per warp. In tall tiles tokens are copied less often, and of
 packed weights they would be a large part of the bytes."""
-
-MOST_SUMS = 72
-"""Sums that a lane holds, at most: registers of a thread."""
 
 MOST_DEPTH = 8
 """Most chunks in flight per warp; more are not faster."""
@@ -64,7 +62,7 @@ class Shape:
     def digits(self) -> Digits | None:
         """How tokens are multiplied by integer codes; None: by numbers."""
         integers = self.format is not None and self.format.codes in ("int8", "int4") and not self.zeros
-        return Digits(self.format.codes, self.dtype, self.tokens) if integers else None
+        return Digits(self.format.codes, self.dtype, self.tokens) if integers and self.tokens <= digits.MOST else None
 
     @property
     def column_tiles(self) -> int:
@@ -160,14 +158,13 @@ class Shape:
     def fitted(self) -> Shape:
         """The same with tiles and a ring that fit into shared memory, and in teams where tokens would be a large part of what is copied.
 
-        Teams depend on the matrices alone: their sums have another order, and a token's must not depend on how many others there are.
+        Teams depend on the matrices alone: their sums have another order, and a token's must not depend on how many others there are (up to
+        8 of integer codes, whose sums are others than those of numbers).
         """
         found, chunks = None, self.width // self.operands.chunk
         shared = self.format and self.per_team * self.parts <= SHORT_ROWS and chunks >= LONG_CHUNKS * self.warps and self.ctas % 2 == 0
         for most_rows in MOST_ROWS_PACKED if self.format else MOST_ROWS:
             s = dataclasses.replace(self, most_rows=most_rows, depth=1, split=2 if shared else 1)
-            if s.rows // 16 * s.sums > MOST_SUMS and most_rows > MOST_ROWS[-1]:
-                continue
             rest = lanes.shared_words() - sum((s.scratch_words() | {"ring_s": 0}).values())
             s = dataclasses.replace(s, depth=min(MOST_DEPTH, rest // (s.warps * s.slot_words)))
             found = s if s.depth > 0 and not found else found

@@ -189,6 +189,13 @@ def _pairs(machine, a, b, name, kind):
     return value(_join(*map(function, _split(a.data, kind), _split(b.data, kind)), kind), a, b)
 
 
+@code(r"max\.u16x2 \$0, \$1, \$2;")
+def _larger_pairs(machine, a, b):
+    a_words, b_words = (_unsigned(np.asarray(x.data)) for x in (a, b))
+    low, high = (np.maximum(a_words & mask, b_words & mask) for mask in (np.uint32(0xFFFF), np.uint32(0xFFFF0000)))
+    return value(low | high, a, b)
+
+
 @code(r"fma\.rn\.(?P<kind>bf16x2|f16x2) \$0, \$1, \$2, \$3;")
 def _multiply_add_pairs(machine, a, b, c, kind):
     low, high = (x.astype(np.float64) * y + z for x, y, z in zip(*(_split(x.data, kind) for x in (a, b, c)), strict=True))

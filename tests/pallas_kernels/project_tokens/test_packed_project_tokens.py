@@ -20,7 +20,7 @@ from quick_cases import one_in, rest_long
 from pallas_kernels import dispatch
 from pallas_kernels.hopper import lane_codes, lane_copies, lane_pairs, lanes
 from pallas_kernels.matrices import DTYPES, MatrixFormat, PackedMatrix
-from pallas_kernels.project_tokens import mosaic_gpu, operands, project_tokens
+from pallas_kernels.project_tokens import digits, mosaic_gpu, operands, project_tokens
 from pallas_kernels.project_tokens.api import FEW
 
 
@@ -63,7 +63,11 @@ CASES |= {
     "fp8 blocks, queries, keys and values, 16 tokens": packed_case("fp8 blocks", 16, **(QKV | {"features": (224, 160, 160)})),
     "int8 blocks, a part of a block": packed_case("int8 blocks", 2, 192, (140,), out_dtype="float32"),
     "int4, a gate": packed_case("int4", 4, 640, (120, 120), norm=True, gated="silu"),
-    "int4, several results of several tiles": packed_case("int4", 9, 1280, (200, 34, 14), biased=True, norm=True, out_dtype="float32"),
+    "int4, several results of several tiles": packed_case("int4", 8, 1280, (200, 34, 14), biased=True, norm=True, out_dtype="float32"),
+    "int4, 9 tokens": packed_case("int4", 9, 640, (50,), norm=True),
+    "int4, two tokens in float16": packed_case("int4", 2, 384, dtype="float16"),
+    "int8 blocks, two tokens": packed_case("int8 blocks", 2, 256, (150, 34), norm=True, norm_offset=1.0),
+    "int8, three tokens": packed_case("int8", 3, 192, out_dtype="float32"),
     "int4 with zeros, queries, keys and values": packed_case("int4 with zeros", 2, **QKV),
     "int8, long rows, a team": packed_case("int8", 5, 6208, (52,), norm=True, residual=True),
     "fp8 blocks, long rows, a team": packed_case("fp8 blocks", 1, 6144, (60,), biased=True),
@@ -179,6 +183,17 @@ def _locating(shift):
 
 PLANTED = {
     "no sign of int8": _of(lane_codes, "_from_int8", lambda f: lambda word, dtype: f(word & 0x007F007F, dtype)),
+    "digits in another order": _of(digits, "_of_digit", lambda f: lambda four, digit: f(four, (digit + 1) % 3)),
+    "first digits are not corrected": lambda monkeypatch: monkeypatch.setattr(digits, "_FIRST", 0),
+    "digits without a sign": lambda monkeypatch: monkeypatch.setattr(digits, "_HALF", 0),
+    "the column of zeros has digits": _of(digits, "_chosen", lambda f: lambda fours, column: f(fours, lanes.minimum(column, 2))),
+    "the last digits are left out": _of(digits, "_chosen", lambda f: lambda fours, column: f(fours, lanes.where(column == 1, 3, column))),
+    "even and odd codes exchanged": _of(digits, "_upper_codes", lambda f: lambda word: f(word << 4)),
+    "scales of the first token for all": _of(
+        lanes, "shuffle", lambda f: lambda x, lane: f(x, lane * 0) if isinstance(lane, lanes.Scalar) else f(x, lane)
+    ),
+    "lanes scale apart": _of(lane_pairs, "larger_pairs", lambda f: lambda a, b: a),
+    "fewer bits of a token": lambda monkeypatch: monkeypatch.setattr(digits, "MAGIC", 1.5 * 2**24 + 0x8080),
     "the lower bytes of fp8": _of(lane_codes, "_from_fp8", lambda f: lambda word, dtype: f(word << 8, dtype)),
     "denormals of fp8 are zero": _of(
         lane_pairs, "multiply_pairs", lambda f: lambda a, b, dtype: f(lanes.where((a & 0x7F80) == 0, a & -65536, a), b, dtype)
@@ -205,13 +220,14 @@ PLANTED = {
         mosaic_gpu._Tiles, "_chunk", lambda f: lambda self, n: f(dataclasses.replace(self, rank=None), n)
     ),
     "one buffer for a team's tiles": _of(lanes, "store_cluster", lambda f: lambda cta, ref, at, *x: f(cta, ref, at % (32 * 16), *x)),
-    "8 columns": lambda monkeypatch: monkeypatch.setattr(mosaic_gpu.Shape, "columns", 8),
+    "8 columns": lambda monkeypatch: monkeypatch.setattr(mosaic_gpu.Shape, "column_tiles", 1),
     "a part of the inputs": lambda monkeypatch: monkeypatch.setattr(operands.Operands, "steps", 1),
 }
 
 
 @pytest.mark.quick(
-    "no sign of int8",
+    "digits in another order",
+    "first digits are not corrected",
     "the lower bytes of fp8",
     "zeros of 8",
     "scales of the next chunk",
@@ -230,6 +246,49 @@ def test_a_planted_bug_is_found(monkeypatch, name):
         except AssertionError:  # a wrong result, or what a GPU would leave undefined
             return
     pytest.fail("the suite accepts this bug")
+
+
+def one_product(x, codes: str = "int8") -> np.ndarray:
+    """Tokens of one chunk by codes of 1 and -1, on emulated threads, in float32."""
+    signs = np.where(np.random.default_rng(0).integers(0, 2, (16, x.shape[1])), 1, -1)
+    stored = signs.astype(np.int8) if codes == "int8" else ((signs + 8)[:, ::2] | (signs + 8)[:, 1::2] << 4).astype(np.uint8)
+    weights = PackedMatrix(jnp.asarray(stored), jnp.ones((16, 1), jnp.float32), format=MatrixFormat(codes))
+    options = {"out_dtype": jnp.dtype("float32"), "norm_eps": 1e-6, "norm_offset": 0.0, "rotated": 0, "gated": None, "config": None}
+    options |= dict.fromkeys(("biases", "norm", "rotation", "residual"))
+    (found,) = emulated(jnp.asarray(x), (weights,), ctas=2, **options)
+    return np.asarray(found, np.float64), x.astype(np.float64) @ signs.T
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("codes", ["int8", "int4"])
+def test_digits_keep_all_of_a_number_down_to_2_to_the_minus_13_of_the_largest(codes, dtype):
+    """And of smaller ones what is above 2^-21 of the power of two below the largest."""
+    rng, width = np.random.default_rng(1), 64 if codes == "int8" else 128
+    for lowest, error in ((-13 + 3 * (dtype == "float16"), 0), (-40 if dtype == "bfloat16" else -14, 2.0**-21 * width)):
+        powers = rng.integers(lowest, 1, (8, width))
+        x = (rng.uniform(1, 2, (8, width)) * rng.choice([-1, 1], (8, width)) * 2.0**powers).astype(jnp.dtype(dtype))
+        x[:, 5] = 1.75
+        for tokens in (1, 2, 3, 8):
+            found, expected = one_product(x[:tokens], codes)
+            assert np.abs(found - expected).max() <= error + 2.0**-22 * np.abs(x[:tokens].astype(np.float64)).sum(1).max()
+
+
+@pytest.mark.parametrize("size", [2.0**-126, 1e-30, 1.0, 3e38])
+def test_digits_of_any_size(size):
+    x = (np.random.default_rng(2).standard_normal((3, 64)) / 4 * size / 64).astype(jnp.bfloat16)
+    found, expected = one_product(x)
+    assert np.abs(found - expected).max() <= max(2.0**-21 * np.abs(expected).max(), 2.0**-121)
+    assert not one_product(np.zeros((1, 64), jnp.bfloat16))[0].any()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_number_that_is_not_finite_makes_its_token_nan_and_no_other(value):
+    for tokens in (1, 2, 8):
+        x = np.ones((tokens, 64), jnp.bfloat16)
+        x[-1, 17] = value
+        found, expected = one_product(x)
+        assert np.isnan(found[-1]).all()
+        np.testing.assert_array_equal(found[:-1], expected[:-1])
 
 
 # Without a GPU: lowered and compiled.
