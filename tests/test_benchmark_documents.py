@@ -123,46 +123,6 @@ def test_the_tables_of_packed_numbers_are_what_the_results_make(document):
     assert not [case for case in cases if f"| {case} |" not in text]
 
 
-def test_sentences_on_launches_of_packed_steps_are_what_the_results_say():
-    text = " ".join((ROOT / "docs" / "formats.md").read_text(encoding="utf-8").split())
-    rows = json.loads((RESULTS / "packed-steps-launches.json").read_text())["rows"]
-    ms = {(row["policy"], row["steps_per_launch"]): row["median_s"] * 1e3 for row in rows}
-    said = "`top:32` takes {:.2f} ms in launches of eight and {:.2f} ms in launches of one, and one of `cascade:4` {:.2f} and {:.2f} ms"
-    assert said.format(*(ms[policy, count] for policy in ("top:32", "cascade:4") for count in (8, 1))) in text
-    idle = {row["steps_per_launch"]: row["profile"]["idle_s"] * 1e3 for row in rows if row["policy"] == "top:32"}
-    assert f"idle for {idle[8]:.2f} ms of such a step" in text
-    assert f"of a launch of one step for {idle[1]:.2f} ms" in text
-
-
-def test_sentences_on_packed_steps_are_what_the_results_say():
-    text = " ".join((ROOT / "docs" / "formats.md").read_text(encoding="utf-8").split())
-    older, now, ahead = (
-        {(row["tokens"], row["policy"], row["cache_format"]): row for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]}
-        for name in ("packed-steps", "packed-steps-int8", "designs-packed-steps-ahead")
-    )
-    row = now[2**17, "top:32", None]
-    assert f"was slower: {ahead[2**17, 'top:32', None]['median_s'] * 1e3:.2f} ms" in text
-    assert f"with `int8` weights {row['median_s'] * 1e3:.2f} ms, {row['profile']['median_s'] * 1e3:.2f} on the device" in text
-    products, attention = (kernel["total_s"] * 1e3 for kernel in row["profile"]["kernels"][:2])
-    assert f"Products with weights take {products:.2f} ms of it, the 28 launches of attention {attention:.2f}" in text
-    pages, two = (json.loads((RESULTS / f"{name}.json").read_text())["rows"] for name in ("packed-steps-pages", "designs-packed-steps-two"))
-    after = {row["policy"]: f"{row['median_s'] * 1e3:.2f}" for row in pages}
-    before = [f"{older[2**17, policy, 'int8']['median_s'] * 1e3:.2f}" for policy in ("top:32", "dense")]
-    assert f"at 128K tokens takes {after['top:32']} ms and a dense one {after['dense']} ms" in text
-    assert f"they took {' and '.join(before)} ms" in text
-    assert f"step with all of them took {two[-1]['median_s'] * 1e3:.2f} ms" in text
-    for name, length in (("1m", "1M"), ("b4", "128K"), ("b8", "128K")):
-        rows = json.loads((RESULTS / f"packed-steps-{name}.json").read_text())["rows"]
-        for pages, label in ((None, "16 bits"), ("int8", "`int8`")):
-            dense, sparse = (
-                next(row for row in rows if (row["policy"], row["weights"], row["cache_format"]) == (policy, "int8", pages))
-                for policy in ("dense", "top:32")
-            )
-            times = dense["median_s"], sparse["median_s"], sparse["profile"]["median_s"]
-            shown = " | ".join(f"{1e3 * seconds:.2f}" for seconds in times)
-            assert f"| {label} | {length} | {dense['batch']} | {shown} | {times[0] / times[1]:.1f} |" in text
-
-
 def test_sentences_on_the_cascade_are_what_the_results_say():
     text = " ".join((ROOT / "docs" / "decode-kernels.md").read_text(encoding="utf-8").split())
     (run,) = report.load([RESULTS / "cascade-ops.json"])

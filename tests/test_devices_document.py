@@ -53,7 +53,7 @@ def test_the_table_of_exchanges_is_what_the_results_make():
     assert f"There the device is idle for {idle:.2f} ms of the {period:.2f} ms of a traced step" in " ".join(text.split())
     (alone,) = (
         row["profile"]
-        for row in json.loads((RESULTS / "packed-steps-launches.json").read_text())["rows"]
+        for row in json.loads((RESULTS / "designs-packed-steps-launches.json").read_text())["rows"]
         if (row["policy"], row["steps_per_launch"]) == ("top:32", 8)
     )
     assert f"({alone['idle_s'] * 1e3:.2f} ms of {alone['period_s'] * 1e3:.2f}, with `int8` weights)" in " ".join(text.split())
