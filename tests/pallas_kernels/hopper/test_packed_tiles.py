@@ -31,8 +31,9 @@ FORMS = {
     "dense window, pages of 64": {"window": (64, 1024), "page_size": 64},
     "dense head dim 64": {"heads": (32, 8), "head_dim": 64, "tokens": 256},
     "dense head dim 256": {"heads": (16, 2), "head_dim": 256, "tokens": 128},
-    "lists": LISTS,
-    "lists of 128": LISTS | {"block_size": 128},
+    "lists": LISTS,  # unpacked before, see `test_wide_pages.py`
+    "lists, 512 queries": LISTS | {"tokens": 512},
+    "lists of 128, 512 queries": LISTS | {"block_size": 128, "tokens": 512},
     "selected": SELECTED,
 }
 LOWERED = {f"{format}, {form}": production(format, **sizes) for format in packed_suite.FORMATS for form, sizes in FORMS.items()}
