@@ -47,6 +47,30 @@ def test_the_table_of_reuse_is_what_the_results_make():
     assert f"and {found[0]:.2f} s to find them" in text
 
 
+def rates_of(sizes: list[dict]) -> dict[str, float]:
+    """GB/s of large copies, by way."""
+    rates = {}
+    for way, least in (("in", 2**27), ("out", 2**22)):
+        some = [each for each in sizes if each["way"] == way and each["at_least"] >= least]
+        rates[way] = sum(each["bytes"] for each in some) / sum(each["seconds"] for each in some) / 1e9
+    return rates
+
+
+def test_sentences_on_steps_over_packed_pages_are_what_the_results_say():
+    text = " ".join((ROOT / "docs" / "tiers.md").read_text(encoding="utf-8").split())
+    packed = {row["lists"]: row for row in rows_of("tiers-packed")}
+    unpacked = {row["lists"]: row for row in rows_of("tiers-grid") if (row["tokens"], row["device_bytes"]) == (1_000_000, 8 * 10**9)}
+    own, shared, recorded = (packed[name] for name in ("own", "nothing shared", "recorded"))
+    assert f"a cache of 1M tokens takes {own['cache_bytes'] / 1e9:.1f} GB." in text
+    assert 0.45 < shared["host_bytes"] / unpacked["nothing shared"]["host_bytes"] < 0.55
+    steps = [row["median_s"] * 1e3 for row in (shared, own, recorded)]
+    said = "take {:.2f} ms, and those of `top:32` {:.2f} ms. Recorded lists took {:.2f} ms, more than either"
+    assert f"bring half of the bytes from host memory and {said.format(*steps)}" in text
+    kernels = [sum(row["kernels_s"].values()) * 1e3 for row in (recorded, unpacked["recorded"])]
+    said = "the kernels in that row take {:.2f} ms together, {:.2f} ms in the row of unpacked pages, whose steps took {:.2f} ms"
+    assert said.format(*kernels, unpacked["recorded"]["median_s"] * 1e3) in text
+
+
 def test_sentences_on_steps_pages_and_copies_are_what_the_results_say():
     text = " ".join((ROOT / "docs" / "tiers.md").read_text(encoding="utf-8").split())
     grid = [row for row in rows_of("tiers-grid") if (row["tokens"], row["device_bytes"]) == (1_000_000, 8 * 10**9)]
@@ -85,12 +109,16 @@ def test_sentences_on_steps_pages_and_copies_are_what_the_results_say():
     needles = rows_of("designs-tiers-needles-128k")
     assert all(row["passed"] == row["of"] for row in needles)
     assert f"all {sum(row['needles'] for row in needles)} did, too" in text
-    sizes = rows_of("designs-tiers-copies-sizes")[0]["copy_sizes"]
-    rates = []
-    for way, least in (("in", 2**27), ("out", 2**22)):
-        some = [each for each in sizes if each["way"] == way and each["at_least"] >= least]
-        rates.append(sum(each["bytes"] for each in some) / sum(each["seconds"] for each in some) / 1e9)
-    assert "of 128 MiB and more ran at {:.1f} GB/s, and copies out, of 8 MB each, at {:.1f} GB/s".format(*rates) in text
+    beside, quiet = (rates_of(rows_of(f"designs-tiers-copies-{name}")[0]["copy_sizes"]) for name in ("sizes", "quiet"))
+    assert f"of 128 MiB and more ran at {beside['in']:.1f} GB/s, and copies out, of 8 MB each, at {beside['out']:.1f} GB/s" in text
+    (out,) = [each for each in rows_of("designs-tiers-copies-quiet")[0]["copy_sizes"] if each["way"] == "out" and each["at_least"] >= 2**22]
+    size = out["bytes"] / out["count"] / 1e6
+    assert f"{quiet['in']:.1f} GB/s in, and {quiet['out']:.1f} GB/s out, of {out['count']} copies of {size:.2f} MB each" in text
+    prompt = rows_of("tiers-prompts")[0]
+    moved, staged = prompt["moved_bytes"] / 1e9, prompt["staged_bytes"] / 1e9
+    assert f"of 1M tokens {moved:.0f} GB go out and {staged:.0f} GB come in" in text
+    said = f"At {quiet['out']:.1f} GB/s those that go out take {moved / quiet['out']:.1f} s, those that come in "
+    assert f"{said}{staged * 1e9 / prompt['rate']:.1f} s, of {prompt['seconds']:.1f} s." in text
     (less,) = rows_of("designs-tiers-prompts-24k")
     assert f"it was {less['peak_bytes'] / 1e9:.1f} GB, and {less['seconds']:.1f} s (" in text
     (now,) = json.loads((RESULTS.parent / "h100" / "designs-tiers-prompts-long-copies.json").read_text())["rows"]
