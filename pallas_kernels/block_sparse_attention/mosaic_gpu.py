@@ -7,8 +7,8 @@ read twice and counted once, and no list has to be sorted or cleaned. A row's bi
 Packed pages are unpacked by each CTA that reads them, or all of a chunk's once, before (`widens`), with the same bits.
 
 Memory traffic: q and out once; each listed block once per tile of 128 queries and query head; where pages are unpacked before, also the
-codes of all of them once and their numbers once. Source: "Measure Once, Mask Once", Algorithm
-1, step 3; FlashAttention-3 (arXiv 2407.08608).
+codes of all of them once and their numbers once. Source: "Measure Once, Mask Once", Algorithm 1, step 3; FlashAttention-3 (arXiv
+2407.08608).
 """
 
 from __future__ import annotations

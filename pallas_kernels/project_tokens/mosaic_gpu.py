@@ -368,11 +368,12 @@ class _Tiles:
         # Two buffers alternate. When a warp writes to one, all threads have finished the tile that used it before.
         buffer = tile % 2 * s.sums_words
         sums_s = self.scratch["sums_s"]
-        for m in range(s.rows // 16):
-            sums = acc[m * s.sums :][: s.sums]
-            for token, halves, own in s.digits.of_tokens(sums) if s.digits else _of_tokens(sums):
-                there = token < s.tokens if own is None else own & (token < s.tokens)
-                with lanes.when(there):
+        of_tokens = s.digits.of_tokens if s.digits else _of_tokens
+        for results in zip(*(of_tokens(acc[m * s.sums :][: s.sums]) for m in range(s.rows // 16)), strict=True):
+            token, _, own = results[0]
+            there = token < s.tokens if own is None else own & (token < s.tokens)
+            with lanes.when(there):
+                for m, (_, halves, _) in enumerate(results):
                     for half, values in enumerate(halves):
                         row = lanes.warp() * s.rows + (16 * m + 8 * half) + g
                         lanes.store_shared(sums_s, buffer + row * s.sum_columns + token, *values)
