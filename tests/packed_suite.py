@@ -139,11 +139,15 @@ def compare_results(tools, pages: Pages, found: tuple, expected: tuple) -> None:
             tools.assert_lse_close(lse, ref)
 
 
+POOL_PAGES = 1100
+"""Pages of a pool in `production`: more than a row has, so that an array of all of them is seen."""
+
+
 def production(
     form, batch=1, heads=(28, 4), head_dim=128, page_size=128, num_queries=1, width=None, dtype="bfloat16", opened=True, **static
 ) -> tuple:
     """(op, arrays, keywords) of a call over 128K tokens a row, as `cuda.lower` takes them. form: of `FORMATS`, or the two formats."""
-    (num_heads, kv_heads), pages = heads, 1100  # more than a row has, so that an array of all of them is seen
+    (num_heads, kv_heads), pages = heads, POOL_PAGES
     parts: dict[str, Any] = {}
     for name, packed in zip("kv", FORMATS[form] if isinstance(form, str) else form, strict=True):
         if packed is None:

@@ -67,7 +67,7 @@ def block_sparse_attention(
     Returns out `[B, T, H, Dv]` in q's dtype and lse `[B, T, H]` float32 (log-sum-exp of the scaled logits that were read, natural log). A
     query with nothing to read gives 0 and -inf. Queries at or past `lengths` (padding) give finite values that mean nothing.
 
-    Memory: that of q and out, and a tile; never T x S.
+    Memory: that of q and out, and a tile; never T x S. Over packed pages, "mosaic_gpu" may take up to 2^28 bytes for their numbers.
 
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
 

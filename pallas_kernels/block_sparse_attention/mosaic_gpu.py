@@ -27,7 +27,7 @@ WIDE_BYTES = 2**28
 """Most bytes of the numbers of all pages of a table that are unpacked before: 128K tokens of 4 KV heads of head dim 128."""
 
 FEWEST_READS = 8
-"""How often lists and window must read a key, in the mean over all keys, to unpack all of them before."""
+"""How often lists and window must have room to read a key, in the mean over all keys of the table, to unpack all of them before."""
 
 
 def unsupported(call: Call, q, pages, table, starts, lengths, blocks) -> str | None:
@@ -57,7 +57,7 @@ def widens(s: query_tiles.Shape, call: Call, pages, table, blocks) -> bool:
     lists."""
     tokens = table.shape[1] * s.page_size
     keys = min(blocks.shape[3] * call.block_size + sum(call.window or (0, 0)), tokens)
-    fits = wide_pages.span_of(s, table.shape[1], WIDE_BYTES) >= tokens
+    fits = wide_pages.span_bytes(s, wide_pages.whole_span(s, table.shape[1])) <= WIDE_BYTES
     return pages.packed and fits and s.query_tiles * s.group * keys >= FEWEST_READS * tokens
 
 
@@ -66,7 +66,7 @@ def _attend(call: Call, q, pages, table, starts, lengths, blocks):
     s = packed_tiles.shape_of(q, pages, sm_scale=call.sm_scale, block_size=call.block_size)
     fetcher, pools = packed_tiles.fetcher_of(s, pages), packed_tiles.pools_of(pages)
     if widens(s, call, pages, table, blocks):
-        span = wide_pages.span_of(s, table.shape[1], WIDE_BYTES)
+        span = wide_pages.whole_span(s, table.shape[1])
         fetcher, pools = wide_pages.fetcher(span), wide_pages.pools_of(s, pages, table, starts, lengths, jnp.zeros(1, jnp.int32), span)
     plain_end = query_tiles.plain_ends(table, lengths, s.page_size)
     counts = jnp.max(jnp.where(blocks >= 0, jnp.arange(1, blocks.shape[3] + 1, dtype=jnp.int32), 0), axis=3)

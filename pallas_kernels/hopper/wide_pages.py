@@ -29,19 +29,29 @@ def unit(s: Shape) -> int:
     return math.lcm(s.page_size, s.tile)
 
 
+def whole_span(s: Shape, width: int) -> int:
+    """Tokens of a span of all pages of a table of `width`."""
+    return unit(s) * -(-width * s.page_size // unit(s))
+
+
+def span_bytes(s: Shape, tokens: int) -> int:
+    """Bytes of the numbers of a span of so many tokens, of all rows of the batch."""
+    return 2 * s.batch * s.num_kv_heads * s.head_dim * s.dtype.itemsize * tokens
+
+
 def span_of(s: Shape, width: int, most_bytes: int) -> int:
     """Tokens of a span: as many whole pages and tiles as `most_bytes` of numbers hold, at least one, but not more than a table of `width`
     pages."""
-    of_token = 2 * s.batch * s.num_kv_heads * s.head_dim * s.dtype.itemsize
-    return unit(s) * max(1, min(most_bytes // (of_token * unit(s)), -(-width * s.page_size // unit(s))))
+    return min(unit(s) * max(1, most_bytes // span_bytes(s, unit(s))), whole_span(s, width))
 
 
 def pools_of(s: Shape, pages: Pages, table, starts, lengths, first, span: int):
     """What `fetcher` reads: the numbers of a span, the open pages, if there are any, and the first position of the span. They are the pages
     of a chunk's sequences: first position of each row, and tokens written."""
     opened = pages.open
-    stops = jnp.minimum(lengths, starts + s.num_rows)
-    read = stops if opened is None else packed_tiles.own_start(s, stops - 1)  # own pages are read open
+    # A tile of queries brings keys after the chunk, too, which no query sees: values among them must be numbers. Own pages are read open.
+    read = lengths if opened is None else packed_tiles.own_start(s, jnp.minimum(lengths, starts + s.num_rows) - 1)
+    read = jnp.where(starts < lengths, read, 0)
     return widen(s, pages, table, first, read, span), None if opened is None else (opened.k, opened.v, opened.row_of), first
 
 

@@ -68,16 +68,18 @@ def project_tokens(
     long.
 
     Packed matrices: "mosaic_gpu" takes matrices of one format, whose blocks are whole rows or have a multiple of 64 columns (int4: 128). It
-    reads codes and scales once, multiplies codes in x's dtype, which holds them exactly, and float32 sums by the scales; NaN in fp8 counts
-    as 480. "xla" does the same where blocks are whole rows; else it unpacks numbers in
-    float32 and rounds them to x's dtype. A CPU holds one tile of a widened matrix at a time; other devices at most one widened matrix.
+    reads codes and scales once, and multiplies float32 sums by the scales. It multiplies codes in x's dtype, which holds them exactly; NaN
+    in fp8 counts as 480. But int8 and int4 without zeros, for up to 8 tokens, it multiplies as integers, by tokens that are integers, too
+    (`pallas_kernels.project_tokens.digits` says how exact these are): a token with an input that is not finite gives NaN. "xla" multiplies
+    codes in x's dtype where blocks are whole rows; else it unpacks numbers in float32 and rounds them to x's dtype. A CPU holds one tile of
+    a widened matrix at a time; other devices at most one widened matrix.
 
     Matrices with `fp8_tokens`: in calls of more than `FEW` tokens "xla" rounds each token to fp8, with a scale of its own, and multiplies
     fp8 by fp8. Calls of fewer tokens read these matrices as any of fp8.
 
     Returns a tuple with one array per result. Sums are float32. The implementation decides what is rounded in between (normalised tokens, a
-    product before its bias). A token's result does not depend on the other tokens of the call. But a call with more tokens than an
-    implementation takes goes to another one, which may round differently.
+    product before its bias). A token's result does not depend on the other tokens of the call, but on how many they are: a call with more
+    than an implementation takes goes to another one, and "mosaic_gpu" multiplies int8 and int4 of more than 8 tokens as numbers.
 
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
 

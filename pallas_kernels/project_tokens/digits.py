@@ -1,10 +1,11 @@
 """Tokens as integers of three digits, so that `mosaic_gpu` multiplies integer codes of weights as they are (`mma.m16n8k32` of int8).
 
 To make numbers of the codes would take more instructions than all else. A token is much smaller than the rows of a matrix. So a warp makes
-integers of the inputs of each chunk of a token: multiples of 2^-20 of the power of two at or below the largest one. They have 22 bits with
-their sign, so numbers of bfloat16 keep all of theirs down to 2^-13 of the largest. An integer is d0 * 2^16 + d1 * 2^8 + d2, with digits of
-8 bits with their sign. Products of codes and digits add up in int32, exactly. For each chunk, the sums of d0, and those of d1 * 2^8 + d2,
-become float32, are scaled, and are added up; both are put together at the end of a tile. So a token's result depends on no other token.
+integers of the inputs of each chunk of a token: multiples of 2^-20 of the power of two at or below the largest one, or of 2^-126 if that is
+below 2^-106. They have 22 bits with their sign, so numbers of bfloat16 keep all of theirs down to 2^-13 of the largest. An integer is
+d0 * 2^16 + d1 * 2^8 + d2, with digits of 8 bits with their sign. Products of codes and digits add up in int32, exactly. For each chunk, the
+sums of d0, and those of d1 * 2^8 + d2, become float32, are scaled, and are added up; both are put together at the end of a tile. So a
+token's result depends on no other token.
 
 Every lane makes the digits that it multiplies. Columns of the other operand are, for one or two tokens, their digits side by side. For more
 tokens each column is a token, and each digit has a matrix of its own: with more than `MOST` of them, digits cost more than they save.
@@ -22,9 +23,6 @@ DIGITS = 3
 
 MOST = 8
 """Most tokens."""
-
-PARTS = 2
-"""Sums of a token: of its first digits, and of the others."""
 
 MAGIC = 1.5 * 2**23 + 0x8080
 """A float32 whose neighbours are 1 apart: added to an integer of 22 bits, it leaves the digits in the lowest three bytes, each but for a
@@ -48,18 +46,23 @@ class Digits:
         return 1 if self.codes == "int8" else 2
 
     @property
+    def least(self) -> float:
+        """What a product of 1 in the last digit is of the integers' product: codes of int4 are multiplied by 16."""
+        return 1.0 if self.codes == "int8" else 2.0**-4
+
+    @property
     def side_by_side(self) -> bool:
         """Whether the digits of a token are columns side by side: d1, d2, d0, and one of zeros."""
         return self.tokens <= 2
 
     @property
     def sums(self) -> int:
-        """Sums of a lane for 16 rows of weights, float32."""
+        """Sums of a lane for 16 rows of weights, float32: of first digits, and of the others."""
         return 2 if self.side_by_side else 8
 
     def operands(self, load) -> tuple[list[list[Scalar]], list[Scalar]]:
         """Of each matrix of columns: this lane's words of the other operand, by units t, t + 4, ... of 4 bytes of weights. And what an
-        integer of 1 stands for in this lane's columns of the sums, or in both. load: (token, unit, words) -> so many words of two inputs of
+        integer of 1 stands for in each of this lane's sums of a row. load: (token, unit, words) -> so many words of two inputs of
         a chunk, as they are multiplied. Whole warps call this."""
         g, t = lanes.lane() >> 2, lanes.lane() & 3
         token = lanes.minimum(g >> 2 if self.side_by_side else g, self.tokens - 1)
@@ -71,11 +74,11 @@ class Digits:
             # Of int4, weights of even columns are multiplied together, and those of odd ones.
             fours += [inputs[n :: self.per_unit] for n in range(self.per_unit)]
         if not self.side_by_side:
-            ones = [lanes.bits(lanes.shuffle(lanes.bits(one), t * 8 + 4 * n)) for n in range(2)]
-            return [[_of_digit(four, digit) for four in fours] for digit in range(DIGITS)], ones
+            ones = [lanes.bits(lanes.shuffle(lanes.bits(one), t * 8 + 4 * n)) * self.least for n in range(2)]
+            return [[_of_digit(four, digit) for four in fours] for digit in range(DIGITS)], [one * 2.0**16 for one in ones] + ones
         if self.tokens > 1:
             one = lanes.bits(lanes.shuffle(lanes.bits(one), (t >> 1) * 16))
-        return [_chosen(fours, g & 3)], [one]
+        return [_chosen(fours, g & 3)], [one * lanes.where((t & 1) != 0, lanes.f32(2.0**16 * self.least), self.least)]
 
     def _scales(self, words: list[Scalar]) -> tuple[Scalar, Scalar]:
         """What makes integers of the inputs of this lane and of the three beside it, and what an integer of 1 stands for; NaN if one of
@@ -86,7 +89,7 @@ class Digits:
         first, second = (lanes.bits(x) for x in lane_pairs.unpack(largest, self.dtype))
         exponent = lanes.maximum(first, second) >> 23
         finite = exponent < 255
-        exponent = lanes.maximum(exponent, 21)  # below, numbers are 0
+        exponent = lanes.maximum(exponent, 21)  # below, an integer of 1 would be no normal float32
         return lanes.bits((274 - exponent) << 23), lanes.where(finite, lanes.bits((exponent - 20) << 23), float("nan"))
 
     def products(self, weights: list[Scalar], step: int, words: list[Scalar], sums: list[Scalar]) -> list[Scalar]:
@@ -107,14 +110,15 @@ class Digits:
         odd, found = (lanes.lane() & 1) != 0, []
         for row in range(2):
             columns = [tile[2 * row :][:2] for tile in tiles]
-            own = ones if scales is None else [one * scales[row] for one in ones]
             if self.side_by_side:
                 first, second = columns[0]
                 integers = [first * lanes.where(odd, lanes.i32(1), 256) + second]
             else:
                 integers = columns[0] + [x * 256 + y for x, y in zip(*columns[1:], strict=True)]
-            for x, one in zip(integers, own * PARTS if len(own) > 1 else own, strict=True):
-                found.append(lanes.fma(lanes.number(x), one, before[len(found)]))
+            for x, one in zip(integers, ones, strict=True):
+                number, last = lanes.number(x), before[len(found)]
+                # A scale multiplies the sum, not `one`: their product may be too large or too small where the result is not.
+                found.append(lanes.fma(number, one, last) if scales is None else lanes.fma(number * one, scales[row], last))
         return found
 
     def of_tokens(self, sums: list[Scalar]) -> list[tuple[Scalar, list[list[Scalar]], Scalar | None]]:
@@ -122,12 +126,8 @@ class Digits:
         them; None: all. Whole warps call this."""
         t = lanes.lane() & 3
         if self.side_by_side:
-            return [(t >> 1, [[self._joined(lanes.shuffle_xor(x, 1), x)] for x in sums], (t & 1) == 0)]
-        return [(t * 2, [[self._joined(row[n], row[2 + n]) for n in range(2)] for row in (sums[:4], sums[4:])], None)]
-
-    def _joined(self, first: Scalar, others: Scalar) -> Scalar:
-        less = 1 if self.codes == "int8" else 2.0**-4  # codes of int4 are multiplied by 16
-        return lanes.fma(first, lanes.f32(2.0**16 * less), others * less)
+            return [(t >> 1, [[lanes.shuffle_xor(x, 1) + x] for x in sums], (t & 1) == 0)]
+        return [(t * 2, [[row[n] + row[2 + n] for n in range(2)] for row in (sums[:4], sums[4:])], None)]
 
 
 def _bytes_of(four: list[Scalar], order) -> Scalar:

@@ -2,8 +2,8 @@
 
 Each CTA, or team of CTAs, owns consecutive features and walks them in tiles. The inputs of a tile are dealt to the warps in chunks. Each
 warp copies its chunks of the weights' rows, of the tokens and of the norm's weight ahead into its own ring (`cp.async`), and multiplies
-them (`mma.m16n8k16`: weights are the 16 rows, tokens the 8 columns). At the end of a tile the warps' sums are added in shared memory, in
-order.
+them (`mma.m16n8k16`, of integers `m16n8k32`: weights are the 16 rows, tokens the 8 columns). At the end of a tile the warps' sums are added
+in shared memory, in order.
 RMSNorm is split: its weight multiplies the tokens before the product, its scale multiplies the finished sums.
 
 For up to 8 tokens, integer codes without zeros are multiplied as they are, by tokens that are cut into digits (`digits`). Others stay codes

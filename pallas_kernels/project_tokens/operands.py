@@ -1,8 +1,8 @@
 """The operands of the matrix instruction in `mosaic_gpu`: weights and tokens of a chunk, from shared memory to registers.
 
-Each warp multiplies 16 rows of weights by 8 tokens, 16 inputs at a time (`mma.m16n8k16`). In which order the inputs come does not matter
-if weights and tokens agree. Arrays come as they lie. Of packed weights a lane loads words of 4 or 8 codes, so it loads the same 4 or 8
-inputs of the tokens, and both are paired as `lane_codes` pairs them.
+Each warp multiplies 16 rows of weights by 8 tokens, 16 inputs at a time (`mma.m16n8k16`); what `digits` multiplies, 32 at a time. In which
+order the inputs come does not matter if weights and tokens agree. Arrays come as they lie. Of packed weights a lane loads words of 4 or 8
+codes, so it loads the same 4 or 8 inputs of the tokens, and both are paired as `lane_codes` pairs them.
 """
 
 from __future__ import annotations

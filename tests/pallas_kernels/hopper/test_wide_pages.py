@@ -6,6 +6,8 @@ What only a GPU can tell is in `test_wide_pages_on_hopper.py`.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import packed_suite
 import pytest
@@ -105,6 +107,20 @@ def test_other_lists_are_unpacked_where_they_are_read(cuda, pages, sizes):
     text = cuda.lower(op, arrays | {"table": ((1, pages), "int32")}, static)
     assert "block_sparse_attention_kernel" in text
     assert "widen_pages_kernel" not in text
+
+
+@pytest.mark.parametrize(("heads", "page_size", "width"), [((16, 16), 4096, 1), ((8, 8), 192, 2), ((28, 4), 128, 1024)])
+def test_numbers_of_all_pages_never_take_more_than_their_bound(heads, page_size, width):
+    taken = []
+    for batch in (1, 8, 256, 1024):
+        s = shape(batch, heads, 256 if page_size == 4096 else 128, page_size)
+        call = block_sparse.Call(page_size, 128, None, 1.0, None)
+        blocks, pages = jax.ShapeDtypeStruct((batch, 64, heads[0], 4096), "int32"), SimpleNamespace(packed=True)
+        widens = block_sparse.widens(s, call, pages, jax.ShapeDtypeStruct((batch, width), "int32"), blocks)
+        numbers = 2 * 2 * batch * -(-width * page_size // wide_pages.unit(s)) * wide_pages.unit(s) * heads[1] * s.head_dim
+        assert widens == (numbers <= block_sparse.WIDE_BYTES)
+        taken.append(widens)
+    assert len(set(taken)) == 2
 
 
 def shape(batch=1, heads=(28, 4), head_dim=128, page_size=128):

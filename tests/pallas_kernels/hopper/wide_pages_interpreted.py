@@ -22,6 +22,8 @@ from pallas_kernels.hopper.lane_halves import HalfTile
 pytestmark = pytest.mark.usefixtures("fresh_caches")
 
 SMALL = {"head_dim": 64, "page_size": 64, "kv_heads": 1, "group": 1, "width": 6, "num_queries": 72, "units": 1}
+AFTER = {"format": "fp8 without scales", "width": 10, "units": 4, "opened": False, "listed": (0, 8, 5, 6, 7)}
+"""Tokens were written after the chunk, too, and lists name some of them, or none."""
 CASES = {
     "int8": {"lengths": (200, 300), "starts": (128, 150), "kv_heads": 2},
     "int8, a tile of queries over a border": {"format": "int8", "lengths": (330,), "starts": (220,), "num_queries": 110},
@@ -38,6 +40,9 @@ CASES = {
     "int8, lists": {"format": "int8", "lengths": (300, 330), "starts": (228, 301), "window": (5, 70), "lists": (5, 64), "kv_heads": 2},
     "q4_0, lists": {"lengths": (600, 70), "starts": (528, 0), "window": (5, 128), "lists": (5, 128), "page_size": 128, "hole": True},
     "fp8, lists": {"lengths": (300,), "starts": (228,), "lists": (5, 64), "opened": False},
+    "lists after the chunk": AFTER | {"lengths": (600,), "starts": (200,), "num_queries": 40},
+    "lists of a part of a tile": AFTER | {"lengths": (129,), "starts": (127,), "num_queries": 1, "window": (0, 64)},
+    "tokens after the chunk": AFTER | {"lengths": (600,), "starts": (127,), "num_queries": 1, "listed": None},
     "int8 per channel, lists": {
         "lengths": (140,),
         "starts": (3,),
@@ -55,8 +60,14 @@ def check(tools, interpreter, monkeypatch):
 
     def run(name: str) -> None:
         spec = SMALL | {"format": name.removesuffix(", lists")} | CASES[name]
-        units, fresh = spec.pop("units"), spec.pop("fresh", None)
+        units, fresh, after = spec.pop("units"), spec.pop("fresh", None), "listed" in spec
+        listed, starts = spec.pop("listed", None), spec["starts"]
+        if after:  # numbers and no NaN are after the chunk
+            spec |= {"starts": tuple(length - spec["num_queries"] for length in spec["lengths"])} | ({"lists": (5, 64)} if listed else {})
         case = packed_prefill_suite.build(tools, **spec)
+        case.operands = (*case.operands[:3], jnp.asarray(starts, jnp.int32), *case.operands[4:])
+        if listed:
+            case.keywords["blocks"] = jnp.broadcast_to(jnp.asarray(listed, jnp.int32), case.keywords["blocks"].shape)
         if fresh is not None:
             case.keywords["fresh"] = jnp.asarray([fresh], jnp.int32)
         found = {}

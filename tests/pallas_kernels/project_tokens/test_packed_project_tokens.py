@@ -248,15 +248,16 @@ def test_a_planted_bug_is_found(monkeypatch, name):
     pytest.fail("the suite accepts this bug")
 
 
-def one_product(x, codes: str = "int8") -> np.ndarray:
-    """Tokens of one chunk by codes of 1 and -1, on emulated threads, in float32."""
+def one_product(x, codes: str = "int8", scale: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of one chunk by codes of 1 and -1, on emulated threads, in float32, and exactly. scale: of blocks; None: of whole rows, 1."""
     signs = np.where(np.random.default_rng(0).integers(0, 2, (16, x.shape[1])), 1, -1)
     stored = signs.astype(np.int8) if codes == "int8" else ((signs + 8)[:, ::2] | (signs + 8)[:, 1::2] << 4).astype(np.uint8)
-    weights = PackedMatrix(jnp.asarray(stored), jnp.ones((16, 1), jnp.float32), format=MatrixFormat(codes))
+    format = MatrixFormat(codes) if scale is None else MatrixFormat(codes, 1, x.shape[1])
+    weights = PackedMatrix(jnp.asarray(stored), jnp.full((16, 1), scale or 1, jnp.float32), format=format)
     options = {"out_dtype": jnp.dtype("float32"), "norm_eps": 1e-6, "norm_offset": 0.0, "rotated": 0, "gated": None, "config": None}
     options |= dict.fromkeys(("biases", "norm", "rotation", "residual"))
     (found,) = emulated(jnp.asarray(x), (weights,), ctas=2, **options)
-    return np.asarray(found, np.float64), x.astype(np.float64) @ signs.T
+    return np.asarray(found, np.float64), x.astype(np.float64) @ signs.T * (scale or 1)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -279,6 +280,19 @@ def test_digits_of_any_size(size):
     found, expected = one_product(x)
     assert np.abs(found - expected).max() <= max(2.0**-21 * np.abs(expected).max(), 2.0**-121)
     assert not one_product(np.zeros((1, 64), jnp.bfloat16))[0].any()
+
+
+@pytest.mark.parametrize(("size", "scale"), [(2.0**100, 2.0**40), (2.0**120, 2.0**30), (2.0**-100, 2.0**-16), (1.0, 2.0**-120)])
+def test_scales_of_blocks_multiply_sums_that_fit(size, scale):
+    """A result that is a float32 comes out, though what an integer stands for, times the scale, would be none."""
+    x = np.zeros((2, 64), jnp.bfloat16)
+    x[:, :2] = np.array([[1.5, -1.5], [1.4375, 0.0]]) * size
+    x[1] *= 2.0**-30 if size > 1 else 1
+    found, expected = one_product(x, scale=scale)
+    fits = np.abs(expected) < 3e38
+    assert fits[1].all()
+    assert (expected[0][fits[0]] == 0).any()
+    assert (np.abs(found - expected)[fits] <= 2.0**-20 * np.abs(expected[1]).max()).all()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -218,7 +218,7 @@ def production(
     sizes = {"kind": "bounds", "block_size": 128, "budget": 4, "shortlist": 32, "codes_kind": "keys4", "sink": 1, "local": 4}
     keywords = sizes | {"sm_scale": head_dim**-0.5, "config": None} | static
     num_heads, kv_heads = heads
-    pool, block_size = (1024, kv_heads, page_size, head_dim), keywords["block_size"]
+    pool, block_size = (packed_suite.POOL_PAGES, kv_heads, page_size, head_dim), keywords["block_size"]
     index = (*pool[:2], page_size // block_size)
     arrays = {"q": ((batch, num_queries, num_heads, head_dim), dtype), "k": (pool, dtype), "v": (pool, dtype)}
     arrays |= {"index": ((*index, INDEX_ROWS[keywords["kind"]], head_dim), dtype), "table": ((batch, tokens // page_size), "int32")}
@@ -347,9 +347,9 @@ WRONG = {
     "no shortlist": ({}, {"shortlist": None}, "go together, with a shortlist; missing: shortlist"),
     "shortlist below the budget": ({}, {"shortlist": 2}, "shortlist must be at least budget 4 and 1, got 2"),
     "unknown codes": ({}, {"codes_kind": "keys3"}, "'keys3' is unknown; there are keys1, keys2, keys4"),
-    "codes of another kind": ({}, {"codes_kind": "keys1"}, r"must be uint8 \[1024, 4, 1, 160, 16\]"),
-    "codes of other pages": ({"codes": ((1023, 4, 1, 136, 64), "uint8")}, {}, r"must be uint8 \[1024, 4, 1, 136, 64\]"),
-    "codes that are none": ({"codes": ((1024, 4, 1, 136, 64), "int8")}, {}, "must be uint8"),
+    "codes of another kind": ({}, {"codes_kind": "keys1"}, r"must be uint8 \[1100, 4, 1, 160, 16\]"),
+    "codes of other pages": ({"codes": ((1099, 4, 1, 136, 64), "uint8")}, {}, r"must be uint8 \[1100, 4, 1, 136, 64\]"),
+    "codes that are none": ({"codes": ((1100, 4, 1, 136, 64), "int8")}, {}, "must be uint8"),
 }
 
 
