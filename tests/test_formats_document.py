@@ -67,6 +67,11 @@ def test_sentences_on_packed_steps_are_what_the_results_say():
     assert "Attention takes {:.2f} ms of it, more than over 16-bit pages ({:.2f} ms)".format(*attention) in text
     attention = [spent(short, "int8", "int8", *of) for of in (("cascade:4", "refined"), ("top:32", "selected"))]
     assert "it takes {:.2f} ms of a step at 128K tokens, where `top:32` takes {:.2f}".format(*attention) in text
+    dense = [times(long, "int8", pages, "dense")[0] for pages in ("int8", None)]
+    other = " ".join((ROOT / "docs" / "cache-formats.md").read_text(encoding="utf-8").split())
+    assert "`int8` weights at 1M tokens takes {} ms with it and {} ms without".format(*dense) in other
+    bill = " ".join((ROOT / "docs" / "the-bill.md").read_text(encoding="utf-8").split())
+    assert f"where {times(short, 'int8', None, 'top:32')[0]} ms were measured" in bill
     ahead = _packed_steps("designs-packed-steps-ahead")[short, "int8", None, "top:32"]
     assert f"was slower: {ahead['median_s'] * 1e3:.2f} ms" in text
 
