@@ -45,7 +45,7 @@ UNFITTED, ASSUMED, EXTRAPOLATED = "unfitted", "assumed", "extrapolated"
 PREFILL_MARKS = {
     UNFITTED: "counted; this bill has no terms for exchanges",
     ASSUMED: "with values set by hand",
-    EXTRAPOLATED: "by terms of decode steps, whose exchanges are smaller: no prefill was timed on several devices",
+    EXTRAPOLATED: "by terms of decode steps, whose exchanges are smaller, and may be much too long: no prompt is fitted",
 }
 """How the seconds of an exchange are known. None is measured."""
 

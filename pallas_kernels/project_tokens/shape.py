@@ -6,8 +6,7 @@ import dataclasses
 
 from pallas_kernels.hopper import clusters, lanes
 from pallas_kernels.matrices import MatrixFormat
-from pallas_kernels.project_tokens import digits
-from pallas_kernels.project_tokens.digits import Digits
+from pallas_kernels.project_tokens.digits import MOST_TOKENS, Digits
 from pallas_kernels.project_tokens.operands import Operands
 
 MOST_ROWS = (48, 32, 16)
@@ -62,7 +61,7 @@ class Shape:
     def digits(self) -> Digits | None:
         """How tokens are multiplied by integer codes; None: by numbers."""
         integers = self.format is not None and self.format.codes in ("int8", "int4") and not self.zeros
-        return Digits(self.format.codes, self.dtype, self.tokens) if integers and self.tokens <= digits.MOST else None
+        return Digits(self.format.codes, self.dtype, self.tokens) if integers and self.tokens <= MOST_TOKENS else None
 
     @property
     def column_tiles(self) -> int:
