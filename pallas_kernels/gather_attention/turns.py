@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -126,13 +127,18 @@ def list_scratch(s: Shape, words: dict[str, int]) -> dict[str, int]:
     return s.scratch_words() | cluster_merge.words(s) | listed.list_words(s) | words
 
 
-def attend(s: Shape, unit, cta, number, inputs, outputs, scratch) -> None:
+def queries_of(s: Shape, unit, q_ref, scratch) -> Callable:
+    """What makes the queries of a unit available to `attend`, by all threads of a CTA."""
+    return functools.partial(decode_turns.load_queries, s, unit // s.num_kv_heads, unit % s.num_kv_heads, q_ref, scratch["q_s"])
+
+
+def attend(s: Shape, unit, cta, number, inputs, outputs, scratch, queries: Callable | None = None) -> None:
     """By all threads of all CTAs of a cluster: attention over the first `number` entries of the list that `listed.locate` found.
 
-    inputs: q, and `arrays_of` the pages. outputs: out `[B, T, H, D]`, lse `[B, T, H]`. Turns are dealt out: first one to a warp of each
-    CTA, then to the next.
+    inputs: q, and `arrays_of` the pages. outputs: out `[B, T, H, D]`, lse `[B, T, H]`. queries: `queries_of` the unit; None: they are
+    there. Turns are dealt out: first one to a warp of each CTA, then to the next.
     """
-    q_ref, *pools = inputs
+    _, *pools = inputs
     row, head = unit // s.num_kv_heads, unit % s.num_kv_heads
     (length,) = lanes.load_shared(scratch["pages_s"], s.width)
     total, workers = number * (s.block_size // KEYS), s.splits * s.warps
@@ -143,8 +149,7 @@ def attend(s: Shape, unit, cta, number, inputs, outputs, scratch) -> None:
         return place_listed(s, turn, lanes.minimum(turn * KEYS // s.block_size, s.width - 1), length, scratch)
 
     turns = lanes.maximum(total - first + (workers - 1), 0) // workers
-    queries = functools.partial(decode_turns.load_queries, s, row, head, q_ref, scratch["q_s"])
-    folded = decode_turns.fold(s, decode_turns.Pools.of(s, pools), scratch, head, length, turns, place, queries)
+    folded = decode_turns.fold(s, decode_turns.Pools.of(s, pools), scratch, head, length, turns, place, queries or (lambda: None))
     merge_and_store(s, folded, (row, head, cta), outputs, scratch)
 
 
@@ -200,7 +205,7 @@ def attend_listed(s: Shape, q, pages, table, lengths, blocks, block_frames=None)
         def run(arrays, scratch, unit, cta):
             inputs, (table_ref, lengths_ref, blocks_ref), outputs = arrays
             listed.copy_list(s, unit, blocks_ref, table_ref, lengths_ref, table_width, scratch)
-            attend(s, unit, cta, lanes.i32(s.width), inputs, outputs, scratch)
+            attend(s, unit, cta, lanes.i32(s.width), inputs, outputs, scratch, queries_of(s, unit, inputs[0], scratch))
 
         run(arrays, dict(zip(words, scratch, strict=True)))
 

@@ -252,12 +252,9 @@ def copy_side(s: Shape, ring_s, at: Scalar, side, place, head: Scalar) -> None:
 
 def _copy_numbers(s: Shape, ring_s, at: Scalar, ref, block: Scalar, token: Scalar, written: Scalar, head: Scalar) -> None:
     """By one warp: start copying 16 tokens of a page, or of a row of open pages, to word `at`; zeros past the written ones."""
-    row_bytes, block_bytes = 2 * s.head_dim, 2 * s.num_kv_heads * s.page_size * s.head_dim
-
-    def row_place(row):
-        return ref, block, block_bytes, (head * s.page_size + token + row) * row_bytes, row < written
-
-    lane_copies.copy_rows_async(ring_s, at, row_place, rows=KEYS, row_bytes=row_bytes)
+    row_bytes = 2 * s.head_dim
+    start, block_bytes = (head * s.page_size + token) * row_bytes, s.num_kv_heads * s.page_size * row_bytes
+    lane_copies.copy_tile_async(ring_s, at, ref, start, rows=KEYS, row_bytes=row_bytes, count=written, block=block, block_bytes=block_bytes)
 
 
 class _Opened:

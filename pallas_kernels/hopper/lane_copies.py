@@ -41,12 +41,14 @@ def pipeline(
     carry: Sequence[Scalar],
     meanwhile: Callable = lambda: None,
     prepare: Callable = lambda: None,
+    arrive: Callable | None = None,
 ) -> list[Scalar]:
     """`for n in range(turns): carry = consume(n, place, *carry)`; returns the carry.
 
     place = locate(n), a list; fetch(n, place) starts copies. Fetching runs `depth` turns ahead, and locating one turn more, so that a turn
     waits neither for the reads of `locate` nor for the copies. prepare: called before the first copies are started, while `locate` reads
-    their places. meanwhile: called after these copies are started; what it reads arrives after them.
+    their places. meanwhile: called after these copies are started; what it reads arrives after them. arrive: waits for the copies of turn
+    n, if they are bulk copies.
     """
     places = [locate(lanes.i32(n)) for n in range(depth + 1)]
     prepare()
@@ -55,7 +57,8 @@ def pipeline(
     def start(n, place):
         with lanes.when(n < turns):
             fetch(n, place)
-        commit_copies()
+        if arrive is None:
+            commit_copies()
 
     for n in range(depth):
         start(lanes.i32(n), places[n])
@@ -63,13 +66,14 @@ def pipeline(
 
     def turn(n, *carry):
         after_next = locate(n + (depth + 1))
-        wait_for_copies(depth - 1)
+        wait_for_copies(depth - 1) if arrive is None else arrive(n)
         after = consume(n, carry[:size], *carry[(depth + 1) * size :])
         start(n + depth, carry[depth * size :][:size])
         return [*carry[size : (depth + 1) * size], *after_next, *after]
 
     carry = lanes.loop(turns, [*(x for place in places for x in place), *carry], turn)
-    wait_for_copies(0)
+    if arrive is None:
+        wait_for_copies(0)
     return carry[(depth + 1) * size :]
 
 
@@ -95,6 +99,20 @@ def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int,
         with lanes.when(i < rows * pieces) if first + 32 > rows * pieces else contextlib.nullcontext():
             source = {"block": block, "block_bytes": block_bytes, "there": there}
             copy_async_16_bytes(shared, target, ref, start + piece * 16, **source, around=around)
+
+
+def copy_tile_async(
+    shared, offset: Scalar, ref, start: Scalar, *, rows: int, row_bytes: int, count: Scalar, block: Scalar, block_bytes: int
+) -> None:
+    """`copy_rows_async` of rows that follow each other in memory, from byte `start` of a block on: the first `count`, then zeros."""
+    source, pieces = lanes.part(ref, start + lanes.lane() * 16, block, block_bytes), row_bytes // 16
+    for first in range(0, rows * pieces, 32):
+        i = lanes.lane() + first
+        row, piece = i // pieces, i % pieces
+        target = lanes.address(shared, (offset + swizzled(row, piece, row_bytes)) * 4)
+        with lanes.when(i < rows * pieces) if first + 32 > rows * pieces else contextlib.nullcontext():
+            size = lanes.where(row < count, lanes.i32(16), 0)
+            lanes.ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", target, lanes.address(source, first * 16), size)
 
 
 def copy_bytes_async(shared, offset: Scalar, ref, start: Scalar, size: int, *, block: Scalar, block_bytes: int, there: Scalar) -> None:
@@ -143,10 +161,31 @@ def copy_bulk(
 ) -> None:
     """Start copying a multiple of 16 bytes of an array in global memory to word `offset` of shared memory, by one thread. Arrival `number`
     signals its end."""
-    arrival, source = _arrival(arrivals, number), lanes.address(ref, offset_bytes, block, block_bytes)
+    arrival = _arrival(arrivals, number)
+    _expect(arrival, size_bytes)
+    _copy_bulk(lanes.address(shared, offset * 4), lanes.address(ref, offset_bytes, block, block_bytes), size_bytes, arrival)
+
+
+def copy_rows_bulk(
+    shared, offset: Scalar, ref, row: Scalar, count: Scalar, *, row_bytes: int, stride_bytes: int, arrivals, number: Scalar
+) -> None:
+    """Start copying the first `count` rows, 1 to 32, to shared memory from word `offset` on, `stride_bytes` apart, by one warp. Arrival
+    `number` signals the end of all. row: the number, in the array, of the row that this lane copies."""
+    arrival, lane = _arrival(arrivals, number), lanes.lane()
+    with lanes.when(lane == 0):
+        _expect(arrival, count * row_bytes)
+    with lanes.when(lane < count):
+        target = lanes.address(shared, offset * 4 + lane * stride_bytes)
+        _copy_bulk(target, lanes.address(ref, 0, row, row_bytes), lanes.i32(row_bytes), arrival)
+
+
+def _expect(arrival, size_bytes: Scalar) -> None:
     lanes.ptx("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", arrival, size_bytes)
+
+
+def _copy_bulk(target, source, size_bytes: Scalar, arrival) -> None:
     code = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
-    lanes.ptx(code, lanes.address(shared, offset * 4), source, size_bytes, arrival)
+    lanes.ptx(code, target, source, size_bytes, arrival)
 
 
 def wait_for_arrival(arrivals, number: Scalar, turn: Scalar) -> None:

@@ -88,10 +88,8 @@ class Codes:
         page, token, written = place
         rows, of_row = num_kv_heads * page_size, self.row_bytes
 
-        def row_place(row):
-            return refs[0], page, rows * of_row, (head * page_size + token + row) * of_row, row < written
-
-        lane_copies.copy_rows_async(ring_s, at, row_place, rows=KEYS, row_bytes=of_row)
+        start, block = (head * page_size + token) * of_row, {"block": page, "block_bytes": rows * of_row}
+        lane_copies.copy_tile_async(ring_s, at, refs[0], start, rows=KEYS, row_bytes=of_row, count=written, **block)
         if self.per_channel:
             of_head = 2 * self.head_dim
             lane_copies.copy_bytes_async(

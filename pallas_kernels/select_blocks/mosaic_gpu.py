@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +29,20 @@ from pallas_kernels.select_blocks.api import Call, selection_width
 AT_ONCE = 2048
 """Up to this many candidates, all CTAs choose once, among all. This saves the choice within their shares. (Faster at 64 and 1024.)"""
 
+MOST_DEPTH = 3
+"""Most turns of index rows that a warp has in flight."""
+
+LEAST_DEPTH_BULK = 2
+"""Bulk copies need more shared memory, since nothing swizzles their rows. With fewer turns in flight they are slower than others."""
+
+PADDING_WORDS = 4
+"""After a row that a bulk copy brings: pieces with the same number in 8 consecutive rows lie in different banks."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """Everything that the kernel's code depends on. ctas: of the cluster that serves a (sequence, KV head). depth: turns of 16 index rows
-    that a warp has in flight. threads: of a CTA."""
+    that a warp has in flight. threads: of a CTA. bulk: whether index rows come by bulk copies."""
 
     batch: int
     num_queries: int
@@ -50,6 +60,7 @@ class Shape:
     ctas: int
     depth: int
     threads: int = 256
+    bulk: bool = False
 
     @property
     def group(self) -> int:
@@ -102,16 +113,40 @@ class Shape:
         return 0 if self.at_once else min(self.k, self.span)
 
     @property
+    def stride_words(self) -> int:
+        """Words from an index row in shared memory to the next."""
+        return self.row_words + PADDING_WORDS * self.bulk
+
+    @property
     def slot_words(self) -> int:
         """Words of a warp's 16 index rows in flight."""
-        return 16 * self.row_words
+        return 16 * self.stride_words
+
+    def with_ring(self, words: int) -> Shape:
+        """The same with as many turns as a ring of so many words holds, up to `MOST_DEPTH`; 0 if it cannot hold one.
+
+        Many rows come by bulk copies, of which a thread starts one for each row. Of few rows, the first would come later so.
+        """
+        plain, bulk = (dataclasses.replace(self, bulk=each) for each in (False, True))
+
+        def depth(form: Shape) -> int:
+            return min(MOST_DEPTH, max(0, words) // (form.threads // 32 * form.slot_words))
+
+        form = bulk if not self.at_once and depth(bulk) >= LEAST_DEPTH_BULK else plain
+        return dataclasses.replace(form, depth=depth(form))
 
     def scratch_words(self) -> dict[str, int]:
         """Words of shared memory beside the ring: the query operand, keys, survivors of all CTAs (key, block), distant blocks, the
-        list and its length, counters."""
-        survivors = 2 * self.ctas * max(self.kept, 1)
-        sizes = (self.column_tiles * self.chunks * 128, max(self.span, 1), survivors, max(self.k, 1), self.width + 1, choose.SCRATCH_WORDS)
-        return dict(zip(("queries_s", "keys_s", "survivors_s", "distant_s", "ids_s", "counts_s"), sizes, strict=True))
+        list and its length, counters, and arrivals of bulk copies."""
+        return {
+            "queries_s": self.column_tiles * self.chunks * 128,
+            "keys_s": max(self.span, 1),
+            "survivors_s": 2 * self.ctas * max(self.kept, 1),
+            "distant_s": max(self.k, 1),
+            "ids_s": self.width + 1,
+            "counts_s": choose.SCRATCH_WORDS,
+            "arrivals_s": self.threads // 32 * MOST_DEPTH * lane_copies.ARRIVAL_WORDS,
+        }
 
 
 def unsupported(call: Call, q, index, table, lengths) -> str | None:
@@ -143,14 +178,13 @@ def too_many_blocks(s: Shape) -> str | None:
 
 
 def shape_of(call: Call, q, index, table) -> Shape:
-    """The sizes of a call. `depth` is as many turns as shared memory holds, up to 3, and 0 if it cannot hold one."""
+    """The sizes of a call. `depth` is as many turns as shared memory holds, up to `MOST_DEPTH`, and 0 if it cannot hold one."""
     batch, num_queries, num_heads, head_dim = q.shape
     num_kv_heads = index.shape[1]
     ctas = clusters.ctas_per_unit(batch * num_queries * num_kv_heads)
     dims = (batch, num_queries, num_heads, num_kv_heads, head_dim, table.shape[1])
     s = Shape(*dims, **dataclasses.asdict(call), dtype=q.dtype.name, ctas=ctas, depth=1)
-    room = lanes.shared_words() - sum(s.scratch_words().values())
-    return dataclasses.replace(s, depth=max(0, min(3, room // (s.threads // 32 * s.slot_words))))
+    return s.with_ring(lanes.shared_words() - sum(s.scratch_words().values()))
 
 
 def select_blocks(call: Call, q, index, table, lengths):
@@ -193,12 +227,12 @@ def outputs(s: Shape) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((s.batch, s.num_queries, s.num_kv_heads, s.width), jnp.int32)]
 
 
-def select(s: Shape, unit, cta, inputs, scratch) -> tuple:
+def select(s: Shape, unit, cta, inputs, scratch, meanwhile: Callable = lambda: None) -> tuple:
     """All stages, by all threads of all CTAs of a cluster. The list is written to `scratch["ids_s"]` of each of them, its length after it.
     Returns how many sink, distant and local blocks it has.
 
     unit: row * num_kv_heads + KV head, where a row is a query, sequence * num_queries + its number. cta: number in the cluster. inputs: q,
-    index, page table, lengths.
+    index, page table, lengths. meanwhile: called by all threads while the first index rows come; ends with a barrier.
     """
     q_ref, index_ref, table_ref, lengths_ref = inputs
     row, head = unit // s.num_kv_heads, unit % s.num_kv_heads
@@ -213,12 +247,18 @@ def select(s: Shape, unit, cta, inputs, scratch) -> tuple:
 
         def operand():
             _operand(s, q_ref, row, head, queries_s)
-            lanes.cta_barrier(s.threads)
+            if s.bulk:
+                lane_copies.make_arrivals(scratch["arrivals_s"], s.threads // 32 * s.depth, s.threads)
+            else:
+                lanes.cta_barrier(s.threads)
 
-        score = functools.partial(_score, s, index_ref, table_ref, row, head, queries_s, ring_s, operand)
+        of_row = index_ref, table_ref, row, head
+        score = functools.partial(_score, s, of_row, (queries_s, ring_s, scratch["arrivals_s"]), operand, meanwhile)
         choose_best = _choose_at_once if s.at_once else _choose_twice
         found = choose_best(s, cta, lanes.maximum(first_local - s.sink, 0), score, scratch)
         lanes.cta_barrier(s.threads)
+    else:
+        meanwhile()
     parts = _assemble(s, length, current, local_start, found, scratch["distant_s"], scratch["ids_s"])
     lanes.cta_barrier(s.threads)
     return parts
@@ -290,12 +330,14 @@ def _mean_column(s: Shape, q_ref, row, head, column, d):
     return words
 
 
-def _score(s: Shape, index_ref, table_ref, row, head, queries_s, ring_s, operand, first, stride, end, put) -> None:
+def _score(s: Shape, of_row, shared, operand, meanwhile, first, stride, end, put) -> None:
     """Scores of candidates. In turn n a warp takes 16 blocks from `first + n * stride` on, those below `end`.
 
-    operand: fills `queries_s`, by all threads. put: called with a block and its key, in four lanes with different `lane % 4`. The key is an
+    of_row: index, page table, row, KV head. shared: the query operand, the warps' rings, their arrivals. operand: makes the first and the
+    last, by all threads. put: called with a block and its key, in four lanes with different `lane % 4`. The key is an
     order-preserving integer of the score, or NO_KEY where the block's page does not exist.
     """
+    (index_ref, table_ref, row, head), (queries_s, ring_s, arrivals_s) = of_row, shared
     lane = lanes.lane()
     g = lane >> 2
     entries = row // s.num_queries * s.table_width
@@ -307,8 +349,20 @@ def _score(s: Shape, index_ref, table_ref, row, head, queries_s, ring_s, operand
     def slot(n):
         return (lanes.warp() * s.depth + n % s.depth) * s.slot_words
 
+    def arrival(n):
+        return {"arrivals": arrivals_s, "number": lanes.warp() * s.depth + n % s.depth}
+
+    def arrive(n):
+        lane_copies.wait_for_arrival(**arrival(n), turn=n // s.depth)
+
     def fetch(n, place):
         page, block = place[0], first + n * stride + (lane & 15)
+        if s.bulk:  # where there is no page, rows of another one come, and nobody asks for their scores
+            mine = (lanes.maximum(page, 0) * s.num_kv_heads + head) * s.per_page + block % s.per_page
+            sizes = {"row_bytes": 4 * s.row_words, "stride_bytes": 4 * s.stride_words}
+            count = lanes.minimum(end - (first + n * stride), 16)
+            lane_copies.copy_rows_bulk(ring_s, slot(n), index_ref, mine, count, **sizes, **arrival(n))
+            return
         mine = (page * s.num_kv_heads + head) * s.per_page + block % s.per_page
         mine = lanes.where((page >= 0) & (block < end), mine, -1)
 
@@ -329,15 +383,17 @@ def _score(s: Shape, index_ref, table_ref, row, head, queries_s, ring_s, operand
 
     turns = lanes.maximum((end - first + (stride - 1)) // stride, 0)
     # The operand comes first: queries loaded after the index rows would arrive after them, and all turns would wait.
-    lane_copies.pipeline(turns, s.depth, locate, fetch, consume, [], prepare=operand)
+    lane_copies.pipeline(turns, s.depth, locate, fetch, consume, [], meanwhile, operand, arrive if s.bulk else None)
 
 
 def _products(s: Shape, ring_s, slot, queries_s, lane):
     """Scores of the index rows g and g + 8 of the slot, in each of the four lanes (g, t)."""
-    rows = [
-        lane_pairs.load_matrices(ring_s, slot + lane_copies.swizzled(lane & 15, (lane >> 4) + 2 * step, 4 * s.row_words))
-        for step in range(2 * s.chunks)
-    ]
+
+    def place(piece):
+        row = lane & 15
+        return row * s.stride_words + piece * 4 if s.bulk else lane_copies.swizzled(row, piece, 4 * s.row_words)
+
+    rows = [lane_pairs.load_matrices(ring_s, slot + place((lane >> 4) + 2 * step)) for step in range(2 * s.chunks)]
     best = [lanes.f32(float("-inf"))] * 2
     for tile in range(s.column_tiles):
         sums = [

@@ -56,14 +56,9 @@ def unsupported(call: Call, q, pages, index, table, lengths, frames, codes) -> s
 
 def _no_index_row(chosen: select.Shape, s: decode_turns.Shape) -> str | None:
     """Why the rings of keys, in which index rows arrive first, cannot hold a turn of them, or None if they can."""
-    if _depth(chosen, s.scratch_words()["ring_s"], s.threads):
+    if dataclasses.replace(chosen, threads=s.threads).with_ring(s.scratch_words()["ring_s"]).depth:
         return None
     return f"the keys of a warp have no room for {chosen.slot_words} words of index rows"
-
-
-def _depth(chosen: select.Shape, ring_words: int, threads: int) -> int:
-    """Turns of index rows for which the keys of each warp have room."""
-    return ring_words // (threads // 32 * chosen.slot_words)
 
 
 def _not_refined(call: Call, q, pages, chosen: select.Shape, frames) -> str | None:
@@ -126,7 +121,7 @@ def _form(call: Call, q, pages, index, table, frames, codes):
         s = turns.list_shape(_rows(q), pages, **sizes, words=words)
         ring, attend = s.scratch_words()["ring_s"], _attend_turns
         chosen = dataclasses.replace(chosen, threads=s.threads)
-    return dataclasses.replace(chosen, depth=min(3, _depth(chosen, ring, chosen.threads))), s, attend
+    return chosen.with_ring(ring), s, attend
 
 
 def scratch_of_turns(chosen: select.Shape, s: decode_turns.Shape | refined.Shape) -> dict[str, int]:
@@ -147,7 +142,10 @@ def _attend(chosen: select.Shape, s: listed.Shape, q, pages, index, tables, leng
         @lanes.stage(unit=unit, cta=cta)
         def choose(arrays, words, unit, cta):
             (q_ref, index_ref, lengths_ref), table_refs, ids_ref = arrays
-            select.select(chosen, unit, cta, (q_ref, index_ref, table_refs[0], lengths_ref), words)
+            # Queries come beside the index rows. After the choice, all of attention would wait for them.
+            place = unit // s.num_kv_heads, unit % s.num_kv_heads
+            queries = functools.partial(tiles.store_queries, s, *place, q_ref, words["q_s"])
+            select.select(chosen, unit, cta, (q_ref, index_ref, table_refs[0], lengths_ref), words, queries)
             select.store_list(chosen, unit, cta, ids_ref, words["ids_s"])
             lanes.publish_to_tensor_cores()  # the ring held index rows; next, TMA writes to it
             row = unit // s.num_kv_heads
@@ -155,9 +153,10 @@ def _attend(chosen: select.Shape, s: listed.Shape, q, pages, index, tables, leng
             listed.locate(s, length, table_refs[-1], row // chosen.num_queries, chosen.table_width, words)
 
         names = chosen.scratch_words() | listed.list_words(s)
-        words = {name: scratch[name] for name in names} | {"ring_s": lanes.Swizzled(scratch["kv_s"], tiles.SWIZZLED)}
+        swizzled = {name: lanes.Swizzled(scratch[of], tiles.SWIZZLED) for name, of in (("ring_s", "kv_s"), ("q_s", "q_s"))}
+        words = {name: scratch[name] for name in names} | swizzled
         choose(((q_ref, index_ref, lengths_ref), table_refs, ids_ref), words)
-        listed.attend(s, unit, cta, scratch["ids_s"][s.width], (q_ref, k_ref, v_ref), (out_ref, lse_ref), scratch)
+        listed.attend(s, unit, cta, scratch["ids_s"][s.width], (q_ref, k_ref, v_ref), (out_ref, lse_ref), scratch, queried=True)
 
     out_type = [*listed.outputs(s), *select.outputs(chosen)]
     kernel = listed.launch(s, selected_kernel, out_type, listed.scratch(s, chosen.scratch_words()), **listed.APPROXIMATE)
@@ -177,7 +176,8 @@ def _attend_turns(chosen: select.Shape, s: decode_turns.Shape, q, pages, index, 
         def run(arrays, scratch, unit, cta):
             inputs, (index_ref, lengths_ref, *table_refs) = arrays[: 1 + len(pool)], arrays[1 + len(pool) : -3]
             *outputs, ids_ref = arrays[-3:]
-            select.select(chosen, unit, cta, (inputs[0], index_ref, table_refs[0], lengths_ref), scratch)
+            queries = turns.queries_of(s, unit, inputs[0], scratch)
+            select.select(chosen, unit, cta, (inputs[0], index_ref, table_refs[0], lengths_ref), scratch, queries)
             select.store_list(chosen, unit, cta, ids_ref, scratch["ids_s"])
             row = unit // s.num_kv_heads
             length = select.tokens_seen(chosen.num_queries, lengths_ref, row)
@@ -208,8 +208,9 @@ def _attend_refined(chosen: select.Shape, r: refined.Shape, q, pages, index, tab
             *codes_ref, q_ref = arrays[: len(index_of_keys) + 1]
             rest = arrays[len(index_of_keys) + 1 : -3]
             of_pages, (index_ref, lengths_ref, *table_refs) = rest[: len(pool)], rest[len(pool) :]
-            inputs = codes_ref[0] if codes_ref else None, q_ref, *of_pages
-            parts = select.select(chosen, unit, cta, (q_ref, index_ref, table_refs[0], lengths_ref), scratch)
+            inputs = codes_ref[0] if codes_ref else None, *of_pages
+            queries = functools.partial(refined.load_queries, r, unit, q_ref, scratch)
+            parts = select.select(chosen, unit, cta, (q_ref, index_ref, table_refs[0], lengths_ref), scratch, queries)
             row = unit // s.num_kv_heads
             length = select.tokens_seen(chosen.num_queries, lengths_ref, row)
             names = ("page_ids_s", "pages_s") if r.framed else ("pages_s",)

@@ -66,25 +66,28 @@ class Shape:
         return sizes | ({"page_ids_s": s.width + 1} if self.framed else {})
 
 
+def load_queries(r: Shape, unit, q_ref, scratch) -> None:
+    """By all threads of a CTA: the queries of a unit, as codes are multiplied with them and as keys are. `attend` needs both."""
+    s, place = r.attend, (unit // r.attend.num_kv_heads, unit % r.attend.num_kv_heads)
+    if isinstance(r.keys, CodedKeys):
+        decode_turns.store_queries(s, *place, q_ref, scratch["coded_q_s"], 0, True)
+    decode_turns.load_queries(s, *place, q_ref, scratch["q_s"])
+
+
 def attend(r: Shape, unit, cta, parts, inputs, outputs, scratch) -> None:
     """By all threads of all CTAs of a cluster: the best of the shortlist, attention over them and over sink and local blocks, the list.
 
     parts: how many sink, distant and local blocks the list in `scratch["ids_s"]` has, for which `listed.locate` has found the frames (and
-    the page ids, if `r.framed`). inputs: codes or None, q, and `turns.arrays_of` the pages. outputs: out, lse, lists.
+    the page ids, if `r.framed`). inputs: codes or None, and `turns.arrays_of` the pages. outputs: out, lse, lists.
     """
-    s, (codes_ref, q_ref, *pools), (*attended, ids_ref) = r.attend, inputs, outputs
+    s, (codes_ref, *pools), (*attended, ids_ref) = r.attend, inputs, outputs
     pools = decode_turns.Pools.of(s, pools)
     row, head = unit // s.num_kv_heads, unit % s.num_kv_heads
     sinks, found, locals_ = parts
     (length,) = lanes.load_shared(scratch["pages_s"], s.width)
     fold = functools.partial(_fold, s, cta, pools, head, length, scratch)
 
-    def queries():
-        if isinstance(r.keys, CodedKeys):
-            decode_turns.store_queries(s, row, head, q_ref, scratch["coded_q_s"], 0, True)
-        decode_turns.load_queries(s, row, head, q_ref, scratch["q_s"])
-
-    estimate = functools.partial(_estimate, r, cta, head, sinks, found, pools if codes_ref is None else codes_ref, queries, scratch)
+    estimate = functools.partial(_estimate, r, cta, head, sinks, found, pools if codes_ref is None else codes_ref, scratch)
     near = fold(sinks + locals_, lambda n: lanes.where(n < sinks, n, n + found), meanwhile=estimate)
     _exchange(r, cta, found, near, scratch)
     kept = _choose(r, found, scratch)
@@ -127,11 +130,10 @@ def _fold(s: decode_turns.Shape, cta, pools, head, length, scratch, number, entr
 # 1. Estimate.
 
 
-def _estimate(r: Shape, cta, head, sinks, found, source, queries, scratch) -> None:
+def _estimate(r: Shape, cta, head, sinks, found, source, scratch) -> None:
     """By each warp: maximum and sum (log2 units) of the logits of its turns, for every query row, to `scratch["turns_s"]`.
 
     A CTA takes every `splits`-th block of the shortlist. Its warps take their turns one after the other. source: codes, or the pools.
-    queries: makes them available to the CTA, once the first copies have started.
     """
     s, keys, coded = r.attend, r.keys, isinstance(r.keys, CodedKeys)
     ring_s, per_page = scratch["codes_s"], s.page_size // s.block_size
@@ -179,7 +181,7 @@ def _estimate(r: Shape, cta, head, sinks, found, source, queries, scratch) -> No
 
     blocks = lanes.maximum(found - cta + (s.splits - 1), 0) // s.splits
     count = lanes.maximum(blocks * keys.turns - lanes.warp() + (s.warps - 1), 0) // s.warps
-    lane_copies.pipeline(count, DEPTH, locate, fetch, consume, [], meanwhile=queries)
+    lane_copies.pipeline(count, DEPTH, locate, fetch, consume, [])
 
 
 def _query_words(s: decode_turns.Shape, q_s, tile: int, block: int) -> list:

@@ -444,6 +444,19 @@ def _turn_matrix(machine, word):
     return Value(turned, I32, unknown)
 
 
+def _product_words(machine, acc, words) -> list[Value]:
+    """The words of a product `acc` `[warps, 16, 8]` of the operands `words`. A number is unknown where a word of its row of A is, of its
+    column of B, or its own before."""
+    found = [acc[:, 8 * (n // 2) : 8 * (n // 2) + 8, n % 2 :: 2].reshape(-1) for n in range(4)]
+    if all(x.unknown is None for x in words):
+        return [Value(x, words[6].type) for x in found]
+    masks = [np.broadcast_to(False if x.unknown is None else x.unknown, machine.size).reshape(-1, 8, 4) for x in words]
+    rows = [np.any(masks[half] | masks[half + 2], 2, keepdims=True) for half in range(2)]  # [warps, g, 1]
+    columns = np.any(masks[4] | masks[5], 2)[:, None]  # [warps, 1, g]
+    unknown = [rows[n // 2] | columns[:, :, n % 2 :: 2] | masks[6 + n] for n in range(4)]
+    return [Value(x, words[6].type, mask.reshape(-1)) for x, mask in zip(found, unknown, strict=True)]
+
+
 @code(
     rf"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(?P<kind>bf16|f16)\.(?P=kind)\.f32 {_REGISTERS}, "
     r"\{\$4, \$5, \$6, \$7\}, \{\$8, \$9\}, \{\$10, \$11, \$12, \$13\};",
@@ -465,7 +478,7 @@ def _multiply_matrices(machine, *words, kind):
     for n, x in enumerate(spread[6:]):
         acc[:, 8 * (n // 2) : 8 * (n // 2) + 8, n % 2 :: 2] = x
     acc = (acc + a @ b[:, :, :8]).astype(np.float32)
-    return [value(acc[:, 8 * (n // 2) : 8 * (n // 2) + 8, n % 2 :: 2].reshape(-1), *words) for n in range(4)]
+    return _product_words(machine, acc, words)
 
 
 @code(
@@ -485,4 +498,4 @@ def _multiply_integers(machine, *words):
     for n, x in enumerate(spread[6:]):
         acc[:, 8 * (n // 2) : 8 * (n // 2) + 8, n % 2 :: 2] = x
     acc = (acc + a @ b).astype(np.int32)
-    return [value(acc[:, 8 * (n // 2) : 8 * (n // 2) + 8, n % 2 :: 2].reshape(-1), *words) for n in range(4)]
+    return _product_words(machine, acc, words)

@@ -5,11 +5,14 @@ What only a GPU can tell is in `test_select_blocks_on_hopper.py`.
 
 from __future__ import annotations
 
+import jax
 import paging
 import pytest
+from emulator.values import Fault
 from quick_cases import rest_long
 
 from pallas_kernels import dispatch
+from pallas_kernels.hopper import lane_copies, lanes
 from pallas_kernels.page_index import INDEX_ROWS
 from pallas_kernels.select_blocks import mosaic_gpu
 
@@ -28,7 +31,17 @@ EMULATED: dict[str, dict] = {
     "16 drafts, groups of 1": {"num_queries": 16, "group": 1, "kv_heads": 1, "lengths": (135,), "block_size": 64, "k": 1, "local": 1},
     "groups of 9": {"group": 9, "lengths": (384,)},
     "a long table, chosen twice": {"lengths": (2100,), "width": 33, "page_size": 64, "block_size": 1, "kv_heads": 1, "k": 9},
+    "chosen twice, a page is missing": {"lengths": (2100,), "width": 33, "block_size": 1, "kv_heads": 1, "k": 9, "hole": True},
+    "chosen twice, means, NaN in the index": {
+        "lengths": (2100,),
+        "width": 33,
+        "block_size": 1,
+        "kv_heads": 1,
+        "kind": "mean",
+        "index": "nan",
+    },
 }
+BY_BULK_COPIES = tuple(case for case in EMULATED if "chosen twice" in case)
 FOR_MUTANTS = ("4 drafts", "4 drafts, mean", "bounds")
 
 
@@ -79,6 +92,38 @@ PLANTED = {
 def test_a_planted_bug_is_caught(suite, tools, on_emulated_threads, monkeypatch, bug):
     monkeypatch.setattr(mosaic_gpu, *PLANTED[bug])
     tools.must_fail(suite.check, on_emulated_threads, FOR_MUTANTS)
+
+
+def _row_before(shared, offset, ref, row, count, **sizes):
+    COPY_ROWS(shared, offset, ref, lanes.maximum(row - 1, 0), count, **sizes)
+
+
+COPY_ROWS = lane_copies.copy_rows_bulk
+NOT_COPIED = {
+    "nobody waits for a copy": ("wait_for_arrival", lambda arrivals, number, turn: None),
+    "the row before": ("copy_rows_bulk", _row_before),
+    "the first row alone": ("copy_rows_bulk", lambda *args, **sizes: COPY_ROWS(*args[:4], lanes.i32(1), **sizes)),
+}
+
+
+@pytest.mark.parametrize("bug", NOT_COPIED)
+def test_a_bug_of_bulk_copies_is_caught(suite, on_emulated_threads, monkeypatch, bug):
+    suite.check(on_emulated_threads, BY_BULK_COPIES[0])
+    monkeypatch.setattr(lane_copies, *NOT_COPIED[bug])
+    with pytest.raises((AssertionError, Fault)):
+        suite.check(on_emulated_threads, BY_BULK_COPIES[0])
+
+
+@pytest.mark.parametrize(("tokens", "bulk"), [(128 << 10, False), (256 << 10, False), (512 << 10, True), (1 << 20, True)])
+def test_rows_of_long_tables_come_by_bulk_copies(tokens, bulk):
+    _, arrays, sizes = production(tokens=tokens)
+    structs = [jax.ShapeDtypeStruct(*arrays[name]) for name in ("q", "index", "table")]
+    call = mosaic_gpu.Call(**{name: sizes[name] for name in ("kind", "page_size", "block_size", "k", "sink", "local")})
+    s = mosaic_gpu.shape_of(call, *structs)
+    assert (s.bulk, s.depth) == (bulk, 3)
+    words = s.threads // 32 * s.slot_words
+    assert s.with_ring(words).bulk is False, "a ring of one turn"
+    assert s.with_ring(words - 1).depth == (0 if not bulk else 1)
 
 
 # Lowered and compiled, in the shapes that decoding has.

@@ -19,6 +19,8 @@ from selected_suite import SIZES
 from pallas_kernels.hopper import decode_turns
 from pallas_kernels.hopper.packed_turns import Codes
 from pallas_kernels.page_index import page_index
+from pallas_kernels.select_blocks import mosaic_gpu as select
+from pallas_kernels.selected_attention import mosaic_gpu as selected
 
 SMALL = {"kv_heads": 1, "group": 4, "head_dim": 64, "page_size": 64, "width": 6, "lengths": (150, 321), "opened": True}
 CASES = {
@@ -81,6 +83,15 @@ def check(tools):
 @pytest.mark.parametrize("case", rest_long(CASES, "q4_0", "frames apart from ids"))
 def test_on_emulated_threads_it_matches_the_reference(check, case):
     check(SMALL | {"format": case} | CASES[case], kernels)
+
+
+@pytest.mark.parametrize("case", ["int8", "drafts of int8"])
+def test_with_index_rows_by_bulk_copies_it_matches_the_reference(check, monkeypatch, case):
+    monkeypatch.setattr(select, "AT_ONCE", 4)
+    shapes, form = [], selected._form
+    monkeypatch.setattr(selected, "_form", lambda *args: shapes.append(form(*args)) or shapes[-1])
+    check(SMALL | {"format": case} | CASES[case], kernels)
+    assert shapes[0][0].bulk
 
 
 SCALES = Codes.token_scales
