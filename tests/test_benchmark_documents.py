@@ -106,7 +106,7 @@ def test_what_fixed_programs_give_and_cost_is_what_the_results_say():
     assert f"with `bounds:32` {fixed['bounds:32']:.3f} s where {tuned['bounds:32']:.3f} s would" in text
 
 
-PACKED = {"formats": {"packed-matrices": "packed-matrices", "packed-steps": "decode-step"}}
+PACKED = {"formats": {"packed-matrices": "packed-matrices", "packed-steps": "decode-step", "packed-prompts": "prefill-time"}}
 PACKED |= {"cache-formats": {"packed-attention": "packed-attention", "packed-chunks": "packed-prefill"}}
 """By document, the results that it shows and the table that they make."""
 

@@ -25,72 +25,103 @@ def test_the_error_of_a_product_holds(name):
     assert f"| `{name}` | {error:.1%} |" in DOCUMENT.read_text().splitlines()
 
 
-def test_sentences_on_launches_of_packed_steps_are_what_the_results_say():
-    text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
-    rows = json.loads((RESULTS / "designs-packed-steps-launches.json").read_text())["rows"]
-    steps = {row["steps_per_launch"]: row for row in rows if row["policy"] == "top:32"}
-    ms = [steps[count]["median_s"] * 1e3 for count in (8, 1)]
-    assert "`top:32` took {:.2f} ms in launches of eight and {:.2f} ms in launches of one".format(*ms) in text
-    assert f"idle for {steps[8]['profile']['idle_s'] * 1e3:.2f} ms of such a step" in text
-    assert f"needed {steps[1]['profile']['median_s'] * 1e3:.2f} ms on the device" in text
-
-
-def _packed_steps(name: str) -> dict:
-    """By (tokens, weights, pages, policy)."""
+def _packed_steps(name: str, launches: int = 1) -> dict:
+    """Of steps in launches of so many, by (tokens, weights, pages, policy)."""
     rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    rows = [row for row in rows if row.get("steps_per_launch", 1) == launches]
     return {(row["tokens"], row["weights"], row["cache_format"], row["policy"]): row for row in rows}
+
+
+def _ms(row: dict) -> tuple[str, str]:
+    """By the clock, and on the device."""
+    return f"{row['median_s'] * 1e3:.2f}", f"{row['profile']['median_s'] * 1e3:.2f}"
+
+
+SHORT, LONG = 2**17, 2**20
 
 
 def test_sentences_on_packed_steps_are_what_the_results_say():
     text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
-    steps, short, long = _packed_steps("packed-steps"), 2**17, 2**20
+    alone, eight, older = _packed_steps("packed-steps"), _packed_steps("packed-steps", 8), _packed_steps("packed-steps-cascade")
+    four_bits, of_four_bits = (_packed_steps("packed-steps-int4", launches)[SHORT, "int4", None, "top:32"] for launches in (8, 1))
 
-    def times(*case):
-        return [f"{steps[case][name] * 1e3:.2f}" if name != "profile" else f"{steps[case][name]['median_s'] * 1e3:.2f}" for name in NAMES]
+    def spent(row, name):
+        return sum(kernel["total_s"] for kernel in row["profile"]["kernels"] if kernel["name"].startswith(name)) * 1e3
 
-    def spent(*case):
-        return sum(kernel["total_s"] for kernel in steps[case[:4]]["profile"]["kernels"] if kernel["name"].startswith(case[4])) * 1e3
-
-    wall, device = times(short, "int8", None, "top:32")
-    assert f"the device needs {device} ms** (target: 2.6), and a step took {wall} ms" in text
-    rounds = steps[short, "int8", None, "top:32"]["rounds_s"]
-    assert f"the fastest of three rounds {min(rounds) * 1e3:.2f}" in text
-    wall, device = times(short, "int4", None, "top:32")
-    assert f"the device needs {device} ms (target: 2.1), and a step took {wall} ms" in text
-    rounds = steps[short, "int8", "int8", "top:32"]["rounds_s"]
-    assert f"three rounds of one step took {min(rounds) * 1e3:.2f} to {max(rounds) * 1e3:.2f} ms" in text
-    wall, device = times(long, "int8", "int8", "top:32")
-    assert f"a step of 1M tokens takes {wall} ms, {device} on the device (target: 2.7)" in text
-    of_int8 = [spent(short, "int8", None, "top:32", name) for name in ("project", "selected")]
+    rounds = alone[SHORT, "int8", None, "top:32"]["rounds_s"]
+    assert f"each step a launch of its own, took {min(rounds) * 1e3:.2f} to {max(rounds) * 1e3:.2f} ms" in text
+    places = [(SHORT, "int8", pages, "top:32") for pages in (None, "int8")]
+    said = "it takes {} ms in launches of eight, over `int8` pages {} ms** (target: 2.6)".format(*(_ms(eight[each])[0] for each in places))
+    assert said in text
+    assert {_ms(alone[each])[1] for each in places} == {"2.45"}
+    assert "and on the device 2.45 ms in both cases" in text
+    assert f"`int4` weights it takes {_ms(four_bits)[0]} ms, {_ms(of_four_bits)[1]} on the device (target: 2.1)" in text
+    place = LONG, "int8", "int8", "top:32"
+    said = f"with `int8` weights and pages, it takes {_ms(eight[place])[0]} ms, {_ms(alone[place])[1]} on the device (target: 2.7)"
+    assert said in text
+    idle = [row["profile"]["idle_s"] * 1e3 for (*_, policy), row in eight.items() if policy == "top:32"]
+    assert f"leaves the device idle for {min(idle):.2f} to {max(idle):.2f} ms of a step" in text
+    of_int8 = [spent(alone[SHORT, "int8", None, "top:32"], name) for name in ("project", "selected")]
     assert "Products take {:.2f} ms of a step with `int8`, the 28 launches of attention {:.2f}".format(*of_int8) in text
-    attention = [spent(long, "int8", pages, "top:32", "selected") for pages in ("int8", None)]
-    assert "Attention takes {:.2f} ms of it, more than over 16-bit pages ({:.2f} ms)".format(*attention) in text
-    attention = [spent(short, "int8", "int8", *of) for of in (("cascade:4", "refined"), ("top:32", "selected"))]
-    assert "it takes {:.2f} ms of a step at 128K tokens, where `top:32` takes {:.2f}".format(*attention) in text
-    dense = [times(long, "int8", pages, "dense")[0] for pages in ("int8", None)]
+    attention = [spent(older[SHORT, "int8", "int8", policy], name) for policy, name in (("cascade:4", "refined"), ("top:32", "selected"))]
+    assert "it took {:.2f} ms of a step at 128K tokens, where `top:32` took {:.2f}".format(*attention) in text
+    (row,) = (
+        row
+        for row in json.loads((RESULTS / "designs-packed-steps-launches.json").read_text())["rows"]
+        if row["policy"] == "top:32" and row["steps_per_launch"] == 1
+    )
+    assert f"needed {_ms(row)[1]} ms on the device (`designs-packed-steps-launches.json`)" in text
+    ahead = _packed_steps("designs-packed-steps-ahead")[SHORT, "int8", None, "top:32"]
+    assert f"was slower: {_ms(ahead)[0]} ms" in text
+
+
+def test_other_documents_quote_packed_steps_as_the_results_have_them():
+    older = _packed_steps("packed-steps-cascade")
     other = " ".join((ROOT / "docs" / "cache-formats.md").read_text(encoding="utf-8").split())
+    dense = [_ms(older[LONG, "int8", pages, "dense"])[0] for pages in ("int8", None)]
     assert "`int8` weights at 1M tokens takes {} ms with it and {} ms without".format(*dense) in other
     bill = " ".join((ROOT / "docs" / "the-bill.md").read_text(encoding="utf-8").split())
-    assert f"where {times(short, 'int8', None, 'top:32')[0]} ms were measured" in bill
-    ahead = _packed_steps("designs-packed-steps-ahead")[short, "int8", None, "top:32"]
-    assert f"was slower: {ahead['median_s'] * 1e3:.2f} ms" in text
-
-
-NAMES = ("median_s", "profile")
+    assert f"where {_ms(older[SHORT, 'int8', None, 'top:32'])[0]} ms were measured" in bill
 
 
 def test_how_many_times_faster_packed_steps_are_is_what_the_results_say():
     lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
-    for name, tokens, length in (("", 2**17, "128K"), ("", 2**20, "1M"), ("-b4", 2**17, "128K"), ("-b8", 2**17, "128K")):
-        steps = _packed_steps(f"packed-steps{name}")
+    for name, tokens, length in (("", SHORT, "128K"), ("", LONG, "1M"), ("-b4", SHORT, "128K"), ("-b8", SHORT, "128K")):
+        alone, eight = (_packed_steps(f"packed-steps{name}", launches) for launches in (1, 8))
         for pages, label in ((None, "16 bits"), ("int8", "`int8`")):
-            if (pages, name, length) == ("int8", "", "128K"):
-                continue
-            dense, sparse = (steps[tokens, "int8", pages, policy] for policy in ("dense", "top:32"))
-            pairs = [(step["median_s"], step["profile"]["median_s"]) for step in (dense, sparse)]
-            shown = [f"{a * 1e3:.2f} | {b * 1e3:.2f} | {a / b:.1f}" for a, b in zip(*pairs, strict=True)]
-            start = f"| {label} | {length} | {dense['batch']} | {' | '.join(shown)} | "
+            places = [(tokens, "int8", pages, policy) for policy in ("dense", "top:32")]
+            by_clock = [min(steps[place]["median_s"] for steps in (alone, eight)) for place in places]
+            pairs = by_clock, [alone[place]["profile"]["median_s"] for place in places]
+            shown = [f"{a * 1e3:.2f} | {b * 1e3:.2f} | {a / b:.2f}" for a, b in pairs]
+            start = f"| {label} | {length} | {alone[places[0]]['batch']} | {' | '.join(shown)} | "
             assert any(line.startswith(start) for line in lines), start
+    text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
+    before, now = (
+        next(row["median_s"] * 1e6 for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"] if "b8/top:32@int8" in row["case"])
+        for name in ("designs-packed-sparse-before", "packed-attention-sparse")
+    )
+    assert f"took {before:.2f} us of each layer at batch 8 then, and {now:.2f} us now" in text
+
+
+def test_sentences_on_prompts_are_what_the_results_say():
+    text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
+    prompts, first = (
+        {row["weights"]: row for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]}
+        for name in ("packed-prompts", "designs-packed-prompts-first")
+    )
+    longer, before = (
+        {name: f"{rows[name]['median_s'] / rows[None]['median_s'] - 1:.1%}" for name in ("int8", "fp8")} for rows in (prompts, first)
+    )
+    said = f"**With `int8` it takes {longer['int8']} longer than with 16 bits, with `fp8` {longer['fp8']}** (target: at most 5%)."
+    assert said in text
+    assert f"An earlier run had {before['int8']} and {before['fp8']}: " in text
+    kernels = {name: row["profile"]["kernels_s"] for name, row in prompts.items()}
+    assert f"in {kernels['int8']['wrapped_convert'] * 1e3:.1f} ms of {sum(kernels['int8'].values()) * 1e3:.0f} in which kernels run" in text
+    twice = [kernels[name]["loop_multiply_fusion"] * 1e3 for name in ("int8", None)]
+    assert "{:.1f} ms where 16 bits take {:.1f}".format(*twice) in text
+    exact, rounded, short = (row["median_s"] for row in json.loads((RESULTS / "designs-packed-prompts.json").read_text())["rows"])
+    said = f"took {rounded:.3f} s where the exact form took {exact:.3f} s, and sums that are rounded before they are scaled {short:.3f} s"
+    assert said in text
 
 
 def test_sentences_on_products_of_codes_are_what_the_results_say():
