@@ -25,6 +25,7 @@ ROUND = 6
 """Requests that run together."""
 GROWTH = 0.02
 """The most by which resident memory may grow."""
+COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def resident_bytes() -> int:
@@ -34,8 +35,11 @@ def resident_bytes() -> int:
 
 @dataclasses.dataclass
 class Seen:
-    """What a soak did. wrong: what differs, for each answer that does. memory: resident bytes after each round; files: bytes on disk, and
-    the most that they may have."""
+    """What a soak did. wrong: what differs, for each answer that does. memory: resident bytes after each round, without what rounds took in
+    which a program was compiled; compiled: what these took. files: bytes on disk, and the most that they may have.
+
+    A rare mixture of requests needs a program of its own, and may come late. Its code stays, as that of all programs, and is tens of MB.
+    """
 
     requests: int = 0
     tokens: int = 0
@@ -43,12 +47,13 @@ class Seen:
     pins: int = 0
     cancelled: int = 0
     memory: list[int] = dataclasses.field(default_factory=list)
+    compiled: int = 0
     files: int = 0
     limit: int = 0
 
     @property
     def growth(self) -> float:
-        """From the second quarter of the time to the last one, by medians. In the first quarter programs are compiled and stores fill."""
+        """From the second quarter of the time to the last one, by medians. In the first quarter stores fill."""
         quarter = max(len(self.memory) // 4, 1)
         before, after = (np.median(part) for part in (self.memory[quarter : 2 * quarter], self.memory[-quarter:]))
         return after / before - 1
@@ -67,6 +72,11 @@ class Soak:
         self.page_size, self.longest = page_size, LONGEST * page_size
         self.texts = self.random.integers(0, model.config.vocab_size, (4, self.longest)).tolist()
         self.vocabulary, self.pinned = model.config.vocab_size, []
+        self.resident, self.programs, self.known_programs = resident_bytes(), 0, 0
+        jax.monitoring.register_event_duration_secs_listener(self.count_program)
+
+    def count_program(self, event: str, *_, **__) -> None:
+        self.programs += event == COMPILED
 
     def draw(self) -> Request:
         """A prompt that begins like one of a few texts."""
@@ -91,8 +101,15 @@ class Soak:
             if handle is not dropped:
                 self.compare(handle)
         self.turn_pins(handles[0].request)
-        self.seen.memory.append(resident_bytes())
+        self.note_memory()
         self.seen.files = sum(file.stat().st_size for file in self.folder.glob("*.bin"))
+
+    def note_memory(self) -> None:
+        before, self.resident = self.resident, resident_bytes()
+        if self.programs > self.known_programs:
+            self.seen.compiled += self.resident - before
+            self.known_programs = self.programs
+        self.seen.memory.append(self.resident - self.seen.compiled)
 
     def compare(self, handle) -> None:
         scheduler = Scheduler(self.alone, slots=1)
@@ -137,6 +154,7 @@ def soak(model, folder, seconds: float, seed: int = 0, page_size: int = 16) -> t
     assert running.engine.allocators["full"].free == running.engine.allocators["full"].total
     stats = running.engine.stats()
     running.engine.close()
+    jax.monitoring.clear_event_listeners()
     return running.seen, stats
 
 
@@ -186,7 +204,7 @@ def soak_and_print(name, minutes, capsys, model, folder, **sizes):
     with capsys.disabled():
         print(f"\n{name}, {minutes:.1f} min, seed {os.getpid()}: {len(seen.wrong)} of {seen.requests:,} requests differ")
         print(f"{seen.tokens:,} tokens, {seen.pins:,} pins, {seen.cancelled:,} cancelled")
-        print(f"memory {seen.memory[-1] / 1e6:,.0f} MB, {seen.growth:+.2%}")
+        print(f"memory {seen.memory[-1] / 1e6:,.0f} MB, {seen.growth:+.2%}; rounds with programs: {seen.compiled / 1e6:,.0f} MB")
         print(f"files {seen.files:,} of {seen.limit:,} bytes\n{stats}")
     check(seen, stats)
     assert abs(seen.growth) < GROWTH
