@@ -1,7 +1,7 @@
 """select_blocks in Pallas Mosaic GPU (Hopper): one launch, a cluster of CTAs per sequence and KV head.
 
-1. Score: each warp takes 16 blocks at a time and copies their index rows ahead into its own ring. They are one operand of `mma.m16n8k16`.
-   The query, split into its positive and negative part, is the other; its heads are the 8 columns.
+1. Score: each warp takes 16 blocks at a time and copies their index rows ahead into its own ring, those of long tables by bulk copies. They
+   are one operand of `mma.m16n8k16`. The query, split into its positive and negative part, is the other; its heads are the 8 columns.
 2. Choose the k best, exactly (`choose`). Up to `AT_ONCE` candidates are dealt out in turn, every score goes to all CTAs (distributed shared
    memory), and all make the same choice. With more candidates, each CTA takes a span, chooses its best, and sends these to all others,
    which choose again.

@@ -2,7 +2,8 @@
 
 The stages of `select_blocks` write the same list to the shared memory of every CTA of the cluster. Then each warpgroup folds its part of
 the list (`hopper.decode_tiles`), and the cluster merges the parts (`gather_attention.cluster_merge`). Two barriers of the cluster
-replace the boundaries between launches, and the list never passes through global memory.
+replace the boundaries between launches, and the list never passes through global memory. Queries come to shared memory while the first
+index rows do, so that attention does not wait for them.
 
 Packed pages are folded by `hopper.decode_turns`, in the same launch. So are, on every GPU, lists that are chosen from a shortlist
 (`refined`).
@@ -142,7 +143,6 @@ def _attend(chosen: select.Shape, s: listed.Shape, q, pages, index, tables, leng
         @lanes.stage(unit=unit, cta=cta)
         def choose(arrays, words, unit, cta):
             (q_ref, index_ref, lengths_ref), table_refs, ids_ref = arrays
-            # Queries come beside the index rows. After the choice, all of attention would wait for them.
             place = unit // s.num_kv_heads, unit % s.num_kv_heads
             queries = functools.partial(tiles.store_queries, s, *place, q_ref, words["q_s"])
             select.select(chosen, unit, cta, (q_ref, index_ref, table_refs[0], lengths_ref), words, queries)
