@@ -142,3 +142,13 @@ def test_sentences_on_copies_out_are_what_the_results_say():
     assert said in text
     again = [row["GBps"] for row in plain if "8 MB each, again" in row["name"] and row["beside"] in (None, "matmul")]
     assert "Alone it ran at {} GB/s, and beside products at {}.".format(*again) in text
+
+
+def test_sentences_on_soaks_of_a_cpu_are_what_the_results_say():
+    text = " ".join((ROOT / "docs" / "tiers.md").read_text(encoding="utf-8").split())
+    llama, gemma, again = json.loads((RESULTS.parent / "cpu" / "designs-soak.json").read_text())["rows"]
+    assert [row["other_bits"] for row in (llama, gemma, again)] == [0, 0, 0]
+    assert f"none of {llama['requests']:,} and {gemma['requests']:,} requests differed" in text
+    assert f"grew by {llama['memory_growth']:.2%} (Llama) and {gemma['memory_growth']:.2%} (Gemma 3)" in text
+    said = f"Llama's grew by {again['memory_growth']:.2%} in five minutes, in {again['requests']:,} requests, none of which differed"
+    assert said in text
