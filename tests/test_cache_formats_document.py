@@ -273,7 +273,7 @@ def test_sentences_on_sparse_ops_over_packed_pages_are_what_the_results_say():
     assert said in text
     assert max(now[eight + "int8"], formats[eight + "int4"]) <= 0.85
     at_128k = [now[short + name] for name in ("int8", "int4", "fp8", "q8_0")]
-    assert "`int8` takes {:.3f}, `int4` {:.3f}, `fp8` {:.3f} and `q8_0` {:.3f}. None of them is slower".format(*at_128k) in text
+    assert "`int8` takes {:.3f}, `int4` {:.3f}, `fp8` {:.3f} and `q8_0` {:.3f}. None of these four is slower".format(*at_128k) in text
     assert max(at_128k) < 1
     unpacked = long.removesuffix("@")
     assert f"`int8` takes {now[long + 'int8']:.3f}, which misses the target. `int4` took {us['bulk'][long + 'int4']} us in another" in text
@@ -290,8 +290,14 @@ def test_sentences_on_sparse_ops_over_packed_pages_are_what_the_results_say():
     assert said in text
     assert f"slower: {us['bulk'][unpacked]} us where {us['rows'][unpacked]} were needed" in text
     cascade = next(row for row in report.load([RESULTS / "h200" / "cascade-ops.json"])[0]["rows"] if "128k/b1/cascade:4" in row["case"])
-    said = f"took {cascade['median_s'] * 1e6:.2f} us before (`cascade-ops.json`) and {us['rows']['128k/b1/cascade:4']} us with it"
+    said = f"took {cascade['median_s'] * 1e6:.2f} us before (`cascade-ops.json`, of another day) and "
+    said += f"{us['rows']['128k/b1/cascade:4']} us with it"
     assert said in text
+    batch = "128k/b8/top:32"
+    said = f"at batch 8 it takes {us['now'][batch]} us, and took {older[batch] * 1e6:.2f} before. Beside that, `int8` would be "
+    assert f"{said}{seconds[eight + 'int8'] / older[batch]:.3f}." in text
+    kernels = " ".join((DOCUMENT.parent / "decode-kernels.md").read_text(encoding="utf-8").split())
+    assert f"it takes {us['rows']['128k/b1/cascade:4']} us at 128K tokens, beside {us['rows'][short[:-1]]} us" in kernels
     _, twelve, _ = of_unpacked("designs-packed-sparse-warps")
     names = short + "int8", long + "int8", eight + "int8", long + "int4"
     said = "`int8` took {:.3f} times as long at 128K and batch 1, {:.3f} times at 1M and {:.3f} times at batch 8, `int4` {:.3f} times at 1M"
@@ -321,7 +327,7 @@ def test_cycles_of_sparse_ops_over_packed_pages_are_what_the_results_say():
     (_, seconds, run) = of_unpacked("designs-packed-sparse-bulk")
     index = next(row["bytes"]["index"] for row in run["rows"] if row["tokens"] == 2**20)
     rate = index / (seconds[long] * of_bounds / bulk[0]["merge_sent"])
-    assert f"in {of_bounds:,.0f} cycles, about {rate / 1e12:.1f} TB/s" in text
+    assert f"in {of_bounds:,.0f} of all {bulk[0]['merge_sent']:,.0f} cycles, so at about {rate / 1e12:.1f} TB/s" in text
 
 
 def test_sentences_on_lists_over_packed_pages_are_what_the_results_say():

@@ -202,6 +202,7 @@ def _measure(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Para
         return jax.block_until_ready(logits)
 
     on_progress(f"{said}: first runs")
+    before = _peak_bytes()
     first_of = {_width(plan, chunk[0], length): chunk for chunk in chunks[::-1]}
     run([first_of[width] for width in steps])  # the first run loads the program
     seconds = []
@@ -219,7 +220,7 @@ def _measure(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Para
         of_chunks = [record(lambda chunk=chunk: run([chunk])) for chunk in profiled]
         profile = {"chunks": [chunk[0] for chunk in profiled], "parts_s": list(map(split, of_chunks)), "kernels_s": longest(of_chunks)}
     middle = float(np.median(seconds))
-    memory = jax.local_devices()[0].memory_stats() or {}
+    peak = _peak_bytes()
     return {
         "path": path,
         "median_s": middle,
@@ -227,10 +228,15 @@ def _measure(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Para
         "tokens_per_s": length / middle,
         "flops": dense_flops(plan.config, length),
         "temp_bytes": max(step.memory_analysis().temp_size_in_bytes for step in steps.values()),
-        "peak_bytes": memory.get("peak_bytes_in_use"),
+        "peak_bytes": peak if peak > before else None,  # else an earlier case, or packing, took more
         "programs": len(steps),
         "profile": profile,
     }
+
+
+def _peak_bytes() -> int:
+    """The most that was taken on the device since the process began; 0 where it does not tell."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
 def _width(plan: PrefillPlan, last: int, length: int) -> int:
