@@ -22,6 +22,9 @@ MOST_STAGES = 2
 APPROXIMATE = {"compiler_params": plgpu.CompilerParams(approx_math=True)}
 """Options of a kernel that calls `attend`."""
 
+LEFT_BYTES = 5 << 10
+"""Of a CTA's shared memory, those that `lanes.shared_words` does not count."""
+
 MOST_ROWS = 16
 """Largest T*G; above it spans are used. With more rows, the parts that warpgroups exchange leave too little memory for tiles."""
 
@@ -50,9 +53,18 @@ def shape_of(q, pages, *, width: int, block_size: int, window, sm_scale: float, 
     ctas = clusters.ctas_per_unit(batch * num_kv_heads)
     sizes = (batch, num_queries, num_heads, num_kv_heads, head_dim, page_size, block_size, width, window, sm_scale, q.dtype, TILE)
     s = Shape(*sizes, 1, WARPGROUPS, ctas)
-    taken = sum((words | list_words(s) | cluster_merge.words(s)).values())
-    room = 4 * (lanes.shared_words() - taken) - 2 * tiles.ROWS * head_dim
-    return dataclasses.replace(s, stages=max(0, min(MOST_STAGES, room // (4 * TILE * head_dim * WARPGROUPS))))
+    others = words | list_words(s) | cluster_merge.words(s)
+    room = 4 * (lanes.shared_words() - sum(others.values())) - 2 * tiles.ROWS * head_dim
+    stages = max(0, min(MOST_STAGES, room // (4 * TILE * head_dim * WARPGROUPS)))
+    while stages and _bytes(dataclasses.replace(s, stages=stages), others) > 4 * lanes.shared_words() + LEFT_BYTES:
+        stages -= 1
+    return dataclasses.replace(s, stages=stages)
+
+
+def _bytes(s: Shape, others: dict[str, int]) -> int:
+    """Shared memory that a launch asks for. Mosaic begins each array at a multiple of 1 KB, and reduces in 2 KB of its own."""
+    of_tiles = 2 * tiles.ROWS * s.head_dim, 4 * s.tile * s.head_dim * s.warpgroups * s.stages
+    return sum(-(-each // 1024) * 1024 for each in (*of_tiles, *(4 * n for n in others.values()))) + 2048 + 32 * s.stages
 
 
 def list_words(s: Shape) -> dict[str, int]:

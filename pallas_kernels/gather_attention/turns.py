@@ -132,13 +132,12 @@ def queries_of(s: Shape, unit, q_ref, scratch) -> Callable:
     return functools.partial(decode_turns.load_queries, s, unit // s.num_kv_heads, unit % s.num_kv_heads, q_ref, scratch["q_s"])
 
 
-def attend(s: Shape, unit, cta, number, inputs, outputs, scratch, queries: Callable | None = None) -> None:
+def attend(s: Shape, unit, cta, number, pools, outputs, scratch, queries: Callable | None = None) -> None:
     """By all threads of all CTAs of a cluster: attention over the first `number` entries of the list that `listed.locate` found.
 
-    inputs: q, and `arrays_of` the pages. outputs: out `[B, T, H, D]`, lse `[B, T, H]`. queries: `queries_of` the unit; None: they are
+    pools: `arrays_of` the pages. outputs: out `[B, T, H, D]`, lse `[B, T, H]`. queries: `queries_of` the unit; None: they are
     there. Turns are dealt out: first one to a warp of each CTA, then to the next.
     """
-    _, *pools = inputs
     row, head = unit // s.num_kv_heads, unit % s.num_kv_heads
     (length,) = lanes.load_shared(scratch["pages_s"], s.width)
     total, workers = number * (s.block_size // KEYS), s.splits * s.warps
@@ -205,7 +204,8 @@ def attend_listed(s: Shape, q, pages, table, lengths, blocks, block_frames=None)
         def run(arrays, scratch, unit, cta):
             inputs, (table_ref, lengths_ref, blocks_ref), outputs = arrays
             listed.copy_list(s, unit, blocks_ref, table_ref, lengths_ref, table_width, scratch)
-            attend(s, unit, cta, lanes.i32(s.width), inputs, outputs, scratch, queries_of(s, unit, inputs[0], scratch))
+            q_ref, *pools = inputs
+            attend(s, unit, cta, lanes.i32(s.width), pools, outputs, scratch, queries_of(s, unit, q_ref, scratch))
 
         run(arrays, dict(zip(words, scratch, strict=True)))
 

@@ -359,7 +359,7 @@ def address(ref, bytes_offset: Scalar | int, block: Scalar | int = 0, block_byte
     return gep(pointer, [bytes_offset.value], [dynamic])
 
 
-def part(ref, bytes_offset: Scalar, block: Scalar | int = 0, block_bytes: int = 0) -> _OneOf:
+def part(ref, bytes_offset: Scalar | int, block: Scalar | int = 0, block_bytes: int = 0) -> _OneOf:
     """An array from `address` of these on, as an array argument of the functions below. Offsets in it that are no Scalars cost nothing."""
     return _OneOf(address(ref, bytes_offset, block, block_bytes))
 

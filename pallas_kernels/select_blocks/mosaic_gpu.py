@@ -137,15 +137,14 @@ class Shape:
 
     def scratch_words(self) -> dict[str, int]:
         """Words of shared memory beside the ring: the query operand, keys, survivors of all CTAs (key, block), distant blocks, the
-        list and its length, counters, and arrivals of bulk copies."""
+        list and its length, counters, and arrivals of bulk copies behind them, because an array of their own takes 1 KB."""
         return {
             "queries_s": self.column_tiles * self.chunks * 128,
             "keys_s": max(self.span, 1),
             "survivors_s": 2 * self.ctas * max(self.kept, 1),
             "distant_s": max(self.k, 1),
             "ids_s": self.width + 1,
-            "counts_s": choose.SCRATCH_WORDS,
-            "arrivals_s": self.threads // 32 * MOST_DEPTH * lane_copies.ARRIVAL_WORDS,
+            "counts_s": choose.SCRATCH_WORDS + (0 if self.at_once else self.threads // 32 * MOST_DEPTH * lane_copies.ARRIVAL_WORDS),
         }
 
 
@@ -244,16 +243,17 @@ def select(s: Shape, unit, cta, inputs, scratch, meanwhile: Callable = lambda: N
     found = lanes.i32(0)
     if s.k:
         queries_s, ring_s = scratch["queries_s"], scratch["ring_s"]
+        arrivals = lanes.part(scratch["counts_s"], 4 * choose.SCRATCH_WORDS)
 
         def operand():
             _operand(s, q_ref, row, head, queries_s)
             if s.bulk:
-                lane_copies.make_arrivals(scratch["arrivals_s"], s.threads // 32 * s.depth, s.threads)
+                lane_copies.make_arrivals(arrivals, s.threads // 32 * s.depth, s.threads)
             else:
                 lanes.cta_barrier(s.threads)
 
         of_row = index_ref, table_ref, row, head
-        score = functools.partial(_score, s, of_row, (queries_s, ring_s, scratch["arrivals_s"]), operand, meanwhile)
+        score = functools.partial(_score, s, of_row, (queries_s, ring_s, arrivals), operand, meanwhile)
         choose_best = _choose_at_once if s.at_once else _choose_twice
         found = choose_best(s, cta, lanes.maximum(first_local - s.sink, 0), score, scratch)
         lanes.cta_barrier(s.threads)
@@ -337,7 +337,7 @@ def _score(s: Shape, of_row, shared, operand, meanwhile, first, stride, end, put
     last, by all threads. put: called with a block and its key, in four lanes with different `lane % 4`. The key is an
     order-preserving integer of the score, or NO_KEY where the block's page does not exist.
     """
-    (index_ref, table_ref, row, head), (queries_s, ring_s, arrivals_s) = of_row, shared
+    (index_ref, table_ref, row, head), (queries_s, ring_s, arrivals) = of_row, shared
     lane = lanes.lane()
     g = lane >> 2
     entries = row // s.num_queries * s.table_width
@@ -350,7 +350,7 @@ def _score(s: Shape, of_row, shared, operand, meanwhile, first, stride, end, put
         return (lanes.warp() * s.depth + n % s.depth) * s.slot_words
 
     def arrival(n):
-        return {"arrivals": arrivals_s, "number": lanes.warp() * s.depth + n % s.depth}
+        return {"arrivals": arrivals, "number": lanes.warp() * s.depth + n % s.depth}
 
     def arrive(n):
         lane_copies.wait_for_arrival(**arrival(n), turn=n // s.depth)

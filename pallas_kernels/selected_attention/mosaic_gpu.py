@@ -174,16 +174,16 @@ def _attend_turns(chosen: select.Shape, s: decode_turns.Shape, q, pages, index, 
 
         @lanes.stage(unit=lax.axis_index("unit"), cta=lax.axis_index("cta"))
         def run(arrays, scratch, unit, cta):
-            inputs, (index_ref, lengths_ref, *table_refs) = arrays[: 1 + len(pool)], arrays[1 + len(pool) : -3]
+            (q_ref, *pools), (index_ref, lengths_ref, *table_refs) = arrays[: 1 + len(pool)], arrays[1 + len(pool) : -3]
             *outputs, ids_ref = arrays[-3:]
-            queries = turns.queries_of(s, unit, inputs[0], scratch)
-            select.select(chosen, unit, cta, (inputs[0], index_ref, table_refs[0], lengths_ref), scratch, queries)
+            queries = turns.queries_of(s, unit, q_ref, scratch)
+            select.select(chosen, unit, cta, (q_ref, index_ref, table_refs[0], lengths_ref), scratch, queries)
             select.store_list(chosen, unit, cta, ids_ref, scratch["ids_s"])
             row = unit // s.num_kv_heads
             length = select.tokens_seen(chosen.num_queries, lengths_ref, row)
             listed.locate(s, length, table_refs[-1], row // chosen.num_queries, chosen.table_width, scratch)
             (number,) = lanes.load_shared(scratch["ids_s"], s.width)
-            turns.attend(s, unit, cta, number, inputs, outputs, scratch)
+            turns.attend(s, unit, cta, number, pools, outputs, scratch)
 
         run(refs, dict(zip(words, scratch, strict=True)))
 

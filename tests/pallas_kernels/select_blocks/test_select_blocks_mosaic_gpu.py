@@ -12,7 +12,7 @@ from emulator.values import Fault
 from quick_cases import rest_long
 
 from pallas_kernels import dispatch
-from pallas_kernels.hopper import lane_copies, lanes
+from pallas_kernels.hopper import clusters, lane_copies, lanes
 from pallas_kernels.page_index import INDEX_ROWS
 from pallas_kernels.select_blocks import mosaic_gpu
 
@@ -112,6 +112,21 @@ def test_a_bug_of_bulk_copies_is_caught(suite, on_emulated_threads, monkeypatch,
     monkeypatch.setattr(lane_copies, *NOT_COPIED[bug])
     with pytest.raises((AssertionError, Fault)):
         suite.check(on_emulated_threads, BY_BULK_COPIES[0])
+
+
+ONE_CTA = {"lengths": (700,), "width": 11, "block_size": 1, "kv_heads": 1, "k": 9, "hole": True}
+
+
+def test_slots_of_bulk_copies_are_used_again(suite_of, on_emulated_threads, monkeypatch):
+    """A warp has more turns than slots. An arrival that is awaited for its first copy again would be a wait without end, or no wait."""
+    monkeypatch.setattr(mosaic_gpu, "AT_ONCE", 4)
+    monkeypatch.setattr(clusters, "ctas_per_unit", lambda units: 1)
+    suite = suite_of({"one CTA": ONE_CTA}, **COMMON)
+    suite.check(on_emulated_threads, "one CTA")
+    wait = lane_copies.wait_for_arrival
+    monkeypatch.setattr(lane_copies, "wait_for_arrival", lambda arrivals, number, turn: wait(arrivals, number, turn * 0))
+    with pytest.raises((AssertionError, Fault)):
+        suite.check(on_emulated_threads, "one CTA")
 
 
 @pytest.mark.parametrize(("tokens", "bulk"), [(128 << 10, False), (256 << 10, False), (512 << 10, True), (1 << 20, True)])

@@ -86,6 +86,26 @@ def test_lowers(cuda, case):
     assert "mosaic_gpu" in cuda.lower(*(SPILL_FREE | WIDE)[case])
 
 
+TIGHT = {
+    "head dim 256": production(heads=(16, 1), head_dim=256),
+    "head dim 256, means, 512K": production(heads=(28, 4), head_dim=256, kind="mean", tokens=512 << 10, budget=256),
+    "3M, means, blocks of 64": production(heads=(16, 2), kind="mean", block_size=64, tokens=3072 << 10, budget=512, batch=8),
+}
+"""Calls that take nearly all shared memory."""
+
+
+@pytest.mark.parametrize("case", TIGHT)
+def test_lowers_where_shared_memory_is_tight(cuda, case):
+    assert "mosaic_gpu" in cuda.lower(*TIGHT[case])
+
+
+def test_what_shared_memory_cannot_hold_is_refused(cuda):
+    """And not launched: with a tile of keys it would ask for 1 KB too much."""
+    call = production(heads=(16, 1), head_dim=256, block_size=16, tokens=32 << 10, budget=8, batch=8)
+    with pytest.raises(NotImplementedError, match="leave no shared memory for a tile of keys"):
+        cuda.lower(*call)
+
+
 def test_compiles_without_spilling(spill_free):
     spill_free(SPILL_FREE, WIDE, launches=1)
 
