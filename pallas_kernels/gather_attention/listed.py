@@ -118,11 +118,10 @@ def locate(s: Shape, length, table_ref, row, table_width: int | None, scratch) -
     lanes.cta_barrier(threads)
 
 
-def attend(s: Shape, unit, cta, number, inputs, outputs, scratch, *, queried: bool = False) -> None:
+def attend(s: Shape, unit, cta, number, inputs, outputs, scratch) -> None:
     """By all threads of all CTAs of a cluster: attention over the first `number` entries of the list that `locate` found.
 
-    inputs: q, k, v. outputs: out `[B, T, H, D]`, lse `[B, T, H]`. queried: whether the queries are in shared memory already. Tiles are
-    dealt out in turn: a CTA gets a second one when each has one.
+    inputs: q, k, v. outputs: out `[B, T, H, D]`, lse `[B, T, H]`. Tiles are dealt out in turn: a CTA gets a second one when each has one.
     """
     q_ref, k_ref, v_ref = inputs
     row, head = lax.div(unit, jnp.int32(s.num_kv_heads)), lax.rem(unit, jnp.int32(s.num_kv_heads))
@@ -136,7 +135,7 @@ def attend(s: Shape, unit, cta, number, inputs, outputs, scratch, *, queried: bo
     def place(n):
         return tiles.places(s, lambda entry: ids_s[entry], lambda entry, _: pages_s[entry], length, first + n * workers)
 
-    queries = (lambda: None) if queried else functools.partial(tiles.load_queries, s, row, head, q_ref, scratch["q_s"])
+    queries = functools.partial(tiles.load_queries, s, row, head, q_ref, scratch["q_s"])
     folded = tiles.fold(s, warpgroup, (k_ref, v_ref), scratch, head, length, 0, count, place, queries)
     where = (row, head, cta, warpgroup)
     cluster_merge.merge_and_store(s, folded, where, scratch["parts_s"], scratch["stats_s"], *outputs)

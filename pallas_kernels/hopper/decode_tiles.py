@@ -97,23 +97,19 @@ def load_queries(s: Shape, row, head, q_ref, q_s) -> None:
 
     @plgpu.inline_mgpu(arg_types=(scalar, scalar, ref, plgpu.RefType(SWIZZLED)))
     def load(_, row, head, q_ref, q_s):
-        store_queries(s, lanes.of_splat(row), lanes.of_splat(head), q_ref, q_s)
+        row, head = lanes.of_splat(row), lanes.of_splat(head)
+        threads, chunks, rows = s.warpgroups * 128, s.head_dim // 8, s.num_queries * s.group
+        for start in range(0, rows * chunks, threads):
+            i = lanes.thread() + start
+            with lanes.when(i < rows * chunks):
+                r, chunk = i // chunks, i % chunks
+                at = (row * s.num_queries + r // s.group) * s.num_heads + head * s.group + r % s.group
+                words = lanes.load_global_16_bytes(q_ref, (at * chunks + chunk) * 16)
+                lanes.store_shared(q_s, _swizzled(s, r, chunk) * 4, *words)
+        lanes.publish_to_tensor_cores()
+        lanes.cta_barrier(threads)
 
     load(row, head, q_ref, q_s)
-
-
-def store_queries(s: Shape, row, head, q_ref, q_s) -> None:
-    """The same in a stage. q_s: its plain words."""
-    threads, chunks, rows = s.warpgroups * 128, s.head_dim // 8, s.num_queries * s.group
-    for start in range(0, rows * chunks, threads):
-        i = lanes.thread() + start
-        with lanes.when(i < rows * chunks):
-            r, chunk = i // chunks, i % chunks
-            at = (row * s.num_queries + r // s.group) * s.num_heads + head * s.group + r % s.group
-            words = lanes.load_global_16_bytes(q_ref, (at * chunks + chunk) * 16)
-            lanes.store_shared(q_s, _swizzled(s, r, chunk) * 4, *words)
-    lanes.publish_to_tensor_cores()
-    lanes.cta_barrier(threads)
 
 
 def _swizzled(s: Shape, row, chunk):

@@ -2,11 +2,11 @@
 
 The stages of `select_blocks` write the same list to the shared memory of every CTA of the cluster. Then each warpgroup folds its part of
 the list (`hopper.decode_tiles`), and the cluster merges the parts (`gather_attention.cluster_merge`). Two barriers of the cluster
-replace the boundaries between launches, and the list never passes through global memory. Queries come to shared memory while the first
-index rows do, so that attention does not wait for them.
+replace the boundaries between launches, and the list never passes through global memory.
 
 Packed pages are folded by `hopper.decode_turns`, in the same launch. So are, on every GPU, lists that are chosen from a shortlist
-(`refined`).
+(`refined`). There queries come to shared memory while the first index rows do, so that attention does not wait for them. (With `wgmma` that
+gained nothing, and batches were slower.)
 
 The T queries of a sequence are T rows that share its page table. Each has its own list and cluster, so a drafted step gives by construction
 what steps of one token would. Blocks that several queries list are read by each of them, after the first time mostly from the L2 cache.
@@ -143,9 +143,7 @@ def _attend(chosen: select.Shape, s: listed.Shape, q, pages, index, tables, leng
         @lanes.stage(unit=unit, cta=cta)
         def choose(arrays, words, unit, cta):
             (q_ref, index_ref, lengths_ref), table_refs, ids_ref = arrays
-            place = unit // s.num_kv_heads, unit % s.num_kv_heads
-            queries = functools.partial(tiles.store_queries, s, *place, q_ref, words["q_s"])
-            select.select(chosen, unit, cta, (q_ref, index_ref, table_refs[0], lengths_ref), words, queries)
+            select.select(chosen, unit, cta, (q_ref, index_ref, table_refs[0], lengths_ref), words)
             select.store_list(chosen, unit, cta, ids_ref, words["ids_s"])
             lanes.publish_to_tensor_cores()  # the ring held index rows; next, TMA writes to it
             row = unit // s.num_kv_heads
@@ -153,10 +151,9 @@ def _attend(chosen: select.Shape, s: listed.Shape, q, pages, index, tables, leng
             listed.locate(s, length, table_refs[-1], row // chosen.num_queries, chosen.table_width, words)
 
         names = chosen.scratch_words() | listed.list_words(s)
-        swizzled = {name: lanes.Swizzled(scratch[of], tiles.SWIZZLED) for name, of in (("ring_s", "kv_s"), ("q_s", "q_s"))}
-        words = {name: scratch[name] for name in names} | swizzled
+        words = {name: scratch[name] for name in names} | {"ring_s": lanes.Swizzled(scratch["kv_s"], tiles.SWIZZLED)}
         choose(((q_ref, index_ref, lengths_ref), table_refs, ids_ref), words)
-        listed.attend(s, unit, cta, scratch["ids_s"][s.width], (q_ref, k_ref, v_ref), (out_ref, lse_ref), scratch, queried=True)
+        listed.attend(s, unit, cta, scratch["ids_s"][s.width], (q_ref, k_ref, v_ref), (out_ref, lse_ref), scratch)
 
     out_type = [*listed.outputs(s), *select.outputs(chosen)]
     kernel = listed.launch(s, selected_kernel, out_type, listed.scratch(s, chosen.scratch_words()), **listed.APPROXIMATE)
