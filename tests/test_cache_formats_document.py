@@ -321,6 +321,8 @@ def test_cycles_of_sparse_ops_over_packed_pages_are_what_the_results_say():
     (rotated_long,), (rotated_short,) = found["index", long], found["index", short]
     scores = [each["_score"] - each["_operand"] for each in (rotated_long, rotated_short, columns[0])]
     assert "scores took {:,.0f} cycles at 1M, and {:,.0f} at 128K where 16-byte copies took {:,.0f}".format(*scores) in text
+    with_hint, without = (each["_score"] for each in found["queries", long][1:])
+    assert f"after {with_hint:,.0f} cycles with it, {without:,.0f} without" in text
     waited = rotated_short["load_queries"] - rotated_short["fetched"]
     assert f"waited {waited:,.0f} cycles for its queries" in text
     of_bounds = bulk[0]["_score"] - bulk[0]["_operand"]

@@ -22,8 +22,13 @@ MOST_STAGES = 2
 APPROXIMATE = {"compiler_params": plgpu.CompilerParams(approx_math=True)}
 """Options of a kernel that calls `attend`."""
 
-LEFT_BYTES = 5 << 10
-"""Of a CTA's shared memory, those that `lanes.shared_words` does not count."""
+ALIGNED = 256
+"""Words: arrays in shared memory begin at multiples of it."""
+LEFT = 4 << 8
+"""Words of a CTA's shared memory that `lanes.shared_words` does not count, on each GPU, but for 1 KB: a launch whose arrays take all that
+there is fails."""
+MOSAIC_WORDS = 512
+"""What Mosaic takes for its own sums in a kernel that multiplies by `wgmma`. It may take the 1 KB, too."""
 
 MOST_ROWS = 16
 """Largest T*G; above it spans are used. With more rows, the parts that warpgroups exchange leave too little memory for tiles."""
@@ -56,15 +61,21 @@ def shape_of(q, pages, *, width: int, block_size: int, window, sm_scale: float, 
     others = words | list_words(s) | cluster_merge.words(s)
     room = 4 * (lanes.shared_words() - sum(others.values())) - 2 * tiles.ROWS * head_dim
     stages = max(0, min(MOST_STAGES, room // (4 * TILE * head_dim * WARPGROUPS)))
-    while stages and _bytes(dataclasses.replace(s, stages=stages), others) > 4 * lanes.shared_words() + LEFT_BYTES:
+    while stages and _launch_words(dataclasses.replace(s, stages=stages), others) > lanes.shared_words() + LEFT + ALIGNED:
         stages -= 1
     return dataclasses.replace(s, stages=stages)
 
 
-def _bytes(s: Shape, others: dict[str, int]) -> int:
-    """Shared memory that a launch asks for. Mosaic begins each array at a multiple of 1 KB, and reduces in 2 KB of its own."""
-    of_tiles = 2 * tiles.ROWS * s.head_dim, 4 * s.tile * s.head_dim * s.warpgroups * s.stages
-    return sum(-(-each // 1024) * 1024 for each in (*of_tiles, *(4 * n for n in others.values()))) + 2048 + 32 * s.stages
+def _launch_words(s: Shape, others: dict[str, int]) -> int:
+    """Words of shared memory that a launch asks for: arrays, a barrier of two words for each K and V tile, Mosaic's own."""
+    of_tiles = {"q_s": tiles.ROWS * s.head_dim // 2, "kv_s": s.tile * s.head_dim * s.warpgroups * s.stages}
+    return aligned(of_tiles | others) + 4 * s.warpgroups * s.stages + MOSAIC_WORDS
+
+
+def aligned(arrays: dict[str, int]) -> int:
+    """Words of shared memory that arrays take. Mosaic begins each at a multiple of `ALIGNED`. `lanes.shared_words` leaves room for it, but
+    not always enough for as many arrays as a selection has."""
+    return sum(-(-words // ALIGNED) * ALIGNED for words in arrays.values())
 
 
 def list_words(s: Shape) -> dict[str, int]:

@@ -25,11 +25,6 @@ from pallas_kernels.pages import Pages
 
 MOST_STAGES = 3
 """Turns that a warp has in flight, if shared memory has room."""
-ALIGNED = 256
-"""Words: arrays in shared memory begin at multiples of it."""
-LEFT = 4 << 8
-"""Words of a CTA's shared memory that `lanes.shared_words` does not count, on each GPU, but for 1 KB: a launch whose arrays take all that
-there is fails."""
 MOST_PACKED_STAGES = 5
 """The same over packed pages, whose turns have fewer bytes, if registers have room for their places."""
 
@@ -111,15 +106,10 @@ def list_shape(q, pages, *, width: int, block_size: int, window, sm_scale: float
     s = _sizes(q, pages, **fields, other_words=0)
     others = words | listed.list_words(s) | cluster_merge.words(s)
     s = _sizes(q, pages, **fields, other_words=sum(others.values()))
-    if _aligned(s.scratch_words() | others) <= lanes.shared_words() + LEFT:
+    if listed.aligned(s.scratch_words() | others) <= lanes.shared_words() + listed.LEFT:
         return s
-    return _sizes(q, pages, **fields, other_words=_aligned(others) + len(s.scratch_words()) * (ALIGNED - 1) - LEFT)
-
-
-def _aligned(arrays: dict[str, int]) -> int:
-    """Words of shared memory that arrays take. Mosaic begins each at a multiple of `ALIGNED`. `lanes.shared_words` leaves room for it, but
-    not always enough for as many arrays as a selection has."""
-    return sum(-(-words // ALIGNED) * ALIGNED for words in arrays.values())
+    aligning = len(s.scratch_words()) * (listed.ALIGNED - 1)
+    return _sizes(q, pages, **fields, other_words=listed.aligned(others) + aligning - listed.LEFT)
 
 
 def list_scratch(s: Shape, words: dict[str, int]) -> dict[str, int]:

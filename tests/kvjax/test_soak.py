@@ -25,6 +25,8 @@ ROUND = 6
 """Requests that run together."""
 GROWTH = 0.02
 """The most by which resident memory may grow."""
+LATE = 12
+"""Most rounds after the first quarter in which a program is compiled. Memory that programs take again and again is a leak, too."""
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -36,7 +38,8 @@ def resident_bytes() -> int:
 @dataclasses.dataclass
 class Seen:
     """What a soak did. wrong: what differs, for each answer that does. memory: resident bytes after each round, without what rounds took in
-    which a program was compiled; compiled: what these took. files: bytes on disk, and the most that they may have.
+    which a program was compiled; compiled: what these took; with_programs: their numbers. files: bytes on disk, and the most that they may
+    have.
 
     A rare mixture of requests needs a program of its own, and may come late. Its code stays, as that of all programs, and is tens of MB.
     """
@@ -48,6 +51,7 @@ class Seen:
     cancelled: int = 0
     memory: list[int] = dataclasses.field(default_factory=list)
     compiled: int = 0
+    with_programs: list[int] = dataclasses.field(default_factory=list)
     files: int = 0
     limit: int = 0
 
@@ -108,6 +112,7 @@ class Soak:
         before, self.resident = self.resident, resident_bytes()
         if self.programs > self.known_programs:
             self.seen.compiled += self.resident - before
+            self.seen.with_programs.append(len(self.seen.memory))
             self.known_programs = self.programs
         self.seen.memory.append(self.resident - self.seen.compiled)
 
@@ -208,3 +213,4 @@ def soak_and_print(name, minutes, capsys, model, folder, **sizes):
         print(f"files {seen.files:,} of {seen.limit:,} bytes\n{stats}")
     check(seen, stats)
     assert abs(seen.growth) < GROWTH
+    assert sum(number > len(seen.memory) // 4 for number in seen.with_programs) <= LATE
