@@ -204,9 +204,9 @@ class Frames:
         return bound
 
     @property
-    def moving(self) -> bool:
-        """Whether `take_moves` has any."""
-        return bool(self._moves)
+    def moving(self) -> int:
+        """How many `take_moves` has."""
+        return len(self._moves)
 
     def _move_out(self, kept: Collection[int], wait: bool) -> None:
         """Make room on the device, without the pages of `kept`. A page that was on its way there stays in host memory; or else one that was

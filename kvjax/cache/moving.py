@@ -90,6 +90,16 @@ class Moving:
             self._begin()
         self._end()
 
+    def wait(self) -> None:
+        """Wait until all programs that were launched have ended."""
+        if (latest := self._latest()) is not None:
+            latest.block_until_ready()
+
+    def move(self, group: str, moves: Moves) -> None:
+        """Copy these frames, and wait until they are copied. For after `wait`: no program is running."""
+        self._copy(group, moves)
+        self._finish()
+
     def give_up(self, group: str, target: int) -> None:
         """The copy to frame `target` is not wanted. Afterwards nothing writes to that frame any more."""
         self._waiting = [(name, moves if name != group else moves[moves[:, 1] != target]) for name, moves in self._waiting]

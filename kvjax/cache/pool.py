@@ -64,6 +64,9 @@ class PoolStats:
 
 BACK = 16
 """How many pages come back to the device at a time: 117 MB of a 7B model."""
+MANY = 16
+"""From so many pages on, those that have to move before a program go by plain copies, which the host waits for. A program that moves them
+writes to host memory by a kernel, and plain copies that run beside it take nine times as long."""
 EXCHANGED = 64
 """How many pages change places before a step. A step waits for them, so they are few; a dense one reads each over the bus otherwise."""
 
@@ -96,14 +99,17 @@ class Pool:
         calls = lambda *copies: pool._copy(*copies), lambda: pool._finish_copies(), lambda: pool._copies_finished()
         self._moving = Moving(*calls, lambda: pool.launched)
         for name, each in self.frames.items():
-            each.arrived, each.arrive = lambda: pool._moving.arrived, lambda: pool._arrive()
+            each.arrived, each.arrive = lambda: pool._moving.arrived, lambda: pool._expect(pool._moving.arrive)
             each.give_up = functools.partial(self._moving.give_up, name)
 
     @property
     def layers(self) -> Layers:
         """The pages of each layer. Pages that have to move are moved first."""
         for name, frames in self.frames.items():
-            if frames.moving:
+            if frames.moving >= MANY:
+                self._expect(self._moving.wait)  # first: if it is interrupted, no page has moved
+                self._or_lose(self._moving.move, name, frames.take_moves())
+            elif frames.moving:
                 self._move(name, frames.take_moves())
         return self._layers
 
@@ -176,6 +182,7 @@ class Pool:
     def copy_ahead(self, group: str, sealed: Collection[int], count: int) -> None:
         """Begin to copy up to `count` of the sealed pages of a layer group to host memory, so that as many others find room on the device.
         No program that is launched from now on may write to them, unless they are bound again."""
+        _ = self.layers  # pages that the next program waits for leave first
         self._moving.add(group, self.frames[group].copy_ahead(sealed, count))
 
     def bring_back(self, sealed: Callable[[str], Iterable[int]]) -> None:
@@ -294,10 +301,11 @@ class Pool:
     def _owners(self, group: str) -> tuple[int, ...]:
         return tuple(number for number in self.spec.layers_of(group) if self.spec.layers[number].share_with is None)
 
-    def _arrive(self) -> None:
+    def _expect(self, wait: Callable[[], None]) -> None:
+        """Wait for what may show that a program has failed."""
         try:
-            self._moving.arrive()
-        except Exception as error:  # a program before the copies has failed
+            wait()
+        except Exception as error:
             self.check(error)
             raise
 

@@ -9,10 +9,11 @@ import pytest
 from quick_cases import rest_long
 from tiny_models import TINY, TinyModel, altered, make_family, random_weights
 
+import kvjax.cache.pool
 from kvjax import Engine
 from kvjax.cache.frames import Frames
 from kvjax.cache.moving import Moving
-from kvjax.cache.pool import Pool
+from kvjax.cache.pool import MANY, Pool
 from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.transfer import PIECE, read_blocks
 from kvjax.chunks import Prefiller
@@ -102,11 +103,62 @@ def test_pages_that_are_copied_while_a_chunk_computes_change_no_bits(model, begi
 
 @pytest.mark.gpu
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
-def test_pages_that_are_copied_in_a_stream_of_their_own_change_no_bits():
+@pytest.mark.parametrize("many", [1, MANY])
+def test_pages_that_are_copied_in_a_stream_of_their_own_change_no_bits(many, monkeypatch):
+    monkeypatch.setattr(kvjax.cache.pool, "MANY", many)
     totals = Counter()
     assert not differ(make_family("llama", head_dim=128, dtype="bfloat16"), range(10), totals, scale=32)
     print(f"\n{dict(totals)}, 0 differences")
     assert min(totals["moved"], totals["returned"]) > 10
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """The names of what is called when many pages have to move, of which one is many here."""
+    monkeypatch.setattr(kvjax.cache.pool, "MANY", 1)
+    called = []
+    for owner, name in ((Moving, "wait"), (Frames, "take_moves"), (Pool, "_copy"), (Pool, "_finish_copies"), (Pool, "run")):
+        honest = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *args, honest=honest, name=name, **kwargs: (called.append(name), honest(*args, **kwargs))[1]
+        )
+    return called
+
+
+def moving_many(model):
+    """An engine, and a prompt whose pages find no room on the device before others move, all of them at once."""
+    engine = tiered(model)
+    (held,) = engine.prefill([[1] * (DEVICE * PAGE)])
+    engine._pool.bind(engine._groups.written(held, 0, 1))  # nothing is copied ahead
+    return engine, held
+
+
+def test_many_pages_move_by_plain_copies_that_are_waited_for(model, calls):
+    """After all programs, and before the next one."""
+    engine, held = moving_many(model)
+    calls.clear()
+    (sequence,) = engine.prefill([[2] * CHUNK])
+    assert calls[:4] == ["wait", "take_moves", "_copy", "run"], "on a CPU a program copies"
+    assert calls[4] == "_finish_copies"
+    assert engine._pool.frames["full"].moved == CHUNK // PAGE
+    alone = engine_of(model, pages=60)
+    np.testing.assert_array_equal(sequence.logits, alone.prefill([[2] * CHUNK])[0].logits)
+    (other,) = alone.prefill([[1] * (DEVICE * PAGE)])
+    np.testing.assert_array_equal(engine.decode([held], [5]), alone.decode([other], [5]))
+
+
+def test_an_interrupt_while_programs_are_waited_for_loses_no_page(model, calls, monkeypatch):
+    engine, held = moving_many(model)
+
+    def interrupted(moving):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Moving, "wait", interrupted)
+        engine.prefill([[2] * CHUNK])
+    (other,) = (alone := engine_of(model, pages=60)).prefill([[1] * (DEVICE * PAGE)])
+    np.testing.assert_array_equal(engine.decode([held], [5]), alone.decode([other], [5]))
+    assert engine.sequences == {held}
 
 
 def test_a_long_prompt_moves_no_page_before_a_chunk(model, monkeypatch):
@@ -148,7 +200,7 @@ def _no_arrival(monkeypatch):
     """A page changes its frame before its copy is there. The copies begin some programs later, when the old frame may hold another page."""
     calls = itertools.count(1)
     monkeypatch.setattr(Moving, "start", lambda moving: None if next(calls) % 5 else moving.arrive())
-    monkeypatch.setattr(Pool, "_arrive", lambda pool: None)
+    monkeypatch.setattr(Pool, "_expect", lambda pool, wait: None)
 
 
 def _unwanted_copies_are_made(monkeypatch):
