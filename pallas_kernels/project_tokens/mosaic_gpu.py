@@ -375,29 +375,30 @@ class _Tiles:
             with lanes.when(there):
                 for m, (_, halves, _) in enumerate(results):
                     for half, values in enumerate(halves):
-                        row = lanes.warp() * s.rows + (16 * m + 8 * half) + g
-                        lanes.store_shared(sums_s, buffer + row * s.sum_columns + token, *values)
+                        for n, value in enumerate(values):
+                            at = self._sum_at(token + n, 16 * m + 8 * half + g, lanes.warp())
+                            lanes.store_shared(sums_s, buffer + at, value)
         lanes.cta_barrier(self.threads)
         if s.split == 1:
-            self._for_pairs(tile, lambda token, row, unit: self._write(lambda row: self._total(buffer, row, token), token, row, unit))
+            self._for_pairs(tile, lambda token, row, unit: self._write(lambda row: self._totals(buffer, row, token), token, row, unit))
             return
         # Each CTA of the team finishes one half of the rows. The barrier also keeps what was sent for the tile before from being written
         # over: two buffers alternate here, too.
-        others_s, others = self.scratch["others_s"], tile % 2 * (s.rows * s.sum_columns)
+        others_s, others = self.scratch["others_s"], tile % 2 * s.sums_words_of_a_warp
 
         def is_mine(row):
             return (row // 2 < -(-s.stride // 4)) == (self.rank == 0)
 
         def send(token, row, unit):
-            for one in (row + (part * s.stride + n) for part in range(s.parts) for n in range(2)):
-                lanes.store_cluster(1 - self.rank, others_s, others + one * s.sum_columns + token, self._total(buffer, one, token))
+            for two in (row + part * s.stride for part in range(s.parts)):
+                lanes.store_cluster(1 - self.rank, others_s, others + self._sum_at(token, two), *self._totals(buffer, two, token))
 
         def finish(token, row, unit):
-            def total(row):
-                other = lanes.load_shared(others_s, others + row * s.sum_columns + token, "f32")[0]
-                return self._total(buffer, row, token) + other
+            def totals(row):
+                other = lanes.load_shared(others_s, others + self._sum_at(token, row), "f32", 2)
+                return _add(self._totals(buffer, row, token), other)
 
-            self._write(total, token, row, unit)
+            self._write(totals, token, row, unit)
 
         self._for_pairs(tile, send, lambda row: ~is_mine(row))
         lanes.cluster_barrier()
@@ -415,20 +416,23 @@ class _Tiles:
             with lanes.when((token < s.tokens) & there):
                 function(token, row, unit)
 
-    def _total(self, buffer, row, token):
-        """The sum of the warps' sums of a row of the tile."""
-        s = self.s
-        at = buffer + row * s.sum_columns + token
-        parts = [lanes.load_shared(self.scratch["sums_s"], at + w * s.rows * s.sum_columns, "f32")[0] for w in range(s.warps)]
-        return functools.reduce(lambda a, b: a + b, parts)
+    def _sum_at(self, token, row, warp=0):
+        """Where a warp's sum of a token and a row of the tile is, from the buffer's start on. Those of two rows, the first an even one, lie
+        side by side."""
+        return warp * self.s.sums_words_of_a_warp + token * self.s.sum_rows + row
 
-    def _write(self, total, token, row, unit) -> None:
-        """Write the results of a token's units `unit` and `unit + 1`. total: row of the tile -> its sum."""
+    def _totals(self, buffer, row, token) -> list:
+        """The sums of the warps' sums of rows `row` and `row + 1` of the tile."""
+        places = [buffer + self._sum_at(token, row, warp) for warp in range(self.s.warps)]
+        return functools.reduce(_add, [lanes.load_shared(self.scratch["sums_s"], place, "f32", 2) for place in places])
+
+    def _write(self, totals, token, row, unit) -> None:
+        """Write the results of a token's units `unit` and `unit + 1`. totals: row of the tile -> its sum and that of the next row."""
         s = self.s
         if s.format and not s.in_blocks:  # loaded first, since they come from far
             rows = [self._row([w.scales for w in self.inputs["weights"]], unit, part) for part in range(s.parts)]
             scales = [[self._load_scale(ref, self._block_of(row + n)) for n in range(2)] for ref, row, _ in rows]
-        results = [[total(row + (part * s.stride + n)) for n in range(2)] for part in range(s.parts)]
+        results = [totals(row + part * s.stride) for part in range(s.parts)]
         if s.format and not s.in_blocks:
             results = [[x * scale for x, scale in zip(*twos, strict=True)] for twos in zip(results, scales, strict=True)]
         if s.norm_eps is not None:

@@ -144,15 +144,25 @@ class Shape:
         return self.rows * self.row_words + (self.tokens + (self.norm_eps is not None)) * self.token_words
 
     @property
+    def sum_rows(self) -> int:
+        """Words between the sums of two tokens: 4 more than a multiple of 16, so that lanes store theirs to different banks."""
+        return self.rows + 4
+
+    @property
+    def sums_words_of_a_warp(self) -> int:
+        """Words of a warp's sums over a tile."""
+        return self.sum_columns * self.sum_rows
+
+    @property
     def sums_words(self) -> int:
         """Words of the sums of all warps over a tile."""
-        return self.warps * self.rows * self.sum_columns
+        return self.warps * self.sums_words_of_a_warp
 
     def scratch_words(self) -> dict[str, int]:
         """Words of shared memory: the ring, the sums of two tiles, the sums of squares of all warps, and what the other CTA of the team
         adds to two tiles."""
         words = {"ring_s": self.warps * self.depth * self.slot_words, "sums_s": 2 * self.sums_words, "squares_s": self.warps * self.tokens}
-        return words | ({"others_s": 2 * self.rows * self.sum_columns} if self.split > 1 else {})
+        return words | ({"others_s": 2 * self.sums_words_of_a_warp} if self.split > 1 else {})
 
     def fitted(self) -> Shape:
         """The same with tiles and a ring that fit into shared memory, and in teams where tokens would be a large part of what is copied.
