@@ -215,9 +215,11 @@ class Bill:
             f"c1({name}) {price.fixed * 1e3:.3f} ms" + (f" + {price.per_byte * 1e12:.3f} ms/GB of index" if price.per_byte else "")
             for name, price in self.c1
         )
+        launches = launch_text({"steps_per_launch": self.steps_per_launch})
         places = ", ".join(f"batch {batch} from {shortest:,} to {longest:,} tokens" for batch, shortest, longest in self.measured)
         return (
-            f"{self.device}, {self.model}, {self.formats}{launch_text({'steps_per_launch': self.steps_per_launch})}: {self.bytes_per_s / 1e12:.3f} TB/s, c0 {self.c0 * 1e3:.3f} ms, {prices}; "
+            f"{self.device}, {self.model}, {self.formats}{launches}: "
+            f"{self.bytes_per_s / 1e12:.3f} TB/s, c0 {self.c0 * 1e3:.3f} ms, {prices}; "
             f"measured at {places}"
             + "".join(f"; {each}{self._lent_by(each)}" for each in (self.bus, self.mesh) if each is not None)
             + "".join(f"; PROJECTION: {why}" for why in self.assumed)
@@ -379,8 +381,8 @@ def load_bills(file: Path) -> tuple[Bill, ...]:
 
 @functools.cache
 def known_bills() -> tuple[Bill, ...]:
-    """The bills inside the package, fitted to committed measurements, which each bill's `source` names. Of a device, those of 16-bit weights
-    and pages come first: `closest` takes the first of equal ones."""
+    """The bills inside the package, fitted to committed measurements, which each bill's `source` names. Of a device, those of weights and
+    pages that are not packed come first, because `closest` takes the first of equal ones."""
     files = [file for file in (importlib.resources.files(__package__) / "bills").iterdir() if file.name.endswith(".json")]
     return tuple(bill for file in sorted(files, key=lambda file: file.name.removesuffix(".json")) for bill in load_bills(file))
 
