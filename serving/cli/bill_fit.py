@@ -108,7 +108,7 @@ def _check_rows(results: Sequence[Path], measured: Collection[Key], meshes: Coll
         return
     named, launches = ", ".join(map(str, results)), launches_of(_opened(results))
     if launches and steps_per_launch not in launches:
-        steps = "a step" if steps_per_launch == 1 else f"{steps_per_launch} steps"
+        steps = "1 step" if steps_per_launch == 1 else f"{steps_per_launch} steps"
         there, options = " and ".join(map(str, launches)), " or ".join(f"--steps-per-launch {each}" for each in launches)
         said = f"no row of one device in {named} has {steps} per launch: they have {there}; give {options}"
         raise typer.BadParameter(said, param_hint="--steps-per-launch")
