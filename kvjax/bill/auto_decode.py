@@ -76,8 +76,8 @@ class Auto(ByFields, ChoosesDecode, Stateless):
 
     def bind(self, model: Model, *, page_size: int, dtype: str, tensor: int = 1, context: int = 1) -> Auto:
         """This policy for a model. Evidence is looked up by the model's fingerprint. If some policy has evidence that it meets the level,
-        a bill is needed: the built-in bill of this model and device, or else a calibration. A calibration runs steps for about 20 seconds,
-        once in a process for a model, its candidates and a page size.
+        a bill is needed: the built-in bill of this model and device, of launches of one step, or else a calibration. A calibration runs
+        steps for about 20 seconds, once in a process for a model, its candidates and a page size.
 
         tensor, context: of the engine's mesh. Nothing is calibrated on a mesh of several devices: the bill must have terms of a mesh
         (`kvjax.bill.mesh_terms`). ValueError if a bill is needed there and has none.
@@ -93,9 +93,9 @@ class Auto(ByFields, ChoosesDecode, Stateless):
         if names := found.candidates:
             named = OWN if callable(weights) else weights
             bill, lacking = known_bill(jax.local_devices()[0].device_kind, model.config, dtype, named), ""
-            same = sizes_of(model.config), dtype, named, None
-            # Another model's bill would be a guess.
-            if bill is None or (bill.sizes, bill.dtype, bill.weights, bill.cache_format) != same:
+            same = sizes_of(model.config), dtype, named, None, 1
+            # Another model's bill would be a guess, and one of longer launches leaves out the host's part, which may be the longer one.
+            if bill is None or (bill.sizes, bill.dtype, bill.weights, bill.cache_format, bill.steps_per_launch) != same:
                 bill = None
             if bill is None and not bound.on_mesh:
                 try:

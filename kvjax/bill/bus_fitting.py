@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.bill.bus import Bus
-from kvjax.bill.fitting import Cell, Key, Parameters, merged, read_cells, relative_fit, seconds_of, solve
+from kvjax.bill.fitting import Cell, Key, Parameters, launch_of, merged, read_cells, relative_fit, seconds_of, solve
 from kvjax.bill.volume import StepBytes, step_bytes
 from kvjax.cache.spanning import FrameCounts
 from kvjax.model import ModelConfig
@@ -82,9 +82,11 @@ class TierForecast:
     from_sizes: float | None
 
 
-def read_tier_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelConfig]) -> dict[Key, tuple[list[Cell], list[TierCell]]]:
+def read_tier_cells(
+    run: dict[str, Any], config_of: Callable[[str, int], ModelConfig], steps_per_launch: int = 1
+) -> dict[Key, tuple[list[Cell], list[TierCell]]]:
     """The measured cells of a `kvjax bench tiers` JSON, by what a bill is fitted to: with everything on the device, and with pages in host
-    memory. Rows that were skipped are left out. config_of: as for `read_cells`.
+    memory. Rows that were skipped are left out. config_of, steps_per_launch: as for `read_cells`; these rows are of launches of one step.
 
     ValueError for a file of another command, for rows of an earlier version, and for rows whose bytes are far from those of `step_bytes`.
     """
@@ -92,7 +94,9 @@ def read_tier_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelCo
         raise ValueError(f"this is not a result of kvjax bench tiers: its field 'bench' is {run.get('bench')!r}")
     groups: dict[Key, tuple[list[Cell], list[TierCell]]] = {}
     for row in run["rows"]:
-        if "median_s" not in row or "cache_format" in row:  # bills of packed pages have no term of a bus yet
+        if (
+            "median_s" not in row or launch_of(row) != steps_per_launch or "cache_format" in row
+        ):  # bills of packed pages have no term of a bus yet
             continue
         where = f"{row['shape']}, {row['tokens']:,} tokens, {row['policy']}"
         if "asked_bytes" not in row:
@@ -118,15 +122,18 @@ def read_tier_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelCo
     return groups
 
 
-def read_runs(runs: Sequence[dict[str, Any]], config_of: Callable[[str, int], ModelConfig]) -> dict[Key, tuple[list[Cell], list[TierCell]]]:
+def read_runs(
+    runs: Sequence[dict[str, Any]], config_of: Callable[[str, int], ModelConfig], steps_per_launch: int = 1
+) -> dict[Key, tuple[list[Cell], list[TierCell]]]:
     """The cells of results of `kvjax bench decode` and `tiers`, by what a bill is fitted to, as `read_tier_cells` gives them. Of a
-    cell that was measured twice the later one counts. Raises as `read_cells` and `read_tier_cells` do."""
+    cell that was measured twice the later one counts. steps_per_launch: as for `read_cells`. Raises as `read_cells` and `read_tier_cells`
+    do."""
     found: dict[Key, tuple[list[Cell], list[TierCell]]] = {}
     for run in sorted(runs, key=lambda run: run["provenance"]["date"]):
         if run.get("bench") == "tiers":
-            read = read_tier_cells(run, config_of)
+            read = read_tier_cells(run, config_of, steps_per_launch)
         else:
-            read = {key: (cells, []) for key, cells in read_cells(run, config_of).items()}
+            read = {key: (cells, []) for key, cells in read_cells(run, config_of, steps_per_launch).items()}
         for key, parts in read.items():
             for kept, part in zip(found.setdefault(key, ([], [])), parts, strict=True):
                 kept += part

@@ -19,7 +19,7 @@ from kvjax.bill.step_bill import Bill, Price, interpolated, sizes_of
 from kvjax.bill.volume import StepBytes, step_bytes
 from kvjax.model import ModelConfig
 from kvjax.policies.decode.naming import parse
-from pallas_kernels.bench.results import devices_of, launch_text
+from pallas_kernels.bench.results import devices_of
 
 FORMS = {
     "none": "c1 = 0: no free sparse parameter",
@@ -110,12 +110,12 @@ class Key(NamedTuple):
     cache_format: str | None = None
 
 
-def read_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelConfig]) -> dict[Key, list[Cell]]:
+def read_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelConfig], steps_per_launch: int = 1) -> dict[Key, list[Cell]]:
     """The measured cells of a `kvjax bench decode` JSON, by what a bill is fitted to. Rows that were skipped or failed are left out, and so
-    are rows of several devices (`kvjax.bill.mesh_fitting`) and of several steps per launch.
+    are rows of several devices (`kvjax.bill.mesh_fitting`) and of other launches.
 
-    config_of: gives the model's configuration for a shape's name and a number of layers. ValueError if the file is of another command, or
-    if a row's bytes differ from those of `step_bytes`.
+    config_of: gives the model's configuration for a shape's name and a number of layers. steps_per_launch: of the rows that are taken.
+    ValueError if the file is of another command, or if a row's bytes differ from those of `step_bytes`.
     """
     if run.get("bench") != "decode":
         raise ValueError(
@@ -123,7 +123,7 @@ def read_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelConfig]
         )
     groups: dict[Key, list[Cell]] = {}
     for row in run["rows"]:
-        if "median_s" not in row or devices_of(row) > 1 or launch_text(row):
+        if "median_s" not in row or devices_of(row) > 1 or launch_of(row) != steps_per_launch:
             continue
         config = config_of(row["shape"], row["layers"])
         packed = {name: row.get(name) for name in ("weights", "cache_format")}
@@ -135,6 +135,17 @@ def read_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelConfig]
         key = Key(run["provenance"]["device"], row["shape"], row["layers"], row["dtype"], **packed)
         groups.setdefault(key, []).append(Cell(row["tokens"], row["batch"], row["policy"], seconds_of(row, where), moved))
     return groups
+
+
+def launch_of(row: dict[str, Any]) -> int:
+    """Steps per launch of a row; 1 in older rows, and in those of `kvjax bench tiers`."""
+    return row.get("steps_per_launch", 1)
+
+
+def launches_of(runs: Iterable[dict[str, Any]]) -> tuple[int, ...]:
+    """The numbers of steps per launch of timed rows of one device, in results of `kvjax bench decode` and `tiers`, ascending."""
+    rows = (row for run in runs for row in run["rows"])
+    return tuple(sorted({launch_of(row) for row in rows if "median_s" in row and devices_of(row) == 1}))
 
 
 def seconds_of(row: dict[str, Any], where: str) -> float:
@@ -240,9 +251,10 @@ def fit(
     form: str = "fixed",
     weights: str | None = None,
     cache_format: str | None = None,
+    steps_per_launch: int = 1,
 ) -> Bill:
-    """The bill of one device and model. weights, cache_format: how those are packed. Its `error` is the mean over cells held out one
-    (length, batch) at a time."""
+    """The bill of one device and model. weights, cache_format: how those are packed. steps_per_launch: of all cells. Its `error` is the
+    mean over cells held out one (length, batch) at a time."""
     cells = merged(cells)
     found = solve(cells, form)
     lengths: dict[int, list[int]] = {}
@@ -261,4 +273,5 @@ def fit(
         source=source,
         weights=weights,
         cache_format=cache_format,
+        steps_per_launch=steps_per_launch,
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.bill.mesh_fitting import MESH_GROUPS, MESH_TERMS, mesh_errors, mesh_forecasts
 from kvjax.bill.mesh_terms import LAWS
-from pallas_kernels.bench.results import packed_text
+from pallas_kernels.bench.results import launch_text, packed_text
 
 if TYPE_CHECKING:
     from kvjax.bill.fitting import Cell
@@ -40,8 +40,8 @@ def mesh_checks(base: Sequence[Cell], cells: Sequence[MeshCell], form: str, law:
 
 
 def named(bill: dict[str, Any]) -> str:
-    """The model of a bill, and what of it is packed."""
-    return bill["model"] + packed_text(bill)
+    """The model of a bill, what of it is packed, and the steps of a launch, if they are several."""
+    return bill["model"] + packed_text(bill) + launch_text(bill)
 
 
 def mesh_table(file: dict[str, Any]) -> Rows:

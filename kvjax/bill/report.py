@@ -1,7 +1,7 @@
 """How good a bill is, as figures for JSON, as tables for the terminal, and as the marked parts of a document.
 
 `kvjax bill fit --into DOCUMENT` writes each table of `ALL_TABLES` between the marks `<!-- bill:NAME -->` and `<!-- /bill -->`
-of a document.
+of a document. With `--marks packed` it writes those of `<!-- bill:packed-NAME -->`.
 """
 
 from __future__ import annotations
@@ -206,13 +206,32 @@ TIER_TABLES = {"bus": bus_table, "bus-errors": bus_error_table}
 ALL_TABLES = TABLES | TIER_TABLES | MESH_TABLES
 
 
-def rendered(text: str, file: dict[str, Any]) -> str:
-    """A document with every marked part written anew. ValueError for a name that no table has, and for a mark that is not closed."""
+def rendered(text: str, file: dict[str, Any], prefix: str = "") -> str:
+    """A document with the marked parts of this file written anew. prefix: of its marks, so that a document has tables of several files:
+    with "packed" they are `<!-- bill:packed-NAME -->`. Parts of other prefixes stay as they are. ValueError for a name that no table has,
+    for a mark that is not closed, and for a prefix that has no part in the document."""
     marks, tables = MARK.findall(text), ALL_TABLES
-    if unknown := sorted({name for _, name, _ in marks} - set(tables)):
+    named = {name: _parted(name) for _, name, _ in marks}
+    if unknown := sorted(name for name, (_, table) in named.items() if table not in tables):
         raise ValueError(f"no part is called {unknown[0]!r}; there are {', '.join(tables)}")
     if len(marks) != text.count("<!-- bill:"):
         raise ValueError("a mark <!-- bill:NAME --> is not followed by <!-- /bill -->")
+    if prefix and prefix not in {each for each, _ in named.values()}:
+        raise ValueError(f"no mark begins with <!-- bill:{prefix}-")
     made = file["provenance"]
     source = f"{made['date'][:10]}; `{made['command']}`."
-    return MARK.sub(lambda found: f"{found[1]}{markdown(*tables[found[2]](file))}\n\n{source}\n{found[3]}", text)
+
+    def filled(found: re.Match[str]) -> str:
+        own, table = named[found[2]]
+        return found[0] if own != prefix else f"{found[1]}{markdown(*tables[table](file))}\n\n{source}\n{found[3]}"
+
+    return MARK.sub(filled, text)
+
+
+def _parted(mark: str) -> tuple[str, str]:
+    """The prefix and the table of a mark's name; ("", the name) for a table's own name, and for one that no table has."""
+    if mark in ALL_TABLES:
+        return "", mark
+    found = (mark.removesuffix(f"-{table}") for table in sorted(ALL_TABLES, key=len, reverse=True) if mark.endswith(f"-{table}"))
+    prefix = next(found, "")
+    return (prefix, mark.removeprefix(f"{prefix}-")) if prefix else ("", mark)

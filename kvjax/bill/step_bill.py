@@ -29,7 +29,7 @@ from kvjax.packing import FormatOf
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.naming import name_of, parse
 from kvjax.policies.decode.top_blocks import TopBlocks
-from pallas_kernels.bench.results import packed_text
+from pallas_kernels.bench.results import launch_text, packed_text
 
 SIZES = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "tie_embeddings")
 """The sizes on which a step's cost depends, for a model whose layers are all alike."""
@@ -70,6 +70,8 @@ class Bill:
     lengths in tokens, ascending. error: mean relative error of the speed-up of cells that were held out. source: files of the measurements.
     links: bytes per second at which keys and values come from other tiers, by tier. assumed: fields that were set by hand; every prediction
     is then a projection. bus: the terms of pages in host memory; None: not measured. mesh: those of a mesh of devices; None: not measured.
+    steps_per_launch: of the measured launches. In launches of one step the host may take longer than the device, so times of longer ones
+    are not times of those.
     """
 
     device: str
@@ -88,10 +90,13 @@ class Bill:
     mesh: MeshTerms | None = None
     weights: str | None = None
     cache_format: str | None = None
+    steps_per_launch: int = 1
 
     def __post_init__(self):
         if not (self.bytes_per_s > 0 and self.c0 >= 0 and self.error >= 0):
             raise ValueError(f"a bill needs bytes_per_s > 0, c0 >= 0 and error >= 0, got {self.bytes_per_s}, {self.c0} and {self.error}")
+        if self.steps_per_launch < 1:
+            raise ValueError(f"a bill needs at least one step per launch, got steps_per_launch {self.steps_per_launch}")
         for name, price in self.c1:
             if not min(price) >= 0:
                 raise ValueError(f"a bill needs prices c1 >= 0, got {price} for {name}")
@@ -210,13 +215,19 @@ class Bill:
             f"c1({name}) {price.fixed * 1e3:.3f} ms" + (f" + {price.per_byte * 1e12:.3f} ms/GB of index" if price.per_byte else "")
             for name, price in self.c1
         )
+        launches = launch_text({"steps_per_launch": self.steps_per_launch})
         places = ", ".join(f"batch {batch} from {shortest:,} to {longest:,} tokens" for batch, shortest, longest in self.measured)
         return (
-            f"{self.device}, {self.model}, {self.formats}: {self.bytes_per_s / 1e12:.3f} TB/s, c0 {self.c0 * 1e3:.3f} ms, {prices}; "
+            f"{self.device}, {self.model}, {self.formats}{launches}: "
+            f"{self.bytes_per_s / 1e12:.3f} TB/s, c0 {self.c0 * 1e3:.3f} ms, {prices}; "
             f"measured at {places}"
-            + "".join(f"; {each}" for each in (self.bus, self.mesh) if each is not None)
+            + "".join(f"; {each}{self._lent_by(each)}" for each in (self.bus, self.mesh) if each is not None)
             + "".join(f"; PROJECTION: {why}" for why in self.assumed)
         )
+
+    def _lent_by(self, terms: Bus | MeshTerms) -> str:
+        """What terms were measured on, if they are another bill's; "" for a bill's own, and for those set by hand."""
+        return f", measured on {terms.model}" if terms.measured and terms.model != self.model else ""
 
     def _packed_otherwise(self, dtype: str, weights: str | FormatOf | None, cache_format: str | CacheFormat | None) -> list[str]:
         """Why a step in these formats is a projection; empty if they were measured."""
@@ -342,9 +353,9 @@ def to_json(bill: Bill) -> dict[str, Any]:
 
 
 def from_json(fields: dict[str, Any]) -> Bill:
-    """A bill from its JSON object. ValueError for missing or unknown fields, which it names; a file without `bus`, `mesh`, `weights` or
-    `cache_format` is an older one."""
-    fields = dict.fromkeys(("bus", "mesh", "weights", "cache_format")) | fields
+    """A bill from its JSON object. ValueError for missing or unknown fields, which it names; a file without `bus`, `mesh`, `weights`,
+    `cache_format` or `steps_per_launch` is an older one."""
+    fields = dict.fromkeys(("bus", "mesh", "weights", "cache_format")) | {"steps_per_launch": 1} | fields
     names = {field.name for field in dataclasses.fields(Bill)}
     if set(fields) != names:
         raise ValueError(f"a bill has the fields {', '.join(sorted(names))}; different here: {', '.join(sorted(names ^ set(fields)))}")
@@ -370,9 +381,10 @@ def load_bills(file: Path) -> tuple[Bill, ...]:
 
 @functools.cache
 def known_bills() -> tuple[Bill, ...]:
-    """The bills inside the package, fitted to committed measurements, which each bill's `source` names."""
-    folder = importlib.resources.files(__package__) / "bills"
-    return tuple(bill for file in sorted(folder.iterdir(), key=str) if file.name.endswith(".json") for bill in load_bills(file))
+    """The bills inside the package, fitted to committed measurements, which each bill's `source` names. Of a device, those of weights and
+    pages that are not packed come first, because `closest` takes the first of equal ones."""
+    files = [file for file in (importlib.resources.files(__package__) / "bills").iterdir() if file.name.endswith(".json")]
+    return tuple(bill for file in sorted(files, key=lambda file: file.name.removesuffix(".json")) for bill in load_bills(file))
 
 
 def known_bill(device: str, config: ModelConfig, dtype: str, weights: str | None = None, cache_format: str | None = None) -> Bill | None:
@@ -396,6 +408,26 @@ def closest(
 
 def with_known_bus(bill: Bill) -> Bill:
     """The bill with the bus terms of a built-in bill of its device, if it has none of its own and there is one. The bus is the device's,
-    not the model's; still, predictions by another model's terms are projections."""
-    known = (each.bus for each in known_bills() if each.device == bill.device and each.bus is not None)
-    return bill if bill.bus is not None else dataclasses.replace(bill, bus=next(known, None))
+    not the model's; still, predictions by the terms of another model, or of other formats, are projections."""
+    return _with_known(bill, "bus")
+
+
+def with_known_mesh(bill: Bill) -> Bill:
+    """The bill with the terms of a mesh of a built-in bill of its device, if it has none of its own and there is one. Predictions by them
+    are projections, as those by `with_known_bus` are."""
+    return _with_known(bill, "mesh")
+
+
+def _with_known(bill: Bill, name: str) -> Bill:
+    lenders = (each for each in known_bills() if each.device == bill.device and getattr(each, name) is not None)
+    lender = next(lenders, None)
+    if getattr(bill, name) is not None or lender is None:
+        return bill
+    return dataclasses.replace(bill, **{name: _lent(getattr(lender, name), lender, bill)})
+
+
+def _lent(terms: Bus | MeshTerms, lender: Bill, bill: Bill) -> Bus | MeshTerms:
+    """Terms of one bill for use in another. Of the same model in other formats their `model` names these, so that it differs from the
+    bill's own, which makes a projection."""
+    same = terms.model != bill.model or lender.formats == bill.formats
+    return terms if same else dataclasses.replace(terms, model=f"{terms.model} in {lender.formats}")

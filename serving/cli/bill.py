@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvjax.serving.cli.bill_fit import cells_of, fit_command, in_repository
 from kvjax.serving.cli.bill_mesh import (
     DevicesOption,
     HostOption,
@@ -52,7 +53,6 @@ from pallas_kernels.extras import needs_extras
 
 if TYPE_CHECKING:
     from kvjax.bill import Bill
-    from kvjax.bill.fitting import Key
     from kvjax.cache.spanning import FrameCounts
     from kvjax.model import ModelConfig
     from kvjax.policies.decode import DecodePolicy
@@ -64,17 +64,11 @@ bill_app = typer.Typer(
     rich_markup_mode=None,
 )
 
-RunsArgument = Annotated[
-    list[Path], typer.Argument(metavar="RESULT.json...", help="Results of kvjax bench decode and of kvjax bench tiers.")
-]
 ShapeOption = Annotated[
     str,
     typer.Option(
         help="qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny, or a model folder or hub id (only its config.json is read)."
     ),
-]
-FormOption = Annotated[
-    str, typer.Option(help="Form of c1: none, fixed (a constant per policy) or scan (a constant, and seconds per byte of index).")
 ]
 FitOption = Annotated[
     Path | None, typer.Option("--fit", help="A bill that kvjax bill fit wrote. [default: the built-in one of --device]", show_default=False)
@@ -115,6 +109,18 @@ PackedWeightsOption = Annotated[
     Weights | None,
     typer.Option("--weights", help="How weights are packed. [default: not packed]", show_default=False, **one_of(Weights)),
 ]
+PoliciesOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Decode policies, separated by commas. [default: dense, and top:8 and top:32 if the bill has them]", show_default=False
+    ),
+]
+PanelsOption = Annotated[
+    str | None,
+    typer.Option(help="Policies, separated by commas; a panel each. [default: top:8 and top:32, if the bill has them]", show_default=False),
+]
+USUAL = ("top:8", "top:32")
+"""Budgets that are shown unless others are named."""
 OF_STEPS = ("policies", "batches", "devices", "tier", "hits", "device_memory", "host_memory", "bandwidth", "no_overhead")
 """Parameters of `kvjax bill predict` that do not change what prompts exchange."""
 NOT_PACKED: dict[str, str | None] = {"weights": None, "cache_format": None}
@@ -124,66 +130,7 @@ LinkOption = Annotated[
 ]
 
 
-@bill_app.command("fit")
-def fit_command(
-    results: RunsArgument,
-    form: FormOption = "scan",
-    law: Annotated[
-        str, typer.Option(help="How latency grows with the n devices of an exchange: log2, or ring (n - 1). The error of both is printed.")
-    ] = "log2",
-    json_out: JsonOption = None,
-    into: Annotated[
-        list[Path] | None, typer.Option(help="Document in which to replace the marked parts; may be given several times.")
-    ] = None,
-) -> None:
-    """Fit the bill to measured steps. Print its error on held-out cells, and the time lost by choosing with it.
-
-    Bandwidth and c0 are fitted to dense rows only. There is one bill for each device, model, dtype, and format of packed weights and pages
-    in the results. Rows of kvjax bench tiers give the terms of pages in host memory; those with everything on the device count as rows of
-    kvjax bench decode. Rows of kvjax bench decode with several devices give the terms of exchanges.
-    """
-    from kvjax.bill.bus_fitting import fit_bus
-    from kvjax.bill.fitting import FORMS, fit
-    from kvjax.bill.mesh_fitting import fit_mesh, read_mesh_runs
-    from kvjax.bill.mesh_report import mesh_checks
-    from kvjax.bill.mesh_terms import LAWS
-    from kvjax.bill.report import ALL_TABLES, checks, projections, rendered, tier_checks
-    from kvjax.bill.step_bill import to_json
-    from kvjax.serving.bench.decode import config_of
-    from pallas_kernels.bench.formats import show, table
-    from pallas_kernels.bench.results import provenance, write_result
-
-    if form not in FORMS:
-        raise typer.BadParameter(f"{form!r} is not one of {', '.join(FORMS)}", param_hint="--form")
-    if law not in LAWS:
-        raise typer.BadParameter(f"{law!r} is not one of {', '.join(LAWS)}", param_hint="--law")
-    measured, meshes = _cells(results), _cells(results, read_mesh_runs)
-    for key in [None] if not measured else sorted(set(meshes) - set(measured), key=str):
-        said = "has a time to fit" if key is None and not meshes else "of one device has a time to fit: measure --tensor 1 --context 1, too"
-        raise typer.BadParameter(f"no row of {', '.join(map(str, results))} {said}", param_hint="RESULT.json...")
-    figures: dict[str, Any] = {"form": form, "bills": [], "held_out": [], "held_out_tiers": [], "held_out_meshes": []}
-    source = " ".join(map(_in_repository, results))
-    for key, (cells, tiered) in measured.items():
-        shape, config = key.shape, config_of(key.shape, key.layers)
-        packed = {"weights": key.weights, "cache_format": key.cache_format}
-        bill = fit(cells, config, device=key.device, model=shape, dtype=key.dtype, source=source, form=form, **packed)
-        if tiered:
-            bill = dataclasses.replace(bill, bus=fit_bus(cells, tiered, model=shape, source=source, form=form))
-        on_mesh = meshes.get(key, [])
-        if on_mesh:
-            bill = dataclasses.replace(bill, mesh=fit_mesh(cells, on_mesh, model=shape, source=source, form=form, law=law))
-        typer.echo(str(bill))
-        figures["bills"].append(to_json(bill))
-        figures["held_out"].append(checks(cells, form) | {"projections": projections(bill, config)})
-        figures["held_out_tiers"].append(tier_checks(cells, tiered, form) if tiered else None)
-        figures["held_out_meshes"].append(mesh_checks(cells, on_mesh, form, law) if on_mesh else None)
-    shown = {name: make(figures) for name, make in ALL_TABLES.items()}
-    show(*(table(*made, title=name, left=2) for name, made in shown.items() if made[1]))
-    if json_out is not None:
-        write_result(json_out, figures)
-    for document in into or ():
-        text = rendered(read_text(document, "--into"), {"provenance": provenance(), **figures})
-        document.write_text(text, encoding="utf-8")
+bill_app.command("fit")(fit_command)
 
 
 @bill_app.command("predict")
@@ -192,7 +139,7 @@ def predict_command(
     shape: ShapeOption = "qwen2.5-7b",
     lengths: Annotated[str, typer.Option(help="Tokens in the cache, separated by commas.")] = "8k,32k,128k,512k,1m",
     batches: Annotated[str, typer.Option(help="Sequences decoded together, separated by commas.")] = "1,8",
-    policies: Annotated[str, typer.Option(help="Decode policies, separated by commas.")] = "dense,top:8,top:32",
+    policies: PoliciesOption = None,
     fit: FitOption = None,
     device: DeviceOption = "NVIDIA H200",
     dtype: Annotated[str | None, typer.Option(help="Type of weights and cache. [default: the bill's]", show_default=False)] = None,
@@ -242,7 +189,7 @@ def predict_command(
     bill = _bill(fit, device, shape, bandwidth, no_overhead, packed)
     if tier != "device" and link is None:
         raise typer.BadParameter(f"keys and values on {tier!r} need --link, the GB/s from there", param_hint="--tier")
-    config, named = config_of(shape), _named(policies)
+    config, named = config_of(shape), _priced(bill, ("dense", *USUAL), policies)
     computed = dataclasses.replace(config, compute_dtype=dtype or bill.dtype)
     frames = _frames(computed, named, page_size, device_memory, host_memory, hits)
     if frames is not None and tier != "device":
@@ -385,7 +332,7 @@ def evidence_command(
         mark = fingerprint(load(model, dtype=dtype))
     rows = read_evidence(read_text(into, "--into")) if into.is_file() else ()
     for panel in panels:
-        rows = with_panel(rows, read_json(panel, "the panel.json of kvjax fidelity"), _in_repository(panel), mark)
+        rows = with_panel(rows, read_json(panel, "the panel.json of kvjax fidelity"), in_repository(panel), mark)
     write_evidence(rows, into)
     typer.echo(f"{into}: {len(rows)} rows of {len({row.fingerprint for row in rows})} models")
 
@@ -402,7 +349,7 @@ def fit_prefill_command(
     from kvjax.bill.prefill_bill import fit_prefill, to_json
     from pallas_kernels.bench.results import write_result
 
-    bills = fit_prefill([(_in_repository(file), read_json(file, "a result of kvjax bench prefill --ops")) for file in results])
+    bills = fit_prefill([(in_repository(file), read_json(file, "a result of kvjax bench prefill --ops")) for file in results])
     for bill in bills:
         typer.echo(f"{bill.device}, {bill.shape}, {bill.sizes}; times within {bill.error:.1%}")
         for name, points in bill.seconds:
@@ -437,14 +384,14 @@ def evidence_prefill_command(
         loaded = load_model(model, dtype, max_positions)
         ran = fingerprint(loaded), loaded.config.compute_dtype
     rows = read_evidence(read_text(into, "--into"), PrefillEvidence) if into.is_file() else ()
-    rows = with_results(rows, [(_in_repository(file), read_json(file, "the JSON of kvjax echo or kvjax needle")) for file in results], ran)
+    rows = with_results(rows, [(in_repository(file), read_json(file, "the JSON of kvjax echo or kvjax needle")) for file in results], ran)
     write_evidence(rows, into)
     typer.echo(f"{into}: {len(rows)} rows of {len({row.fingerprint for row in rows})} models")
 
 
 def regime_map_command(
     shape: ShapeOption = "qwen2.5-7b",
-    policies: Annotated[str, typer.Option(help="Policies, separated by commas; a panel each.")] = "top:8,top:32",
+    policies: PanelsOption = None,
     lengths: Annotated[str, typer.Option(help="Shortest and longest, in tokens.")] = "4k,1m",
     batches: Annotated[str, typer.Option(help="Smallest and largest.")] = "1,64",
     fit: FitOption = None,
@@ -487,7 +434,7 @@ def regime_map_command(
     packed = _packed(weights, cache_format)
     bill, config = _bill(fit, device, shape, bandwidth, no_overhead, packed), config_of(shape)
     grid, sizes_drawn = ([int(n) for n in dict.fromkeys(np.geomspace(*pair, 65).round().astype(int))] for pair in (ends, sizes))
-    held, named = None if memory is None else int(memory * 2**30), _named(policies)
+    held, named = None if memory is None else int(memory * 2**30), _priced(bill, USUAL, policies)
     frames = _frames(dataclasses.replace(config, compute_dtype=bill.dtype), named, 128, device_memory, host_memory, hits)
     if memory is not None and frames is not None:
         raise typer.BadParameter("says what fits on the device, as --device-memory does: leave one of them out", param_hint="--memory")
@@ -495,9 +442,14 @@ def regime_map_command(
         raise typer.BadParameter("needs --device-memory and --host-memory", param_hint="--link")
     if link is not None:
         bill = bill.with_link("host", link)
-    dots: set[tuple[int, int]] = set()
-    for cells, tiered in _cells(measured or []).values():
+    dots: set[tuple[int, int]] = set()  # of steps as the map has them: in these formats, and in launches as long
+    for key, (cells, tiered) in cells_of(measured or [], steps_per_launch=bill.steps_per_launch).items():
+        if {name: getattr(key, name) for name in packed} != packed:
+            continue
         dots |= {(cell.length, cell.batch) for cell in cells} | {(cell.length, 1) for cell in tiered}
+    if measured and not dots:
+        said = f"{', '.join(map(str, measured))}: no row is in the map's formats, with {bill.steps_per_launch} steps per launch"
+        raise typer.BadParameter(said, param_hint="--measured")
     tiers = packed | {"frames": frames, "hits": hits}
     maps = [regime_map(bill, config, policy, grid, sizes_drawn, memory_bytes=held, model=Path(shape).name, **tiers) for policy in named]
     if frames is not None and not any(found.fits.any() for found in maps):
@@ -512,24 +464,6 @@ def regime_map_command(
     if json_out is not None:
         write_result(json_out, {"maps": [found.figures() for found in maps]})
     typer.echo("written: " + ", ".join(map(str, filter(None, (out, json_out)))))
-
-
-def _cells(files: list[Path], read: Callable | None = None) -> dict[Key, Any]:
-    """The cells of several results, by what a bill is fitted to, as `read` gives them; None: `read_runs`, cells with everything on
-    the device, and with pages in host memory."""
-    from kvjax.bill.bus_fitting import read_runs
-    from kvjax.serving.bench.decode import config_of
-
-    runs = [(file, read_json(file, "a result of kvjax bench decode or tiers")) for file in files]
-    for file, run in runs:
-        if "bench" in run and run["bench"] not in ("decode", "tiers"):
-            raise typer.BadParameter(f"{file} is of kvjax bench {run['bench']}; give results of kvjax bench decode or tiers")
-    try:
-        return (read or read_runs)([run for _, run in runs], config_of)
-    except (KeyError, TypeError, AttributeError) as error:
-        said = f"{error} is missing from" if isinstance(error, KeyError) else f"a field is of another kind ({error}) in"
-        names = ", ".join(str(file) for file, _ in runs)
-        raise typer.BadParameter(f"{said} a result of kvjax bench decode or tiers; look at {names}") from None
 
 
 def _frames(
@@ -567,6 +501,15 @@ def _named(policies: str) -> tuple[DecodePolicy, ...]:
     return named
 
 
+def _priced(bill: Bill, usual: Sequence[str], policies: str | None) -> tuple[DecodePolicy, ...]:
+    """The policies of `--policies`; without it, those of `usual` that the bill has, or all of them where it has only dense: the error then
+    says what to measure."""
+    if policies is not None:
+        return _named(policies)
+    known = [name for name in usual if bill.has_price(name)]
+    return _named(",".join(known if set(known) - {"dense"} else usual))
+
+
 def _packed(weights: Weights | None, cache_format: str | None) -> dict[str, str | None]:
     """How weights and pages are packed, for `Bill.predict`."""
     from kvjax.cache.formats import parse_cache_format
@@ -577,9 +520,10 @@ def _packed(weights: Weights | None, cache_format: str | None) -> dict[str, str 
 
 
 def _bill(fit: Path | None, device: str, shape: str, bandwidth: float | None, no_overhead: bool, packed: dict[str, str | None]) -> Bill:
-    """The bill of a file or a device, with the options' changes: that of these formats, if there is one."""
+    """The bill of a file or a device, with the options' changes: that of these formats, if there is one. A built-in bill without terms of
+    pages in host memory or of a mesh takes those of another one of its device."""
     from kvjax.bill import known_bill, known_bills, load_bills
-    from kvjax.bill.step_bill import closest
+    from kvjax.bill.step_bill import closest, with_known_bus, with_known_mesh
     from kvjax.serving.bench.decode import config_of
 
     config: ModelConfig = config_of(shape)
@@ -588,12 +532,8 @@ def _bill(fit: Path | None, device: str, shape: str, bandwidth: float | None, no
     if bill is None:
         there = ", ".join(sorted({each.device for each in known_bills()}))
         raise typer.BadParameter(f"there is no built-in bill of {device!r}, only of {there}; give --fit", param_hint="--device")
+    if fit is None:
+        bill = with_known_mesh(with_known_bus(bill))
     if bandwidth is not None:
         bill = bill.projected(f"bandwidth set to {bandwidth:g} TB/s", bytes_per_s=bandwidth * 1e12)
     return bill.without_overhead() if no_overhead else bill
-
-
-def _in_repository(file: Path) -> str:
-    """A file's name in reports: its path from the current folder, or only its name."""
-    path = file.resolve()
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name

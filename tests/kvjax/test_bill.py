@@ -1,6 +1,7 @@
 """The bill: bytes against hand-computed values and real arrays, fits against planted parameters, and held-out error without leakage."""
 
 import dataclasses
+import itertools
 import json
 
 import jax
@@ -11,11 +12,14 @@ from tiny_models import QWEN_7B, altered
 
 from kvjax import Engine
 from kvjax.bill import Bill, known_bill, step_bytes
-from kvjax.bill.fitting import Cell, errors, forecasts, merged, read_cells, solve
+from kvjax.bill.bus_fitting import read_runs
+from kvjax.bill.fitting import Cell, errors, fit, forecasts, launches_of, merged, read_cells, solve
 from kvjax.bill.regimes import crossover, regime_map, save
 from kvjax.bill.regret import regrets, summary
-from kvjax.bill.step_bill import Price, closest, from_json, load_bills, sizes_of, to_json, worthwhile
+from kvjax.bill.report import rendered
+from kvjax.bill.step_bill import Price, closest, from_json, load_bills, sizes_of, to_json, with_known_bus, with_known_mesh, worthwhile
 from kvjax.cache import CacheSpec, GroupSpec, PagedKV, PagedSpec
+from kvjax.cache.spanning import FrameCounts
 from kvjax.packing import scheme_of
 from kvjax.policies.decode import Dense, SelectContext, TopBlocks, Window, parse
 from kvjax.steps import _count_reads
@@ -273,6 +277,35 @@ def test_measurements_that_cannot_be_fitted():
         read_cells({"bench": "ops"}, lambda shape, layers: QWEN_7B)
 
 
+def run_of_launches(*launches):
+    """A result as `kvjax bench decode` writes it, of planted times; those of launches of n steps take 1/n. Older rows have no number."""
+    rows = []
+    for steps in launches:
+        for cell in planted():
+            counts = {"weights": cell.bytes.weights, "kv": cell.bytes.kv, "index": cell.bytes.index}
+            row = {"shape": "qwen2.5-7b", "layers": 28, "tokens": cell.length, "batch": cell.batch, "policy": cell.policy}
+            row |= {"dtype": "bfloat16", "median_s": cell.seconds / (steps or 1), "bytes": counts}
+            rows.append(row | ({} if steps is None else {"steps_per_launch": steps}))
+    return {"bench": "decode", "provenance": {"device": "chip", "date": "2026"}, "rows": rows}
+
+
+def test_only_rows_of_the_asked_launches_are_read():
+    def config_of(shape, layers):
+        return QWEN_7B
+
+    run = run_of_launches(None, 8)
+    run["rows"] += [run["rows"][0] | {"steps_per_launch": 4, "tensor": 2}, {"steps_per_launch": 16, "skipped": "too large"}]
+    (one,), (eight,) = (read_cells(run, config_of, *steps).values() for steps in ((), (8,)))
+    assert [cell.seconds / 8 for cell in one] == [cell.seconds for cell in eight] != [cell.seconds for cell in one]
+    assert read_cells(run, config_of, 1) == read_cells(run, config_of)
+    assert read_cells(run, config_of, 16) == read_cells(run, config_of, 4) == {}
+    assert launches_of([run]) == (1, 8), "of one device, with a time"
+    ((cells, tiered),) = read_runs([run], config_of, 8).values()
+    assert (merged(eight), []) == (cells, tiered)
+    made = fit(cells, QWEN_7B, device="chip", model="it", dtype="bfloat16", source="planted", form="scan", steps_per_launch=8)
+    assert (made.steps_per_launch, made.c0) == (8, pytest.approx(C0 / 8))
+
+
 # The bill
 
 
@@ -344,6 +377,7 @@ def test_a_bill_of_packed_steps_is_found_and_its_predictions_are_no_projection()
     assert closest([plain, packed], QWEN_7B, "bfloat16") is plain
     assert closest([plain, packed], QWEN_7B, "bfloat16", **options) is packed
     assert closest([plain, packed], QWEN_7B, "bfloat16", "int8") is packed, "weights count before pages"
+    assert closest([plain, packed], QWEN_7B, "bfloat16", "fp8") is plain, "of equal ones the first"
     assert closest([], QWEN_7B, "bfloat16") is None
     assert "bfloat16, weights int8, pages int4:channel" in str(packed)
 
@@ -352,6 +386,8 @@ def test_a_bill_that_makes_no_sense():
     for changed in ({"bytes_per_s": 0.0}, {"c0": -1.0}, {"error": float("nan")}):
         with pytest.raises(ValueError, match="a bill needs"):
             bill(**changed)
+    with pytest.raises(ValueError, match="at least one step per launch, got steps_per_launch 0"):
+        bill(steps_per_launch=0)
     for price in (Price(-1e-9), Price(0.0, -1e-20)):
         with pytest.raises(ValueError, match=r"prices c1 >= 0, got .* for top:8"):
             bill(c1=(("top:8", price),))
@@ -360,10 +396,14 @@ def test_a_bill_that_makes_no_sense():
 
 
 def test_a_bill_survives_its_file(tmp_path):
-    made = bill(links=(("host", 52e9),), assumed=("why",), weights="int8", cache_format="k=int8,v=int4")
+    made = bill(links=(("host", 52e9),), assumed=("why",), weights="int8", cache_format="k=int8,v=int4", steps_per_launch=8)
     (tmp_path / "bill.json").write_text(json.dumps({"bills": [to_json(made)]}))
     assert load_bills(tmp_path / "bill.json") == (made,)
     hash(made)
+    assert "pages k=int8,v=int4, 8 steps per launch: " in str(made)
+    older = {name: value for name, value in to_json(made).items() if name != "steps_per_launch"}
+    assert from_json(older) == dataclasses.replace(made, steps_per_launch=1)
+    assert "per launch" not in str(from_json(older))
     with pytest.raises(ValueError, match="different here: c0"):
         from_json({name: value for name, value in to_json(made).items() if name != "c0"})
 
@@ -449,4 +489,51 @@ def test_built_in_bills_are_found():
     made = known_bill("NVIDIA H200", QWEN_7B, "bfloat16")
     assert (made.model, made.device) == ("qwen2.5-7b", "NVIDIA H200")
     assert known_bill("NVIDIA H200", OTHER, "float32").device == "NVIDIA H200"
+    assert (made.weights, made.cache_format, made.steps_per_launch) == (None, None, 1)
+    for weights, pages in itertools.product(("int8", "int4"), (None, "int8")):
+        packed = known_bill("NVIDIA H200", QWEN_7B, "bfloat16", weights, pages)
+        assert (packed.weights, packed.cache_format, packed.steps_per_launch) == (weights, pages, 8)
+        assert not packed.predict(QWEN_7B, "top:32", 131_072, weights=weights, cache_format=pages).projection
+    for formats in (("fp8",), (None, "int8"), ("int8:128x128",)):
+        assert known_bill("NVIDIA H200", QWEN_7B, "bfloat16", *formats) == made, "one of nothing packed comes before another format"
     assert known_bill("an abacus", QWEN_7B, "bfloat16") is None
+
+
+def test_terms_that_another_bill_lends_are_projections():
+    plain, packed = known_bill("NVIDIA H200", QWEN_7B, "bfloat16"), known_bill("NVIDIA H200", QWEN_7B, "bfloat16", "int8")
+    assert with_known_mesh(with_known_bus(plain)) is plain
+    assert (packed.bus, packed.mesh) == (None, None)
+    lent = with_known_mesh(with_known_bus(packed))
+    assert dataclasses.replace(lent.bus, model=plain.bus.model) == plain.bus
+    assert dataclasses.replace(lent.mesh, model=plain.mesh.model) == plain.mesh
+    assert str(lent).count("measured on qwen2.5-7b in bfloat16") == 2
+    assert "measured on" not in str(plain)
+    frames = FrameCounts(600, 2000, 4000)
+    on_host = lent.predict(QWEN_7B, "top:32", 200_000, weights="int8", frames=frames)
+    assert on_host.projection == ("the bus was measured on qwen2.5-7b in bfloat16",)
+    on_mesh = lent.predict(QWEN_7B, "top:32", 32_768, weights="int8", tensor=2)
+    assert on_mesh.projection == ("exchanges were measured on qwen2.5-7b in bfloat16",)
+    assert lent.predict(QWEN_7B, "top:32", 32_768, weights="int8") == packed.predict(QWEN_7B, "top:32", 32_768, weights="int8")
+    abacus = dataclasses.replace(packed, device="an abacus")
+    assert with_known_mesh(with_known_bus(abacus)) == abacus
+
+
+def test_a_document_has_tables_of_several_files():
+    def file(model):
+        made = {"device": "chip", "model": model, "bytes_per_s": 1e12, "c0": 1e-3, "c1": {}}
+        return {"bills": [made], "provenance": {"date": "2026-01-01", "command": "fit"}}
+
+    def parts(*names):
+        return "".join(f"<!-- bill:{name} -->\nold\n<!-- /bill -->\n" for name in names)
+
+    text = parts("parameters", "packed-parameters", "packed-mesh-errors", "mesh-errors")
+    first = rendered(text, file("plain"))
+    assert (first.count("plain"), first.count("old")) == (1, 2)
+    both = rendered(first, file("tight"), "packed")
+    assert (both.count("plain"), both.count("tight"), both.count("old")) == (1, 1, 0)
+    assert rendered(rendered(text, file("tight"), "packed"), file("plain")) == both
+    with pytest.raises(ValueError, match="no mark begins with <!-- bill:other-"):
+        rendered(text, file("plain"), "other")
+    for name in ("packed-poem", "-errors", "packed-"):
+        with pytest.raises(ValueError, match=f"no part is called '{name}'"):
+            rendered(parts(name), file("plain"))

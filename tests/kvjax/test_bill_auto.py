@@ -480,6 +480,18 @@ def test_with_evidence_on_an_unknown_device_it_is_calibrated(model, monkeypatch)
     assert engine.policy.describe().endswith("dense, quest:0 by the bill of chip)")
 
 
+@pytest.mark.parametrize("steps", [1, 8])
+def test_a_built_in_bill_of_longer_launches_is_not_used(model, monkeypatch, steps):
+    """Its times leave out the host's part, and a step of an engine is a launch of its own unless it is told otherwise."""
+    monkeypatch.setattr(auto_decode, "recorded_evidence", lambda: (row("quest:0", 2048, fingerprint=fingerprint(model)),))
+    known, calibrated = bill(model.config, dtype="float32", steps_per_launch=steps), bill(model.config, source="a calibration")
+    monkeypatch.setattr(auto_decode, "known_bill", lambda *_: known)
+    monkeypatch.setattr(auto_decode, "_calibrated", {})
+    monkeypatch.setattr(auto_decode, "calibrate", lambda *_, **__: calibrated)
+    bound = Auto("fast").bind(model, page_size=PAGE, dtype="float32").bound
+    assert bound.bill == (known if steps == 1 else calibrated)
+
+
 def test_times_that_make_no_bill_leave_it_dense(model, monkeypatch, caplog):
     rows = (row("quest:0", 2048, fingerprint=fingerprint(model)),)
     monkeypatch.setattr(auto_decode, "recorded_evidence", lambda: rows)

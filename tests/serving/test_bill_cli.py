@@ -102,6 +102,89 @@ def test_a_document_is_filled_from_the_fit(kvjax, runs):
         assert (status, words in err) == (2, True)
 
 
+def in_launches(file, steps, **changed):
+    """A copy of a result whose rows are of so many steps per launch."""
+    run = json.loads(file.read_text())
+    rows = [row | changed | {"steps_per_launch": steps} for row in run["rows"] if "median_s" in row]
+    (copy := file.with_name(f"launches-{steps}.json")).write_text(json.dumps(run | {"rows": rows}))
+    return copy
+
+
+def test_a_bill_of_longer_launches(kvjax, runs):
+    eight = in_launches(runs[0], 8)
+    status, out, err = kvjax("bill", "fit", runs[1], eight, "--steps-per-launch", 8, "--json", "bill.json")
+    assert status == 0, err
+    (bill,) = load_bills(Path("bill.json"))
+    assert (bill.steps_per_launch, bill.measured) == (8, ((1, 8192, 131_072),)), "the other file is of launches of one step"
+    assert "Planted 9000, qwen2.5-7b, bfloat16, 8 steps per launch: 4.000 TB/s" in out
+    assert "qwen2.5-7b, 8 steps per launch │" in out
+    status, out, _ = kvjax("bill", "predict", "--fit", "bill.json", "--lengths", "32k", "--batches", "1")
+    assert (status, "bfloat16, 8 steps per launch: " in out) == (0, True)
+    kvjax("bill", "fit", runs[1], eight, "--json", "bill.json")
+    (bill,) = load_bills(Path("bill.json"))
+    assert (bill.steps_per_launch, bill.measured) == (1, ((4, 8192, 131_072),))
+
+
+def test_launches_that_no_row_has_are_refused_with_what_to_give(kvjax, runs, tmp_path):
+    eight, tiers = in_launches(runs[0], 8), tmp_path / "tiers.json"
+    tiers.write_text(json.dumps(tier_run()))
+    for arguments, said in (
+        ((eight,), "has 1 step per launch: they have 8; give --steps-per-launch 8"),
+        (
+            (eight, runs[1], "--steps-per-launch", 4),
+            "they have 1 and 8; give --steps-per-launch 1 or --steps-per-launch 8",
+        ),
+        ((tiers, "--steps-per-launch", 8), "has 8 steps per launch: they have 1; give --steps-per-launch 1"),
+        ((eight, "--steps-per-launch", 0), "must be a whole number from 1"),
+        ((eight, "--steps-per-launch", 8, "--marks", "packed"), "needs --into"),
+    ):
+        status, _, err = kvjax("bill", "fit", *arguments)
+        assert (status, said in " ".join(err.split())) == (2, True), (arguments, err)
+
+
+def test_marks_with_a_prefix_are_filled(kvjax, runs):
+    Path("page.md").write_text("<!-- bill:parameters -->\nold\n<!-- /bill -->\n<!-- bill:packed-parameters -->\n<!-- /bill -->\n")
+    status, _, err = kvjax("bill", "fit", *runs, "--form", "fixed", "--into", "page.md", "--marks", "packed")
+    assert status == 0, err
+    text = Path("page.md").read_text()
+    assert text.startswith("<!-- bill:parameters -->\nold\n<!-- /bill -->\n<!-- bill:packed-parameters -->\n| device |")
+    status, _, err = kvjax("bill", "fit", *runs, "--into", "page.md", "--marks", "other")
+    assert (status, "no mark begins with <!-- bill:other-" in err) == (2, True)
+
+
+def test_built_in_bills_of_packed_formats(kvjax):
+    asked = ("bill", "predict", "--lengths", "128k", "--batches", "1")
+    for weights, pages in (("int8", None), ("int8", "int8"), ("int4", None), ("int4", "int8")):
+        packed = ("--weights", weights, *(("--cache-format", pages) if pages else ()))
+        status, out, err = kvjax(*asked, *packed)
+        assert status == 0, err
+        said = f"NVIDIA H200, qwen2.5-7b, bfloat16, weights {weights}{f', pages {pages}' if pages else ''}, 8 steps per launch: "
+        assert out.startswith(said)
+        assert "projection" not in out
+        assert "top:8" not in out.partition("tokens  ")[2], "without --policies, those that the bill has"
+        status, _, err = kvjax(*asked, *packed, "--policies", "top:8")
+        assert (status, "has no c1 for top:8" in err) == (2, True)
+    status, out, _ = kvjax(*asked, "--weights", "int8", "--cache-format", "int8", "--tensor", "2", "--policies", "top:32")
+    assert (status, "extrapolated" in out, "projection: exchanges were measured on qwen2.5-7b in bfloat16" in out) == (0, True, True)
+    status, out, _ = kvjax("bill", "predict", "--lengths", "96k", "--batches", "1", "--weights", "int8", *TIERS)
+    assert (status, "projection: the bus was measured on qwen2.5-7b in bfloat16" in out) == (0, True)
+    status, out, _ = kvjax("bill", "predict", "--lengths", "128k", "--batches", "8", "--weights", "int4")
+    assert (status, "projection: batch 8 lies outside the measured 1 to 1" in out) == (0, True)
+    status, out, _ = kvjax(*asked, "--weights", "fp8")
+    assert (status, "measured with weights as they are, not with those packed as fp8" in out) == (0, True)
+
+
+@pytest.mark.long
+def test_dots_of_a_map_are_steps_of_its_formats_and_launches(kvjax, runs):
+    eight = in_launches(runs[0], 8)
+    kvjax("bill", "fit", eight, "--steps-per-launch", 8, "--json", "bill.json")
+    drawn = ("regime-map", "--fit", "bill.json", "--batches", "1,8", "-o", "map.png")
+    assert kvjax(*drawn, "--measured", eight)[0] == 0
+    for options in (("--measured", runs[1]), ("--measured", eight, "--weights", "int8")):
+        status, _, err = kvjax(*drawn, *options)
+        assert (status, "no row is in the map's formats, with 8 steps per launch" in " ".join(err.split())) == (2, True), err
+
+
 @pytest.mark.long
 def test_a_fitted_bill_predicts_and_draws(kvjax, runs):
     kvjax("bill", "fit", *runs, "--form", "fixed", "--json", "bill.json")
