@@ -36,6 +36,9 @@ from pallas_kernels.project_tokens.shape import Shape
 
 MOST_TOKENS, MOST_TOKENS_PACKED = 8, 16
 
+SQUARED = 16
+"""Loads of 16 bytes of a thread whose squares are added up together."""
+
 LINES = 256
 """Bytes of packed weights that memory should bring together: a warp copies 64 of a row, and the others of its CTA the next to them."""
 
@@ -342,20 +345,28 @@ class _Tiles:
 
     def _add_squares(self) -> None:
         """Sums of squares of the tokens, by each warp over its part; `_scale` adds them up."""
-        s = self.s
-        for token in range(s.tokens):
-            total = lanes.f32(0.0)
-            for start in range(0, s.width // 8, self.threads):
-                i = lanes.thread() + start
-                piece = lanes.where(i < s.width // 8, i, 0)
-                words = lanes.load_global_16_bytes(self.inputs["x"], piece * 16 + token * s.width * 2)
-                values = [x for word in words for x in lane_pairs.unpack(word, s.dtype)]
-                squares = functools.reduce(lambda a, b: a + b, [x * x for x in values])
-                total = total + lanes.where(i < s.width // 8, squares, 0.0)
-            for distance in (16, 8, 4, 2, 1):
-                total = total + lanes.shuffle_xor(total, distance)
-            with lanes.when(lanes.lane() == 0):
-                lanes.store_shared(self.scratch["squares_s"], lanes.warp() * s.tokens + token, total)
+        s, pieces = self.s, self.s.width // 8
+        starts = range(0, pieces, self.threads)
+        together = max(1, SQUARED // len(starts))  # of so many tokens all loads come before the first sum, which waits for its own
+        for first in range(0, s.tokens, together):
+            tokens = range(first, min(first + together, s.tokens))
+            loaded = {(token, start): self._piece(token, start) for token in tokens for start in starts}
+            for token in tokens:
+                total = lanes.f32(0.0)
+                for start in starts:
+                    values = [x for word in loaded[token, start] for x in lane_pairs.unpack(word, s.dtype)]
+                    squares = functools.reduce(lambda a, b: a + b, [x * x for x in values])
+                    total = total + lanes.where(lanes.thread() + start < pieces, squares, 0.0)
+                for distance in (16, 8, 4, 2, 1):
+                    total = total + lanes.shuffle_xor(total, distance)
+                with lanes.when(lanes.lane() == 0):
+                    lanes.store_shared(self.scratch["squares_s"], lanes.warp() * s.tokens + token, total)
+
+    def _piece(self, token: int, start: int) -> list:
+        """8 numbers of a token, in words: piece `start` and so many more as this thread's number; the first one where there are no more."""
+        i = lanes.thread() + start
+        piece = lanes.where(i < self.s.width // 8, i, 0)
+        return lanes.load_ahead(self.inputs["x"], piece * 16 + token * self.s.width * 2, 16)
 
     def _scale(self, token):
         s = self.s

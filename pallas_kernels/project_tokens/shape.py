@@ -17,6 +17,9 @@ packed weights they would be a large part of the bytes."""
 MOST_DEPTH = 8
 """Most chunks in flight per warp; more are not faster."""
 
+MOST_DEPTH_PACKED, MOST_WORDS_PACKED = 4, 32 * 1024
+"""Most chunks per warp, and words of all warps, that are in flight where weights are packed; more are slower. Two chunks always are."""
+
 SHORT_ROWS, LONG_CHUNKS = 32, 12
 """Two CTAs share the rows of packed matrices if one CTA would have at most so many rows, and each of its warps so many chunks of them."""
 
@@ -144,6 +147,11 @@ class Shape:
         return self.rows * self.row_words + (self.tokens + (self.norm_eps is not None)) * self.token_words
 
     @property
+    def most_depth(self) -> int:
+        """Most chunks in flight per warp, whatever shared memory holds."""
+        return max(2, min(MOST_DEPTH_PACKED, MOST_WORDS_PACKED // (self.warps * self.slot_words))) if self.format else MOST_DEPTH
+
+    @property
     def sum_rows(self) -> int:
         """Words between the sums of two tokens: 4 more than a multiple of 16, so that lanes store theirs to different banks."""
         return self.rows + 4
@@ -175,7 +183,7 @@ class Shape:
         for most_rows in MOST_ROWS_PACKED if self.format else MOST_ROWS:
             s = dataclasses.replace(self, most_rows=most_rows, depth=1, split=2 if shared else 1)
             rest = lanes.shared_words() - sum((s.scratch_words() | {"ring_s": 0}).values())
-            s = dataclasses.replace(s, depth=min(MOST_DEPTH, rest // (s.warps * s.slot_words)))
+            s = dataclasses.replace(s, depth=min(s.most_depth, rest // (s.warps * s.slot_words)))
             found = s if s.depth > 0 and not found else found
             if s.depth >= 2:
                 return s
