@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from kvjax.packing import scheme_of
-from pallas_kernels.matrices import pack
+from pallas_kernels.matrices import MatrixFormat, pack
 from pallas_kernels.project_tokens import project_tokens
+from pallas_kernels.project_tokens.shape import Shape
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "formats.md"
@@ -32,9 +33,14 @@ def _packed_steps(name: str, launches: int = 1) -> dict:
     return {(row["tokens"], row["weights"], row["cache_format"], row["policy"]): row for row in rows}
 
 
+def _on_device(row: dict) -> float:
+    """Seconds of a step's kernels, without the pauses between them."""
+    return row["profile"]["median_s"] - row["profile"]["idle_s"]
+
+
 def _ms(row: dict) -> tuple[str, str]:
     """By the clock, and on the device."""
-    return f"{row['median_s'] * 1e3:.2f}", f"{row['profile']['median_s'] * 1e3:.2f}"
+    return f"{row['median_s'] * 1e3:.2f}", f"{_on_device(row) * 1e3:.2f}"
 
 
 SHORT, LONG = 2**17, 2**20
@@ -43,7 +49,7 @@ SHORT, LONG = 2**17, 2**20
 def test_sentences_on_packed_steps_are_what_the_results_say():
     text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
     alone, eight, older = _packed_steps("packed-steps"), _packed_steps("packed-steps", 8), _packed_steps("packed-steps-cascade")
-    four_bits, of_four_bits = (_packed_steps("packed-steps-int4", launches)[SHORT, "int4", None, "top:32"] for launches in (8, 1))
+    four_bits = _packed_steps("packed-steps-int4", 8)[SHORT, "int4", None, "top:32"]
 
     def spent(row, name):
         return sum(kernel["total_s"] for kernel in row["profile"]["kernels"] if kernel["name"].startswith(name)) * 1e3
@@ -53,14 +59,16 @@ def test_sentences_on_packed_steps_are_what_the_results_say():
     places = [(SHORT, "int8", pages, "top:32") for pages in (None, "int8")]
     said = "it takes {} ms in launches of eight, over `int8` pages {} ms** (target: 2.6)".format(*(_ms(eight[each])[0] for each in places))
     assert said in text
-    assert {_ms(alone[each])[1] for each in places} == {"2.45"}
-    assert "and on the device 2.45 ms in both cases" in text
-    assert f"`int4` weights it takes {_ms(four_bits)[0]} ms, {_ms(of_four_bits)[1]} on the device (target: 2.1)" in text
+    assert {_ms(eight[place])[1] for place in places} == {"2.44"}
+    assert "and on the device 2.44 ms in both cases" in text
+    assert "`int4` weights it takes {} ms, {} on the device (target: 2.1)".format(*_ms(four_bits)) in text
     place = LONG, "int8", "int8", "top:32"
-    said = f"with `int8` weights and pages, it takes {_ms(eight[place])[0]} ms, {_ms(alone[place])[1]} on the device (target: 2.7)"
-    assert said in text
+    said = "with `int8` weights and pages, it takes {} ms, {} on the device (target: 2.7)"
+    assert said.format(*_ms(eight[place])) in text
+    over = [eight[place]["median_s"] * 1e3 - 2.7, four_bits["median_s"] * 1e3 - 2.1]
+    assert "the others miss by {:.2f} and {:.2f} ms".format(*over) in text
     idle = [row["profile"]["idle_s"] * 1e3 for (*_, policy), row in eight.items() if policy == "top:32"]
-    assert f"leaves the device idle for {min(idle):.2f} to {max(idle):.2f} ms of a step" in text
+    assert f"leaves the device idle for {min(idle):.2f} to {max(idle):.2f} ms of a step with `int8`" in text
     of_int8 = [spent(alone[SHORT, "int8", None, "top:32"], name) for name in ("project", "selected")]
     assert "Products take {:.2f} ms of a step with `int8`, the 28 launches of attention {:.2f}".format(*of_int8) in text
     attention = [spent(older[SHORT, "int8", "int8", policy], name) for policy, name in (("cascade:4", "refined"), ("top:32", "selected"))]
@@ -70,7 +78,8 @@ def test_sentences_on_packed_steps_are_what_the_results_say():
         for row in json.loads((RESULTS / "designs-packed-steps-launches.json").read_text())["rows"]
         if row["policy"] == "top:32" and row["steps_per_launch"] == 1
     )
-    assert f"needed {_ms(row)[1]} ms on the device (`designs-packed-steps-launches.json`)" in text
+    needed = f"{row['profile']['median_s'] * 1e3:.2f}"
+    assert f"needed {needed} ms from the first kernel to the last (`designs-packed-steps-launches.json`)" in text
     ahead = _packed_steps("designs-packed-steps-ahead")[SHORT, "int8", None, "top:32"]
     assert f"was slower: {_ms(ahead)[0]} ms" in text
 
@@ -86,28 +95,67 @@ def test_other_documents_quote_packed_steps_as_the_results_have_them():
 
 def test_how_many_times_faster_packed_steps_are_is_what_the_results_say():
     lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
+    text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
+    times, idle = {}, {}
     for name, tokens, length in (("", SHORT, "128K"), ("", LONG, "1M"), ("-b4", SHORT, "128K"), ("-b8", SHORT, "128K")):
         alone, eight = (_packed_steps(f"packed-steps{name}", launches) for launches in (1, 8))
         for pages, label in ((None, "16 bits"), ("int8", "`int8`")):
             places = [(tokens, "int8", pages, policy) for policy in ("dense", "top:32")]
-            by_clock = [min(steps[place]["median_s"] for steps in (alone, eight)) for place in places]
-            pairs = by_clock, [alone[place]["profile"]["median_s"] for place in places]
+            by_clock = [min(steps[place]["median_s"] for steps in (alone, eight) if place in steps) for place in places]
+            pairs = by_clock, [_on_device(eight[place]) for place in places]
             shown = [f"{a * 1e3:.2f} | {b * 1e3:.2f} | {a / b:.2f}" for a, b in pairs]
-            start = f"| {label} | {length} | {alone[places[0]]['batch']} | {' | '.join(shown)} | "
+            start = f"| {label} | {length} | {eight[places[0]]['batch']} | {' | '.join(shown)} | "
             assert any(line.startswith(start) for line in lines), start
+            times[name, tokens, pages] = f"{by_clock[0] / by_clock[1]:.2f}"
+            idle[name, tokens, pages] = eight[places[1]]["profile"]["idle_s"] * 1e3
+    short = ("", LONG, "int8"), ("-b4", SHORT, "int8"), ("-b8", SHORT, "int8")
+    assert "by the clock all are short: {}, {} and {}.".format(*(times[place] for place in short)) in text
+    pauses = [idle[place] for place in short]
+    assert f"a larger part of the shorter step, {min(pauses):.2f} to {max(pauses):.2f} ms of each" in text
+    dense = _packed_steps("packed-steps-plain", 8)[SHORT, None, None, "dense"]["median_s"]
+    sparse = _packed_steps("packed-steps", 8)[SHORT, "int8", None, "top:32"]["median_s"]
+    assert f"takes {dense * 1e3:.2f} ms at 128K tokens, {dense / sparse:.2f} times as long as `top:32` with `int8` weights" in text
+
+
+def test_sentences_on_chunks_in_flight_are_what_the_results_say():
     text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
-    before, now = (
-        next(row["median_s"] * 1e6 for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"] if "b8/top:32@int8" in row["case"])
-        for name in ("designs-packed-sparse-before", "packed-attention-sparse")
-    )
-    assert f"at batch 8 it took {before:.2f} us of each layer then, and takes {now:.2f} us now" in text
-    place = LONG, "int8", "int8", "dense"
-    dense, sparse = (
-        _packed_steps("packed-steps-int4")[place]["median_s"],
-        _packed_steps("packed-steps", 8)[*place[:3], "top:32"]["median_s"],
-    )
-    said = f"of {dense * 1e3:.2f} ms (`packed-steps-int4.json`): beside that it would be {dense / sparse:.2f} by the clock"
+    rows = json.loads((RESULTS / "designs-packed-matrices-depth.json").read_text())["rows"]
+    us = {(row["weights"], row["tokens"], row["matrix"], row["variant"]): row["median_s"] * 1e6 for row in rows}
+    eight = "at most 8 chunks"
+    down = [us[name, 1, "down", variant] for variant in (eight, "depth 3") for name in ("int8", "fp8")]
+    said = "`down` took {:.2f} us with `int8` and {:.2f} us with `fp8`, and {:.2f} and {:.2f} us with three chunks"
+    assert said.format(*down) in text
+    layers = []
+    for tokens, chosen in ((1, {"gate-up": 2, "down": 3, "qkv": 4, "o": 4}), (8, {"gate-up": 2, "down": 3, "qkv": 3, "o": 4})):
+        assert {matrix: _depth(matrix, tokens) for matrix in chosen} == chosen
+        layers.append(sum(us["int8", tokens, matrix, eight] for matrix in chosen))
+        layers.append(sum(us["int8", tokens, matrix, f"depth {depth}"] for matrix, depth in chosen.items()))
+    said = "all four products of a layer {:.2f} and {:.2f} us with `int8`, for 8 tokens {:.2f} and {:.2f} us"
+    assert said.format(*layers) in text
+    after, before = (_packed_steps(name, 8)[SHORT, None, None, "top:32"] for name in ("packed-steps-plain", "designs-packed-plain-before"))
+    said = f"takes {_ms(after)[0]} ms where it took {_ms(before)[0]} (`packed-steps-plain.json`"
     assert said in text
+    (old, _), (eight, one) = (
+        [
+            sum(kernel["total_s"] for kernel in row["profile"]["kernels"] if kernel["name"].startswith("project")) * 1e3
+            for row in (_packed_steps(name, 8)[SHORT, "int8", "int8", "top:32"] for name in names)
+        ]
+        for names in (("designs-packed-steps-b8-before",) * 2, ("packed-steps-b8", "packed-steps"))
+    )
+    assert f"Products of 8 tokens take {eight:.2f} ms of a step, where they took {old:.2f}, and those of one {one:.2f}" in text
+
+
+def _depth(matrix: str, tokens: int) -> int:
+    """Chunks in flight of a matrix of Qwen2.5-7B with `int8` codes."""
+    width, features, options = {
+        "gate-up": (3584, (18944, 18944), {"gated": "silu", "norm_eps": 1e-6}),
+        "down": (18944, (3584,), {}),
+        "qkv": (3584, (3584, 512, 512), {"half": 64, "rotated": 2, "norm_eps": 1e-6}),
+        "o": (3584, (3584,), {}),
+    }[matrix]
+    plain = {"half": 0, "rotated": 0, "gated": None, "norm_eps": None, "norm_offset": 0.0, "biased": False, "residual": False}
+    types = {"dtype": "bfloat16", "out_dtype": "bfloat16", "format": MatrixFormat("int8"), "scales": "float32"}
+    return Shape(tokens, width, features, **plain | options | types).fitted().depth
 
 
 def test_sentences_on_prompts_are_what_the_results_say():
@@ -154,7 +202,10 @@ def test_sentences_on_products_of_codes_are_what_the_results_say():
     for version, said in ((shared, "(gate and up {} us, and {} us for 8 tokens)"), (own, "({} and {} us)")):
         assert said.format(us[version, "gate-up", "int8", 1], us[version, "gate-up", "int8", 8]) in text
     assert f"slower than numbers ({us[own, 'gate-up', 'int8', 16]} us)" in text
-    assert f"it takes {parts[own, 'down', 'no finish']} of {us[own, 'down', 'int8', 1]} us" in text
+    assert f"it took {parts[own, 'down', 'no finish']} of {us[own, 'down', 'int8', 1]} us" in text
     rows = {row["case"]: row for row in json.loads((RESULTS / "packed-matrices.json").read_text())["rows"]}
     gates = [f"{rows[f'project/qwen2.5-7b/0k/b1/gate-up{kind}']['median_s'] * 1e6:.2f}" for kind in (":int8", "")]
     assert "take {} us with `int8` and {} us with twice the bytes".format(*gates) in text
+    shares = {name: f"{row['fraction_of_read']:.0%}" for name, row in rows.items()}
+    down = (shares[f"project/qwen2.5-7b/0k/b1/down:{name}"] for name in ("int8", "fp8", "int4", "int8:128x128", "fp8:128x128"))
+    assert "reaches {} with `int8`, {} with `fp8` and {} with `int4`, and less with scales for blocks, {} and {}.".format(*down) in text
