@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.bill.bus_fitting import HELD_OUT, TERMS, tier_errors, tier_forecasts
 from kvjax.bill.fitting import FORMS, GROUPS, Cell, errors, forecasts
-from kvjax.bill.mesh_report import MESH_TABLES, named
+from kvjax.bill.mesh_report import MESH_TABLES, named, not_held_out
 from kvjax.bill.regimes import crossover
 from kvjax.bill.regret import regrets, summary
 from pallas_kernels.bench.report import markdown
@@ -74,7 +74,7 @@ def error_table(file: dict[str, Any]) -> Rows:
             for form, found in forms.items():
                 figures = str(found["count"]), f"{found['mean']:.2%}", f"{found['worst']:.2%}", f"{found['r2']:.4f}"
                 rows.append((named(bill), held_out, FORMS[form], *figures))
-        rows += [(named(bill), f"a {by}", f"cannot be: {why}", "", "", "", "") for by, why in checked["impossible"].items()]
+        rows += [(named(bill), f"a {by}", not_held_out(why), "", "", "", "") for by, why in checked["impossible"].items()]
     return ("model", "held out together", "form of c1", "cells", "mean error", "worst error", "R^2"), rows
 
 
@@ -134,7 +134,7 @@ def bus_error_table(file: dict[str, Any]) -> Rows:
             for terms, found in forms.items():
                 shown = [f"{part['mean']:.1%}, {part['worst']:.1%}" if (part := found[name]) else "-" for name in TIER_ERRORS]
                 rows.append((named(bill), f"a {by}", TERMS[terms], str(found["count"]), *shown))
-        rows += [(named(bill), f"a {by}", f"cannot be: {why}", "", "", "", "") for by, why in checked["impossible"].items()]
+        rows += [(named(bill), f"a {by}", not_held_out(why), "", "", "", "") for by, why in checked["impossible"].items()]
     heads = "time: mean, worst error", "speed-up: mean, worst error", "time from sizes: mean, worst error"
     return ("model", "held out together", "terms", "cells", *heads), rows
 

@@ -93,6 +93,9 @@ def fit_command(
         figures["held_out_meshes"].append(mesh_checks(cells, on_mesh, form, law) if on_mesh else None)
     shown = {name: make(figures) for name, make in ALL_TABLES.items()}
     show(*(table(*made, title=name, left=2) for name, made in shown.items() if made[1]))
+    checked = (each for held_out in ("held_out", "held_out_tiers", "held_out_meshes") for each in figures[held_out] if each)
+    for why in dict.fromkeys(why for each in checked for why in each["impossible"].values()):  # the tables have the beginning
+        typer.echo(f"cannot be held out: {why}")
     if json_out is not None:
         write_result(json_out, figures)
     for document in into or ():

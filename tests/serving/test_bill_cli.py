@@ -12,7 +12,7 @@ from planted_meshes import mesh_run
 from planted_tiers import sizes, tier_run
 
 from kvjax import bill as kvjax_bill
-from kvjax.bill import known_bills, load_bills, step_bytes
+from kvjax.bill import known_bill, known_bills, load_bills, step_bytes
 from kvjax.bill.evidence import read_evidence
 from kvjax.bill.report import rendered
 from kvjax.bill.step_bill import to_json
@@ -112,8 +112,13 @@ def in_launches(file, steps, **changed):
 
 def test_a_bill_of_longer_launches(kvjax, runs):
     eight = in_launches(runs[0], 8)
-    status, out, err = kvjax("bill", "fit", runs[1], eight, "--steps-per-launch", 8, "--json", "bill.json")
+    Path("page.md").write_text("<!-- bill:errors -->\n<!-- /bill -->\n")
+    written = ("--json", "bill.json", "--into", "page.md")
+    status, out, err = kvjax("bill", "fit", runs[1], eight, "--steps-per-launch", 8, *written)
     assert status == 0, err
+    why = "bandwidth and c0 need dense rows of at least two sizes with everything on the device"
+    assert f"| a batch | cannot be: {why} |" in Path("page.md").read_text()
+    assert f"cannot be held out: {why}, got 0: measure more lengths or batches (kvjax bench decode" in " ".join(out.split())
     (bill,) = load_bills(Path("bill.json"))
     assert (bill.steps_per_launch, bill.measured) == (8, ((1, 8192, 131_072),)), "the other file is of launches of one step"
     assert "Planted 9000, qwen2.5-7b, bfloat16, 8 steps per launch: 4.000 TB/s" in out
@@ -161,9 +166,12 @@ def test_built_in_bills_of_packed_formats(kvjax):
         said = f"NVIDIA H200, qwen2.5-7b, bfloat16, weights {weights}{f', pages {pages}' if pages else ''}, 8 steps per launch: "
         assert out.startswith(said)
         assert "projection" not in out
-        assert "top:8" not in out.partition("tokens  ")[2], "without --policies, those that the bill has"
-        status, _, err = kvjax(*asked, *packed, "--policies", "top:8")
-        assert (status, "has no c1 for top:8" in err) == (2, True)
+        shown = out.partition("tokens  ")[2]
+        assert ("top:8" in shown, "top:32" in shown) == (True, True)
+        status, out, err = kvjax(*asked, *packed, "--policies", "dense,top:8")
+        assert (status, out.count("measurements")) == (0, 2), err
+        status, _, err = kvjax(*asked, *packed, "--policies", "top:64")
+        assert (status, "has no c1 for top:64" in err) == (2, True)
     status, out, _ = kvjax(*asked, "--weights", "int8", "--cache-format", "int8", "--tensor", "2", "--policies", "top:32")
     assert (status, "extrapolated" in out, "projection: exchanges were measured on qwen2.5-7b in bfloat16" in out) == (0, True, True)
     status, out, _ = kvjax("bill", "predict", "--lengths", "96k", "--batches", "1", "--weights", "int8", *TIERS)
@@ -172,6 +180,19 @@ def test_built_in_bills_of_packed_formats(kvjax):
     assert (status, "projection: batch 8 lies outside the measured 1 to 1" in out) == (0, True)
     status, out, _ = kvjax(*asked, "--weights", "fp8")
     assert (status, "measured with weights as they are, not with those packed as fp8" in out) == (0, True)
+
+
+def test_without_policies_those_that_the_bill_has_are_shown(kvjax):
+    few = dataclasses.replace((made := known_bill("NVIDIA H200", QWEN, "bfloat16", "int8")), c1=made.c1[:1])
+    assert [name for name, _ in few.c1] == ["top:32"]
+    Path("few.json").write_text(json.dumps({"bills": [to_json(few)]}))
+    asked = ("bill", "predict", "--fit", "few.json", "--weights", "int8", "--lengths", "128k", "--batches", "1")
+    status, out, err = kvjax(*asked)
+    assert status == 0, err
+    shown = out.partition("tokens  ")[2]
+    assert ("top:8" in shown, "top:32" in shown) == (False, True)
+    status, _, err = kvjax(*asked, "--policies", "top:8")
+    assert (status, "has no c1 for top:8" in err) == (2, True)
 
 
 @pytest.mark.long
