@@ -86,14 +86,16 @@ def needle_panel(
     page_size: int = 128,
     prefill_chunk: int = 512,
     prefill: str = "dense",
+    cache_format: str | None = None,
     on_tokens: Callable[[int], None] | None = None,
 ) -> list[NeedleResult]:
     """Needles found by a model in pieces of `text` under each policy (names of `kvjax.policies.decode.parse`).
 
     prefill: the policy by which haystacks are prefilled (`kvjax.policies.prefill.parse_prefill`). The trials do not depend on it. length:
     tokens of a whole context, of which ANSWER_ROOM are reserved for the answer. trials: number of needles; their depths are evenly spread.
-    batch: contexts that are held and decoded together. on_tokens: called with the number of haystack tokens just prefilled. Raises
-    ValueError if a context does not fit the model or the text is too short, OutOfPages if memory does not hold `batch` contexts.
+    batch: contexts that are held and decoded together. cache_format: how full pages are packed (`kvjax.Engine`). on_tokens: called with the
+    number of haystack tokens just prefilled. Raises ValueError if a context does not fit the model or the text is too short, OutOfPages if
+    memory does not hold `batch` contexts.
     """
     if length <= ANSWER_ROOM:
         raise ValueError(f"length {length} must be more than the {ANSWER_ROOM} tokens that are kept for the answer")
@@ -104,8 +106,10 @@ def needle_panel(
     drawn = task.trials(length - ANSWER_ROOM, trials, seed=seed)
     # The pages of each context, and three more: forks need a copy of the open page, and pages for question and answer.
     pages = batch * (-(-length // page_size) + 3)
-    sizes = {"pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk, "batch_buckets": (batch,)}
-    engine = Engine(model, policies=policies, prefill=prefill, **sizes)
+    # Of packed pages, each context and its fork have a row of open ones, of which there are as many as the largest bucket.
+    buckets = (batch,) if cache_format is None else (batch, 2 * batch)
+    sizes = {"pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk, "batch_buckets": buckets}
+    engine = Engine(model, policies=policies, prefill=prefill, cache_format=cache_format, **sizes)
     return needle_exact_match(engine, drawn, policies, tokenizer, batch=batch, on_tokens=on_tokens)
 
 

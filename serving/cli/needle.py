@@ -11,6 +11,7 @@ from kvjax.serving.cli.options import (
     LARGEST_BATCH,
     POLICIES,
     PREFILLS,
+    CacheFormatOption,
     ChunkOption,
     DtypeOption,
     JsonOption,
@@ -58,6 +59,7 @@ def needle_command(
     prefill_chunk: ChunkOption = 512,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
+    cache_format: CacheFormatOption = None,
     max_positions: MaxPositionsOption = None,
 ) -> None:
     """Count the needles that a model finds in a long text under each policy. Haystacks are prefilled once; questions are decoded by the
@@ -100,9 +102,11 @@ def needle_command(
                 page_size=page_size,
                 prefill_chunk=prefill_chunk,
                 prefill=name,
+                cache_format=cache_format,
                 on_tokens=lambda count: progress.advance(task, count),
             )
-    typer.echo(f"{trials} needles in {length:,} tokens, {distractors} distractors each")
+    packed = f", pages packed as {cache_format}" if cache_format else ""
+    typer.echo(f"{trials} needles in {length:,} tokens, {distractors} distractors each{packed}")
     for name, results in found.items():
         if prefill:
             typer.echo(f"{parse_prefill(name).describe()}:")
@@ -122,6 +126,7 @@ def needle_command(
         from kvjax.model import fingerprint
 
         ran = {"model": model, "fingerprint": fingerprint(loaded), "dtype": loaded.config.compute_dtype}
+        ran |= {"cache_format": cache_format} if cache_format else {}
         figures = {"results": [result.figures() for result in found[prefills[0]]]}
         if prefill:
             others = [

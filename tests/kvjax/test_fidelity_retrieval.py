@@ -175,6 +175,22 @@ def test_embedded_model_finds_needles_unless_they_are_left_out(embedded, text, l
     assert all(math.isfinite(result.seconds) and result.seconds > 0 for result in (dense, wide, narrow))
 
 
+@pytest.mark.parametrize(("cache_format", "buckets"), [(None, (3,)), ("int8", (3, 6))])
+def test_pages_are_packed_as_named(cache_format, buckets, embedded, text, monkeypatch):
+    """Contexts and their forks have a row of open pages each."""
+    made = {}
+    monkeypatch.setattr("kvjax.fidelity.retrieval.Engine", lambda *_, **options: made.update(options))
+    monkeypatch.setattr("kvjax.fidelity.retrieval.needle_exact_match", lambda *_, **__: [])
+    needle_panel(embedded, text, ["dense"], length=512, trials=3, cache_format=cache_format)
+    assert (made["cache_format"], made["batch_buckets"]) == (cache_format, buckets)
+
+
+@pytest.mark.long
+def test_needles_are_found_in_packed_pages(embedded, text):
+    exact, packed = (needle_panel(embedded, text, ["dense", "top:2"], length=640, trials=2, cache_format=name) for name in (None, "int8"))
+    assert [result.exact_match for result in packed] == [result.exact_match for result in exact] == [1.0, 1.0]
+
+
 def test_prompts_start_as_the_tokenizer_starts_them(embedded, text, monkeypatch):
     """A model with a beginning-of-sequence token gets one."""
     seen = []
