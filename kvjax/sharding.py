@@ -182,7 +182,10 @@ class Shards:
         mine, last = self._place(first), (lengths - 1) // page_size
         earlier = (last - mine + self.context - 1) // self.context  # own pages before the query's
         tokens = earlier * page_size + jnp.where(last % self.context == mine, lengths - last * page_size, 1)
-        return jnp.pad(self._dealt(table, first), ((0, 0), (0, 1)), constant_values=-1), tokens
+        own = self._dealt(table, first)
+        # A row may have pages after the query's, for drafts that were not accepted: they hold nothing that counts.
+        reached = mine[:, None] + jnp.arange(own.shape[1], dtype=jnp.int32) * self.context <= last[:, None]
+        return jnp.pad(jnp.where(reached, own, -1), ((0, 0), (0, 1)), constant_values=-1), tokens
 
     def _place(self, first: Int[Array, "B"]) -> Int[Array, "B"]:
         """Which page of a row is this device's first one; with n devices along the context axis, it has every nth from there on."""

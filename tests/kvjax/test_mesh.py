@@ -376,16 +376,19 @@ def test_parts_and_the_residual_are_added_in_order_and_rounded_once(tensor, dtyp
         assert {each.tobytes() for each in np.asarray(found)} == {total.astype(parts.dtype).tobytes()}
 
 
+@pytest.mark.parametrize("later", [0, 3])
 @pytest.mark.parametrize("context", [2, 8])
-def test_own_pages_are_those_of_one_device_and_none_is_lost(context):
-    """Lengths from nothing to all of the table; rows begin on any device."""
+def test_own_pages_are_those_of_one_device_and_none_is_lost(context, later):
+    """Lengths from nothing to all of the table; rows begin on any device. later: pages after the query's that a row may have, as for
+    drafts that were not accepted."""
     rng, width, pages = np.random.default_rng(context), 16, 160
     lengths = np.concatenate([[0, 1, PAGE, PAGE + 1, width * PAGE], rng.integers(0, width * PAGE + 1, 40)]).astype(np.int32)
     first = rng.integers(0, context, len(lengths)).astype(np.int32)
     logical = np.arange(width)
     holder = (first[:, None] + logical) % context
     ids = holder * pages + rng.permuted(np.tile(np.arange(pages), (len(lengths), 1)), axis=1)[:, :width]
-    table = np.where(logical < -(-lengths[:, None] // PAGE), ids, -1).astype(np.int32)
+    held = -(-lengths[:, None] // PAGE)
+    table = np.where(logical < held + later, ids, -1).astype(np.int32)
     shards = Shards(kvjax.mesh(context=context), (("full", pages),))
 
     def on_device(table, lengths, first):
@@ -396,7 +399,7 @@ def test_own_pages_are_those_of_one_device_and_none_is_lost(context):
     own, tokens = map(np.asarray, shards.run(on_device, (table, lengths, first), (whole,) * 3, (each, each)))
     assert own.shape == (context, len(lengths), width // context + 1)
     for device, row in itertools.product(range(context), range(len(lengths))):
-        mine = [each % pages for each in table[row] if each >= 0 and each // pages == device]
+        mine = [each % pages for each in table[row, : held[row, 0]] if each // pages == device]
         assert own[device, row].tolist() == mine + [-1] * (width // context + 1 - len(mine))
         last = (lengths[row] - 1) // PAGE
         if lengths[row] and holder[row, last] == device:
