@@ -86,7 +86,11 @@ class Moving:
         """Wait until all copies have arrived."""
         if self._waiting:
             if (after := self._written_after()) is not None:
-                after.block_until_ready()
+                try:
+                    after.block_until_ready()
+                except Exception:  # it has ended, too, and is told once
+                    self._after = None
+                    raise
             self._begin()
         self._end()
 

@@ -302,11 +302,12 @@ class Pool:
         return tuple(number for number in self.spec.layers_of(group) if self.spec.layers[number].share_with is None)
 
     def _expect(self, wait: Callable[[], None]) -> None:
-        """Wait for what may show that a program has failed."""
+        """Wait for what may show that a program has failed. If it was one that only read the pages, it is told once."""
         try:
             wait()
         except Exception as error:
             self.check(error)
+            self.launched = self._latest
             raise
 
     def _move(self, group: str, moves: Int[np.ndarray, "n 2"]) -> None:

@@ -343,24 +343,42 @@ def test_copies_begin_after_programs_that_only_read_pages(model):
     assert pool.launched is not last
 
 
+class Failed:
+    """What a program that failed has returned."""
+
+    def is_deleted(self):
+        return False
+
+    def block_until_ready(self):
+        raise RuntimeError("out of memory")
+
+
 def test_a_failed_program_before_the_copies_is_told(model, monkeypatch):
-    """And the sequence can still be freed."""
+    """Once, since it only read the pages. And the sequence can still be freed."""
     engine = tiered(model)
     late(monkeypatch)
     (sequence,) = engine.prefill([[1] * 100])
-
-    class Failed:
-        def is_deleted(self):
-            return False
-
-        def block_until_ready(self):
-            raise RuntimeError("out of memory")
-
     moving = engine._pool._moving
     engine._pool.copy_ahead("full", set(sequence.pages["full"]), 4)
     moving._after = Failed()
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.prefill([[2] * 60])
     assert engine.sequences == {sequence}
+    (other,) = engine.prefill([[2] * 60])
+    np.testing.assert_array_equal(other.logits, engine_of(model, pages=60).prefill([[2] * 60])[0].logits)
+    engine._pool.copy_ahead("full", set(sequence.pages["full"]), 4)
     engine.free(sequence)
-    assert not moving._waiting[0][1].size
+    assert not any(moves.size for _, moves in moving._waiting)
+
+
+def test_a_failed_program_before_many_moves_is_told(model, calls):
+    """Once, too."""
+    engine, held = moving_many(model)
+    engine._pool.launched = Failed()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.prefill([[2] * CHUNK])
+    (sequence,) = engine.prefill([[2] * CHUNK])
+    alone = engine_of(model, pages=60)
+    np.testing.assert_array_equal(sequence.logits, alone.prefill([[2] * CHUNK])[0].logits)
+    (other,) = alone.prefill([[1] * (DEVICE * PAGE)])
+    np.testing.assert_array_equal(engine.decode([held], [5]), alone.decode([other], [5]))
