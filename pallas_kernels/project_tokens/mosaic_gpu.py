@@ -393,20 +393,19 @@ class _Tiles:
         if s.split == 1:
             self._for_pairs(tile, lambda token, row, unit: self._write(lambda row: self._totals(buffer, row, token), token, row, unit))
             return
-        # Each CTA of the team finishes one half of the rows. The barrier also keeps what was sent for the tile before from being written
-        # over: two buffers alternate here, too.
-        others_s, others = self.scratch["others_s"], tile % 2 * s.sums_words_of_a_warp
+        # Each CTA of the team finishes one half of the rows, which are one tile (`Shape.fitted`).
+        others_s = self.scratch["others_s"]
 
         def is_mine(row):
             return (row // 2 < -(-s.stride // 4)) == (self.rank == 0)
 
         def send(token, row, unit):
             for two in (row + part * s.stride for part in range(s.parts)):
-                lanes.store_cluster(1 - self.rank, others_s, others + self._sum_at(token, two), *self._totals(buffer, two, token))
+                lanes.store_cluster(1 - self.rank, others_s, self._sum_at(token, two), *self._totals(buffer, two, token))
 
         def finish(token, row, unit):
             def totals(row):
-                other = lanes.load_shared(others_s, others + self._sum_at(token, row), "f32", 2)
+                other = lanes.load_shared(others_s, self._sum_at(token, row), "f32", 2)
                 return _add(self._totals(buffer, row, token), other)
 
             self._write(totals, token, row, unit)

@@ -168,9 +168,9 @@ class Shape:
 
     def scratch_words(self) -> dict[str, int]:
         """Words of shared memory: the ring, the sums of two tiles, the sums of squares of all warps, and what the other CTA of the team
-        adds to two tiles."""
+        adds to its tile."""
         words = {"ring_s": self.warps * self.depth * self.slot_words, "sums_s": 2 * self.sums_words, "squares_s": self.warps * self.tokens}
-        return words | ({"others_s": 2 * self.sums_words_of_a_warp} if self.split > 1 else {})
+        return words | ({"others_s": self.sums_words_of_a_warp} if self.split > 1 else {})
 
     def fitted(self) -> Shape:
         """The same with tiles and a ring that fit into shared memory, and in teams where tokens would be a large part of what is copied.
@@ -184,10 +184,12 @@ class Shape:
             s = dataclasses.replace(self, most_rows=most_rows, depth=1, split=2 if shared else 1)
             rest = lanes.shared_words() - sum((s.scratch_words() | {"ring_s": 0}).values())
             s = dataclasses.replace(s, depth=min(s.most_depth, rest // (s.warps * s.slot_words)))
-            found = s if s.depth > 0 and not found else found
+            if s.depth >= 2 or (s.depth and not found):
+                found = s
             if s.depth >= 2:
-                return s
+                break
         assert found, f"no tile fits into {lanes.shared_words()} words of shared memory"
+        assert found.split == 1 or found.tiles == 1, "a team has room for the sums of one tile"
         return found
 
 

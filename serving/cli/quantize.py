@@ -31,7 +31,7 @@ def quantize_command(
     from kvjax.models.saving import check_target
 
     if weights == Weights.fp8_tokens:
-        raise typer.BadParameter("is how products are computed; write fp8, and load the original with it", param_hint="--weights")
+        raise typer.BadParameter("fp8:tokens is how products are computed, not how weights are stored: write fp8", param_hint="--weights")
     check_target(out.expanduser().absolute(), overwrite)
     loaded = load_model(model, dtype, None, weights=weights)
     loaded.save(out, overwrite=overwrite)

@@ -72,7 +72,7 @@ CASES |= {
     "int8, long rows, a team": packed_case("int8", 5, 6208, (52,), norm=True, residual=True),
     "fp8 blocks, long rows, a team": packed_case("fp8 blocks", 1, 6144, (60,), biased=True),
     "int4 with zeros, long rows, a team's gate": packed_case("int4 with zeros", 9, 12416, (24, 24), gated="silu"),
-    "int4, long rows, a team's tiles": packed_case("int4", 16, 12288, (60,), out_dtype="float32"),
+    "int4, long rows, a team of 16 tokens": packed_case("int4", 16, 12288, (60,), out_dtype="float32"),
     "int4 with zeros, float16": packed_case("int4 with zeros", 16, residual=True, dtype="float16"),
 }
 
@@ -150,7 +150,7 @@ def emulated(x, weights, *, ctas: int = 2, **keywords):
     "int8, queries, keys and values",
     "fp8, one token in float16",
     "int4 with zeros, float16",
-    "int4, long rows, a team's tiles",
+    "int4, long rows, a team of 16 tokens",
 )
 @pytest.mark.parametrize("case", CASES)
 def test_emulated_it_matches_the_reference(case):
@@ -219,7 +219,6 @@ PLANTED = {
     "a team's CTAs multiply the same inputs": _of(
         mosaic_gpu._Tiles, "_chunk", lambda f: lambda self, n: f(dataclasses.replace(self, rank=None), n)
     ),
-    "one buffer for a team's tiles": _of(lanes, "store_cluster", lambda f: lambda cta, ref, at, *x: f(cta, ref, at % (32 * 16), *x)),
     "8 columns": lambda monkeypatch: monkeypatch.setattr(mosaic_gpu.Shape, "column_tiles", 1),
     "a part of the inputs": lambda monkeypatch: monkeypatch.setattr(operands.Operands, "steps", 1),
 }
