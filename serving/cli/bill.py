@@ -191,7 +191,7 @@ def predict_command(
         raise typer.BadParameter(f"keys and values on {tier!r} need --link, the GB/s from there", param_hint="--tier")
     config, named = config_of(shape), _priced(bill, ("dense", *USUAL), policies)
     computed = dataclasses.replace(config, compute_dtype=dtype or bill.dtype)
-    frames = _frames(computed, named, page_size, device_memory, host_memory, hits)
+    frames = _frames(computed, named, page_size, device_memory, host_memory, hits, cache_format=cache_format)
     if frames is not None and tier != "device":
         raise typer.BadParameter(f"{tier!r} puts all keys and values there: leave out --device-memory", param_hint="--tier")
     if link is not None:
@@ -435,7 +435,8 @@ def regime_map_command(
     bill, config = _bill(fit, device, shape, bandwidth, no_overhead, packed), config_of(shape)
     grid, sizes_drawn = ([int(n) for n in dict.fromkeys(np.geomspace(*pair, 65).round().astype(int))] for pair in (ends, sizes))
     held, named = None if memory is None else int(memory * 2**30), _priced(bill, USUAL, policies)
-    frames = _frames(dataclasses.replace(config, compute_dtype=bill.dtype), named, 128, device_memory, host_memory, hits)
+    computed = dataclasses.replace(config, compute_dtype=bill.dtype)
+    frames = _frames(computed, named, 128, device_memory, host_memory, hits, cache_format=cache_format)
     if memory is not None and frames is not None:
         raise typer.BadParameter("says what fits on the device, as --device-memory does: leave one of them out", param_hint="--memory")
     if link is not None and frames is None:
@@ -474,6 +475,7 @@ def _frames(
     host_memory: int | None,
     hits: float | None = None,
     chunk: int = 512,
+    cache_format: str | None = None,
 ) -> FrameCounts | None:
     """The frames of an engine of these sizes that declares dense and these policies; None without sizes."""
     from kvjax.memory import memory_plan, pool_frames
@@ -485,7 +487,8 @@ def _frames(
             raise typer.BadParameter("needs --device-memory and --host-memory", param_hint="--hits")
         return None
     indexes = tuple(dict.fromkeys(spec for policy in policies for spec in policy.indexes()))
-    plan = memory_plan(config, page_size=page_size, indexes=indexes, weights_bytes=0, available_bytes=0, prefill_chunk=chunk)
+    sizes = {"page_size": page_size, "indexes": indexes, "cache_format": cache_format, "prefill_chunk": chunk}
+    plan = memory_plan(config, **sizes, weights_bytes=0, available_bytes=0)
     with named_as_options():
         return pool_frames(plan, device_memory, host_memory, prefill_chunk=chunk, hot=bool(indexes))
 

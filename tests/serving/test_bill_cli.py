@@ -176,6 +176,9 @@ def test_built_in_bills_of_packed_formats(kvjax):
     assert (status, "extrapolated" in out, "projection: exchanges were measured on qwen2.5-7b in bfloat16" in out) == (0, True, True)
     status, out, _ = kvjax("bill", "predict", "--lengths", "96k", "--batches", "1", "--weights", "int8", *TIERS)
     assert (status, "projection: the bus was measured on qwen2.5-7b in bfloat16" in out) == (0, True)
+    status, out, err = kvjax(*asked, "--weights", "int8", "--cache-format", "int8", *TIERS)
+    assert (status, "projection: the bus was measured on qwen2.5-7b in bfloat16" in out) == (0, True), err
+    assert "│      3.820 │    0.000 │           2.095 │" in out, "more than half of dense's packed pages"
     status, out, _ = kvjax("bill", "predict", "--lengths", "128k", "--batches", "8", "--weights", "int4")
     assert (status, "projection: batch 8 lies outside the measured 1 to 1" in out) == (0, True)
     status, out, _ = kvjax(*asked, "--weights", "fp8")
