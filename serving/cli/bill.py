@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvjax.serving.cli.bill_fit import cells_of, fit_command, in_repository
+from kvjax.serving.cli.bill_fit import cells_of, fit_command, in_repository, kinds_of, steps_text
 from kvjax.serving.cli.bill_mesh import (
     DevicesOption,
     HostOption,
@@ -443,14 +443,7 @@ def regime_map_command(
         raise typer.BadParameter("needs --device-memory and --host-memory", param_hint="--link")
     if link is not None:
         bill = bill.with_link("host", link)
-    dots: set[tuple[int, int]] = set()  # of steps as the map has them: in these formats, and in launches as long
-    for key, (cells, tiered) in cells_of(measured or [], steps_per_launch=bill.steps_per_launch).items():
-        if {name: getattr(key, name) for name in packed} != packed:
-            continue
-        dots |= {(cell.length, cell.batch) for cell in cells} | {(cell.length, 1) for cell in tiered}
-    if measured and not dots:
-        said = f"{', '.join(map(str, measured))}: no row is in the map's formats, with {bill.steps_per_launch} steps per launch"
-        raise typer.BadParameter(said, param_hint="--measured")
+    dots = _dots(measured or [], bill, config, Path(shape).name, packed)
     tiers = packed | {"frames": frames, "hits": hits}
     maps = [regime_map(bill, config, policy, grid, sizes_drawn, memory_bytes=held, model=Path(shape).name, **tiers) for policy in named]
     if frames is not None and not any(found.fits.any() for found in maps):
@@ -465,6 +458,25 @@ def regime_map_command(
     if json_out is not None:
         write_result(json_out, {"maps": [found.figures() for found in maps]})
     typer.echo("written: " + ", ".join(map(str, filter(None, (out, json_out)))))
+
+
+def _dots(files: Sequence[Path], bill: Bill, config: ModelConfig, named: str, packed: dict[str, str | None]) -> set[tuple[int, int]]:
+    """(length, batch) of measured steps as a map has them: of its model, formats, and one device of its kind, in launches as long as the
+    bill's. BadParameter if files have none. named: the model."""
+    from kvjax.bill.step_bill import sizes_of
+    from kvjax.serving.bench.decode import config_of
+    from pallas_kernels.bench.results import packed_text
+
+    dots: set[tuple[int, int]] = set()
+    for key, (cells, tiered) in cells_of(files, steps_per_launch=bill.steps_per_launch).items():
+        here = key.device, key.dtype, key.weights, key.cache_format, sizes_of(config_of(key.shape, key.layers))
+        if here == (bill.device, bill.dtype, *packed.values(), sizes_of(config)):
+            dots |= {(cell.length, cell.batch) for cell in cells} | {(cell.length, 1) for cell in tiered}
+    if files and not dots:
+        own = f"{named}, {config.num_layers} layers, {bill.device}, {bill.dtype}{packed_text(packed)}, {steps_text(bill.steps_per_launch)}"
+        said = f"{', '.join(map(str, files))}: no row is of the map's steps ({own}, one device); they have {'; '.join(kinds_of(files))}"
+        raise typer.BadParameter(said, param_hint="--measured")
+    return dots
 
 
 def _frames(
