@@ -65,9 +65,11 @@ bill_app = typer.Typer(
 )
 
 ShapeOption = Annotated[
-    str,
+    str | None,
     typer.Option(
-        help="qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny, or a model folder or hub id (only its config.json is read)."
+        help="qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny, or a model folder or hub id (only its config.json is read). "
+        "[default: that of --fit, if it is one of these names and the only one there; otherwise qwen2.5-7b]",
+        show_default=False,
     ),
 ]
 FitOption = Annotated[
@@ -136,7 +138,7 @@ bill_app.command("fit")(fit_command)
 @bill_app.command("predict")
 def predict_command(
     ctx: typer.Context,
-    shape: ShapeOption = "qwen2.5-7b",
+    shape: ShapeOption = None,
     lengths: Annotated[str, typer.Option(help="Tokens in the cache, separated by commas.")] = "8k,32k,128k,512k,1m",
     batches: Annotated[str, typer.Option(help="Sequences decoded together, separated by commas.")] = "1,8",
     policies: PoliciesOption = None,
@@ -185,7 +187,7 @@ def predict_command(
         refuse_given(ctx, "needs --prefill", "prefill_chunk")
     else:
         refuse_given(ctx, "is about steps, and --prefill about prompts: leave one of them out", *OF_STEPS)
-    packed = _packed(weights, cache_format)
+    packed, shape = _packed(weights, cache_format), _shape_of(fit) if shape is None else shape
     bill = _bill(fit, device, shape, bandwidth, no_overhead, packed)
     if tier != "device" and link is None:
         raise typer.BadParameter(f"keys and values on {tier!r} need --link, the GB/s from there", param_hint="--tier")
@@ -390,7 +392,7 @@ def evidence_prefill_command(
 
 
 def regime_map_command(
-    shape: ShapeOption = "qwen2.5-7b",
+    shape: ShapeOption = None,
     policies: PanelsOption = None,
     lengths: Annotated[str, typer.Option(help="Shortest and longest, in tokens.")] = "4k,1m",
     batches: Annotated[str, typer.Option(help="Smallest and largest.")] = "1,64",
@@ -431,7 +433,7 @@ def regime_map_command(
     for option, pair, given, example in (("--lengths", ends, lengths, "4k,1m"), ("--batches", sizes, batches, "1,64")):
         if len(pair) != 2 or not 1 <= pair[0] < pair[1]:
             raise typer.BadParameter(f"needs the smallest and the largest, as {example}; got {given}", param_hint=option)
-    packed = _packed(weights, cache_format)
+    packed, shape = _packed(weights, cache_format), _shape_of(fit) if shape is None else shape
     bill, config = _bill(fit, device, shape, bandwidth, no_overhead, packed), config_of(shape)
     grid, sizes_drawn = ([int(n) for n in dict.fromkeys(np.geomspace(*pair, 65).round().astype(int))] for pair in (ends, sizes))
     held, named = None if memory is None else int(memory * 2**30), _priced(bill, USUAL, policies)
@@ -532,6 +534,17 @@ def _packed(weights: Weights | None, cache_format: str | None) -> dict[str, str 
     with named_as_options():
         parse_cache_format(cache_format, "bfloat16")
     return {"weights": None if weights is None else weights.value, "cache_format": cache_format}
+
+
+def _shape_of(fit: Path | None) -> str:
+    """The model without --shape: the one of all bills of a file, if its sizes are known by its name."""
+    from kvjax.bill import load_bills
+    from kvjax.bill.step_bill import sizes_of
+    from kvjax.serving.bench.decode import SHAPES
+
+    models = set() if fit is None else {(bill.model, bill.sizes) for bill in load_bills(fit)}
+    name, sizes = models.pop() if len(models) == 1 else ("", ())
+    return name if name in SHAPES and sizes_of(SHAPES[name]) == sizes else "qwen2.5-7b"
 
 
 def _bill(fit: Path | None, device: str, shape: str, bandwidth: float | None, no_overhead: bool, packed: dict[str, str | None]) -> Bill:

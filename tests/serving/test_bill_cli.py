@@ -185,11 +185,8 @@ def test_dots_of_a_map_are_steps_of_its_formats_and_launches(kvjax, runs):
     assert kvjax(*drawn, "--measured", eight)[0] == 0
     for options in (("--measured", runs[1]), ("--measured", eight, "--weights", "int8")):
         status, _, err = kvjax(*drawn, *options)
-        assert (
-            status,
-            "bfloat16" + ", weights int8" * (len(options) > 2) + ", 8 steps per launch, one device); they have qwen2.5-7b, 28 layers"
-            in " ".join(err.split()),
-        ) == (2, True), err
+        said = f"bfloat16{', weights int8' * (len(options) > 2)}, 8 steps per launch, one device); they have qwen2.5-7b, 28 layers"
+        assert (status, said in " ".join(err.split())) == (2, True), err
 
 
 @pytest.mark.long

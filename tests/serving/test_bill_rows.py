@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 from planted_runs import in_launches, planted_runs
+
+from kvjax.bill import load_bills
+from kvjax.bill.step_bill import sizes_of, to_json
+from kvjax.serving.bench.decode import SHAPES
 
 NO_STEPS = ([8], {}, "8", None, float("nan"), -8, 0, True)
 
@@ -77,6 +82,20 @@ def test_bills_with_numbers_that_cannot_be_are_refused(kvjax, runs):
             Path("wrong.json").write_text(json.dumps({"bills": [good["bills"][0] | {name: value}]}))
             status, _, err = kvjax("bill", "predict", "--fit", "wrong.json")
             assert (status, "a bill needs" in err, name in err) == (2, True, True), (name, value, err)
+
+
+def test_without_a_shape_the_model_is_that_of_the_file(kvjax, runs):
+    assert kvjax("bill", "fit", *runs, "--json", "bill.json")[0] == 0
+    (made,) = load_bills(Path("bill.json"))
+    other = dataclasses.replace(made, model="llama-3.1-8b", sizes=sizes_of(SHAPES["llama-3.1-8b"]))
+    asked = ("bill", "predict", "--fit", "bills.json", "--lengths", "32k", "--batches", "1", "--policies", "dense")
+    for bills, scaled in (((other,), False), ((made,), False), ((dataclasses.replace(other, model="mine"),), True)):
+        Path("bills.json").write_text(json.dumps({"bills": list(map(to_json, bills))}))
+        status, out, err = kvjax(*asked)
+        assert (status, "scaled by layers" in out) == (0, scaled), err
+        assert ("scaled by layers" in kvjax(*asked, "--shape", "qwen2.5-7b")[1]) == (bills[0] is not made)
+    Path("bills.json").write_text(json.dumps({"bills": [to_json(other), to_json(made)]}))
+    assert "Planted 9000, qwen2.5-7b, " in kvjax(*asked)[1]
 
 
 def test_advice_names_formats_and_launches(kvjax, runs):
