@@ -157,6 +157,17 @@ def test_sentences_on_errors_of_packed_steps_are_what_the_fit_says():
     assert said.format(abs(off.error) * 100, *times) in text
     few = [by_cell["int4", pages]["scan"]["mean"] * 100 for pages in (None, "int8")]
     assert "their errors of {:.1f}% and {:.1f}% say nothing of batches".format(*few) in text
+    for group, said in (("length", "Of whole lengths held out the mean errors are"), ("batch", "of whole batches")):
+        held = {key: found[group]["scan"] for key, found in checked.items() if found.get(group)}
+        assert set(held) == (set(checked) if group == "length" else {("int8", None), ("int8", "int8")})
+        mean, worst = ([each[name] * 100 for each in held.values()] for name in ("mean", "worst"))
+        between = " and the worst one " if group == "length" else " and "
+        assert f"{said} {min(mean):.1f}% to {max(mean):.1f}%{between}{max(worst):.1f}%" in text
+    better = {key for key, found in by_cell.items() if found["fixed"]["mean"] < found["scan"]["mean"]}
+    assert better == {("int8", None)}
+    forms = [by_cell["int8", None][form][name] * 100 for name in ("mean", "worst") for form in ("fixed", "scan")]
+    said = "a constant c1 does slightly better on cells than the bill's form: {:.2f}% against {:.2f}%, and at worst {:.2f}% against {:.2f}%"
+    assert said.format(*forms) in text
     c1 = {key: [f"{found[form]['mean'] * 100:.1f}%" for form in ("none", "scan")] for key, found in by_cell.items()}
     assert "For `int4` weights that is from {} to {}".format(*c1["int4", None]) in text
     assert "and with `int8` pages from {} to {}. For".format(*c1["int4", "int8"]) in text
@@ -187,7 +198,10 @@ def test_sentences_on_the_terms_of_packed_steps_are_what_the_fit_says():
             seconds = made.predict(config, cell.policy, cell.length, cell.batch, **packed_of(made)).seconds
             off[made.weights, made.cache_format, cell.batch, cell.length, cell.policy] = (cell.seconds / seconds - 1) * 100
     slower, faster = (max(sign * error for (_, _, n, *_), error in off.items() if n == batch) for sign, batch in ((1, 8), (-1, 1)))
-    assert f"eight sequences take up to {slower:.1f}% longer than the bill says, and steps of one up to {faster:.1f}% less" in text
+    assert (
+        f"eight sequences take up to {slower:.1f}% longer than the bill says, and steps of one up to {faster:.1f}% less than it says"
+        in text
+    )
     short, long = (
         {policies: sorted(off["int8", pages, 8, length, policy] for policy in policies for pages in (None, "int8")) for policies in LISTS}
         for length in (8192, 131_072)
@@ -228,6 +242,29 @@ def test_where_lists_are_faster_with_packed_formats_is_what_the_bills_say():
             shorter = crossover(made, config, "top:8", batch, **packed)
             assert shorter < start
             assert made.weights is None or made.predict(config, "top:8", shorter, batch, **packed).projection
+
+
+def test_steps_near_those_lengths_are_quoted_as_measured():
+    text = " ".join((ROOT / "docs/the-bill.md").read_text(encoding="utf-8").split())
+    place = {"weights": "int4", "cache_format": "int8", "tokens": 8192, "batch": 1, "steps_per_launch": 8}
+    rows = json.loads((ROOT / "benchmarks/results/h200/packed-steps-int4.json").read_text())["rows"]
+    steps = {row["policy"]: row["median_s"] * 1e3 for row in rows if all(row[name] == value for name, value in place.items())}
+    assert f"{steps['dense']:.3f} ms (dense) and {steps['top:32']:.3f} ms (`top:32`) at 8K tokens, batch 1" in text
+    assert abs(steps["top:32"] / steps["dense"] - 1) < 0.005
+
+
+def test_formats_without_a_bill_mislead_as_quoted():
+    text, config = " ".join((ROOT / "docs/the-bill.md").read_text(encoding="utf-8").split()), config_of("qwen2.5-7b")
+    bills = {weights: known_bill("NVIDIA H200", config, "bfloat16", weights) for weights in ("fp8", "int8")}
+    steps = [made.predict(config, "top:32", 8192, weights=weights).seconds * 1e3 for weights, made in bills.items()]
+    assert bills["fp8"].weights is None
+    assert steps[0] < steps[1]
+    assert "look faster than `int8`: {:.2f} and {:.2f} ms for `top:32` at 8K tokens".format(*steps) in text
+    rows = json.loads((ROOT / "benchmarks/results/h200/packed-matrices.json").read_text())["rows"]
+    times = {row["case"].rpartition("/")[2]: row["median_s"] * 1e6 for row in rows}
+    assert all(times[f"{name}:fp8"] > times[f"{name}:int8"] for name in ("gate-up", "down"))
+    said = f"one of gate and up takes {times['gate-up:fp8']:.1f} us with `fp8` and {times['gate-up:int8']:.1f} us with `int8`"
+    assert said in text
 
 
 def test_packed_steps_in_short_and_long_launches_are_quoted_as_measured():

@@ -229,7 +229,7 @@ def _choose(auto: Auto, mean: int, longest: int, batch: int, frames: FrameCounts
     if bound.on_mesh and ("dense" in unpriced or not priced):
         return Choice(Dense(), f"the bill of {bound.bill.device} cannot price steps on this mesh: {'; '.join(unpriced.values())}")
     if not priced:
-        advice = f"measure it: kvjax bench decode --policies dense,{','.join(names)} --json FILE, then kvjax bill fit FILE"
+        advice = f"measure it: {bound.bill.how_to_measure(','.join(names))}"
         unpriced = f"on record as {level} are {', '.join(names)}, for which the bill of {bound.bill.device} has no c1"
         return Choice(Dense(), f"{unpriced}; {advice}")
     sizes = {"dtype": bound.dtype, "weights": bound.weights, "page_size": bound.page_size} | _mesh_sizes(bound)

@@ -6,6 +6,7 @@ No fitted value is negative.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -138,14 +139,25 @@ def read_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelConfig]
 
 
 def launch_of(row: dict[str, Any]) -> int:
-    """Steps per launch of a row; 1 in older rows, and in those of `kvjax bench tiers`."""
-    return row.get("steps_per_launch", 1)
+    """Steps per launch of a row; 1 in older rows, and in those of `kvjax bench tiers`. ValueError for what is no number of steps."""
+    steps = row.get("steps_per_launch", 1)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        named = ", ".join(f"{name} {row[name]}" for name in ("shape", "tokens", "batch", "policy") if name in row)
+        raise ValueError(f"{named}: steps_per_launch is {steps!r}, and must be a whole number of at least 1; measure it again")
+    return steps
 
 
 def launches_of(runs: Iterable[dict[str, Any]]) -> tuple[int, ...]:
     """The numbers of steps per launch of timed rows of one device, in results of `kvjax bench decode` and `tiers`, ascending."""
-    rows = (row for run in runs for row in run["rows"])
-    return tuple(sorted({launch_of(row) for row in rows if "median_s" in row and devices_of(row) == 1}))
+    return tuple(sorted(set().union(*map(launches_in, runs))))
+
+
+def launches_in(run: dict[str, Any]) -> dict[int, int]:
+    """How many timed rows of one device a result has, by their steps per launch. Rows of `kvjax bench tiers` with packed pages are left
+    out, because no bill takes them."""
+    tiers = run.get("bench") == "tiers"
+    rows = [row for row in run["rows"] if "median_s" in row and devices_of(row) == 1 and not (tiers and "cache_format" in row)]
+    return dict(collections.Counter(map(launch_of, rows)))
 
 
 def seconds_of(row: dict[str, Any], where: str) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.bill.exchanges import KINDS, Exchange, counts_of, layers_that_choose, step_exchanges
-from kvjax.bill.fitting import Cell, Key, Parameters, merged, relative_fit, seconds_of, solve
+from kvjax.bill.fitting import Cell, Key, Parameters, launch_of, merged, relative_fit, seconds_of, solve
 from kvjax.bill.mesh_terms import LAWS, Latency, MeshRange, MeshTerms, exchange_seconds
 from kvjax.bill.volume import StepBytes, step_bytes
 from kvjax.model import ModelConfig
@@ -100,7 +100,7 @@ def read_mesh_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelCo
         choosing = layers_that_choose(config, policy) if row["context"] > 1 else 0
         seconds = seconds_of(row, where)
         measured = (row["tokens"], row["batch"], row["policy"], row["tensor"], row["context"], seconds)
-        cell = MeshCell(*measured, moved, exchanges, choosing, row.get("steps_per_launch", 1))
+        cell = MeshCell(*measured, moved, exchanges, choosing, launch_of(row))
         groups.setdefault(Key(run["provenance"]["device"], row["shape"], row["layers"], dtype, **packed), []).append(cell)
     return groups
 

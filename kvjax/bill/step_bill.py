@@ -93,10 +93,13 @@ class Bill:
     steps_per_launch: int = 1
 
     def __post_init__(self):
-        if not (self.bytes_per_s > 0 and self.c0 >= 0 and self.error >= 0):
-            raise ValueError(f"a bill needs bytes_per_s > 0, c0 >= 0 and error >= 0, got {self.bytes_per_s}, {self.c0} and {self.error}")
-        if self.steps_per_launch < 1:
-            raise ValueError(f"a bill needs at least one step per launch, got steps_per_launch {self.steps_per_launch}")
+        if not (0 < self.bytes_per_s < math.inf and 0 <= self.c0 < math.inf and 0 <= self.error < math.inf):
+            raise ValueError(
+                f"a bill needs finite bytes_per_s > 0, c0 >= 0 and error >= 0, got {self.bytes_per_s}, {self.c0} and {self.error}"
+            )
+        steps = self.steps_per_launch
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"a bill needs a whole number of at least one step per launch, got steps_per_launch {steps!r}")
         for name, price in self.c1:
             if not min(price) >= 0:
                 raise ValueError(f"a bill needs prices c1 >= 0, got {price} for {name}")
@@ -172,9 +175,16 @@ class Bill:
         if found is None:
             raise ValueError(
                 f"the bill of {self.device} has no c1 for {policy}; it has {', '.join(prices)}. "
-                f"Measure it: kvjax bench decode --policies dense,{name_of(policy)} --json FILE, then kvjax bill fit FILE"
+                f"Measure it: {self.how_to_measure(name_of(policy))}"
             )
         return found, (f"c1 of {policy} is interpolated between measured budgets",)
+
+    def how_to_measure(self, policies: str) -> str:
+        """The commands that fit a bill of these formats and launches to policies besides dense, separated by commas."""
+        packed = ((f" --{name}", value) for name, value in (("weights", self.weights), ("cache-format", self.cache_format)) if value)
+        launches = "" if self.steps_per_launch == 1 else f" --steps-per-launch {self.steps_per_launch}"
+        measured = "".join(f"{option} {value}" for option, value in packed) + launches
+        return f"kvjax bench decode --policies dense,{policies}{measured} --json FILE, then kvjax bill fit FILE{launches}"
 
     def has_price(self, policy: str | DecodePolicy) -> bool:
         """Whether `price` has a price for a policy."""

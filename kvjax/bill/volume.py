@@ -100,21 +100,19 @@ def step_bytes(
 
     frames: those of an engine with pages in host memory (`kvjax.memory.pool_frames`). The pages that the device has no frames for are the
     first ones of each sequence. Of a list, as many keys lie there as the policy's `keys_among` says; without that method they count as
-    spread evenly.
+    spread evenly. Packed pages are there as codes and scales; open pages are on the device.
 
     tensor, context: of a mesh; the bytes are then those of one device, the one with the most pages, all open ones among them. Of a list,
     each device along `context` reads an equal share, as if listed keys were spread evenly; so it does of codes and keys by which `Cascade`
     chooses. Where devices hold the same KV heads, each reads them.
 
-    Raises ValueError for sizes below 1, dtypes, weights and formats that are not known, frames with another tier, a mesh or packed pages,
+    Raises ValueError for sizes below 1, dtypes, weights and formats that are not known, frames with another tier or a mesh,
     and heads or MLP columns that do not divide; NotImplementedError for a policy that does not say what it reads,
     and for `Cascade` with keys in other tiers.
     """
     _check(policy, {"length": length, "batch": batch, "page_size": page_size, "tensor": tensor, "context": context}, tier, frames)
     stored = dataclasses.replace(config, compute_dtype=config.compute_dtype if dtype is None else _name(dtype))
     packed = parse_cache_format(cache_format, stored.compute_dtype)
-    if packed is not None and frames is not None:
-        raise ValueError(f"of pages packed as {packed} none lies in host memory: leave out the format or frames")
     pages = -(-batch * -(-length // page_size) // context)  # of the device that has most
     tokens = batch * length if context == 1 else min(batch * length, pages * page_size)
     opened = batch * ((length - 1) % page_size + 1)

@@ -97,8 +97,8 @@ def decode_command(
     time goes. With --steps-per-launch, a row of several steps in one launch has the time of one of them. With --drafts the table shows the
     cost of steps of several tokens, compared with steps of 1 if 1 is among them. With --tensor and --context, rows of several meshes, to
     which kvjax bill fit fits terms for exchanges between devices. With --weights and --cache-format, rows of packed weights and pages, for
-    each of which kvjax bill fit makes a bill. Bills are fitted to rows of one step per launch, and
-    terms of meshes to those of most steps.
+    each of which kvjax bill fit makes a bill. Bills are fitted to rows of one step per launch, or of
+    kvjax bill fit --steps-per-launch, and terms of meshes to those of most steps.
     """
     from kvjax.cache.formats import parse_cache_format
     from kvjax.serving.bench.decode import Plan, config_of, policies_of

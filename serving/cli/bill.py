@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvjax.serving.cli.bill_fit import cells_of, fit_command, in_repository
+from kvjax.serving.cli.bill_fit import cells_of, fit_command, in_repository, kinds_of, steps_text
 from kvjax.serving.cli.bill_mesh import (
     DevicesOption,
     HostOption,
@@ -65,9 +65,11 @@ bill_app = typer.Typer(
 )
 
 ShapeOption = Annotated[
-    str,
+    str | None,
     typer.Option(
-        help="qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny, or a model folder or hub id (only its config.json is read)."
+        help="qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny, or a model folder or hub id (only its config.json is read). "
+        "[default: that of --fit, if it is one of these names and the only one there; otherwise qwen2.5-7b]",
+        show_default=False,
     ),
 ]
 FitOption = Annotated[
@@ -136,7 +138,7 @@ bill_app.command("fit")(fit_command)
 @bill_app.command("predict")
 def predict_command(
     ctx: typer.Context,
-    shape: ShapeOption = "qwen2.5-7b",
+    shape: ShapeOption = None,
     lengths: Annotated[str, typer.Option(help="Tokens in the cache, separated by commas.")] = "8k,32k,128k,512k,1m",
     batches: Annotated[str, typer.Option(help="Sequences decoded together, separated by commas.")] = "1,8",
     policies: PoliciesOption = None,
@@ -185,13 +187,13 @@ def predict_command(
         refuse_given(ctx, "needs --prefill", "prefill_chunk")
     else:
         refuse_given(ctx, "is about steps, and --prefill about prompts: leave one of them out", *OF_STEPS)
-    packed = _packed(weights, cache_format)
+    packed, shape = _packed(weights, cache_format), _shape_of(fit) if shape is None else shape
     bill = _bill(fit, device, shape, bandwidth, no_overhead, packed)
     if tier != "device" and link is None:
         raise typer.BadParameter(f"keys and values on {tier!r} need --link, the GB/s from there", param_hint="--tier")
     config, named = config_of(shape), _priced(bill, ("dense", *USUAL), policies)
     computed = dataclasses.replace(config, compute_dtype=dtype or bill.dtype)
-    frames = _frames(computed, named, page_size, device_memory, host_memory, hits)
+    frames = _frames(computed, named, page_size, device_memory, host_memory, hits, cache_format=cache_format)
     if frames is not None and tier != "device":
         raise typer.BadParameter(f"{tier!r} puts all keys and values there: leave out --device-memory", param_hint="--tier")
     if link is not None:
@@ -390,7 +392,7 @@ def evidence_prefill_command(
 
 
 def regime_map_command(
-    shape: ShapeOption = "qwen2.5-7b",
+    shape: ShapeOption = None,
     policies: PanelsOption = None,
     lengths: Annotated[str, typer.Option(help="Shortest and longest, in tokens.")] = "4k,1m",
     batches: Annotated[str, typer.Option(help="Smallest and largest.")] = "1,64",
@@ -431,25 +433,19 @@ def regime_map_command(
     for option, pair, given, example in (("--lengths", ends, lengths, "4k,1m"), ("--batches", sizes, batches, "1,64")):
         if len(pair) != 2 or not 1 <= pair[0] < pair[1]:
             raise typer.BadParameter(f"needs the smallest and the largest, as {example}; got {given}", param_hint=option)
-    packed = _packed(weights, cache_format)
+    packed, shape = _packed(weights, cache_format), _shape_of(fit) if shape is None else shape
     bill, config = _bill(fit, device, shape, bandwidth, no_overhead, packed), config_of(shape)
     grid, sizes_drawn = ([int(n) for n in dict.fromkeys(np.geomspace(*pair, 65).round().astype(int))] for pair in (ends, sizes))
     held, named = None if memory is None else int(memory * 2**30), _priced(bill, USUAL, policies)
-    frames = _frames(dataclasses.replace(config, compute_dtype=bill.dtype), named, 128, device_memory, host_memory, hits)
+    computed = dataclasses.replace(config, compute_dtype=bill.dtype)
+    frames = _frames(computed, named, 128, device_memory, host_memory, hits, cache_format=cache_format)
     if memory is not None and frames is not None:
         raise typer.BadParameter("says what fits on the device, as --device-memory does: leave one of them out", param_hint="--memory")
     if link is not None and frames is None:
         raise typer.BadParameter("needs --device-memory and --host-memory", param_hint="--link")
     if link is not None:
         bill = bill.with_link("host", link)
-    dots: set[tuple[int, int]] = set()  # of steps as the map has them: in these formats, and in launches as long
-    for key, (cells, tiered) in cells_of(measured or [], steps_per_launch=bill.steps_per_launch).items():
-        if {name: getattr(key, name) for name in packed} != packed:
-            continue
-        dots |= {(cell.length, cell.batch) for cell in cells} | {(cell.length, 1) for cell in tiered}
-    if measured and not dots:
-        said = f"{', '.join(map(str, measured))}: no row is in the map's formats, with {bill.steps_per_launch} steps per launch"
-        raise typer.BadParameter(said, param_hint="--measured")
+    dots = _dots(measured or [], bill, config, Path(shape).name, packed)
     tiers = packed | {"frames": frames, "hits": hits}
     maps = [regime_map(bill, config, policy, grid, sizes_drawn, memory_bytes=held, model=Path(shape).name, **tiers) for policy in named]
     if frames is not None and not any(found.fits.any() for found in maps):
@@ -466,6 +462,25 @@ def regime_map_command(
     typer.echo("written: " + ", ".join(map(str, filter(None, (out, json_out)))))
 
 
+def _dots(files: Sequence[Path], bill: Bill, config: ModelConfig, named: str, packed: dict[str, str | None]) -> set[tuple[int, int]]:
+    """(length, batch) of measured steps as a map has them: of its model, formats, and one device of its kind, in launches as long as the
+    bill's. BadParameter if files have none. named: the model."""
+    from kvjax.bill.step_bill import sizes_of
+    from kvjax.serving.bench.decode import config_of
+    from pallas_kernels.bench.results import packed_text
+
+    dots: set[tuple[int, int]] = set()
+    for key, (cells, tiered) in cells_of(files, steps_per_launch=bill.steps_per_launch).items():
+        here = key.device, key.dtype, key.weights, key.cache_format, sizes_of(config_of(key.shape, key.layers))
+        if here == (bill.device, bill.dtype, *packed.values(), sizes_of(config)):
+            dots |= {(cell.length, cell.batch) for cell in cells} | {(cell.length, 1) for cell in tiered}
+    if files and not dots:
+        own = f"{named}, {config.num_layers} layers, {bill.device}, {bill.dtype}{packed_text(packed)}, {steps_text(bill.steps_per_launch)}"
+        said = f"{', '.join(map(str, files))}: no row is of the map's steps ({own}, one device); they have {'; '.join(kinds_of(files))}"
+        raise typer.BadParameter(said, param_hint="--measured")
+    return dots
+
+
 def _frames(
     config: ModelConfig,
     policies: Sequence[DecodePolicy],
@@ -474,6 +489,7 @@ def _frames(
     host_memory: int | None,
     hits: float | None = None,
     chunk: int = 512,
+    cache_format: str | None = None,
 ) -> FrameCounts | None:
     """The frames of an engine of these sizes that declares dense and these policies; None without sizes."""
     from kvjax.memory import memory_plan, pool_frames
@@ -485,7 +501,8 @@ def _frames(
             raise typer.BadParameter("needs --device-memory and --host-memory", param_hint="--hits")
         return None
     indexes = tuple(dict.fromkeys(spec for policy in policies for spec in policy.indexes()))
-    plan = memory_plan(config, page_size=page_size, indexes=indexes, weights_bytes=0, available_bytes=0, prefill_chunk=chunk)
+    sizes = {"page_size": page_size, "indexes": indexes, "cache_format": cache_format, "prefill_chunk": chunk}
+    plan = memory_plan(config, **sizes, weights_bytes=0, available_bytes=0)
     with named_as_options():
         return pool_frames(plan, device_memory, host_memory, prefill_chunk=chunk, hot=bool(indexes))
 
@@ -517,6 +534,17 @@ def _packed(weights: Weights | None, cache_format: str | None) -> dict[str, str 
     with named_as_options():
         parse_cache_format(cache_format, "bfloat16")
     return {"weights": None if weights is None else weights.value, "cache_format": cache_format}
+
+
+def _shape_of(fit: Path | None) -> str:
+    """The model without --shape: the one of all bills of a file, if its sizes are known by its name."""
+    from kvjax.bill import load_bills
+    from kvjax.bill.step_bill import sizes_of
+    from kvjax.serving.bench.decode import SHAPES
+
+    models = set() if fit is None else {(bill.model, bill.sizes) for bill in load_bills(fit)}
+    name, sizes = models.pop() if len(models) == 1 else ("", ())
+    return name if name in SHAPES and sizes_of(SHAPES[name]) == sizes else "qwen2.5-7b"
 
 
 def _bill(fit: Path | None, device: str, shape: str, bandwidth: float | None, no_overhead: bool, packed: dict[str, str | None]) -> Bill:

@@ -52,9 +52,9 @@ def fit_command(
     """Fit the bill to measured steps. Print its error on held-out cells, and the time lost by choosing with it.
 
     Bandwidth and c0 are fitted to dense rows only. There is one bill for each device, model, dtype, and format of packed weights and pages
-    in the results. Its rows of one device have the steps per launch of --steps-per-launch. Rows of kvjax bench tiers, which are of one step
-    per launch, give the terms of pages in host memory; those with everything on the device count as rows of kvjax bench decode. Rows of
-    kvjax bench decode with several devices give the terms of exchanges.
+    in the results. Its rows of one device have the steps per launch of --steps-per-launch; how many others are left out is printed. Rows of
+    kvjax bench tiers, which are of one step per launch, give the terms of pages in host memory; those with everything on the device count
+    as rows of kvjax bench decode. Rows of kvjax bench decode with several devices give the terms of exchanges.
     """
     from kvjax.bill.bus_fitting import fit_bus
     from kvjax.bill.fitting import FORMS, fit
@@ -75,6 +75,8 @@ def fit_command(
         raise typer.BadParameter("needs --into", param_hint="--marks")
     measured, meshes = cells_of(results, steps_per_launch=steps_per_launch), cells_of(results, read_mesh_runs)
     _check_rows(results, measured, meshes, steps_per_launch)
+    for line in _left_out(results, steps_per_launch):
+        typer.echo(line)
     figures: dict[str, Any] = {"form": form, "bills": [], "held_out": [], "held_out_tiers": [], "held_out_meshes": []}
     source = " ".join(map(in_repository, results))
     for key, (cells, tiered) in measured.items():
@@ -111,9 +113,8 @@ def _check_rows(results: Sequence[Path], measured: Collection[Key], meshes: Coll
         return
     named, launches = ", ".join(map(str, results)), launches_of(_opened(results))
     if launches and steps_per_launch not in launches:
-        steps = "1 step" if steps_per_launch == 1 else f"{steps_per_launch} steps"
         there, options = " and ".join(map(str, launches)), " or ".join(f"--steps-per-launch {each}" for each in launches)
-        said = f"no row of one device in {named} has {steps} per launch: they have {there}; give {options}"
+        said = f"no row of one device in {named} has {steps_text(steps_per_launch)}: they have {there}; give {options}"
         raise typer.BadParameter(said, param_hint="--steps-per-launch")
     said = "of one device has a time to fit: measure --tensor 1 --context 1, too" if meshes else "has a time to fit"
     raise typer.BadParameter(f"no row of {named} {said}", param_hint="RESULT.json...")
@@ -135,12 +136,57 @@ def cells_of(files: Sequence[Path], read: Callable | None = None, **options: Any
 
 
 def _opened(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """The results of these files. BadParameter for one of another benchmark."""
+    """The results of these files. BadParameter for one of another benchmark, and for launches of no number of steps."""
+    from kvjax.bill.fitting import launch_of
+
     runs = [read_json(file, "a result of kvjax bench decode or tiers") for file in files]
     for file, run in zip(files, runs, strict=True):
         if "bench" in run and run["bench"] not in ("decode", "tiers"):
             raise typer.BadParameter(f"{file} is of kvjax bench {run['bench']}; give results of kvjax bench decode or tiers")
+        for place, row in enumerate(_rows(run), 1):
+            try:
+                launch_of(row)
+            except ValueError as error:
+                raise typer.BadParameter(f"{file}, row {place}: {error}") from None
     return runs
+
+
+def _rows(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a result, as far as they are some: what reads them says what is wrong with others."""
+    rows = run.get("rows")
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
+def steps_text(steps: int) -> str:
+    """A number of steps per launch, in words."""
+    return f"{steps} step{'s' * (steps != 1)} per launch"
+
+
+def kinds_of(files: Sequence[Path]) -> list[str]:
+    """What timed rows of these results are of: model, device, formats, launches and mesh, each kind once."""
+    from kvjax.bill.fitting import launch_of
+    from pallas_kernels.bench.results import mesh_text, packed_text
+
+    kinds: dict[str, None] = {}
+    for run in _opened(files):
+        for row in _rows(run):
+            if "median_s" in row:
+                kind = f"{row['shape']}, {row['layers']} layers, {run['provenance']['device']}, {row['dtype']}{packed_text(row)}"
+                kinds[f"{kind}, {steps_text(launch_of(row))}{mesh_text(row)}"] = None
+    return list(kinds) or ["no timed row"]
+
+
+def _left_out(files: Sequence[Path], steps_per_launch: int) -> list[str]:
+    """A line for each file and number of steps per launch whose rows of one device are not taken."""
+    from kvjax.bill.fitting import launches_in
+
+    lines = []
+    for file, run in zip(files, _opened(files), strict=True):
+        for steps, rows in sorted(launches_in(run).items()):
+            if steps != steps_per_launch:
+                some = f"{rows} row{'s' * (rows != 1)} of {steps_text(steps)} {'is' if rows == 1 else 'are'} left out"
+                lines.append(f"{in_repository(file)}: {some}: --steps-per-launch {steps} takes {'it' if rows == 1 else 'these'}")
+    return lines
 
 
 def in_repository(file: Path) -> str:

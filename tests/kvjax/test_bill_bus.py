@@ -92,6 +92,31 @@ def test_what_fits_on_the_device_crosses_no_bus():
         step_bytes(QWEN_7B, Dense(), 128, tier="disk", frames=frames)
 
 
+def test_packed_pages_lie_in_host_memory_as_codes_and_scales():
+    """Rows with `int8` pages in host memory. Their read_bytes count tokens of the open page as packed, too."""
+    text = " ".join((RESULTS.parents[1] / "docs/the-bill.md").read_text(encoding="utf-8").split())
+    rows, off = json.loads((RESULTS / "h200" / "tiers-packed.json").read_text())["rows"], []
+    for row in rows:
+        top, frames, pages = parse(row["name"]), FrameCounts(*row["frames"]), row["cache_format"]
+        plan = memory_plan(QWEN_7B, indexes=top.indexes(), cache_format=pages, sequences=1, weights_bytes=0, available_bytes=0)
+        computed = pool_frames(plan, row["device_bytes"], row["cache_bytes"], hot=True)
+        assert (computed.device, computed.hot) == (frames.device, frames.hot)
+        sizes = {"dtype": row["dtype"], "cache_format": pages, "frames": frames}
+        moved = step_bytes(QWEN_7B, top, row["mean_length"], **sizes)
+        assert pages_on_host(frames, row["mean_length"]) == row["host_pages"]
+        of_page = row["cache_bytes"] / -(-row["tokens"] // 128)
+        opened = row["mean_length"] % 128 * (PAGE_BYTES - of_page) / 128
+        assert moved.kv - opened == pytest.approx(row["read_bytes"], rel=1e-3)
+        assert moved.in_place == 0
+        if row["lists"] == "recorded":
+            assert moved.listed > row["asked_bytes"]
+        else:
+            off.append((moved.listed / row["asked_bytes"] - 1) * 100)
+        dense = step_bytes(QWEN_7B, Dense(), row["mean_length"], **sizes)
+        assert dense.in_place == pytest.approx(row["host_pages"] * of_page, rel=2e-3), "none of it is of the open page"
+    assert f"within {max(map(abs, off)):.1f}% of those that steps asked for in `tiers-packed.json`, where lists were the policy's" in text
+
+
 # Fitting
 
 

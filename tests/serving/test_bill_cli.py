@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from planted_meshes import mesh_run
+from planted_runs import in_launches, planted_runs
 from planted_tiers import sizes, tier_run
 
 from kvjax import bill as kvjax_bill
@@ -29,21 +30,7 @@ def _in_an_empty_folder(monkeypatch, tmp_path):
 
 @pytest.fixture
 def runs(tmp_path):
-    """Results of two batches as `kvjax bench decode` writes them, with times of a planted bill; one row is skipped."""
-    files = []
-    for batch in (1, 4):
-        rows = [{"op": "decode", "shape": "qwen2.5-7b", "tokens": 2**22, "batch": batch, "policy": "dense", "skipped": "too large"}]
-        for policy in ("dense", "top:8", "top:32"):
-            for tokens in (8192, 32_768, 131_072):
-                moved = step_bytes(QWEN, parse(policy), tokens, batch)
-                seconds = moved.total / 4e12 + 1e-3 + (policy != "dense") * 2e-4
-                row = {"op": "decode", "shape": "qwen2.5-7b", "layers": 28, "tokens": tokens, "batch": batch, "policy": policy}
-                row |= {"dtype": "bfloat16", "median_s": seconds}
-                rows.append(row | {"bytes": {"weights": moved.weights, "kv": moved.kv, "index": moved.index}})
-        provenance = {"device": "Planted 9000", "date": f"2026-01-0{batch}"}
-        files.append(tmp_path / f"grid-b{batch}.json")
-        files[-1].write_text(json.dumps({"provenance": provenance, "bench": "decode", "rows": rows}))
-    return files
+    return planted_runs(tmp_path)
 
 
 def test_fit_writes_the_bill_and_prints_how_wrong_it_is(kvjax, runs):
@@ -100,14 +87,6 @@ def test_a_document_is_filled_from_the_fit(kvjax, runs):
         Path("page.md").write_text(wrong)
         status, _, err = kvjax("bill", "fit", *runs, "--into", "page.md")
         assert (status, words in err) == (2, True)
-
-
-def in_launches(file, steps, **changed):
-    """A copy of a result whose rows are of so many steps per launch."""
-    run = json.loads(file.read_text())
-    rows = [row | changed | {"steps_per_launch": steps} for row in run["rows"] if "median_s" in row]
-    (copy := file.with_name(f"launches-{steps}.json")).write_text(json.dumps(run | {"rows": rows}))
-    return copy
 
 
 def test_a_bill_of_longer_launches(kvjax, runs):
@@ -176,6 +155,9 @@ def test_built_in_bills_of_packed_formats(kvjax):
     assert (status, "extrapolated" in out, "projection: exchanges were measured on qwen2.5-7b in bfloat16" in out) == (0, True, True)
     status, out, _ = kvjax("bill", "predict", "--lengths", "96k", "--batches", "1", "--weights", "int8", *TIERS)
     assert (status, "projection: the bus was measured on qwen2.5-7b in bfloat16" in out) == (0, True)
+    status, out, err = kvjax(*asked, "--weights", "int8", "--cache-format", "int8", *TIERS)
+    assert (status, "projection: the bus was measured on qwen2.5-7b in bfloat16" in out) == (0, True), err
+    assert "│      3.820 │    0.000 │           2.095 │" in out, "more than half of dense's packed pages"
     status, out, _ = kvjax("bill", "predict", "--lengths", "128k", "--batches", "8", "--weights", "int4")
     assert (status, "projection: batch 8 lies outside the measured 1 to 1" in out) == (0, True)
     status, out, _ = kvjax(*asked, "--weights", "fp8")
@@ -203,7 +185,8 @@ def test_dots_of_a_map_are_steps_of_its_formats_and_launches(kvjax, runs):
     assert kvjax(*drawn, "--measured", eight)[0] == 0
     for options in (("--measured", runs[1]), ("--measured", eight, "--weights", "int8")):
         status, _, err = kvjax(*drawn, *options)
-        assert (status, "no row is in the map's formats, with 8 steps per launch" in " ".join(err.split())) == (2, True), err
+        said = f"bfloat16{', weights int8' * (len(options) > 2)}, 8 steps per launch, one device); they have qwen2.5-7b, 28 layers"
+        assert (status, said in " ".join(err.split())) == (2, True), err
 
 
 @pytest.mark.long
