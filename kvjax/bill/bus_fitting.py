@@ -94,9 +94,8 @@ def read_tier_cells(
         raise ValueError(f"this is not a result of kvjax bench tiers: its field 'bench' is {run.get('bench')!r}")
     groups: dict[Key, tuple[list[Cell], list[TierCell]]] = {}
     for row in run["rows"]:
-        if (
-            "median_s" not in row or launch_of(row) != steps_per_launch or "cache_format" in row
-        ):  # bills of packed pages have no term of a bus yet
+        # Bills of packed pages have no term of a bus yet.
+        if "median_s" not in row or launch_of(row) != steps_per_launch or "cache_format" in row:
             continue
         where = f"{row['shape']}, {row['tokens']:,} tokens, {row['policy']}"
         if "asked_bytes" not in row:
