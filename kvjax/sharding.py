@@ -174,8 +174,9 @@ class Shards:
     def own_pages(
         self, table: Int[Array, "B M"], lengths: Int[Array, "B"], first: Int[Array, "B"], page_size: int
     ) -> tuple[Int[Array, "B M/n+1"], Int[Array, "B"]]:
-        """This device's pages of each row alone, side by side in their order, and the tokens up to the query's as they stand there. A
-        device without the query's own page has one token more, in a page that does not exist: so none of its pages counts as the query's.
+        """This device's pages of each row alone, up to the query's page, side by side in their order, and the tokens up to the query's as
+        they stand there. A device without the query's own page has one token more, in a page that does not exist: so none of its pages
+        counts as the query's.
 
         table: `own_table`. lengths: the query's token included. first: as `first_of` finds it.
         """

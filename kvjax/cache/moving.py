@@ -4,7 +4,8 @@
 these frames are needed, their copies would stand before the chunk's computation: JAX runs the programs of a device one after the other. So
 when a chunk begins, the pages that are going to make room for the chunk after it are copied, to frames of host memory that nobody else
 gets. Until then they stay where they are, and programs read them there. When the next chunk asks for room, such a page only changes its
-frame (`Frames.bind`).
+frame (`Frames.bind`). Where these are too few, other pages leave then. Many of them are copied in the same way (`wait`, `move`), before the
+copies for the next chunk begin: a kernel that moved them would slow those down.
 
 **Back to the device, beside decode steps.** When other sequences have ended, the device has free frames. Pages of sequences that are
 decoded are copied there, the newest first, `BACK` at a time, and change their frame in the first step that finds all of them there. A step

@@ -6,6 +6,7 @@ import sys
 
 import jax
 import pytest
+from planted_runs import planted_runs
 from tiny_models import TINY, altered
 
 from kvjax.engine import Engine
@@ -18,6 +19,18 @@ WORDS += ["raven", "saffron", "timber", "umber", "velvet", "walnut", "yarrow", "
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 PAGE_SIZE = 16
 CHUNK = 64
+
+
+@pytest.fixture
+def empty_folder(monkeypatch, tmp_path):
+    """A folder of the test's own is the current one."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def bill_runs(tmp_path):
+    """Two results of `kvjax bench decode` with times of a planted bill."""
+    return planted_runs(tmp_path)
 
 
 @pytest.fixture

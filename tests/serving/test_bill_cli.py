@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from planted_meshes import mesh_run
-from planted_runs import in_launches, planted_runs
+from planted_runs import in_launches
 from planted_tiers import sizes, tier_run
 
 from kvjax import bill as kvjax_bill
@@ -23,18 +23,11 @@ from kvjax.serving.bench.decode import SHAPES
 QWEN = SHAPES["qwen2.5-7b"]
 
 
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
-@pytest.fixture
-def runs(tmp_path):
-    return planted_runs(tmp_path)
-
-
-def test_fit_writes_the_bill_and_prints_how_wrong_it_is(kvjax, runs):
-    status, out, _ = kvjax("bill", "fit", *runs, "--form", "fixed", "--json", "bill.json")
+def test_fit_writes_the_bill_and_prints_how_wrong_it_is(kvjax, bill_runs):
+    status, out, _ = kvjax("bill", "fit", *bill_runs, "--form", "fixed", "--json", "bill.json")
     assert status == 0
     (bill,) = load_bills(Path("bill.json"))
     assert (bill.device, bill.model, bill.source) == ("Planted 9000", "qwen2.5-7b", "grid-b1.json grid-b4.json")
@@ -50,8 +43,8 @@ def test_fit_writes_the_bill_and_prints_how_wrong_it_is(kvjax, runs):
     assert set(checks["impossible"]) == {"budget"}, "two are too few to hold one out"
 
 
-def test_results_and_bills_with_wrong_fields_are_refused_by_name(kvjax, runs):
-    good = json.loads(runs[0].read_text())
+def test_results_and_bills_with_wrong_fields_are_refused_by_name(kvjax, bill_runs):
+    good = json.loads(bill_runs[0].read_text())
     for row, said in (
         ({"median_s": -1.0}, "qwen2.5-7b, 8,192 tokens, batch 1, dense: median_s is -1.0, and a time is a number of seconds above 0"),
         ({"median_s": float("nan")}, "median_s is nan"),
@@ -65,7 +58,7 @@ def test_results_and_bills_with_wrong_fields_are_refused_by_name(kvjax, runs):
         Path("wrong.json").write_text(json.dumps({**good, **run}))
         status, _, err = kvjax("bill", "fit", "wrong.json")
         assert (status, said in " ".join(err.split())) == (2, True), (run, err)
-    assert kvjax("bill", "fit", runs[0], "--json", "bill.json")[0] == 0
+    assert kvjax("bill", "fit", bill_runs[0], "--json", "bill.json")[0] == 0
     bill = json.loads(Path("bill.json").read_text())
     for field, said in (({"c1": []}, "holds no bills"), ({"measured": []}, "without measured steps")):
         Path("wrong.json").write_text(json.dumps({"bills": [{**bill["bills"][0], **field}]}))
@@ -73,9 +66,9 @@ def test_results_and_bills_with_wrong_fields_are_refused_by_name(kvjax, runs):
         assert (status, said in err) == (2, True), (field, err)
 
 
-def test_a_document_is_filled_from_the_fit(kvjax, runs):
+def test_a_document_is_filled_from_the_fit(kvjax, bill_runs):
     Path("page.md").write_text("# T\n<!-- bill:parameters -->\nold\n<!-- /bill -->\nkept\n<!-- bill:regret -->\n<!-- /bill -->\n")
-    status, _, err = kvjax("bill", "fit", *runs, "--form", "fixed", "--into", "page.md", "--json", "bill.json")
+    status, _, err = kvjax("bill", "fit", *bill_runs, "--form", "fixed", "--into", "page.md", "--json", "bill.json")
     assert status == 0, err
     text = Path("page.md").read_text()
     assert "| Planted 9000 | qwen2.5-7b | 4.000 | 1.000 | top:32 | 0.200 | 0.000 |" in text
@@ -85,15 +78,15 @@ def test_a_document_is_filled_from_the_fit(kvjax, runs):
     assert rendered(text, json.loads(Path("bill.json").read_text())) == text
     for wrong, words in (("<!-- bill:poem -->\n<!-- /bill -->", "no part is called 'poem'"), ("<!-- bill:regret -->\n", "not followed")):
         Path("page.md").write_text(wrong)
-        status, _, err = kvjax("bill", "fit", *runs, "--into", "page.md")
+        status, _, err = kvjax("bill", "fit", *bill_runs, "--into", "page.md")
         assert (status, words in err) == (2, True)
 
 
-def test_a_bill_of_longer_launches(kvjax, runs):
-    eight = in_launches(runs[0], 8)
+def test_a_bill_of_longer_launches(kvjax, bill_runs):
+    eight = in_launches(bill_runs[0], 8)
     Path("page.md").write_text("<!-- bill:errors -->\n<!-- /bill -->\n")
     written = ("--json", "bill.json", "--into", "page.md")
-    status, out, err = kvjax("bill", "fit", runs[1], eight, "--steps-per-launch", 8, *written)
+    status, out, err = kvjax("bill", "fit", bill_runs[1], eight, "--steps-per-launch", 8, *written)
     assert status == 0, err
     why = "bandwidth and c0 need dense rows of at least two sizes with everything on the device"
     assert f"| a batch | cannot be: {why} |" in Path("page.md").read_text()
@@ -104,18 +97,18 @@ def test_a_bill_of_longer_launches(kvjax, runs):
     assert "qwen2.5-7b, 8 steps per launch │" in out
     status, out, _ = kvjax("bill", "predict", "--fit", "bill.json", "--lengths", "32k", "--batches", "1")
     assert (status, "bfloat16, 8 steps per launch: " in out) == (0, True)
-    kvjax("bill", "fit", runs[1], eight, "--json", "bill.json")
+    kvjax("bill", "fit", bill_runs[1], eight, "--json", "bill.json")
     (bill,) = load_bills(Path("bill.json"))
     assert (bill.steps_per_launch, bill.measured) == (1, ((4, 8192, 131_072),))
 
 
-def test_launches_that_no_row_has_are_refused_with_what_to_give(kvjax, runs, tmp_path):
-    eight, tiers = in_launches(runs[0], 8), tmp_path / "tiers.json"
+def test_launches_that_no_row_has_are_refused_with_what_to_give(kvjax, bill_runs, tmp_path):
+    eight, tiers = in_launches(bill_runs[0], 8), tmp_path / "tiers.json"
     tiers.write_text(json.dumps(tier_run()))
     for arguments, said in (
         ((eight,), "has 1 step per launch: they have 8; give --steps-per-launch 8"),
         (
-            (eight, runs[1], "--steps-per-launch", 4),
+            (eight, bill_runs[1], "--steps-per-launch", 4),
             "they have 1 and 8; give --steps-per-launch 1 or --steps-per-launch 8",
         ),
         ((tiers, "--steps-per-launch", 8), "has 8 steps per launch: they have 1; give --steps-per-launch 1"),
@@ -126,13 +119,13 @@ def test_launches_that_no_row_has_are_refused_with_what_to_give(kvjax, runs, tmp
         assert (status, said in " ".join(err.split())) == (2, True), (arguments, err)
 
 
-def test_marks_with_a_prefix_are_filled(kvjax, runs):
+def test_marks_with_a_prefix_are_filled(kvjax, bill_runs):
     Path("page.md").write_text("<!-- bill:parameters -->\nold\n<!-- /bill -->\n<!-- bill:packed-parameters -->\n<!-- /bill -->\n")
-    status, _, err = kvjax("bill", "fit", *runs, "--form", "fixed", "--into", "page.md", "--marks", "packed")
+    status, _, err = kvjax("bill", "fit", *bill_runs, "--form", "fixed", "--into", "page.md", "--marks", "packed")
     assert status == 0, err
     text = Path("page.md").read_text()
     assert text.startswith("<!-- bill:parameters -->\nold\n<!-- /bill -->\n<!-- bill:packed-parameters -->\n| device |")
-    status, _, err = kvjax("bill", "fit", *runs, "--into", "page.md", "--marks", "other")
+    status, _, err = kvjax("bill", "fit", *bill_runs, "--into", "page.md", "--marks", "other")
     assert (status, "no mark begins with <!-- bill:other-" in err) == (2, True)
 
 
@@ -178,20 +171,20 @@ def test_without_policies_those_that_the_bill_has_are_shown(kvjax):
 
 
 @pytest.mark.long
-def test_dots_of_a_map_are_steps_of_its_formats_and_launches(kvjax, runs):
-    eight = in_launches(runs[0], 8)
+def test_dots_of_a_map_are_steps_of_its_formats_and_launches(kvjax, bill_runs):
+    eight = in_launches(bill_runs[0], 8)
     kvjax("bill", "fit", eight, "--steps-per-launch", 8, "--json", "bill.json")
     drawn = ("regime-map", "--fit", "bill.json", "--batches", "1,8", "-o", "map.png")
     assert kvjax(*drawn, "--measured", eight)[0] == 0
-    for options in (("--measured", runs[1]), ("--measured", eight, "--weights", "int8")):
+    for options in (("--measured", bill_runs[1]), ("--measured", eight, "--weights", "int8")):
         status, _, err = kvjax(*drawn, *options)
         said = f"bfloat16{', weights int8' * (len(options) > 2)}, 8 steps per launch, one device); they have qwen2.5-7b, 28 layers"
         assert (status, said in " ".join(err.split())) == (2, True), err
 
 
 @pytest.mark.long
-def test_a_fitted_bill_predicts_and_draws(kvjax, runs):
-    kvjax("bill", "fit", *runs, "--form", "fixed", "--json", "bill.json")
+def test_a_fitted_bill_predicts_and_draws(kvjax, bill_runs):
+    kvjax("bill", "fit", *bill_runs, "--form", "fixed", "--json", "bill.json")
     arguments = ("--fit", "bill.json", "--lengths", "128k", "--batches", "4", "--policies", "dense,top:8,top:16")
     status, out, _ = kvjax("bill", "predict", *arguments)
     seconds = step_bytes(QWEN, parse("top:8"), 131_072, 4).total / 4e12 + 1.2e-3
@@ -208,7 +201,20 @@ def test_a_fitted_bill_predicts_and_draws(kvjax, runs):
         (("--weights", "int4"), "measured with weights as they are, not with those packed as int4"),
     ):
         assert f"projection: {reason}" in kvjax("bill", "predict", *arguments, *option)[1]
-    drawn = ("--fit", "bill.json", "--policies", "top:32", "--measured", runs[0], "--memory", 139, "--json", "map.json", "-o", "map.png")
+    drawn = (
+        "--fit",
+        "bill.json",
+        "--policies",
+        "top:32",
+        "--measured",
+        bill_runs[0],
+        "--memory",
+        139,
+        "--json",
+        "map.json",
+        "-o",
+        "map.png",
+    )
     status, out, _ = kvjax("regime-map", *drawn)
     assert status == 0
     marked = re.findall(r"top:32 │ (\d+) +│ (?:from [\d,]+ tokens|never) +│ ([^│]*?) +│", out)
