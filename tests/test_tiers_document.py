@@ -98,6 +98,11 @@ def test_sentences_on_steps_pages_and_copies_are_what_the_results_say():
     assert said in text
     assert f"Kernels take {sum(row['kernels_s'].values()) * 1e3:.2f} of the {row['median_s'] * 1e3:.2f} ms" in text
     assert f"between {row['launches']} launches" in text
+    there = next(row for row in rows_of("decode") if (row["tokens"], row["batch"], row["policy"]) == (2**17, 1, "top:32"))["median_s"]
+    quarter = next(row for row in rows_of("tiers-grid") if (row["tokens"], row["lists"]) == (130_000, "recorded"))
+    assert quarter["device_bytes"] == 23 * 10**8
+    said = f"{quarter['median_s'] * 1e3:.2f} ms with 2.3 GB on the device, and {there * 1e3:.2f} ms with everything there"
+    assert f"{said} by `kvjax bench decode` (`decode.json`), which would be {there / quarter['median_s']:.2f}." in text
     hybrid = {row["tokens"]: 1 / row["median_s"] for row in rows_of("tiers-hybrid") if row["policy"] == "top:32"}
     assert f"at 1,000,000: it makes {hybrid[200_000]:.0f} and {hybrid[1_000_000]:.0f}." in text
     found = {row["store"]: row for row in rows_of("reuse") if row["op"] == "found"}
