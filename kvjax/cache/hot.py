@@ -121,9 +121,10 @@ def count(hot: HotBuffers, fetched: Sequence[Fetched | None]) -> tuple[HotBuffer
         frames, sources = (jnp.stack([getattr(fetched[place], name) for place in places]) for name in ("frames", "sources"))
         copied = (sources >= 0).reshape(len(places), shape[0], -1).sum(axis=2, dtype=jnp.int32)
         of_rows = copied + (frames >= border).sum((2, 3), dtype=jnp.int32)
-        owners = np.array([fetched[place].owner for place in places])
-        asked = asked.at[owners].add((frames >= first).sum((1, 2, 3), dtype=jnp.int32))
-        from_host = from_host.at[owners].add(of_rows.sum(axis=1))
+        # Not as a scatter: XLA puts the sums into it, and on a GPU one thread then makes each.
+        owned = np.arange(len(hot.tiles))[:, None] == [fetched[place].owner for place in places]
+        asked += jnp.where(owned, (frames >= first).sum((1, 2, 3), dtype=jnp.int32), 0).sum(axis=1)
+        from_host += jnp.where(owned, of_rows.sum(axis=1), 0).sum(axis=1)
         for number, place in enumerate(places):
             rows[place] = of_rows[number]
     return hot.replace(asked=_add(hot.asked, asked), from_host=_add(hot.from_host, from_host)), rows

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels.bench.formats import markdown, tokens_text
+from pallas_kernels.bench.results import launch_text
 
 Row = dict[str, Any]
 
@@ -141,7 +142,7 @@ def tiers_cells(row: Row) -> tuple[str, ...]:
     """Milliseconds of a step, and what of its bytes came over the bus."""
     shape, device = _packed_shape(row), row["device_bytes"]
     there = "everything" if device is None else f"{gigabytes(device)} GB"
-    sizes = tokens_text(row["tokens"]), f"`{row['policy']}`", gigabytes(row["cache_bytes"]), there
+    sizes = tokens_text(row["tokens"]), f"`{row['policy']}`{launch_text(row)}", gigabytes(row["cache_bytes"]), there
     if "skipped" in row:
         return shape, *sizes, "does not fit", *["-"] * 6
     step = row["median_s"]

@@ -357,7 +357,7 @@ def _compiled(
 ) -> list[_Runner]:
     """The runners of `_each`. Their programs are compiled beside each other."""
     config, shards, found = plan.config, plan.shards(length), []
-    specs, ends = state_specs(config, PAGE_SIZE, cache.table_of(0).shape[1]), placed(shards, _never(plan))
+    specs, ends = state_specs(config, PAGE_SIZE, cache.table_of(0).shape[1]), placed(shards, never(plan.batch))
 
     def lowered() -> Iterator[jax.stages.Lowered]:
         for policy, drafted, launch in _each(plan):
@@ -495,9 +495,9 @@ def _first(plan: Plan, drafted: int) -> tuple[Int[Array, "B *T"], Bool[Array, "B
     return tokens if drafted == 1 else _without_drafts(jnp.zeros((plan.batch, drafted), jnp.int32)), jnp.ones(plan.batch, bool)
 
 
-def _never(plan: Plan) -> Ends:
+def never(batch: int) -> Ends:
     """No row ends."""
-    return Ends(jnp.full(plan.batch, 2**30, jnp.int32), jnp.full((plan.batch, STOP_IDS), -1, jnp.int32))
+    return Ends(jnp.full(batch, 2**30, jnp.int32), jnp.full((batch, STOP_IDS), -1, jnp.int32))
 
 
 @jax.jit

@@ -19,15 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.bill.bus_fitting import OWN
-from kvjax.cache import CacheSpec
+from kvjax.cache import MOST_TOKENS, CacheSpec
 from kvjax.cache.formats import parse_cache_format
 from kvjax.memory import memory_plan
 from kvjax.model import ModelConfig
 from kvjax.outcomes import Reads
+from kvjax.plans import DecodeGroup, Launch, StepPlan
 from kvjax.policies.decode import DecodePolicy, TopBlocks, name_of
+from kvjax.release import check_several
 from kvjax.sampling import SamplingRows
 from kvjax.sequences import CachedSequence
-from kvjax.serving.bench.decode import PAGE_SIZE
+from kvjax.serving.bench.decode import PAGE_SIZE, never
 from kvjax.serving.bench.hollow import HollowEngine, random_model
 from kvjax.serving.bench.lists import Fresh, Replayed
 from kvjax.serving.bench.prefill import longest
@@ -38,7 +40,8 @@ COPY = 1 << 30
 
 
 LEAST = 4
-"""Steps before the timed ones: one compiles, those right after it are slow on GPUs, the last one shows how long a step takes."""
+"""Steps before the timed ones: one compiles, those right after it are slow on GPUs, the last one shows how long a step takes. At least two
+launches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Tiered:
     """What to time. tokens: of the sequences, one at a time. device_bytes: what the cache may take on the device, indexes included, in an
     engine whose host memory holds the longest sequence; None: all of it lies on the device. steps: in a round, at most. seconds: how long
     the timed rounds of a row may take; slow steps, as dense ones over the bus, then run fewer to a round, but at least one. cache_format:
-    how full pages are packed; None: they are not."""
+    how full pages are packed; None: they are not. steps_per_launch: steps that the device runs without the host."""
 
     shape: str
     config: ModelConfig
@@ -57,18 +60,23 @@ class Tiered:
     rounds: int
     seconds: float = 60.0
     cache_format: str | None = None
+    steps_per_launch: int = 1
 
     def __post_init__(self):
         for name, values in (("tokens", self.tokens), ("steps", (self.steps,)), ("rounds", (self.rounds,))):
             if not values or min(values) < 1:
                 raise ValueError(f"{name} must be at least 1, got {values}")
+        if not 1 <= self.steps_per_launch <= MOST_TOKENS or self.steps % self.steps_per_launch:
+            raise ValueError(f"steps per launch must be 1 to {MOST_TOKENS} and divide {self.steps} steps, got {self.steps_per_launch}")
+        for policy in self.policies:
+            check_several(policy, self.steps_per_launch)
         if max(self.tokens) + self.later > self.config.max_positions:
             raise ValueError(
                 f"{max(self.tokens):,} tokens and {self.later:,} steps are more than the model's {self.config.max_positions:,} positions"
             )
         for policy in self.policies:
             if isinstance(policy, Replayed) and self.later > policy.recorded_steps and any(self.device_bytes):
-                fewer = max(1, policy.recorded_steps // 8 - 1)
+                fewer = max(1, (policy.recorded_steps - max(8, self.first)) // 8)
                 raise ValueError(
                     f"{policy.file} has lists of {policy.recorded_steps} steps, and {self.later} steps would read some twice, which the "
                     f"hot buffer would then know: give fewer steps and rounds, as --steps 8 --rounds {fewer}"
@@ -81,8 +89,13 @@ class Tiered:
 
     @property
     def later(self) -> int:
-        """The most steps of a row."""
-        return max(self.steps, LEAST) + self.steps * self.rounds
+        """The most steps of a row, without those that are traced at its end."""
+        return max(self.steps, self.first) + self.steps * self.rounds
+
+    @property
+    def first(self) -> int:
+        """Steps before any others: whole launches."""
+        return max(LEAST, 2 * self.steps_per_launch)
 
     def pages(self, tokens: int) -> int:
         """Pages of a sequence of so many tokens at its end."""
@@ -146,43 +159,52 @@ def _named(plan: Tiered, tokens: int, policy: DecodePolicy, device_bytes: int | 
 
 
 def _time_steps(engine: HollowEngine, sequence: CachedSequence, policy: DecodePolicy, plan: Tiered) -> dict[str, Any]:
-    """Times rounds in which each step is fed the token of the one before, and counts the bytes that their steps read."""
-    rows, tokens = SamplingRows.of([None]), jnp.zeros(1, jnp.int32)
+    """Times rounds in which each step is fed the token of the one before, and counts the bytes that their steps read: of a launch of
+    several, keys by its last step, and what the hot buffer was asked for by all of them."""
+    rows, tokens, several = SamplingRows.of([None]), jnp.zeros(1, jnp.int32), plan.steps_per_launch
+    launch = None if several == 1 else Launch(several, never(1), several)
     layer, first = plan.spec.layers[plan.spec.paged[0]], sequence.length
     width = layer.token_bytes(PAGE_SIZE, 1) / layer.kv_heads
 
-    def run(count: int) -> tuple[float, list[Reads]]:
+    def run(steps: int) -> tuple[float, list[Reads]]:
         nonlocal tokens
         reads, started = [], time.perf_counter()
-        for _ in range(count):
-            tokens = engine.decode_and_sample([sequence], tokens, rows, policy).tokens
-            reads.append(engine.last_reads)
+        for _ in range(steps // several):
+            group = DecodeGroup((sequence,), tokens, rows, policy, launch=launch)
+            (decoded,) = engine.step(StepPlan((group,))).decodes
+            tokens = decoded.sampled.tokens
+            reads.append(decoded.reads)
         jax.block_until_ready(tokens)
         return time.perf_counter() - started, reads
 
-    *_, (alone, _) = [run(1) for _ in range(LEAST)]
-    steps = max(1, min(plan.steps, int(plan.seconds / plan.rounds / alone)))
-    run(max(0, steps - LEAST))  # fills the hot buffer
+    *_, (alone, _) = [run(several) for _ in range(plan.first // several)]
+    fit_in = int(plan.seconds / plan.rounds / (alone / several)) // several * several
+    steps = max(several, min(plan.steps, fit_in))
+    run(max(0, steps - plan.first))  # fills the hot buffer
     before, warm = engine.pool_stats(), sequence.length - first
     rounds = [run(steps) for _ in range(plan.rounds)]
     after, reads = engine.pool_stats(), [each for _, round_reads in rounds for each in round_reads]
     asked = found = 0
     if after is not None:
         asked, found = after.asked - before.asked, after.found - before.found
+    timed = steps * plan.rounds
+    copied_bytes = (asked - found) * width * PAGE_SIZE / timed
+    host_bytes = statistics.mean(0.0 if each.host_bytes is None else float(np.asarray(each.host_bytes).sum()) for each in reads)
     frames = [frames.counts for frames in engine.frames.values()]
-    kernels = record(lambda: run(1)) if jax.default_backend() == "gpu" else []
+    kernels = record(lambda: run(several)) if jax.default_backend() == "gpu" else []
     return {
         "frames": list(dataclasses.astuple(frames[0])) if frames else None,
         "steps": steps,
-        "mean_length": first + warm + (len(reads) + 1) // 2,
+        "steps_per_launch": several,
+        "mean_length": first + warm + (timed + 1) // 2,
         "median_s": statistics.median(seconds / steps for seconds, _ in rounds),
         "samples": len(rounds),
         "read_bytes": statistics.mean(float(np.asarray(each.keys).sum()) * width for each in reads),
-        "host_bytes": statistics.mean(0.0 if each.host_bytes is None else float(np.asarray(each.host_bytes).sum()) for each in reads),
-        "asked_bytes": asked * width * PAGE_SIZE / len(reads),
-        "copied_bytes": (asked - found) * width * PAGE_SIZE / len(reads),
-        "launches": len(kernels),
-        "kernels_s": longest([kernels]),
+        "host_bytes": copied_bytes if asked and several > 1 else host_bytes,
+        "asked_bytes": asked * width * PAGE_SIZE / timed,
+        "copied_bytes": copied_bytes,
+        "launches": round(len(kernels) / several),
+        "kernels_s": {name: seconds / several for name, seconds in longest([kernels]).items()},
     }
 
 

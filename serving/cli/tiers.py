@@ -41,6 +41,9 @@ def tiers_command(
         float, typer.Option(help="How long the rounds of a row may take; slow steps then run fewer to a round.", **number(above=0))
     ] = 60.0,
     cache_format: BenchFormatOption = None,
+    steps_per_launch: Annotated[
+        int, typer.Option(help="Decode steps that the device runs without the host; --steps must be a multiple.", **whole(most=16))
+    ] = 1,
     dtype: BenchDtypeOption = "bfloat16",
     layers: LayersOption = None,
     json_out: JsonOption = None,
@@ -63,6 +66,7 @@ def tiers_command(
     sizes = byte_counts(device_memory, "--device-memory") if device_memory else ()
     fields = {"tokens": parse_lengths(tokens, "tokens"), "policies": tuple(named), "steps": steps, "rounds": rounds, "seconds": seconds}
     fields |= {"device_bytes": (*sizes, *([None] if resident or not sizes else [])), "cache_format": cache_format}
+    fields["steps_per_launch"] = steps_per_launch
     plan = plan_of(Tiered, shape, config_of_shape(shape, layers, dtype), **fields)
     run(json_out, "tiers", lambda say: tiered_rows(plan, say))
 

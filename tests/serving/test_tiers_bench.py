@@ -66,6 +66,26 @@ def test_packed_pages_cross_the_bus_packed(monkeypatch):
     assert read_tier_cells({"bench": "tiers", "provenance": {"device": "cpu"}, "rows": [row]}, lambda *_: CONFIG) == {}
 
 
+def test_launches_of_several_steps_read_what_single_steps_read(monkeypatch):
+    monkeypatch.setattr(tiers, "COPY", 1 << 20)
+    fields = {"tokens": (4096,), "policies": (parse("dense"), Fresh(8)), "steps": 8}
+    alone, together = (list(tiers.tiered_rows(plan(**fields, steps_per_launch=count))) for count in (1, 4))
+    for one, four in zip(alone, together, strict=True):
+        assert (one["steps_per_launch"], four["steps_per_launch"], four["steps"], four["samples"]) == (1, 4, 8, 2)
+        assert four["mean_length"] == one["mean_length"]
+        assert (four["asked_bytes"], four["copied_bytes"]) == (one["asked_bytes"], one["copied_bytes"])
+        assert four["host_bytes"] == pytest.approx(one["host_bytes"], rel=0.01)
+        assert four["read_bytes"] == pytest.approx(one["read_bytes"], rel=0.01)
+        assert [tiers_cells(row)[2] for row in (one, four)] == [f"`{one['policy']}`", f"`{one['policy']}`, 4 steps per launch"]
+    run = {"bench": "tiers", "provenance": {"device": "cpu"}, "rows": [*alone, *together]}
+    assert [len(read_tier_cells(run, lambda *_: CONFIG, count).popitem()[1][1]) for count in (1, 4)] == [2, 2]
+    for count in (3, 17):
+        with pytest.raises(ValueError, match=f"steps per launch must be 1 to 16 and divide 8 steps, got {count}"):
+            plan(steps=8, steps_per_launch=count)
+    with pytest.raises(ValueError, match="gives pages back by attention mass"):
+        plan(policies=(parse("heavy:8"),), steps_per_launch=2)
+
+
 @pytest.mark.long
 def test_pages_lie_and_are_read_where_the_bill_says(rows):
     run = {"bench": "tiers", "provenance": {"device": "cpu"}, "rows": rows}
@@ -124,11 +144,14 @@ def test_slow_steps_run_fewer_to_a_round_and_everything_on_the_device_is_timed_b
 def test_lists_are_not_read_twice():
     replayed = Replayed.of(LISTS)
     steps = len(json.loads(LISTS.read_text())["rows"][0]["lists"][0])
-    assert replayed.recorded_steps == steps == 48
-    plan(policies=(replayed,), steps=8, rounds=5)
-    plan(policies=(replayed,), steps=48, rounds=5, device_bytes=(None,))
-    with pytest.raises(ValueError, match=r"lists of 48 steps, and 56 steps would read some twice.*--steps 8 --rounds 5"):
-        plan(policies=(replayed,), steps=8, rounds=6)
+    assert replayed.recorded_steps == steps == 128
+    plan(policies=(replayed,), steps=8, rounds=15)
+    plan(policies=(replayed,), steps=8, rounds=14, steps_per_launch=8)
+    plan(policies=(replayed,), steps=128, rounds=5, device_bytes=(None,))
+    with pytest.raises(ValueError, match=r"lists of 128 steps, and 136 steps would read some twice.*--steps 8 --rounds 15"):
+        plan(policies=(replayed,), steps=8, rounds=16)
+    with pytest.raises(ValueError, match=r"lists of 128 steps, and 136 steps would read some twice.*--steps 8 --rounds 14"):
+        plan(policies=(replayed,), steps=8, rounds=15, steps_per_launch=8)
     for name in ("tokens", "steps", "rounds"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1"):
             plan(**{name: (0,) if name == "tokens" else 0})
