@@ -263,6 +263,12 @@ def of_unpacked(name):
 
 def test_sentences_on_sparse_ops_over_packed_pages_are_what_the_results_say():
     text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
+    dense, _, _ = of_unpacked("packed-attention-dense")
+    targets = {"int8": 0.58, "fp8": 0.58, "int4": 0.40, "q4_0": 0.45}
+    long_and_wide = [dense[f"{cell}/dense@{name}"] for name in targets for cell in ("1024k/b1", "128k/b8")]
+    assert all(times <= target for times, target in zip(long_and_wide, [each for each in targets.values() for _ in "12"], strict=True))
+    said = "`int8` takes {:.3f} and {:.3f} of the time of unpacked pages, `fp8` {:.3f} and {:.3f} (target: 0.58), `int4` {:.3f} and {:.3f} "
+    assert (said + "(0.40), `q4_0` {:.3f} and {:.3f} (0.45): all are met").format(*long_and_wide) in text
     now, seconds, run = of_unpacked("packed-attention-sparse")
     formats, _, _ = of_unpacked("packed-attention-sparse-formats")
     before, older, _ = of_unpacked("designs-packed-sparse-before")

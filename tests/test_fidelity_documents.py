@@ -223,3 +223,14 @@ def test_what_is_found_at_256k_is_what_the_file_says():
         sorted(re.findall(r"-+[a-z-]+ \S+", each)) for each in (command, text[text.index("At 256K:") :].partition(" Panels")[0])
     )
     assert [option for option in given if not option.startswith("-rL")] == options
+
+
+def test_needles_of_the_cascade_and_of_the_oracle_are_what_the_files_say():
+    text = " ".join((ROOT / "docs/policies.md").read_text(encoding="utf-8").split())
+    files = [json.loads((ROOT / f"benchmarks/results/h200/cascade-needles-{tokens}.json").read_text()) for tokens in (8192, 16384, 32768)]
+    assert all((found["trials"], found["distractors"], found["dtype"]) == (200, 16, "bfloat16") for found in files)
+    hits = [{row["policy"]: row["hits"] for row in found["results"]} for found in files]
+    names = "cascade:4", "cascade:4/all+cache", "top:32", "dense"
+    said = "`cascade:4` {}, {} and {}, with the oracle {}, {} and {}, with `top:32` {}, {} and {}, and with `dense` {}, {} and {} ("
+    assert said.format(*(each[name] for name in names for each in hits)) in text
+    assert all(each["cascade:4"] >= each["cascade:4/all+cache"] - 0.02 * 200 for each in hits)

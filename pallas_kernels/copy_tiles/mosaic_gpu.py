@@ -1,6 +1,7 @@
-"""copy_tiles in Pallas Mosaic GPU: a CTA per tile, in place; each thread has several loads of 16 bytes in flight.
+"""copy_tiles in Pallas Mosaic GPU: a few CTAs per tile, in place; each thread has several loads of 16 bytes in flight.
 
-Memory traffic: each copied tile once in and once out. Many CTAs at once keep the bus to host memory busy.
+Memory traffic: each copied tile once in and once out. Many CTAs at once keep the bus to host memory busy. A load from there takes more than
+a microsecond, so few tiles take about as long as one CTA has loads after each other.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from pallas_kernels.hopper import lanes
 THREADS = 128
 UNROLLED = 8
 """Pieces of each array that a thread has in flight."""
+TURN = THREADS * UNROLLED
+SHARES = 4
+"""CTAs of a tile: as many as it has turns of this size, keys and values of 128 tokens in 16 bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,24 +64,27 @@ def _copy(s: Shape, pages, sources, targets):
 
         run((sources_ref, targets_ref, pool_refs), ())
 
-    plgpu.kernel(copy_kernel, grid=(sources.size,), grid_names=("unit",))(sources, targets, *refs)
+    plgpu.kernel(copy_kernel, grid=(sources.size * SHARES,), grid_names=("unit",))(sources, targets, *refs)
     return jax.tree.unflatten(tree, [jax.freeze(ref) for ref in refs])
 
 
 def copy_tile(s: Shape, unit, sources_ref, targets_ref, pool_refs) -> None:
-    """By single threads: copy the tile of entry `unit`, counted over entries and heads."""
-    head = unit % s.num_kv_heads
-    source, target = (lanes.load_global(ref, unit) for ref in (sources_ref, targets_ref))
+    """By single threads: copy a share of the tile of an entry. unit: counted over entries, heads and shares."""
+    entry, share = unit // SHARES, unit % SHARES
+    head = entry % s.num_kv_heads
+    source, target = (lanes.load_global(ref, entry) for ref in (sources_ref, targets_ref))
     with lanes.when((source >= 0) & (target >= 0)):
         before, after = (frame * s.num_kv_heads + head for frame in (source, target))
+        turns = 0
         for size, ref in zip(s.tile_bytes, pool_refs, strict=True):
-            _copy_array(size, ref, before, after)
+            _copy_array(size, ref, before, after, (share + (SHARES - turns % SHARES)) % SHARES)
+            turns += -(-size // 16 // TURN)
 
 
-def _copy_array(size: int, ref, before, after) -> None:
-    """Copy tile number `before` of an array to number `after`."""
+def _copy_array(size: int, ref, before, after, first) -> None:
+    """Copy tile number `before` of an array to number `after`: every `SHARES`-th turn from `first` on."""
     pieces = size // 16
-    whole = pieces // (THREADS * UNROLLED) * (THREADS * UNROLLED)
+    whole = pieces // TURN * TURN
 
     def turn(start):
         places = [(lanes.thread() + (start + n * THREADS)) * 16 for n in range(UNROLLED)]
@@ -94,6 +101,7 @@ def _copy_array(size: int, ref, before, after) -> None:
         return []
 
     if whole:
-        lanes.loop(whole, [], turn, step=THREADS * UNROLLED)
+        lanes.loop(whole, [], turn, start=first * TURN, step=SHARES * TURN)
     if whole < pieces:
-        lanes.loop(pieces, [], rest, start=whole, step=THREADS)
+        with lanes.when(first == whole // TURN % SHARES):
+            lanes.loop(pieces, [], rest, start=whole, step=THREADS)

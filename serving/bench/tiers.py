@@ -76,7 +76,7 @@ class Tiered:
             )
         for policy in self.policies:
             if isinstance(policy, Replayed) and self.later > policy.recorded_steps and any(self.device_bytes):
-                fewer = max(1, (policy.recorded_steps - max(8, self.first)) // 8)
+                fewer = max(1, (policy.recorded_steps - max(8, self.first)) // 8 - 1)
                 raise ValueError(
                     f"{policy.file} has lists of {policy.recorded_steps} steps, and {self.later} steps would read some twice, which the "
                     f"hot buffer would then know: give fewer steps and rounds, as --steps 8 --rounds {fewer}"
@@ -89,8 +89,8 @@ class Tiered:
 
     @property
     def later(self) -> int:
-        """The most steps of a row, without those that are traced at its end."""
-        return max(self.steps, self.first) + self.steps * self.rounds
+        """The most steps of a row, with a round that is traced at its end."""
+        return max(self.steps, self.first) + self.steps * (self.rounds + 1)
 
     @property
     def first(self) -> int:
@@ -105,8 +105,9 @@ class Tiered:
 def tiered_rows(plan: Tiered, say: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
     """A row for each size of the device, length and policy: median seconds of a step; the bytes of keys and values that it read; those of
     them that came from host memory; those that it listed there and looked up in the hot buffer, and those of these that were copied;
-    the rate of a plain copy from pinned host memory, in bytes per second; and, on a GPU, how many kernels a step launches, and the seconds
-    of those that take longest. `skipped` is set if everything on the device does not fit there."""
+    the rate of a plain copy from pinned host memory, in bytes per second; and, on a GPU, of a round that is traced: the device's seconds of
+    a step, pauses between kernels included, how many kernels a step launches, and the seconds of those that take longest. `skipped` is set
+    if everything on the device does not fit there."""
     say("weights")
     model = random_model(plan.config)
     frame = plan.spec.bytes_per_frame("full")
@@ -191,7 +192,7 @@ def _time_steps(engine: HollowEngine, sequence: CachedSequence, policy: DecodePo
     copied_bytes = (asked - found) * width * PAGE_SIZE / timed
     host_bytes = statistics.mean(0.0 if each.host_bytes is None else float(np.asarray(each.host_bytes).sum()) for each in reads)
     frames = [frames.counts for frames in engine.frames.values()]
-    kernels = record(lambda: run(several)) if jax.default_backend() == "gpu" else []
+    kernels = record(lambda: run(steps)) if jax.default_backend() == "gpu" else []
     return {
         "frames": list(dataclasses.astuple(frames[0])) if frames else None,
         "steps": steps,
@@ -203,8 +204,9 @@ def _time_steps(engine: HollowEngine, sequence: CachedSequence, policy: DecodePo
         "host_bytes": copied_bytes if asked and several > 1 else host_bytes,
         "asked_bytes": asked * width * PAGE_SIZE / timed,
         "copied_bytes": copied_bytes,
-        "launches": round(len(kernels) / several),
-        "kernels_s": {name: seconds / several for name, seconds in longest([kernels]).items()},
+        "device_s": (max(each.end for each in kernels) - kernels[0].start) * 1e-9 / steps if kernels else None,
+        "launches": round(len(kernels) / steps),
+        "kernels_s": {name: seconds / steps for name, seconds in longest([kernels]).items()},
     }
 
 
