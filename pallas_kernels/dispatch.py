@@ -34,6 +34,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "block_mass": ("mosaic_gpu", "xla", "reference"),
     "block_sparse_attention": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "copy_tiles": ("mosaic_gpu", "xla", "reference"),
+    "fetch_tiles": ("mosaic_gpu", "composed", "reference"),
     "flash_attention": ("mosaic_gpu", "mosaic_tpu", "cudnn", "xla", "reference"),
     "gather_attention": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "gated_delta": ("xla", "reference"),

@@ -22,6 +22,7 @@ from pallas_kernels.append_tokens import append_tokens
 from pallas_kernels.block_mass import block_mass
 from pallas_kernels.block_sparse_attention import block_sparse_attention
 from pallas_kernels.copy_tiles import copy_tiles
+from pallas_kernels.fetch_tiles import fetch_tiles
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.gated_delta import delta_page
 from pallas_kernels.gather_attention import gather_attention
@@ -242,20 +243,34 @@ def _pack(x: Inputs) -> Run:
     return lambda name: unpack(format, *pack_pages(x.pages.k, format=format, implementation=name))
 
 
+def _fetch(x: Inputs) -> Run:
+    # The second half of the pool counts as host memory; the first has the buffer.
+    half, pages, arrays = x.pages.num_pages, jax.tree.map(lambda pool: jnp.concatenate([pool, pool]), x.pages), _lists_and_buffer(x)
+    sets = half // WAYS
+    arrays[2] = jnp.where(arrays[1] < 0, -1, half + arrays[1])
+    arrays[4], arrays[5] = (each[:, :sets] for each in arrays[4:6])
+    arrays[0] = (
+        jnp.where(jnp.arange(arrays[0].shape[2]) == 0, arrays[0], -1).at[1:].set(-1)
+    )  # one tile of each head: nothing is left to choose
+    return lambda name: fetch_tiles(pages, *arrays, num_queries=1, first=0, border=half, implementation=name)
+
+
 def _place(x: Inputs) -> Run:
+    arrays, border = _lists_and_buffer(x), x.pages.num_pages * WAYS
+    options = {"page_size": PAGE_SIZE, "num_queries": 1, "first": 0, "border": border}
+    return lambda name: place_tiles(*arrays, **options, implementation=name)
+
+
+def _lists_and_buffer(x: Inputs) -> list[jax.Array]:
+    """Lists and a buffer as `place_tiles` takes them."""
     # A set for each page: of several missing tiles in one set, any could get the place.
     sets, wide = x.pages.num_pages, 8
     blocks = np.stack([x.random.permutation(x.table.shape[1])[:wide] for _ in range(x.batch * KV_HEADS)]).reshape(x.batch, KV_HEADS, wide)
     tags = np.arange(sets)[:, None] + sets * x.random.permuted(np.tile(np.arange(WAYS), (KV_HEADS, sets, 1)), axis=-1)
     tags[:, ::2, 0] = np.arange(sets)[::2]  # held in any case
     ages = x.random.permuted(np.tile(np.arange(WAYS), (KV_HEADS, sets, 1)), axis=-1)
-    border = sets * WAYS
-    arrays = [
-        jnp.asarray(each, jnp.int32)
-        for each in (blocks, x.table, jnp.where(x.table < 0, -1, border + x.table), x.lengths, tags, ages, WAYS)
-    ]
-    options = {"page_size": PAGE_SIZE, "num_queries": 1, "first": 0, "border": border}
-    return lambda name: place_tiles(*arrays, **options, implementation=name)
+    frames = jnp.where(x.table < 0, -1, sets * WAYS + x.table)
+    return [jnp.asarray(each, jnp.int32) for each in (blocks, x.table, frames, x.lengths, tags, ages, WAYS)]
 
 
 def _project(x: Inputs) -> Run:
@@ -317,6 +332,7 @@ EXAMPLES: dict[str, Callable[[Inputs], Run]] = {
     "block_mass": _mass,
     "block_sparse_attention": _block_sparse,
     "copy_tiles": _copy,
+    "fetch_tiles": _fetch,
     "flash_attention": _flash,
     "gather_attention": _gather,
     "gated_delta": _delta,

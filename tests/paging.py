@@ -48,6 +48,11 @@ def copy_tiles(k_pages, v_pages=None, sources=None, targets=None, *, value_dim=N
     return pages.k, pages.v
 
 
+def fetch_tiles(k_pages, v_pages=None, *arrays, value_dim=None, **keywords):
+    """Returns what the op does."""
+    return _public("fetch_tiles")(Pages(k_pages, v_pages, value_dim), *arrays, **keywords)
+
+
 block_sparse_attention = _attention("block_sparse_attention")
 flash_attention = _attention("flash_attention")
 gather_attention = _attention("gather_attention")
@@ -59,6 +64,7 @@ OPS = {
     "block_mass": block_mass,
     "block_sparse_attention": block_sparse_attention,
     "copy_tiles": copy_tiles,
+    "fetch_tiles": fetch_tiles,
     "flash_attention": flash_attention,
     "gather_attention": gather_attention,
     "query_sparse_attention": query_sparse_attention,

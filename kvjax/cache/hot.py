@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
-from pallas_kernels.copy_tiles import copy_tiles
+from pallas_kernels.fetch_tiles import fetch_tiles
 from pallas_kernels.pages import Pages
-from pallas_kernels.place_tiles import WAYS, place_tiles
+from pallas_kernels.place_tiles import WAYS
 
 WORD = 30
 """Bits of the lower word of a counter. A step counts fewer than 2 ** WORD tiles of a layer, so their sum fits into 31 bits."""
@@ -93,19 +93,16 @@ def fetch(
     border: int,
     owner: int = 0,
 ) -> tuple[HotTiles, Pages, Fetched]:
-    """Look up the listed tiles, and copy missing ones here. Arguments as of `place_tiles`, blocks being whole pages. owner: the number of
+    """Look up the listed tiles, and copy missing ones here. Arguments as of `fetch_tiles`, blocks being whole pages. owner: the number of
     the buffer's layer.
 
     Returns buffer, pool, and what was listed: `count` counts it for all layers of a step together, because every small kernel in a layer
     delays the next one.
     """
-    lists = (blocks, page_table, frames, lengths)
-    placed = place_tiles(
-        *lists, hot.tags, hot.ages, now, page_size=pages.page_size, num_queries=num_queries, first=hot.first, border=border
-    )
-    pages = copy_tiles(pages, placed.sources, placed.targets)
-    after = hot.replace(tags=placed.tags, ages=placed.ages)
-    return after, pages, Fetched(placed.block_frames, placed.sources, owner, hot.first, border)
+    lists = (blocks, page_table, frames, lengths, hot.tags, hot.ages, now)
+    found = fetch_tiles(pages, *lists, num_queries=num_queries, first=hot.first, border=border)
+    after = hot.replace(tags=found.tags, ages=found.ages)
+    return after, found.pages, Fetched(found.block_frames, found.sources, owner, hot.first, border)
 
 
 def count(hot: HotBuffers, fetched: Sequence[Fetched | None]) -> tuple[HotBuffers, list[Int32[Array, "B"] | None]]:

@@ -39,11 +39,16 @@ def copy_tiles(
 
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
     """
-    check_pages(pages)
-    check_none_open(pages, "copy_tiles")
+    check_pool(pages, "copy_tiles")
     arrays = dispatch.signature(**pages.arrays, sources=sources, targets=targets)
     if sources.ndim != 2 or sources.shape != targets.shape or 0 in sources.shape or sources.shape[1] != pages.kv_heads:
         raise ValueError(f"sources and targets must be [n, K], one column for each KV head; got {arrays}")
     if sources.dtype != jnp.int32 or targets.dtype != jnp.int32:
         raise ValueError(f"sources and targets must be int32; got {arrays}")
     return dispatch.run("copy_tiles", implementation, str(arrays), Call(config), pages, sources, targets)
+
+
+def check_pool(pages: Pages, op: str) -> None:
+    """Raise ValueError unless an op may copy tiles of this pool: no open pages, and arrays that fit together."""
+    check_pages(pages)
+    check_none_open(pages, op)

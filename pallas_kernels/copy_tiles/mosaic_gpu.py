@@ -34,7 +34,7 @@ class Shape:
 
 def unsupported(call: Call, pages, sources, targets) -> str | None:
     """Why this kernel cannot take this valid input, or None if it can."""
-    sizes = _shape(pages).tile_bytes
+    sizes = shape_of(pages).tile_bytes
     if any(size % 16 for size in sizes):
         return f"tiles, and the scales of each, must be multiples of 16 bytes, got {sizes}"
     return None
@@ -44,10 +44,10 @@ def copy_tiles(call: Call, pages, sources, targets):
     """See `pallas_kernels.copy_tiles.copy_tiles`; takes no config."""
     if reason := unsupported(call, pages, sources, targets):
         raise NotImplementedError(f"copy_tiles 'mosaic_gpu': {reason}")
-    return _copy(_shape(pages), pages, sources, targets)
+    return _copy(shape_of(pages), pages, sources, targets)
 
 
-def _shape(pages) -> Shape:
+def shape_of(pages) -> Shape:
     return Shape(pages.kv_heads, tuple(pool.shape[2] * pool.shape[3] * pool.dtype.itemsize for pool in jax.tree.leaves(pages)))
 
 
@@ -70,15 +70,19 @@ def _copy(s: Shape, pages, sources, targets):
 
 def copy_tile(s: Shape, unit, sources_ref, targets_ref, pool_refs) -> None:
     """By single threads: copy a share of the tile of an entry. unit: counted over entries, heads and shares."""
-    entry, share = unit // SHARES, unit % SHARES
-    head = entry % s.num_kv_heads
+    entry = unit // SHARES
     source, target = (lanes.load_global(ref, entry) for ref in (sources_ref, targets_ref))
     with lanes.when((source >= 0) & (target >= 0)):
-        before, after = (frame * s.num_kv_heads + head for frame in (source, target))
-        turns = 0
-        for size, ref in zip(s.tile_bytes, pool_refs, strict=True):
-            _copy_array(size, ref, before, after, (share + (SHARES - turns % SHARES)) % SHARES)
-            turns += -(-size // 16 // TURN)
+        copy_share(s, entry % s.num_kv_heads, source, target, unit % SHARES, pool_refs)
+
+
+def copy_share(s: Shape, head, source, target, share, pool_refs) -> None:
+    """By single threads: copy one of `SHARES` shares of a head's tile from one frame to another."""
+    before, after = (frame * s.num_kv_heads + head for frame in (source, target))
+    turns = 0
+    for size, ref in zip(s.tile_bytes, pool_refs, strict=True):
+        _copy_array(size, ref, before, after, (share + (SHARES - turns % SHARES)) % SHARES)
+        turns += -(-size // 16 // TURN)
 
 
 def _copy_array(size: int, ref, before, after, first) -> None:

@@ -79,6 +79,16 @@ def place_tiles(
 
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
     """
+    operands = (blocks, page_table, frames, lengths, tags, ages, now)
+    sizes = {"page_size": page_size, "num_queries": num_queries, "first": first, "border": border}
+    call, arrays = checked_call(*operands, **sizes, config=config)
+    return dispatch.run("place_tiles", implementation, arrays, call, *operands)
+
+
+def checked_call(
+    blocks, page_table, frames, lengths, tags, ages, now, *, page_size, num_queries, first, border, config
+) -> tuple[Call, str]:
+    """The static arguments of a call and the text of its arrays; ValueError unless they fit together."""
     arrays = dispatch.signature(blocks=blocks, page_table=page_table, frames=frames, lengths=lengths, tags=tags, ages=ages)
     if blocks.ndim != 3 or page_table.ndim != 2 or frames.shape != page_table.shape or lengths.shape != blocks.shape[:1]:
         raise ValueError(f"needs blocks [B, K, W], page_table and frames [B, M], lengths [B]; got {arrays}")
@@ -93,6 +103,4 @@ def place_tiles(
             f"the {tags.shape[1] * WAYS} places from frame {first} on must lie before the border {border}; page_size {page_size} and "
             f"num_queries {num_queries} must be at least 1"
         )
-    call = Call(page_size, num_queries, first, border, config)
-    operands = (blocks, page_table, frames, lengths, tags, ages, now)
-    return dispatch.run("place_tiles", implementation, str(arrays), call, *operands)
+    return Call(page_size, num_queries, first, border, config), str(arrays)

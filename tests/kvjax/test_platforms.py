@@ -27,7 +27,7 @@ from pallas_kernels import dispatch, selftest
 
 PLATFORMS = {"cuda": ("gpu", "8.0"), "rocm": ("gpu", "gfx942"), "tpu": ("tpu", "")}
 """By the name that JAX lowers for: the backend, and what its devices say of their instructions."""
-NOT_FORCED = ("all_gather", "all_reduce", "copy_tiles", "pack_pages", "place_tiles")
+NOT_FORCED = ("all_gather", "all_reduce", "copy_tiles", "fetch_tiles", "pack_pages", "place_tiles")
 """Ops that dispatch was never told to run by `xla` on an H200."""
 FAMILIES = ("gemma3_text", "qwen3_5_text", "deepseek_v32")
 
@@ -122,7 +122,7 @@ def test_packed_pages_in_host_memory_take_the_same_kernels(as_on, text):
     step = decoder, policy, policy.indexes(), params, cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states
     with dispatch.listening() as heard:
         assert decode_step.trace(*step).lower(lowering_platforms=("cuda",)).as_text()
-    asked = ("append_tokens", "select_blocks", "place_tiles", "copy_tiles", "gather_attention")
+    asked = ("append_tokens", "select_blocks", "fetch_tiles", "gather_attention")
     assert {op: heard[op] for op in asked} == dict.fromkeys(asked, "mosaic_gpu")
 
 

@@ -60,6 +60,7 @@ CASES = {
     "a turn and part of a rest": Case(entries=2, page_size=68, head_dim=64, no_target=((0, 1),)),
     "a turn and two rests": Case(entries=2, page_size=74, head_dim=64, kv_heads=1),
     "two turns": Case(entries=2, page_size=128, head_dim=128, dtype="bfloat16"),
+    "more turns than CTAs": Case(entries=1, kv_heads=1, page_size=320, head_dim=128, v_head_dim=264, dtype="bfloat16"),
     "two turns of keys, a rest of values": Case(entries=1, page_size=128, head_dim=128, v_head_dim=40, dtype="bfloat16"),
 }
 TURN_BYTES = mosaic_gpu.THREADS * mosaic_gpu.UNROLLED * 16
@@ -68,7 +69,8 @@ TURN_BYTES = mosaic_gpu.THREADS * mosaic_gpu.UNROLLED * 16
 def test_cases_take_every_way_through_the_kernel():
     sizes = {case.page_size * case.head_dim * jnp.dtype(case.dtype).itemsize for case in CASES.values()}
     turns = {(size // TURN_BYTES, -(-(size % TURN_BYTES) // (mosaic_gpu.THREADS * 16))) for size in sizes}
-    assert turns >= {(0, 1), (1, 1), (1, 2), (2, 0)}
+    assert turns >= {(0, 1), (1, 1), (1, 2), (2, 0), (5, 0)}
+    assert mosaic_gpu.SHARES < 5
 
 
 @functools.cache
@@ -258,16 +260,25 @@ def _stored_where(wanted):
     return store
 
 
+def _all_but(share):
+    def copy_share(s, head, source, target, number, pools):
+        with lanes.when(number != share):
+            SHARE(s, head, source, target, number, pools)
+
+    return copy_share
+
+
 def _the_first_array_only(s, unit, sources, targets, pools):
     COPY(dataclasses.replace(s, tile_bytes=s.tile_bytes[:1]), unit, sources, targets, pools[:1])
 
 
-STORE, COPY = lanes.store_global_16_bytes, mosaic_gpu.copy_tile
+STORE, COPY, SHARE = lanes.store_global_16_bytes, mosaic_gpu.copy_tile, mosaic_gpu.copy_share
 INSIDE = {
     "the last 16 bytes are missing": (lanes, "store_global_16_bytes", _stored_where(lambda place, size: place < size - 16)),
     "all but the first turn is missing": (lanes, "store_global_16_bytes", _stored_where(lambda place, _: place < TURN_BYTES)),
     "a step has too many pieces": (mosaic_gpu, "THREADS", 144),
     "V is not copied": (mosaic_gpu, "copy_tile", _the_first_array_only),
+    **{f"share {number} is missing": (mosaic_gpu, "copy_share", _all_but(number)) for number in range(mosaic_gpu.SHARES)},
     "sources and targets exchanged": (mosaic_gpu, "copy_tile", lambda s, unit, a, b, pools: COPY(s, unit, b, a, pools)),
     "the next entry's frames": (mosaic_gpu, "copy_tile", lambda s, unit, *rest: COPY(s, unit + 1, *rest)),
     "heads and entries exchanged": (
@@ -287,7 +298,7 @@ def test_mutant_inside_fails(tools, monkeypatch, emulated, on_emulated_threads, 
         except emulated.FAULTS as fault:
             raise AssertionError(str(fault)) from fault
 
-    tools.must_fail(check, op, ("two heads", "a turn and part of a rest", "two turns"))
+    tools.must_fail(check, op, ("two heads", "a turn and part of a rest", "two turns", "more turns than CTAs"))
 
 
 # Mutants: what an implementation gets wrong, expressed on its arguments or its results.
