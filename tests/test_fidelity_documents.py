@@ -234,3 +234,21 @@ def test_needles_of_the_cascade_and_of_the_oracle_are_what_the_files_say():
     said = "`cascade:4` {}, {} and {}, with the oracle {}, {} and {}, with `top:32` {}, {} and {}, and with `dense` {}, {} and {} ("
     assert said.format(*(each[name] for name in names for each in hits)) in text
     assert all(each["cascade:4"] >= each["cascade:4/all+cache"] - 0.02 * 200 for each in hits)
+    near, more = (found_at_depths(f"designs-cascade-near-miss{name}") for name in ("", "-400"))
+    said = "`dense` finds {}, {} and {} of 200 at 8K, 16K and 32K. There `cascade:4` finds {}, {} and {}, the oracle {}, {} and {}, and "
+    rows = [near[name] for name in ("dense", "cascade:4", "cascade:4/all+cache", "top:32")]
+    assert (said + "`top:32` {}, {} and {} (").format(*(hits for row in rows for hits in row)) in text
+    (dense,), (oracle,), (four,), (eight,), (longer,) = (
+        more[name] for name in ("dense", "cascade:4/all+cache", "cascade:4", "cascade:4+8bit", "cascade:4/64")
+    )
+    said = f"`dense` finds {dense}, the oracle {oracle}, `cascade:4` {four}, `cascade:4+8bit` {eight}, and `cascade:4/64` {longer} ("
+    assert said in text
+
+
+def found_at_depths(name: str) -> dict[str, list[int]]:
+    """Needles that each policy finds at each length, of a panel in which dense finds too few for them to count."""
+    found: dict[str, list[int]] = {}
+    for row in json.loads((ROOT / f"benchmarks/results/h200/{name}.json").read_text())["retrieval"]:
+        assert row["invalid_trials"] in (200, 400)
+        found.setdefault(row["policy"], []).append(sum(part["hits"] for part in row["by_depth"]))
+    return found
