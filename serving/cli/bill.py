@@ -36,6 +36,7 @@ from kvjax.serving.cli.options import (
     PageSizeOption,
     TensorOption,
     Weights,
+    WeightsOption,
     byte_count,
     check_context,
     gibibytes,
@@ -277,13 +278,15 @@ def choose_command(
         str | None, typer.Option(help="With --prefill: another device, as JAX names it. [default: this one]", show_default=False)
     ] = None,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     max_positions: MaxPositionsOption = None,
     device_memory: DeviceShareOption = None,
     host_memory: HostShareOption = None,
 ) -> None:
     """Print which policy `auto` would run on this device, and why. For decoding, a device without a built-in bill is calibrated.
 
-    With --device-memory and --host-memory, it is the choice of an engine of these sizes.
+    With --device-memory and --host-memory, it is the choice of an engine of these sizes. Packed weights have bills and evidence of their
+    own.
     """
 
     from kvjax.bill import Auto, AutoPrefill
@@ -298,7 +301,7 @@ def choose_command(
         refuse_given(ctx, "needs --prefill, or --device-memory and --host-memory", "prefill_chunk")
     cells = [(length, batch) for length in parse_lengths(lengths) for batch in parse_lengths(batches, "batches")]
     auto = AutoPrefill(level) if prefill else Auto(level)
-    loaded = load_model(model, dtype, max_positions)
+    loaded = load_model(model, dtype, max_positions, weights=weights)
     sizes = {"page_size": 128, "dtype": loaded.config.compute_dtype}
     if prefill:
         auto = auto.bind(loaded, **sizes, device=device)

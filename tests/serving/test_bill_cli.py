@@ -326,6 +326,8 @@ def test_evidence_is_recorded_and_the_choice_explained(kvjax, model, model_folde
     arguments = ("--lengths", "512", "--batches", "1", "--level", "fast", "--device-memory", "1MB", "--host-memory", "4MB")
     status, out, err = kvjax("bill", "choose", "--model", model_folder, *arguments)
     assert (status, "the bill of chip has no terms for pages in host memory" in out) == (0, True), err
+    status, out, err = kvjax("bill", "choose", "--model", model_folder, "--lengths", "512", "--batches", "1", "--weights", "int8")
+    assert (status, "no evidence is recorded for this model" in out) == (0, True), f"packed weights are another model: {out}{err}"
 
 
 def test_prefill_is_timed_recorded_and_explained(kvjax, model_folder, monkeypatch):
