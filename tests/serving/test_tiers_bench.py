@@ -144,14 +144,14 @@ def test_slow_steps_run_fewer_to_a_round_and_everything_on_the_device_is_timed_b
 def test_lists_are_not_read_twice():
     replayed = Replayed.of(LISTS)
     steps = len(json.loads(LISTS.read_text())["rows"][0]["lists"][0])
-    assert replayed.recorded_steps == steps == 128
-    plan(policies=(replayed,), steps=8, rounds=14)
-    plan(policies=(replayed,), steps=8, rounds=13, steps_per_launch=8)
-    plan(policies=(replayed,), steps=128, rounds=5, device_bytes=(None,))
-    with pytest.raises(ValueError, match=r"lists of 128 steps, and 136 steps would read some twice.*--steps 8 --rounds 14"):
-        plan(policies=(replayed,), steps=8, rounds=15)
-    with pytest.raises(ValueError, match=r"lists of 128 steps, and 136 steps would read some twice.*--steps 8 --rounds 13"):
-        plan(policies=(replayed,), steps=8, rounds=14, steps_per_launch=8)
+    assert replayed.recorded_steps == steps == 256
+    plan(policies=(replayed,), steps=8, rounds=30)
+    plan(policies=(replayed,), steps=8, rounds=29, steps_per_launch=8)
+    plan(policies=(replayed,), steps=256, rounds=5, device_bytes=(None,))
+    with pytest.raises(ValueError, match=r"lists of 256 steps, and 264 steps would read some twice.*--steps 8 --rounds 30"):
+        plan(policies=(replayed,), steps=8, rounds=31)
+    with pytest.raises(ValueError, match=r"lists of 256 steps, and 264 steps would read some twice.*--steps 8 --rounds 29"):
+        plan(policies=(replayed,), steps=8, rounds=30, steps_per_launch=8)
     for name in ("tokens", "steps", "rounds"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1"):
             plan(**{name: (0,) if name == "tokens" else 0})
