@@ -80,6 +80,8 @@ FORMATS = (
     "q8_0",
     "int8",
     "fp8",
+    "fp8:16",
+    "k=int8,v=fp8",
     "k=int8,v=int4",
     "d4",
     "e8",
@@ -155,12 +157,15 @@ def test_what_packed_pages_lose_is_what_the_panels_say():
         assert policy == "dense" or set(lost(policy)) == {0}
     assert {lost(f"{policy} @ {name}")[0] for policy in ("dense", "top:32") for name in ("k=int8,v=int4", "d4", "e8")} == {0}
     assert lost("dense @ fp8") == [1, 1, 1]
+    assert lost("dense @ k=int8,v=fp8") == [0, 0, 0]
+    fewer = [1 - kl("dense @ fp8:16", length) / kl("dense @ fp8", length) for length in LENGTHS]
+    assert 0.24 < min(fewer) < max(fewer) < 0.28, "about a quarter"
     assert lost("dense @ k=int4:channel,v=int8") == [1, 5]
     assert 5 < kl("dense @ k=int4:channel,v=int8", 8192) / kl("dense @ k=int8,v=int4", 8192) < 7
     assert 5 < kl("dense @ k=int4:channel,v=int8", 32768) / kl("dense @ k=int8,v=int4", 32768) < 7
     for length in (8192, 32768):
         assert kl("dense @ k=int8,v=int4", length, "high") < kl("dense @ k=int4:channel,v=int8", length, "low")
-    four = [f"dense @ {name}" for name in FORMATS[6:]]
+    four = [f"dense @ {name}" for name in FORMATS[8:]]
     assert {lost(policy)[0] for policy in four} == {0, 1}
     assert {lost(policy)[-1] for policy in four} == {3, 5, 8}
     rows = [found[policy, 32768][0]["against_dense"] for policy in four]
@@ -181,15 +186,23 @@ def test_the_perplexities_that_lie_within_one_percent_are_those_that_are_named()
     inside = {
         policy for policy, length in found if policy != "dense" and all(within(policy, at)[0] for at in LENGTHS if (policy, at) in found)
     }
-    assert {name.partition(" @ ")[2] for name in inside if name.startswith("dense @")} == {"int8", "q8_0", "k=int8,v=int4", "d4", "e8"}
+    assert {name.partition(" @ ")[2] for name in inside if name.startswith("dense @")} == {
+        "int8",
+        "q8_0",
+        "k=int8,v=int4",
+        "k=int8,v=fp8",
+        "fp8:16",
+        "d4",
+        "e8",
+    }
     assert [within("dense @ fp8", length) for length in LENGTHS] == [(False, True), (True, True), (True, True)]
     assert f"at 8K it begins at {found['dense @ fp8', 8192][1]['perplexity_ratio']['low']:.4f}" in text
-    for name in FORMATS[6:]:
+    for name in FORMATS[8:]:
         estimates = [within(f"dense @ {name}", length) for length in LENGTHS if (f"dense @ {name}", length) in found]
         assert not any(whole for whole, _ in estimates)
         assert [each for _, each in estimates] == [True] * (len(estimates) - 1) + [name in ("int4", "int4+rotate")]
     sparse = {policy.partition(" @ ")[2] for policy, at in found if policy.startswith("top:32") and at == 8192 and within(policy, at)[0]}
-    assert sparse == {"", "int8", "q8_0", "fp8", "int4+rotate", "e8"}
+    assert sparse == {"", "int8", "q8_0", "fp8", "fp8:16", "k=int8,v=fp8", "int4+rotate", "e8"}
     assert not any(within(policy, at)[0] for policy, at in found if policy.startswith("top:32") and at > 8192)
 
 
@@ -204,12 +217,26 @@ def test_the_targets_are_met_or_missed_as_the_page_says():
     assert f"its KL ends at {ends[' @ int8'][1]:.4f}. That of `top:32` without packing ends at {ends[''][1]:.4f}." in text
     assert "it ends at {:.4f}, {:.4f} and {:.4f}.".format(*ends[" @ fp8"]) in text
     assert lost("top:32 @ fp8") == [1, 1, 0]
+    groups, values = ([kl(f"top:32 @ {name}", length, "high") for length in LENGTHS] for name in ("fp8:16", "k=int8,v=fp8"))
+    assert "`fp8:16` ends at {:.4f}, {:.4f} and {:.4f}, which meets the KL at 8K and 32K".format(*groups) in text
+    assert [end <= limit for end, limit in zip(groups, limits, strict=True)] == [True, False, True]
+    assert groups[1] < ends[""][1]
+    assert (lost("top:32 @ fp8:16"), lost("top:32 @ k=int8,v=fp8")) == ([1, 0, 0], [0, 0, 0])
+    assert "**`k=int8,v=fp8`**, which loses none, and ends at {:.4f}, {:.4f} and {:.4f}.".format(*values) in text
+    tried = {}
+    for name in ("channel", "none", "boundary"):
+        (panel,) = load([RESULTS / "h200" / f"designs-fp8-{name}.json"])
+        (row,) = (row for row in panel["retrieval"] if row["policy"].startswith("top:32 @"))
+        assert (row["length"], row["against_dense"]["lost"]) == (16384, 1)
+        tried[name] = next(each["kl"]["high"] for each in panel["forced"] if each["policy"] == row["policy"])
+    said_of = "a scale per channel for keys ends at {channel:.4f}, no scale at {none:.4f}, and two layers that are not packed "
+    assert (said_of + "(`fp8,boundary=1`) at {boundary:.4f}; each loses one needle").format(**tried) in text
     hits = {policy: [found[policy, at][0]["hits"] for at in LENGTHS if (policy, at) in found] for policy, _ in found}
     assert [hits[f"{policy} @ k=int4:channel,v=int4"] for policy in ("dense", "top:32")] == [[199, 197, 192], [199, 197, 194]]
     assert [hits[f"{policy} @ int4+rotate"] for policy in ("dense", "top:32")] == [[200, 193], [200, 192]]
     assert (hits["dense"], hits["top:32"]) == ([200, 198, 195], [200, 199, 197])
     spreads = [
-        found[f"{policy} @ {name}", 32768][0]["against_dense"]["difference"] for policy in ("dense", "top:32") for name in FORMATS[6:]
+        found[f"{policy} @ {name}", 32768][0]["against_dense"]["difference"] for policy in ("dense", "top:32") for name in FORMATS[8:]
     ]
     widths = [100 * (spread["high"] - spread["low"]) for spread in spreads]
     assert (round(min(widths)), round(max(widths))) == (5, 7)
