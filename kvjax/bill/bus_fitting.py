@@ -86,7 +86,7 @@ def read_tier_cells(
     run: dict[str, Any], config_of: Callable[[str, int], ModelConfig], steps_per_launch: int = 1
 ) -> dict[Key, tuple[list[Cell], list[TierCell]]]:
     """The measured cells of a `kvjax bench tiers` JSON, by what a bill is fitted to: with everything on the device, and with pages in host
-    memory. Rows that were skipped are left out. config_of, steps_per_launch: as for `read_cells`; these rows are of launches of one step.
+    memory. Rows that were skipped are left out. config_of, steps_per_launch: as for `read_cells`.
 
     ValueError for a file of another command, for rows of an earlier version, and for rows whose bytes are far from those of `step_bytes`.
     """

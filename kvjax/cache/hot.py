@@ -120,8 +120,8 @@ def count(hot: HotBuffers, fetched: Sequence[Fetched | None]) -> tuple[HotBuffer
         of_rows = copied + (frames >= border).sum((2, 3), dtype=jnp.int32)
         # Not as a scatter: XLA puts the sums into it, and on a GPU one thread then makes each.
         owned = np.arange(len(hot.tiles))[:, None] == [fetched[place].owner for place in places]
-        asked += jnp.where(owned, (frames >= first).sum((1, 2, 3), dtype=jnp.int32), 0).sum(axis=1)
-        from_host += jnp.where(owned, of_rows.sum(axis=1), 0).sum(axis=1)
+        asked += jnp.where(owned, (frames >= first).sum((1, 2, 3), dtype=jnp.int32), 0).sum(axis=1, dtype=jnp.int32)
+        from_host += jnp.where(owned, of_rows.sum(axis=1, dtype=jnp.int32), 0).sum(axis=1, dtype=jnp.int32)
         for number, place in enumerate(places):
             rows[place] = of_rows[number]
     return hot.replace(asked=_add(hot.asked, asked), from_host=_add(hot.from_host, from_host)), rows

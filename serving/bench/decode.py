@@ -152,7 +152,7 @@ class Plan:
             raise ValueError(f"steps per launch must be 1 to {MOST_TOKENS} and divide {self.steps} steps, each once, got {counts}")
         if counts != (1,) and self.drafts != (1,):
             raise ValueError(f"several steps per launch have no drafts, got {counts} with drafts {self.drafts}")
-        for policy in self.policies:
+        for policy in self.policies if max(counts) > 1 else ():
             check_several(policy, max(counts))
         if not self.drafts or len(set(self.drafts)) < len(self.drafts) or not set(self.drafts) <= set(DRAFTS):
             raise ValueError(f"drafts must be among {', '.join(map(str, DRAFTS))}, each once, got {self.drafts}")

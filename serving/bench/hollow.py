@@ -43,6 +43,10 @@ class HollowEngine(Engine):
         self.packed: jax.Array | None = None
         self.chunk_clock: list[float] = []
 
+    def put(self, arrays: Any) -> Any:
+        """Arrays where the engine's programs leave them, so that the first step has the program of all others."""
+        return self._pool.put(arrays)
+
     def fill_pages(self, seed: int = 0) -> None:
         """Put random keys and values into all pages, and their indexes."""
         for number in self.spec.holding:

@@ -59,8 +59,17 @@ def _pairs(by_layer: np.ndarray):
 
 @functools.lru_cache(maxsize=4)
 def _recorded(file: str) -> tuple[Int[np.ndarray, "L steps K k"], int]:
-    (row,) = json.loads(Path(file).read_text(encoding="utf-8"))["rows"]
-    return np.array(row["lists"], np.int32), row["pages"]
+    """Lists and pages of a file of `kvjax bench lists`. ValueError, with its name, for any other."""
+    try:
+        (row,) = json.loads(Path(file).read_text(encoding="utf-8"))["rows"]
+        lists, pages = np.array(row["lists"], np.int32), int(row["pages"])
+    except (ValueError, TypeError, KeyError) as error:  # also what is no JSON
+        raise ValueError(f"{file} is no file of kvjax bench lists: {error}") from error
+    if lists.ndim != 4 or 0 in lists.shape or not 0 <= lists.min() <= lists.max() < pages:
+        raise ValueError(
+            f"{file} is no file of kvjax bench lists: lists {list(lists.shape)} of {pages} pages; needs [layers, steps, KV heads, K]"
+        )
+    return lists, pages
 
 
 @dataclasses.dataclass(frozen=True)

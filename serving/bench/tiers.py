@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax.bill.bus_fitting import OWN
@@ -40,8 +39,7 @@ COPY = 1 << 30
 
 
 LEAST = 4
-"""Steps before the timed ones: one compiles, those right after it are slow on GPUs, the last one shows how long a step takes. At least two
-launches."""
+"""Launches before the timed ones: one compiles, those right after it are slow on GPUs, the last one shows how long a step takes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,18 +66,25 @@ class Tiered:
                 raise ValueError(f"{name} must be at least 1, got {values}")
         if not 1 <= self.steps_per_launch <= MOST_TOKENS or self.steps % self.steps_per_launch:
             raise ValueError(f"steps per launch must be 1 to {MOST_TOKENS} and divide {self.steps} steps, got {self.steps_per_launch}")
-        for policy in self.policies:
+        for policy in self.policies if self.steps_per_launch > 1 else ():
             check_several(policy, self.steps_per_launch)
+            if getattr(policy, "dense_layers", 0):
+                raise ValueError(
+                    f"what the first {policy.dense_layers} layers of policy {policy} read in host memory is counted for single steps: "
+                    f"launch one step, not {self.steps_per_launch}"
+                )
         if max(self.tokens) + self.later > self.config.max_positions:
             raise ValueError(
                 f"{max(self.tokens):,} tokens and {self.later:,} steps are more than the model's {self.config.max_positions:,} positions"
             )
         for policy in self.policies:
             if isinstance(policy, Replayed) and self.later > policy.recorded_steps and any(self.device_bytes):
-                fewer = max(1, (policy.recorded_steps - max(8, self.first)) // 8 - 1)
+                steps = -(-8 // self.steps_per_launch) * self.steps_per_launch
+                rounds = (policy.recorded_steps - max(steps, self.first)) // steps - 1
+                fewer = f"give fewer steps and rounds, as --steps {steps} --rounds {rounds}, or "
                 raise ValueError(
                     f"{policy.file} has lists of {policy.recorded_steps} steps, and {self.later} steps would read some twice, which the "
-                    f"hot buffer would then know: give fewer steps and rounds, as --steps 8 --rounds {fewer}"
+                    f"hot buffer would then know: {fewer if rounds > 0 else ''}record more by kvjax bench lists --steps {self.later}"
                 )
 
     @property
@@ -94,8 +99,8 @@ class Tiered:
 
     @property
     def first(self) -> int:
-        """Steps before any others: whole launches."""
-        return max(LEAST, 2 * self.steps_per_launch)
+        """Steps before any others."""
+        return LEAST * self.steps_per_launch
 
     def pages(self, tokens: int) -> int:
         """Pages of a sequence of so many tokens at its end."""
@@ -162,7 +167,7 @@ def _named(plan: Tiered, tokens: int, policy: DecodePolicy, device_bytes: int | 
 def _time_steps(engine: HollowEngine, sequence: CachedSequence, policy: DecodePolicy, plan: Tiered) -> dict[str, Any]:
     """Times rounds in which each step is fed the token of the one before, and counts the bytes that their steps read: of a launch of
     several, keys by its last step, and what the hot buffer was asked for by all of them."""
-    rows, tokens, several = SamplingRows.of([None]), jnp.zeros(1, jnp.int32), plan.steps_per_launch
+    rows, tokens, several = SamplingRows.of([None]), engine.put(np.zeros(1, np.int32)), plan.steps_per_launch
     launch = None if several == 1 else Launch(several, never(1), several)
     layer, first = plan.spec.layers[plan.spec.paged[0]], sequence.length
     width = layer.token_bytes(PAGE_SIZE, 1) / layer.kv_heads
@@ -178,7 +183,7 @@ def _time_steps(engine: HollowEngine, sequence: CachedSequence, policy: DecodePo
         jax.block_until_ready(tokens)
         return time.perf_counter() - started, reads
 
-    *_, (alone, _) = [run(several) for _ in range(plan.first // several)]
+    *_, (alone, _) = [run(several) for _ in range(LEAST)]
     fit_in = int(plan.seconds / plan.rounds / (alone / several)) // several * several
     steps = max(several, min(plan.steps, fit_in))
     run(max(0, steps - plan.first))  # fills the hot buffer

@@ -358,6 +358,28 @@ def test_a_fetch_holds_what_it_says():
     assert (hot.counted(totals.asked[0]), hot.counted(totals.from_host[0])) == (asked, from_host)
 
 
+def test_layers_that_share_a_buffer_are_counted_together():
+    """Lists of two shapes; the first and the third are of one layer's buffer, and one layer listed nothing."""
+    rng, first, border = np.random.default_rng(1), 4, 20
+
+    def listed(owner, width):
+        frames = jnp.asarray(rng.integers(-1, 40, (2, 3, width)), jnp.int32)
+        return hot.Fetched(frames, jnp.asarray(rng.integers(-1, 3, (2 * width, 3)), jnp.int32), owner, first, border)
+
+    found = [listed(0, 5), None, listed(0, 5), listed(2, 5), listed(2, 7)]
+    before = hot.no_buffers((None,) * 3)
+    before = before.replace(asked=before.asked.at[:, 1].set(7), from_host=before.from_host.at[:, 1].set(5))
+    totals, rows = hot.count(before, found)
+    for owner in range(3):
+        own = [each for each in found if each is not None and each.owner == owner]
+        asked = sum(int((each.frames >= first).sum()) for each in own)
+        copied = sum(int((each.frames >= border).sum()) + int((each.sources >= 0).sum()) for each in own)
+        assert (hot.counted(totals.asked[owner]), hot.counted(totals.from_host[owner])) == (7 + asked, 5 + copied)
+    assert totals.asked.dtype == totals.from_host.dtype == jnp.int32
+    assert [each is None for each in rows] == [False, True, False, False, False]
+    assert sum(int(each.sum()) for each in rows if each is not None) == int(totals.from_host.sum()) - 3 * 5
+
+
 def test_counters_go_beyond_32_bits():
     words = jnp.zeros((2, 2), jnp.int32)
     for _ in range(6):

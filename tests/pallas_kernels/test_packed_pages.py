@@ -17,11 +17,13 @@ from quick_cases import rest_long
 from pallas_kernels import dispatch
 from pallas_kernels.append_tokens import append_tokens
 from pallas_kernels.copy_tiles import copy_tiles
+from pallas_kernels.fetch_tiles import fetch_tiles
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.pack_pages import pack_pages
 from pallas_kernels.page_format import PageFormat
 from pallas_kernels.pages import OpenPages, Pages, check_pages, read
+from pallas_kernels.place_tiles import WAYS
 
 P = 16
 
@@ -420,6 +422,9 @@ def test_ops_that_write_refuse_pages_that_they_cannot(tools):
     tiles = jnp.zeros((1, 2), jnp.int32)
     with pytest.raises(NotImplementedError, match="copy_tiles reads no open pages"):
         copy_tiles(s.pages, tiles, tiles)
+    buffer = (jnp.zeros((2, 1, WAYS), jnp.int32),) * 2
+    with pytest.raises(NotImplementedError, match="fetch_tiles reads no open pages"):
+        fetch_tiles(s.pages, tiles[:, :, None], s.table, s.table, s.lengths, *buffer, jnp.int32(1), num_queries=1, first=0, border=99)
 
 
 def test_packed_tiles_are_copied_with_their_scales(tools):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import threading
 from pathlib import Path
@@ -69,21 +70,26 @@ def test_packed_pages_cross_the_bus_packed(monkeypatch):
 def test_launches_of_several_steps_read_what_single_steps_read(monkeypatch):
     monkeypatch.setattr(tiers, "COPY", 1 << 20)
     fields = {"tokens": (4096,), "policies": (parse("dense"), Fresh(8)), "steps": 8}
-    alone, together = (list(tiers.tiered_rows(plan(**fields, steps_per_launch=count))) for count in (1, 4))
-    for one, four in zip(alone, together, strict=True):
-        assert (one["steps_per_launch"], four["steps_per_launch"], four["steps"], four["samples"]) == (1, 4, 8, 2)
-        assert four["mean_length"] == one["mean_length"]
-        assert (four["asked_bytes"], four["copied_bytes"]) == (one["asked_bytes"], one["copied_bytes"])
-        assert four["host_bytes"] == pytest.approx(one["host_bytes"], rel=0.01)
-        assert four["read_bytes"] == pytest.approx(one["read_bytes"], rel=0.01)
-        assert [tiers_cells(row)[2] for row in (one, four)] == [f"`{one['policy']}`", f"`{one['policy']}`, 4 steps per launch"]
+    alone, together = (list(tiers.tiered_rows(plan(**fields, steps_per_launch=count))) for count in (1, 2))
+    for one, two in zip(alone, together, strict=True):
+        assert (one["steps_per_launch"], two["steps_per_launch"], two["steps"], two["samples"]) == (1, 2, 8, 2)
+        assert two["mean_length"] == one["mean_length"]
+        assert (two["asked_bytes"], two["copied_bytes"]) == (one["asked_bytes"], one["copied_bytes"])
+        assert two["host_bytes"] == pytest.approx(one["host_bytes"], rel=0.01)
+        assert two["read_bytes"] == pytest.approx(one["read_bytes"], rel=0.01)
+        assert [tiers_cells(row)[2] for row in (one, two)] == [f"`{one['policy']}`", f"`{one['policy']}`, 2 steps per launch"]
     run = {"bench": "tiers", "provenance": {"device": "cpu"}, "rows": [*alone, *together]}
-    assert [len(read_tier_cells(run, lambda *_: CONFIG, count).popitem()[1][1]) for count in (1, 4)] == [2, 2]
+    assert [len(read_tier_cells(run, lambda *_: CONFIG, count).popitem()[1][1]) for count in (1, 2)] == [2, 2]
     for count in (3, 17):
         with pytest.raises(ValueError, match=f"steps per launch must be 1 to 16 and divide 8 steps, got {count}"):
             plan(steps=8, steps_per_launch=count)
     with pytest.raises(ValueError, match="gives pages back by attention mass"):
         plan(policies=(parse("heavy:8"),), steps_per_launch=2)
+    plan(policies=(parse("heavy:8"),))
+    half = dataclasses.replace(parse("top:8"), dense_layers=1)
+    with pytest.raises(ValueError, match=r"what the first 1 layers of policy .* read in host memory is counted for single steps"):
+        plan(policies=(half,), steps_per_launch=2)
+    plan(policies=(half,))
 
 
 @pytest.mark.long
@@ -146,15 +152,36 @@ def test_lists_are_not_read_twice():
     steps = len(json.loads(LISTS.read_text())["rows"][0]["lists"][0])
     assert replayed.recorded_steps == steps == 256
     plan(policies=(replayed,), steps=8, rounds=30)
-    plan(policies=(replayed,), steps=8, rounds=29, steps_per_launch=8)
+    plan(policies=(replayed,), steps=8, rounds=27, steps_per_launch=8)
     plan(policies=(replayed,), steps=256, rounds=5, device_bytes=(None,))
     with pytest.raises(ValueError, match=r"lists of 256 steps, and 264 steps would read some twice.*--steps 8 --rounds 30"):
         plan(policies=(replayed,), steps=8, rounds=31)
-    with pytest.raises(ValueError, match=r"lists of 256 steps, and 264 steps would read some twice.*--steps 8 --rounds 29"):
-        plan(policies=(replayed,), steps=8, rounds=30, steps_per_launch=8)
+    with pytest.raises(ValueError, match=r"lists of 256 steps, and 264 steps would read some twice.*--steps 8 --rounds 27"):
+        plan(policies=(replayed,), steps=8, rounds=28, steps_per_launch=8)
+    with pytest.raises(ValueError, match=r"as --steps 16 --rounds 11, or record more by kvjax bench lists --steps 272"):
+        plan(policies=(replayed,), steps=16, rounds=12, steps_per_launch=16)
+    plan(policies=(replayed,), steps=16, rounds=11, steps_per_launch=16)
     for name in ("tokens", "steps", "rounds"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1"):
             plan(**{name: (0,) if name == "tokens" else 0})
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("xx", "Expecting value"),
+        ("[]", "must be integers or slices"),
+        ('{"rows": []}', "not enough values"),
+        ('{"rows": [{"pages": 3}]}', "'lists'"),
+        ('{"rows": [{"lists": [], "pages": 3}]}', r"lists \[0\] of 3 pages"),
+        ('{"rows": [{"lists": [[[[1, 2]], [[1]]]], "pages": 3}]}', "inhomogeneous"),
+        ('{"rows": [{"lists": [[[[1, 3]]]], "pages": 3}]}', r"lists \[1, 1, 1, 2\] of 3 pages"),
+    ],
+)
+def test_a_damaged_file_of_lists_is_named(tmp_path, text, why):
+    (tmp_path / "lists.json").write_text(text)
+    with pytest.raises(ValueError, match=f"lists.json is no file of kvjax bench lists: .*{why}"):
+        Replayed.of(tmp_path / "lists.json")
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ from pallas_kernels.copy_tiles import mosaic_gpu as copying
 from pallas_kernels.fetch_tiles import fetch_tiles, mosaic_gpu
 from pallas_kernels.hopper import lanes
 from pallas_kernels.pages import Pages
+from pallas_kernels.place_tiles import mosaic_gpu as placing
 from pallas_kernels.place_tiles.api import Placed
 
 pytestmark = pytest.mark.optimized
@@ -98,10 +99,10 @@ def test_a_donated_pool_and_buffer_are_not_copied(name):
     assert memory.temp_size_in_bytes < pool_bytes / 8
 
 
-def production(batch: int, kv_heads: int, width: int, head_dim: int = 128, dtype: str = "bfloat16") -> tuple:
+def production(batch: int, kv_heads: int, width: int, head_dim: int = 128, dtype: str = "bfloat16", page_size: int = 128) -> tuple:
     """(op, arrays, keywords) of a call."""
     _, lists, sizes = place_suite.production(batch, kv_heads, width, sets=64)
-    pages = ((1024, kv_heads, 128, head_dim), dtype)
+    pages = ((1024, kv_heads, page_size, head_dim), dtype)
     return "fetch_tiles", {"k_pages": pages, "v_pages": pages} | lists, {key: sizes[key] for key in ("num_queries", "first", "border")}
 
 
@@ -209,6 +210,19 @@ def test_on_hopper_the_kernel_is_picked(on_hopper, picked):
     assert picked(PRODUCTION["28/4"])["fetch_tiles"] == "mosaic_gpu"
 
 
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        (production(3, 2, (placing.MOST_ENTRIES + 1) // 3), "a head may list at most 8192 tiles, got 8193"),
+        (production(1, 2, 37, 4, page_size=3), "must be multiples of 16 bytes"),
+    ],
+)
+def test_what_a_kernel_of_its_parts_cannot_do_is_composed(on_hopper, picked, case, why):
+    assert picked(case)["fetch_tiles"] == "composed"
+    with pytest.raises(NotImplementedError, match=why):
+        picked(case, implementation="mosaic_gpu")
+
+
 # Mutants: what an implementation gets wrong, expressed on its results.
 
 
@@ -238,6 +252,8 @@ def test_arguments_that_do_not_fit_together_are_refused():
     pages, (blocks, *lists) = pool(name), arguments(name)
     with pytest.raises(ValueError, match="lists are of 2 KV heads, pages have 1"):
         fetch_tiles(Pages(pages.k[:, :1], pages.v[:, :1]), blocks, *lists, **static(name))
+    with pytest.raises(ValueError, match="k and v"):
+        fetch_tiles(pages.replace(v=pages.v[:-1]), blocks, *lists, **static(name))
     with pytest.raises(ValueError, match="all arrays must be int32"):
         fetch_tiles(pages, blocks.astype(jnp.float32), *lists, **static(name))
     with pytest.raises(ValueError, match="must lie before the border"):
