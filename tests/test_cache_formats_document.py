@@ -222,7 +222,12 @@ def test_the_targets_are_met_or_missed_as_the_page_says():
     assert [end <= limit for end, limit in zip(groups, limits, strict=True)] == [True, False, True]
     assert groups[1] < ends[""][1]
     assert (lost("top:32 @ fp8:16"), lost("top:32 @ k=int8,v=fp8")) == ([1, 0, 0], [0, 0, 0])
-    assert "**`k=int8,v=fp8`**, which loses none, and ends at {:.4f}, {:.4f} and {:.4f}.".format(*values) in text
+    assert (
+        "**`k=int8,v=fp8`** loses none, and ends at {:.4f}, {:.4f} and {:.4f}, so it meets the KL where `int8` does.".format(*values)
+        in text
+    )
+    assert [end <= limit for end, limit in zip(values, limits, strict=True)] == [True, False, True]
+    assert all(whole <= mixed for whole, mixed in zip(ends[" @ int8"], values, strict=True)), "no larger KL"
     tried = {}
     for name in ("channel", "none", "boundary"):
         (panel,) = load([RESULTS / "h200" / f"designs-fp8-{name}.json"])

@@ -211,8 +211,10 @@ def _mesh_sizes(bound: Bound) -> dict[str, int]:
 def _choose(auto: Auto, mean: int, longest: int, batch: int, frames: FrameCounts | None) -> Choice:
     bound, level = auto.bound, auto.level
     if not bound.evidence:
+        packed = "" if bound.weights is None else ", with packed weights"
+        another = "without --weights" if packed else "in another (--dtype bfloat16, say)"
         advice = (
-            f"evidence holds for one dtype, and this model runs in {bound.dtype}: load it in another (--dtype bfloat16, say), or "
+            f"evidence holds for one dtype and one packing of weights, and this model runs in {bound.dtype}{packed}: load it {another}, or "
             "measure it with kvjax fidelity and kvjax bill evidence"
         )
         return Choice(

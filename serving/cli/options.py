@@ -227,7 +227,7 @@ CacheFormatOption = Annotated[
     str | None,
     typer.Option(
         "--cache-format",
-        help="Pack full pages of the cache: fp8_e4m3, int8, int4, q8_0, q4_0, d4 or e8, or keys and values apart, as k=int8,v=int4. "
+        help="Pack full pages of the cache: int8, int4, fp8, q8_0, q4_0, d4 or e8, or keys and values apart, as k=int8,v=int4. "
         "See docs/cache-formats.md. [default: not packed]",
         show_default=False,
     ),
