@@ -244,14 +244,12 @@ def _pack(x: Inputs) -> Run:
 
 
 def _fetch(x: Inputs) -> Run:
-    # The second half of the pool counts as host memory; the first has the buffer.
+    # The second half of the pool counts as host memory; the first has the buffer. One tile of each head: nothing is left to choose.
     half, pages, arrays = x.pages.num_pages, jax.tree.map(lambda pool: jnp.concatenate([pool, pool]), x.pages), _lists_and_buffer(x)
     sets = half // WAYS
     arrays[2] = jnp.where(arrays[1] < 0, -1, half + arrays[1])
     arrays[4], arrays[5] = (each[:, :sets] for each in arrays[4:6])
-    arrays[0] = (
-        jnp.where(jnp.arange(arrays[0].shape[2]) == 0, arrays[0], -1).at[1:].set(-1)
-    )  # one tile of each head: nothing is left to choose
+    arrays[0] = jnp.full_like(arrays[0], -1).at[0, :, 0].set(arrays[0][0, :, 0])
     return lambda name: fetch_tiles(pages, *arrays, num_queries=1, first=0, border=half, implementation=name)
 
 

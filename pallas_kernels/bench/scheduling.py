@@ -307,7 +307,6 @@ def made(kind: str, rows: list[Row]) -> str:
     columns, cells = TABLES[kind]
     told = ("what", "rows", "pages", "shape", "layers", "policy", "prefill", "prompt", "requests", "chunk", "max_gap_ms")
     told += ("op", "model", "dtype", "tokens", "implementation", "store", "device_bytes", "data", "tensor", "context", "agents", "minutes")
-    told += ("kind", "phase", "open", "history")
-    told += ("cache_format",)
+    told += ("kind", "phase", "open", "history", "cache_format")
     latest = {(*(row.get(name) for name in told), row.get("steps_per_launch", 1)): row for row in rows}  # 1 in older rows
     return markdown(columns, map(cells, latest.values()))

@@ -48,6 +48,7 @@ def copy_tiles(call: Call, pages, sources, targets):
 
 
 def shape_of(pages) -> Shape:
+    """The sizes of a pool."""
     return Shape(pages.kv_heads, tuple(pool.shape[2] * pool.shape[3] * pool.dtype.itemsize for pool in jax.tree.leaves(pages)))
 
 

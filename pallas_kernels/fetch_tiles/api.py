@@ -23,7 +23,7 @@ class Call:
     config: Any
 
 
-class Fetched(NamedTuple):
+class FetchedTiles(NamedTuple):
     """What `fetch_tiles` returns."""
 
     pages: Pages
@@ -48,7 +48,7 @@ def fetch_tiles(
     border: int,
     config: Any = None,
     implementation: str | None = None,
-) -> Fetched:
+) -> FetchedTiles:
     """Look up the listed tiles in a buffer on the device of tiles in host memory, and copy those that are missing to a place there.
 
     What `place_tiles` and then `copy_tiles` do, which a kernel does in one launch: between a selection and its attention every launch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pallas_kernels.copy_tiles import copy_tiles
-from pallas_kernels.fetch_tiles.api import Call, Fetched
+from pallas_kernels.fetch_tiles.api import Call, FetchedTiles
 from pallas_kernels.place_tiles import place_tiles
 
 
@@ -12,9 +12,9 @@ def fetch_tiles(call: Call, pages, blocks, page_table, frames, lengths, tags, ag
     return both(call, pages, (blocks, page_table, frames, lengths, tags, ages, now), None)
 
 
-def both(call: Call, pages, lists, implementation: str | None) -> Fetched:
+def both(call: Call, pages, lists, implementation: str | None) -> FetchedTiles:
     """`place_tiles`, then `copy_tiles`. implementation: of each; None: as dispatch picks it."""
     sizes = {"page_size": pages.page_size, "num_queries": call.num_queries, "first": call.first, "border": call.border}
     placed = place_tiles(*lists, **sizes, implementation=implementation)
     pages = copy_tiles(pages, placed.sources, placed.targets, implementation=implementation)
-    return Fetched(pages, placed.block_frames, placed.sources, placed.tags, placed.ages)
+    return FetchedTiles(pages, placed.block_frames, placed.sources, placed.tags, placed.ages)

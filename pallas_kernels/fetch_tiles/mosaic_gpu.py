@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.copy_tiles import mosaic_gpu as copying
-from pallas_kernels.fetch_tiles.api import Call, Fetched
+from pallas_kernels.fetch_tiles.api import Call, FetchedTiles
 from pallas_kernels.hopper import lane_sums, lanes
 from pallas_kernels.place_tiles import api as place_api
 from pallas_kernels.place_tiles import mosaic_gpu as placing
@@ -75,7 +75,7 @@ def _fetch(s: Shape, pages, blocks, page_table, frames, lengths, tags, ages, now
         scratch_types=[*[plgpu.SMEM((entries,), jnp.int32)] * 3, plgpu.SMEM((THREADS // 32,), jnp.int32)],
     )(blocks, page_table, frames, lengths, now.reshape(1), *refs)
     tags, ages, *pools = (jax.freeze(ref) for ref in refs)
-    return Fetched(jax.tree.unflatten(tree, pools), block_frames, sources, tags, ages)
+    return FetchedTiles(jax.tree.unflatten(tree, pools), block_frames, sources, tags, ages)
 
 
 def fetch_head(s: Shape, head, cta, lists, buffer, pool_refs, outs, scratch) -> None:
