@@ -78,7 +78,7 @@ def copy_tile(s: Shape, unit, sources_ref, targets_ref, pool_refs) -> None:
 
 
 def copy_share(s: Shape, head, source, target, share, pool_refs) -> None:
-    """By single threads: copy one of `SHARES` shares of a head's tile from one frame to another."""
+    """By single threads: copy one of `SHARES` shares of a head's tile from frame `source` to frame `target`, in every array of the pool."""
     before, after = (frame * s.num_kv_heads + head for frame in (source, target))
     turns = 0
     for size, ref in zip(s.tile_bytes, pool_refs, strict=True):

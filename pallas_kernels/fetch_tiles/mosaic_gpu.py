@@ -20,7 +20,7 @@ from pallas_kernels.hopper import lane_sums, lanes
 from pallas_kernels.place_tiles import api as place_api
 from pallas_kernels.place_tiles import mosaic_gpu as placing
 
-THREADS = 128
+THREADS = placing.THREADS  # its barriers count them
 CTAS = 8
 """Of a cluster: every GPU with clusters can launch as many."""
 

@@ -88,7 +88,7 @@ def place_tiles(
 def checked_call(
     blocks, page_table, frames, lengths, tags, ages, now, *, page_size, num_queries, first, border, config
 ) -> tuple[Call, str]:
-    """The static arguments of a call and the text of its arrays; ValueError unless they fit together."""
+    """The static arguments of a call and the text of its arrays. Arguments as of `place_tiles`; raises ValueError as it does."""
     arrays = dispatch.signature(blocks=blocks, page_table=page_table, frames=frames, lengths=lengths, tags=tags, ages=ages)
     if blocks.ndim != 3 or page_table.ndim != 2 or frames.shape != page_table.shape or lengths.shape != blocks.shape[:1]:
         raise ValueError(f"needs blocks [B, K, W], page_table and frames [B, M], lengths [B]; got {arrays}")
