@@ -199,8 +199,9 @@ class SamplingRows:
     """The sampling of every row of a batch, as arrays.
 
     seed: the upper and the lower 32 bits of each row's seed, which are its random key. draws: whether any row draws at random instead of
-    taking the largest logit. penalises: whether any row has a penalty. ranks: how many of the most likely tokens are returned. These are static, so a step of greedy rows is compiled without the sort that drawing needs and
-    without counts of tokens. A condition on the device would make the host wait for its answer in every step.
+    taking the largest logit. penalises: whether any row has a penalty. ranks: how many of the most likely tokens are returned. These are
+    static, so a step of greedy rows is compiled without the sort that drawing needs and without counts of tokens. A condition on the device
+    would make the host wait for its answer in every step.
     """
 
     temperature: Float[Array, "B"]
