@@ -106,7 +106,7 @@ class Sample:
         if self.stream is None:
             if tokenizer is None:
                 return ""
-            self.stream = TextStream(tokenizer)
+            self.stream = TextStream(tokenizer, context=self.handle.prompt_end)
             for token in self.ids:
                 if token not in self.stop_ids:
                     self.stream.push(token)
@@ -128,19 +128,21 @@ class Sample:
             blocks_per_step=self.blocks / heads,
             keys_per_step=self.keys / heads,
             found_tokens=self.handle.found_tokens,
+            prompt_end=self.handle.prompt_end,
         )
 
 
 @dataclasses.dataclass(eq=False)
 class Handle:
     """A submitted request. completion: None until it has finished, failed or was cancelled. prompt_tokens: known once it is admitted;
-    found_tokens: of these, those that were found when it was."""
+    found_tokens: of these, those that were found when it was; prompt_end: their last ids, which the text of the answer continues."""
 
     request: Request
     order: tuple[int, int]
     completion: Completion | None = None
     prompt_tokens: int = 0
     found_tokens: int = 0
+    prompt_end: tuple[int, ...] = ()
     _ids: list[int] = dataclasses.field(default_factory=list)
     _policy: DecodePolicy | None = None
     _sequence: CachedSequence | None = None  # the prompt, until its last sample takes it over

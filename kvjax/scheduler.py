@@ -34,7 +34,7 @@ from kvjax.sampling import SamplingRows, derived_seed, seen_tokens
 from kvjax.sequences import CachedSequence
 from kvjax.sharding import several_processes
 from kvjax.steps import sample_first
-from kvjax.text import TextStream
+from kvjax.text import CONTEXT, TextStream
 
 DEFAULT_SLOTS = 8
 AHEAD = 4
@@ -278,7 +278,7 @@ class Scheduler:
         try:
             given = handle._given is not None  # its tokens were checked when they were appended
             handle._ids = handle.request.prompt if given else encode(engine.model.tokenizer, handle.request.prompt)
-            handle.prompt_tokens = len(handle._ids)
+            handle.prompt_tokens, handle.prompt_end = len(handle._ids), tuple(handle._ids[-CONTEXT:])
             if sampling.stop and engine.model.tokenizer is None:
                 raise ValueError("stop strings need a tokenizer, and the model has none")
             if not given:
@@ -355,7 +355,7 @@ class Scheduler:
         stop_ids = sampling.stop_token_ids
         if stop_ids is None:
             stop_ids = () if sampling.ignore_eos else engine.config.eos_token_ids
-        stream = TextStream(tokenizer, sampling.stop) if streamed else None
+        stream = TextStream(tokenizer, sampling.stop, handle.prompt_end) if streamed else None
         sample = Sample(handle, index, sampling, handle._sequence, frozenset(stop_ids), stream)
         position = np.array([handle._sequence.length], np.int32)
         token, packed = sample_first(logits, SamplingRows.of([sampling]), position, self._counts(sample))

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvjax.client.errors import InvalidArgument, ResourceExhausted, SessionNotFound
-from kvjax.prompts import chat_ids, encode
+from kvjax.messages import chat_ids
+from kvjax.prompts import encode
 
 if TYPE_CHECKING:
     from kvjax.model import Model
