@@ -135,7 +135,8 @@ class Sample:
 @dataclasses.dataclass(eq=False)
 class Handle:
     """A submitted request. completion: None until it has finished, failed or was cancelled. prompt_tokens: known once it is admitted;
-    found_tokens: of these, those that were found when it was; prompt_end: their last ids, which the text of the answer continues."""
+    found_tokens: of these, those that were found when it was; prompt_end: their last ids, which the text of the answer continues. sampling:
+    the request's, clipped if it allows that."""
 
     request: Request
     order: tuple[int, int]
@@ -143,12 +144,16 @@ class Handle:
     prompt_tokens: int = 0
     found_tokens: int = 0
     prompt_end: tuple[int, ...] = ()
+    sampling: Sampling = dataclasses.field(init=False)
     _ids: list[int] = dataclasses.field(default_factory=list)
     _policy: DecodePolicy | None = None
     _sequence: CachedSequence | None = None  # the prompt, until its last sample takes it over
     _samples: list[Sample] = dataclasses.field(default_factory=list)
     _found: int = 0  # found_tokens, until the next chunk tells of them
     _given: CachedSequence | None = None  # the caller's own sequence, of which the sample is a fork
+
+    def __post_init__(self):
+        self.sampling = self.request.sampling
 
     @property
     def prompting(self) -> bool:
