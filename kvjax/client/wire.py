@@ -64,6 +64,8 @@ def sampling_message(fields: dict[str, Any]) -> Any:
     for name, value in fields.items():
         if name not in SAMPLING:
             raise ValueError(f"there is no {name!r} in a generation: its fields are {', '.join(SAMPLING)}, stop_token_ids and ignore_eos")
+        if name == "top_k" and value == -1:  # other engines' way to keep every token
+            value = 0
         try:
             setattr(message, name, value)
         except (TypeError, ValueError) as error:
