@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.checkpoint_files import AGAIN, check_pointer, read_json
 from kvjax.model import ModelConfig
 from kvjax.models import needle
 from kvjax.models.decoder import param_shapes
@@ -124,28 +125,6 @@ def _embedded(repo_id: str) -> str:
 
 SAMPLE = 1024
 """Bytes that `digest` reads at a place of a tensor."""
-AGAIN = "download the model again (`hf download OWNER/NAME --local-dir FOLDER` brings every file)"
-
-
-def check_pointer(path: Path) -> None:
-    """ValueError if a file is a Git LFS pointer: what `git clone` leaves where Git LFS is not installed."""
-    with open(path, "rb") as file:
-        if file.read(64).startswith(b"version https://git-lfs"):
-            raise ValueError(f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder, or {AGAIN}")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError naming the file when it is missing or is not an object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"{path.parent} holds no {path.name}; {AGAIN}") from error
-    except ValueError as error:
-        check_pointer(path)
-        raise ValueError(f"{path} is not JSON ({error}); {AGAIN}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
