@@ -15,7 +15,7 @@ MAX_JSON_BYTES = 1 << 28
 
 def is_file(path: Path) -> bool:
     """Whether there is such a file. ValueError where there is something else: a folder, a pipe, a link to nothing, or to itself."""
-    if path.is_file():
+    if os.path.isfile(path):
         return True
     if not os.path.lexists(path):
         return False

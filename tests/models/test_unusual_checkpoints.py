@@ -112,6 +112,33 @@ def test_tie_word_embeddings_is_true_or_false(where, changed):
         load(changed(WHOLE, change), tokenizer=False)
 
 
+@pytest.mark.parametrize("how", ["listed, not held", "held, not listed", "held and listed"])
+def test_a_head_of_a_tied_model_that_the_index_or_a_shard_has(how, changed):
+    """Two shards. The head, if one is stored, is the embedding."""
+    folder = changed(TIED)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    shards = {first: {name: tensors[name] for name in names[:9]}, second: {name: tensors[name] for name in names[9:]}}
+    weight_map = {name: file for file, held in shards.items() for name in held}
+    weight_map |= {HEAD: second} if "not listed" not in how else {}
+    shards[second] |= {HEAD: tensors[EMBED]} if "not held" not in how else {}
+    for file, held in shards.items():
+        save_file(held, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert same(folder, TIED)
+
+
+def test_a_head_of_an_untied_model_may_be_missing_in_the_index(changed):
+    folder = changed(UNTIED)
+    names = load_file(folder / "model.safetensors").keys()
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    weight_map = dict.fromkeys(names - {HEAD}, "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert same(folder, UNTIED)
+
+
 # RoPE of Gemma 3.
 
 TINY_GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 2, "sliding_window_pattern": 2}
