@@ -110,6 +110,10 @@ def serve_command(
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="The most token ids in one call.", **token_count())] = 2**20,
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens that one call generates.", **token_count())] = 32_768,
+    clip_max_tokens: Annotated[
+        bool,
+        typer.Option("--clip-max-tokens", help="Lower max_tokens of requests to /v1 to what there is room for, and do not refuse them."),
+    ] = False,
     max_calls: Annotated[int, typer.Option(help="Calls at once.", **whole(most=2**14))] = 256,
     rate: Annotated[
         float | None, typer.Option(help="Calls per second of each bearer token. [default: no limit]", show_default=False, **number(above=0))
@@ -157,7 +161,7 @@ def serve_command(
     options = ServerOptions(
         host=host, port=port, http_port=http_port, tokens=_tokens(token_file), certificate=_certificate(tls_certificate, tls_key),
         max_tokens=max_tokens, max_new_tokens=max_new_tokens, max_calls=max_calls, calls_per_second=rate,
-        messages_per_second=messages_per_second, stall_s=stall_seconds, model_name=model,
+        messages_per_second=messages_per_second, stall_s=stall_seconds, model_name=model, clip_max_tokens=clip_max_tokens,
     )  # fmt: skip
     mesh = mesh_of(tensor, context)
     split = {"mesh": mesh, "cache_format": cache_format, "page_size": page_size, "prefill_chunk": prefill_chunk}

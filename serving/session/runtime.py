@@ -6,6 +6,7 @@ A thread of the runtime owns the engine. Calls of other threads go into a queue,
 from __future__ import annotations
 
 import atexit
+import bisect
 import contextlib
 import logging
 import queue
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 1.0
 """How often idle sessions are looked at."""
+PUBLISH_SECONDS = 0.1
+"""How often `SessionRuntime.published` changes while the engine works."""
 SHAPED = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos")
 SHAPED += ("repetition_penalty", "presence_penalty", "frequency_penalty")
 """The fields of `kvjax.Sampling` that a generation takes: no text, and one sample."""
@@ -111,6 +114,8 @@ class SessionRuntime:
         self._core = SessionCore(engine, limits, **options)
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
         self._closing, self._drained_at = False, 0.0
+        self.published = self._core.gauges()
+        """`gauges` as they were a moment ago; to read them waits for nothing, also while the engine compiles. Do not change it."""
         self._thread = threading.Thread(target=self._loop, name="kvjax sessions", daemon=True)
         self._thread.start()
         # Python ends a daemon's thread anywhere, in the middle of a device's call too, which aborts the process.
@@ -152,6 +157,23 @@ class SessionRuntime:
         "kv_live_bytes" of all sessions on the device; "host_bytes" and "disk_bytes" of those that were demoted; "device_pages" in use, by
         generations too, and "free_pages" of the pool, "host_pages" and "disk_pages"."""
         return self._ask(self._core.gauges, timeout)
+
+    def room_after(self, tokens: int, most: int) -> int:
+        """How many tokens, at most `most`, one generation has room for after a history of `tokens` tokens: in the model's positions and in
+        the whole pool, by the engine's policy."""
+        engine, window = self.engine, self._core.limits.window
+        kept = tokens - (0 if window is None else window.dropped(tokens))
+        own = engine.page_size if kept % engine.page_size else 0  # a generation runs on a fork, which has an open page of its own
+
+        def lacks(count: int) -> bool:
+            try:
+                engine.check_length(min(kept + own + count - 1, engine.config.max_positions), engine.policy)
+            except (ValueError, OutOfPages):
+                return True
+            return False
+
+        most = max(0, min(most, engine.config.max_positions - kept))
+        return most if not lacks(most) else bisect.bisect_left(range(1, most), True, key=lacks)
 
     def close(self, *, drain_s: float = 0.0) -> None:
         """End the runtime: refuse new calls, let generations that run go on for up to `drain_s` seconds, and free everything."""
@@ -225,7 +247,7 @@ class SessionRuntime:
     # The runtime's thread
 
     def _loop(self) -> None:
-        core, swept = self._core, time.monotonic()
+        core, swept, published = self._core, time.monotonic(), time.monotonic()
         try:
             while not (self._closing and (core.quiet or time.monotonic() >= self._drained_at)):
                 self._answer(wait=core.scheduler.idle)
@@ -234,10 +256,20 @@ class SessionRuntime:
                 if time.monotonic() - swept >= SWEEP_SECONDS:
                     self._sweep()
                     swept = time.monotonic()
+                if core.scheduler.idle or time.monotonic() - published >= PUBLISH_SECONDS:
+                    self._publish()
+                    published = time.monotonic()
         finally:
             self._closing = True
             self._answer(wait=False)
             core.end_all()
+            self._publish()
+
+    def _publish(self) -> None:
+        try:
+            self.published = self._core.gauges()
+        except Exception:  # the calls of all sessions need this thread
+            logger.exception("what is there could not be counted")
 
     def _sweep(self) -> None:
         try:
