@@ -18,6 +18,7 @@ from kvjax.prompts import encode
 if TYPE_CHECKING:
     from kvjax.model import Model
     from kvjax.serving.session.desk import ServerOptions
+    from kvjax.serving.session.runtime import SessionRuntime
 
 NUMBERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed")
 SHARED = {*NUMBERS, "model", "max_tokens", "stop", "stream", "stream_options", "n", "user"}
@@ -40,9 +41,10 @@ class Asked:
     usage: bool
 
 
-def asked(body: Any, chat: bool, model: Model, options: ServerOptions) -> Asked:
+def asked(body: Any, chat: bool, runtime: SessionRuntime, options: ServerOptions) -> Asked:
     """What a request asks for. chat: whether it came to /v1/chat/completions. InvalidArgument names the field; SessionNotFound for another
     model, ResourceExhausted above a limit of the server."""
+    model = runtime.engine.model
     if not isinstance(body, Mapping):
         raise InvalidArgument("the body must be a JSON object")
     known = CHAT if chat else COMPLETION
@@ -66,18 +68,36 @@ def asked(body: Any, chat: bool, model: Model, options: ServerOptions) -> Asked:
         raise ResourceExhausted(f"{len(ids)} tokens of prompt are more than the server's limit of {options.max_tokens}")
     sampling = {"temperature": 1.0, "seed": secrets.randbits(32)} | {field: given[field] for field in NUMBERS if field in given}
     field = next((each for each in ("max_completion_tokens", "max_tokens") if each in given), "max_tokens")
-    left, most = model.config.max_positions - len(ids), options.max_new_tokens
-    count = sampling["max_new_tokens"] = given.get(field, min(left, most) if chat else COMPLETION_TOKENS)
-    if left < 1 or (isinstance(count, int) and count > min(left, most)):
-        said = (
-            f"{len(ids)} tokens of prompt leave room for {max(0, left)} of the model's {model.config.max_positions} tokens, and one call "
-        )
-        raise InvalidArgument(f"{said}may generate {most}", field=field, reason="context_length_exceeded")
+    count = given.get(field, None if chat else COMPLETION_TOKENS)
+    sampling["max_new_tokens"] = _with_room(count, field, len(ids), runtime, options)
     stop = given.get("stop", ())
     stop = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop) or len(stop) > 4:
         raise InvalidArgument("stop must be a string, or up to four, none of them empty", field="stop")
     return Asked(ids, sampling, tuple(stop), chat, bool(given.get("stream", False)), bool(streaming.get("include_usage", False)))
+
+
+def _with_room(count: Any, field: str, prompt: int, runtime: SessionRuntime, options: ServerOptions) -> Any:
+    """How many tokens a request may generate: `count`; where that is None, or the server clips, at most what there is room for.
+
+    field: the name of `count` in the request. prompt: how many tokens it has. InvalidArgument if there is too little room.
+    """
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        return count  # the sampling's own check says what is wrong with it
+    positions, limit = runtime.engine.config.max_positions, options.max_new_tokens
+    room = runtime.room_after(prompt, limit if count is None else min(count, limit))
+    if count == room or (room and (count is None or options.clip_max_tokens)):
+        return room
+    asks = "" if count is None else f" and {field} asks for {count:,}"
+    said = f"the prompt has {prompt:,} tokens{asks}: "
+    if room == limit:
+        said += f"one call of this server generates at most {limit:,}"
+    elif room >= positions - prompt:
+        said += f"the model has {positions:,} positions, so {f'at most {room:,}' if room else 'none'} can be generated"
+    else:
+        said += f"the server's pool of pages has room for {f'at most {room:,}' if room else 'none'} after it"
+    remedy = "ask for fewer, or start the server with --clip-max-tokens" if room else "shorten the prompt"
+    raise InvalidArgument(f"{said}; {remedy}", field=field, reason="context_length_exceeded")
 
 
 def no_model(given: Any, name: str) -> SessionNotFound:
@@ -143,7 +163,8 @@ class Form:
         return [end, self._piece | {"choices": [], "usage": usage}] if self._with_usage else [end]
 
     def _chunk(self, content: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        return self._piece | {"choices": [_choice(content, finish_reason)]}
+        usage = {"usage": None} if self._with_usage else {}  # the last piece has it: OpenAI's form
+        return self._piece | {"choices": [_choice(content, finish_reason)]} | usage
 
 
 def _choice(content: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
