@@ -100,8 +100,9 @@ def test_fields_that_ask_for_nothing_are_taken():
     neutral |= {"min_p": 0, "repetition_penalty": 1, "ignore_eos": False, "chat_template_kwargs": {}}
     record = chat(model="m", response_format={"type": "text"}, tools=[], user=None, **neutral)
     assert record.error is None
-    assert record.sampling == chat().sampling
+    assert Sampling(**record.sampling) == Sampling(**chat().sampling)
     assert completions(echo=False, best_of=1, suffix=None).error is None
+    assert completions(n=2, best_of=2).sampling["n"] == 2
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,9 @@ def test_fields_that_ask_for_nothing_are_taken():
         ("logit_bias", {"5": 1}),
         ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function"}]),
-        ("tool_choice", "auto"),
+        ("tool_choice", "required"),
+        ("logit_bias", {"5": 0, "6": -1}),
+        ("min_tokens", 1),
         ("reasoning_effort", "low"),
         ("best_of", 2),
         ("prompt", "hello"),
@@ -173,7 +176,10 @@ def test_a_plain_field_that_is_not_known_is_named(field):
         ({"prompt": []}, "prompt is empty"),
         ({"prompt": 3}, "prompt must be text"),
         ({"prompt": None}, "prompt or messages is missing"),
-        ({"prompt": ["a"]}, "prompt[0] must be a token id, got 'a'; a record has one prompt"),
+        ({"prompt": ["a", "b"]}, "prompt is a list of 2; a record has one prompt"),
+        ({"prompt": ["a", 1]}, "prompt is a list of 2; a record has one prompt"),
+        ({"prompt": [1, "a"]}, "prompt[1] must be a token id, got 'a'"),
+        ({"prompt": [[]]}, "prompt is empty"),
         ({"prompt": [1, -1]}, "prompt[1] must be a token id"),
         ({"prompt": [True]}, "prompt[0] must be a token id"),
         ({"prompt": "\ud800"}, "surrogate"),
@@ -186,7 +192,7 @@ def test_a_plain_field_that_is_not_known_is_named(field):
         ({"prompt": None, "messages": [{"role": "user"}]}, "messages[0].content"),
         ({"prompt": None, "messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages[0].name"),
         ({"prompt": None, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-        ({"max_new_tokens": 4, "max_tokens": 4}, "max_new_tokens and max_tokens"),
+        ({"max_new_tokens": 4, "max_tokens": 5}, "max_new_tokens 4 and max_tokens 5 are both given"),
         ({"max_new_tokens": "4"}, "max_new_tokens must be a whole number"),
         ({"max_new_tokens": 4.0}, "max_new_tokens must be a whole number"),
         ({"temperature": "hot"}, "temperature must be a number"),
@@ -234,7 +240,7 @@ def test_what_is_wrong_is_said(fields, said):
         (b'{"custom_id": "a", "url": "/v1/embeddings", "body": {"input": "x"}}', "/v1/embeddings"),
         (b'{"custom_id": "a", "body": {"prompt": "x"}, "extra": 1}', "'extra'"),
         (b'{"custom_id": "a", "body": {"prompt": "x", "model": 3}}', "body.model must be text"),
-        (b'{"custom_id": "a", "body": {"prompt": ["x", "y"]}}', "prompt[0] must be a token id"),
+        (b'{"custom_id": "a", "body": {"prompt": ["x", "y"]}}', "prompt is a list of 2; a record has one prompt"),
         (b'{"custom_id": "a", "body": {"prompt": "x", "logprobs": true}}', "logprobs must be a whole number"),
         (b'{"custom_id": "a", "url": "/v1/chat/completions", "body": {}}', "body.messages is missing"),
     ],
