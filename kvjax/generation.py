@@ -18,7 +18,7 @@ from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import PrefillPolicy
 from kvjax.prompts import Prompt, encode, one_by_one
 from kvjax.requests import Completion, OnToken, Request
-from kvjax.sampling import OneSample, Sampling, SamplingOptions
+from kvjax.sampling import OneSample, Sampling, SamplingOptions, derived_seed
 from kvjax.scheduler import DEFAULT_SLOTS, Scheduler
 
 
@@ -153,7 +153,7 @@ def generate(
 
     model: an engine, or several replicas (`kvjax.replicas`); or a model, which gets an engine whose pool fits these prompts. policy: the
     decode policy; None is the engine's own, or the default of `Engine`. prefill: the prefill policy, None as for policy; ValueError with an
-    engine, which has its own. sampling: fields of `kvjax.Sampling`; of equal prompts the second draws with seed + 1, and so on. stream:
+    engine, which has its own. sampling: fields of `kvjax.Sampling`; equal prompts draw independently. stream:
     called with the prompt's number and each new piece of text. details: return `Completion` objects instead of text. With n above 1, each
     prompt gives a list of n texts. on_error: "raise" raises what `Completion.error` would hold; with "return" the other prompts continue,
     and the error is returned in place of the text.
@@ -193,8 +193,8 @@ def generate(
     seen: collections.Counter = collections.Counter()
     for number, prompt in encoded.items():
         # Equal prompts in one list are different samples; the first of them is what it would be alone.
-        own = dataclasses.replace(settings, seed=(settings.seed + seen[prompt]) % 2**32)
-        seen[prompt] += settings.n
+        own = dataclasses.replace(settings, seed=derived_seed(settings.seed, "prompt", seen[prompt]))
+        seen[prompt] += 1
         requests.append(Request(prompt, own, number))
     on_token = None if stream is None else (lambda request, _, piece: stream(request.id, piece))
     for request, completion in run(engines, requests, policy=policy, slots=wanted, on_token=on_token):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import inspect
+import itertools
+import json
 import numbers
 from collections.abc import Iterable, Sequence
 from typing import Any, TypedDict
@@ -12,20 +15,34 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.checks import whole_number
 
 MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 128
+MAX_STOP_STRINGS = 1024
+MAX_STOP_CHARACTERS = 2**20
+"""Of all stop strings of a request together."""
+MAX_STOP_TOKEN_IDS = 2**16
+SEEDS = range(-(2**63), 2**63)
+"""Seeds are signed integers of 64 bits, as in OpenAI's API."""
+NOISE_VERSION = 2
+"""How a seed becomes draws. A new version draws other tokens from the same seed, so a job does not go on under another one."""
 _WHOLE = (
     ("max_new_tokens", 1, 2**31),
-    ("top_k", 0, 2**31),
-    ("seed", 0, 2**32),
+    ("top_k", -1, 2**31),
+    ("seed", SEEDS.start, SEEDS.stop),
     ("n", 1, MAX_SAMPLES + 1),
     ("top_logprobs", 0, MAX_TOP_LOGPROBS + 1),
 )
-_BETWEEN = (("min_p", 0, 1), ("repetition_penalty", 0.001, 1000), ("presence_penalty", -2, 2), ("frequency_penalty", -2, 2))
+_BETWEEN = (
+    ("top_p", 0, 1),
+    ("min_p", 0, 1),
+    ("repetition_penalty", 0.001, 1000),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+)
 _HINTS = {
     "do_sample": "a temperature above 0 samples, 0 is greedy",
     "max_length": "use max_new_tokens, which counts only the new tokens, not the prompt",
@@ -49,16 +66,18 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 class Sampling:
     """How one request is sampled and when it ends.
 
-    max_new_tokens: the most tokens to generate. temperature: 0 is greedy. top_k, top_p: 0 and 1, in this order, keep every token. seed: the
-    same seed, prompt and policy give the same tokens, whatever else is in a batch of the same bucket. stop: strings that end the text (they
-    are left out of it). stop_token_ids: None: the model's end-of-sequence tokens; (): none. logprobs: return the log-probability of each
-    token under the model's own distribution (temperature 1, no cut, no penalty).
+    max_new_tokens: the most tokens to generate. temperature: 0 is greedy. top_k, top_p: 0 (or -1) and 1, in this order, keep every token; a
+    top_p of 0 keeps the best one. seed: the same seed, prompt and policy give the same tokens, whatever else is in a batch of the same
+    bucket; from -2**63 to 2**63 - 1. stop: strings that end the text (they are left out of it); they may hold special tokens, which the
+    text leaves out. stop_token_ids: None: the model's end-of-sequence tokens; (): none. logprobs: return the log-probability of each token
+    under the model's own distribution (temperature 1, no cut, no penalty).
 
     min_p: drop tokens less probable than this share of the best token's probability. repetition_penalty: divides positive and multiplies
     negative logits of tokens in the prompt or the answer (as transformers does). presence_penalty and frequency_penalty: subtracted from
     the logit of a token in the answer, once and once per occurrence (OpenAI's definition, -2 to 2). Penalties act first, also on greedy
-    rows. n: how many samples of the prompt, which is prefilled once; sample i draws with seed + i. ignore_eos: do not stop at the model's
-    end-of-sequence tokens. top_logprobs: how many of the most likely tokens to return at each place; needs logprobs.
+    rows. n: how many samples of the prompt, which is prefilled once; the first draws with the seed, each other one with a seed derived from
+    it (`derived_seed`). ignore_eos: do not stop at the model's end-of-sequence tokens. top_logprobs: how many of the most likely tokens to
+    return at each place; needs logprobs.
     """
 
     max_new_tokens: int = 128
@@ -89,22 +108,22 @@ class Sampling:
         given = (self.stop,) if isinstance(self.stop, str) else self.stop
         stops = tuple(given) if isinstance(given, Iterable) else (None,)
         if any(not isinstance(text, str) or not text for text in stops):
-            raise ValueError(f"stop must be strings that are not empty, got {self.stop!r}; leave it out, or give (), for none")
+            raise ValueError(f"stop must be strings that are not empty, got {self.stop!r:.60}; leave it out, or give (), for none")
+        if len(stops) > MAX_STOP_STRINGS:
+            raise ValueError(f"stop has {len(stops):,} strings, and {MAX_STOP_STRINGS:,} are the most: give fewer")
+        if (characters := sum(map(len, stops))) > MAX_STOP_CHARACTERS:
+            raise ValueError(f"the stop strings have {characters:,} characters, and {MAX_STOP_CHARACTERS:,} are the most: cut them")
         object.__setattr__(self, "stop", stops)
         for name in ("logprobs", "ignore_eos"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name, least, below in _WHOLE:
             object.__setattr__(self, name, whole_number(name, getattr(self, name), least, below))
+        object.__setattr__(self, "top_k", max(0, self.top_k))
         if self.stop_token_ids is not None:
-            if not isinstance(self.stop_token_ids, Iterable):
-                raise ValueError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}")
-            ids = tuple(whole_number("a stop token id", token) for token in self.stop_token_ids)
-            object.__setattr__(self, "stop_token_ids", ids)
+            object.__setattr__(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
         if not _is_number(self.temperature) or not 0 <= self.temperature < np.inf:
             raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature!r}")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
         for name, least, most in _BETWEEN:
             value = getattr(self, name)
             if not _is_number(value) or not least <= value <= most:
@@ -155,13 +174,34 @@ def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+def _stop_token_ids(given: object) -> tuple[int, ...]:
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise ValueError(f"stop_token_ids must be a list of token ids, got {given!r:.60}")
+    ids = tuple(itertools.islice(given, MAX_STOP_TOKEN_IDS + 1))  # it may never end
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise ValueError(f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS:,} ids, the most that are taken: give fewer")
+    return tuple(whole_number("a stop token id", token) for token in ids)
+
+
+def derived_seed(seed: int, kind: str, number: int) -> int:
+    """The seed of the `number`th stream of draws that one seed names, such as ("sample", 2). Number 0 is the seed itself.
+
+    Other numbers give 64 bits of SHA-256, so the streams of two seeds are independent: seed 1 is not the second sample of seed 0.
+    """
+    if not number:
+        return seed
+    digest = hashlib.sha256(json.dumps([seed, kind, number]).encode()).digest()
+    return int.from_bytes(digest[:8], "big", signed=True)
+
+
 @flax.struct.dataclass
 class SamplingRows:
     """The sampling of every row of a batch, as arrays.
 
-    draws: whether any row draws at random instead of taking the largest logit. penalises: whether any row has a penalty. ranks: how many of
-    the most likely tokens are returned. These are static, so a step of greedy rows is compiled without the sort that drawing needs and
-    without counts of tokens. A condition on the device would make the host wait for its answer in every step.
+    seed: the upper and the lower 32 bits of each row's seed, which are its random key. draws: whether any row draws at random instead of
+    taking the largest logit. penalises: whether any row has a penalty. ranks: how many of the most likely tokens are returned. These are
+    static, so a step of greedy rows is compiled without the sort that drawing needs and without counts of tokens. A condition on the device
+    would make the host wait for its answer in every step.
     """
 
     temperature: Float[Array, "B"]
@@ -171,7 +211,7 @@ class SamplingRows:
     repetition_penalty: Float[Array, "B"]
     presence_penalty: Float[Array, "B"]
     frequency_penalty: Float[Array, "B"]
-    seed: Int[Array, "B"]
+    seed: UInt32[Array, "B 2"]
     draws: bool = flax.struct.field(pytree_node=False, default=True)
     penalises: bool = flax.struct.field(pytree_node=False, default=False)
     ranks: int = flax.struct.field(pytree_node=False, default=0)
@@ -194,7 +234,7 @@ class SamplingRows:
             repetition_penalty=np.array([s.repetition_penalty for s in filled], np.float32),
             presence_penalty=np.array([s.presence_penalty for s in filled], np.float32),
             frequency_penalty=np.array([s.frequency_penalty for s in filled], np.float32),
-            seed=np.array([s.seed for s in filled], np.uint32),
+            seed=np.array([divmod(s.seed % 2**64, 2**32) for s in filled], np.uint32),
             draws=any(s.temperature > 0 for s in filled),
             penalises=any(s.penalises for s in filled),
             ranks=MAX_TOP_LOGPROBS if any(s.top_logprobs for s in filled) else 0,
@@ -211,7 +251,7 @@ def check_rows(rows: SamplingRows, tokens: Array, counts: Array | None, slots: i
     if rows.penalises and counts is None:
         raise ValueError("a row has a penalty, which needs counts of its tokens: pass counts from kvjax.sampling.seen_tokens")
     for name, shape in {"tokens": tokens.shape, **rows.shapes()}.items():
-        if shape != (slots,):
+        if shape != ((slots, 2) if name == "seed" else (slots,)):
             raise ValueError(f"{name} must have one entry for each of {slots} slots, got shape {shape}")
     if counts is not None and ((shape := np.shape(counts)) != (slots, vocab_size) or jnp.result_type(counts) != jnp.int32):
         dtype = jnp.result_type(counts)
@@ -253,6 +293,7 @@ def sample(logits: Float[Array, "B V"], rows: SamplingRows, positions: Int[Array
     """The next token of every row.
 
     positions: the token's place in its sequence. It and the row's seed make the row's random key, so a draw does not depend on other rows.
+    A drawn token is the one with the largest sum of scaled logit and Gumbel noise, which is keyed by seed, place and token id.
     counts: the tokens that each row holds, from `seen_tokens` and `count_tokens`; needed if `rows.penalises`. Order: penalties (repetition,
     then frequency and presence), temperature, top-k, top-p over what is left, min-p. The best token always stays. Greedy rows take the
     largest logit; of equal ones, the lowest token id. Memory: a few arrays of `[B, V]` float32.
@@ -349,9 +390,11 @@ def _draw(logits: Float[Array, "B V"], rows: SamplingRows, positions: Int[Array,
     order = jnp.argsort(-below, axis=-1, stable=True)  # a high temperature flushes `scaled` to 0, and makes different logits equal
     ranked = jnp.take_along_axis(scaled, order, axis=-1)
 
-    def pick(seed, position, row):
-        key = jax.random.fold_in(jax.random.key(seed), position)
-        return jax.random.categorical(key, row)
+    def noise(seed, position):
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+        return jax.random.gumbel(key, logits.shape[-1:], jnp.float32, mode="low")
 
-    index = jax.vmap(pick)(rows.seed, positions, jnp.where(kept(ranked, rows), ranked, -jnp.inf))
+    # Noise belongs to a token's id, not to its rank: two steps whose logits nearly agree draw the same token nearly always.
+    ranked_noise = jnp.take_along_axis(jax.vmap(noise)(rows.seed, positions), order, axis=-1)
+    index = jnp.argmax(jnp.where(kept(ranked, rows), ranked + ranked_noise, -jnp.inf), axis=-1)
     return jnp.take_along_axis(order, index[:, None], axis=-1)[:, 0].astype(jnp.int32)

@@ -30,7 +30,7 @@ from kvjax.policies.decode import DecodePolicy
 from kvjax.prompts import encode
 from kvjax.requests import Completion, OnToken, Request
 from kvjax.samples import Batch, Flight, Handle, Sample, order, read
-from kvjax.sampling import SamplingRows, seen_tokens
+from kvjax.sampling import SamplingRows, derived_seed, seen_tokens
 from kvjax.sequences import CachedSequence
 from kvjax.sharding import several_processes
 from kvjax.steps import sample_first
@@ -349,7 +349,7 @@ class Scheduler:
         engine, index, last = self.engine, len(handle._samples), len(handle._samples) == handle.request.sampling.n - 1
         sampling, logits = handle.request.sampling, handle._sequence.logits
         if index:
-            sampling = dataclasses.replace(sampling, seed=(sampling.seed + index) % 2**32)
+            sampling = dataclasses.replace(sampling, seed=derived_seed(sampling.seed, "sample", index))
         tokenizer = engine.model.tokenizer
         streamed = sampling.stop or (self._tokenizer is not None and self.on_token is not None)
         stop_ids = sampling.stop_token_ids

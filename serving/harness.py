@@ -30,7 +30,7 @@ from kvjax.models import load
 from kvjax.policies import prefill
 from kvjax.policies.decode import DecodePolicy, identity, parse
 from kvjax.requests import Request
-from kvjax.sampling import Sampling
+from kvjax.sampling import Sampling, derived_seed
 from kvjax.scoring import continuation_logprobs
 from kvjax.sequences import CachedSequence
 
@@ -238,7 +238,7 @@ class KvjaxLM(LM):
         if sample and not temperature:
             temperature = 1.0
         stop = (until,) if isinstance(until, str) else tuple(text for text in until or () if text)
-        return Sampling(limit, temperature if sample else 0.0, top_k, top_p, (self.seed + number) % 2**32, stop)
+        return Sampling(limit, temperature if sample else 0.0, top_k, top_p, derived_seed(self.seed, "request", number), stop)
 
 
 def windows(length: int, max_length: int) -> Iterator[tuple[int, int, int]]:

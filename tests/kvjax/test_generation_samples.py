@@ -9,7 +9,7 @@ import pytest
 
 from kvjax import Engine, OutOfPages, Request, Sampling, generate
 from kvjax.generation import pages_needed, run
-from kvjax.sampling import SamplingRows, seen_tokens
+from kvjax.sampling import SamplingRows, derived_seed, seen_tokens
 
 pytestmark = pytest.mark.bits
 
@@ -111,7 +111,7 @@ def test_samples_are_those_of_their_seeds_and_the_prompt_is_prefilled_once(engin
     assert len(many.choices) == n
     assert many.text == many.choices[0].text
     for index, choice in enumerate(many.choices):
-        ((_, alone),) = run(engine, [Request(PROMPT, Sampling(seed=(2**32 - 2 + index) % 2**32, **settings))], slots=slots)
+        ((_, alone),) = run(engine, [Request(PROMPT, Sampling(seed=derived_seed(2**32 - 2, "sample", index), **settings))], slots=slots)
         assert choice == alone
     assert len({choice.text for choice in many.choices}) == n
 
@@ -120,7 +120,9 @@ def test_samples_are_those_of_their_seeds_and_the_prompt_is_prefilled_once(engin
 def test_samples_with_penalties_count_each_their_own(engine):
     settings = {"max_new_tokens": 12, "temperature": 1.0, "stop_token_ids": (), "repetition_penalty": 1.4, "frequency_penalty": 0.5}
     ((_, found),) = run(engine, [Request(PROMPT, Sampling(n=3, **settings))], slots=4)
-    alone = [next(run(engine, [Request(PROMPT, Sampling(seed=seed, **settings))], slots=4))[1] for seed in range(3)]
+    alone = [
+        next(run(engine, [Request(PROMPT, Sampling(seed=derived_seed(0, "sample", index), **settings))], slots=4))[1] for index in range(3)
+    ]
     assert list(found.choices) == alone
 
 
@@ -129,9 +131,13 @@ def test_generate_gives_a_list_for_each_prompt(engine):
     texts = generate(engine, ["Call me", "x"], n=3, **settings)
     assert [len(samples) for samples in texts] == [3, 3]
     assert generate(engine, "Call me", n=3, **settings) == texts[0]
-    assert texts[0] == [generate(engine, "Call me", seed=seed, slots=4, **settings) for seed in range(3)]
+    assert texts[0] == [generate(engine, "Call me", seed=derived_seed(0, "sample", index), slots=4, **settings) for index in range(3)]
     twice = generate(engine, ["x", "x"], n=2, **settings)
-    assert twice[0] + twice[1] == generate(engine, "x", n=4, **settings), "equal prompts do not draw the same samples"
+    assert twice[0] == generate(engine, "x", n=2, **settings)
+    assert twice[1] == generate(engine, "x", n=2, seed=derived_seed(0, "prompt", 1), **settings)
+    assert not set(twice[0]) & set(twice[1]), "equal prompts do not draw the same samples"
+    several = [set(generate(engine, "Call me", n=4, seed=seed, **settings)) for seed in range(4)]
+    assert len(set.union(*several)) == 16, "nor do seeds that follow each other"
     with pytest.raises(ValueError, match="stream shows one sample of a prompt, and n is 2"):
         generate(engine, "x", n=2, stream=print)
 

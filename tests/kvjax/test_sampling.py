@@ -1,5 +1,7 @@
 """Sampling is a distribution: cuts are exact, draws follow the probabilities, seeds repeat and company does not matter."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from tiny_models import make_model
 
 from kvjax import Engine, Sampling
-from kvjax.sampling import SamplingRows, count_tokens, kept, penalised, sample, seen_tokens
+from kvjax.sampling import NOISE_VERSION, SamplingRows, count_tokens, derived_seed, kept, penalised, sample, seen_tokens
 
 sample_step = jax.jit(sample)
 LOGITS = np.log(np.array([0.05, 0.4, 0.25, 0.2, 0.1], np.float32))
@@ -80,15 +82,21 @@ def test_rows_are_independent_of_their_company_and_positions_differ():
         ({"stop": [5]}, "stop must be"),
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -2}, "top_k"),
         ({"top_k": 2**31}, "top_k"),
-        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": -0.1}, "top_p must be a number from 0 to 1, got -0.1"),
         ({"top_p": 1.5}, "top_p"),
-        ({"seed": -1}, "seed"),
+        ({"seed": 2**63}, "seed must be at most 9223372036854775807"),
+        ({"seed": -(2**63) - 1}, "seed must be at least"),
         ({"stop": ("",)}, "stop must be strings that are not empty"),
         ({"stop": (5,)}, "stop must be strings"),
         ({"stop": 5}, "stop must be strings that are not empty, got 5"),
+        ({"stop": ["ab"] * 1025}, "stop has 1,025 strings, and 1,024 are the most"),
+        ({"stop": ["a" * 2**19] * 3}, "the stop strings have 1,572,864 characters, and 1,048,576 are the most"),
         ({"stop": None}, r"got None; leave it out, or give \(\), for none"),
+        ({"stop_token_ids": range(2**16 + 1)}, "stop_token_ids has more than 65,536 ids"),
+        ({"stop_token_ids": itertools.count()}, "stop_token_ids has more than 65,536 ids"),
+        ({"stop_token_ids": "12"}, "stop_token_ids must be a list of token ids, got '12'"),
         ({"stop_token_ids": 5}, "stop_token_ids must be a list of token ids, got 5"),
         ({"max_new_tokens": 2.0}, "max_new_tokens must be a whole number"),
         ({"top_k": True}, "top_k must be a whole number"),
@@ -101,6 +109,57 @@ def test_impossible_settings_are_refused(fields, match):
         Sampling(**fields)
 
 
+def drawn(logits, seeds, **fields):
+    """One token for each seed, at place 3."""
+    rows = SamplingRows.of([Sampling(temperature=1.0, seed=seed, **fields) for seed in seeds])
+    tiled = np.tile(np.asarray(logits, np.float32), (len(seeds), 1))
+    return np.asarray(sample_step(tiled, rows, np.full(len(seeds), 3, np.int32)).tokens)
+
+
+def test_values_of_other_engines():
+    assert Sampling(top_k=-1) == Sampling(top_k=0)
+    assert set(drawn(LOGITS, range(50), top_p=0).tolist()) == {1}
+
+
+def test_all_bits_of_a_seed_count():
+    seeds = [0, 1, -1, 2**31, 2**32, 2**32 + 1, 2**53, -(2**53), 2**63 - 1, -(2**63)]
+    logits = np.zeros(5000)
+    tokens = drawn(logits, seeds)
+    assert len(set(tokens.tolist())) == len(seeds)
+    assert drawn(logits, seeds[::-1])[::-1].tolist() == tokens.tolist()
+
+
+def test_draws_of_a_seed_stay():
+    """A change here is a new NOISE_VERSION: an older job does not go on with other draws."""
+    tokens = drawn(np.zeros(1000), [0, 1, 7, 2**40, -1]).tolist()
+    derived = [derived_seed(7, "sample", 2), derived_seed(7, "prompt", 2), derived_seed(7, "sample", 0)]
+    assert (NOISE_VERSION, tokens, derived) == (2, [503, 197, 276, 744, 135], [4429817029414336207, 6977377927693714382, 7])
+
+
+def test_nearly_equal_logits_draw_the_same_token():
+    """Noise is keyed by token id. Keyed by rank, a swap of two ranks would move every draw between them."""
+    logits = np.random.default_rng(0).normal(size=2000)
+    moved = logits + np.random.default_rng(1).normal(size=2000) * 0.01
+    same = drawn(logits, range(400)) == drawn(moved, range(400))
+    shares = np.exp(logits) / np.exp(logits).sum(), np.exp(moved) / np.exp(moved).sum()
+    distance = np.abs(shares[0] - shares[1]).sum() / 2
+    assert 1 - same.mean() < 2 * distance + 0.02, "Gumbel noise couples draws within twice the total variation distance"
+
+
+def test_cuts_do_not_move_the_noise_of_what_stays():
+    logits = np.random.default_rng(0).normal(size=50)
+    best = set(np.argsort(-logits)[:10].tolist())
+    free, cut = drawn(logits, range(300)), drawn(logits, range(300), top_k=10)
+    stays = np.isin(free, list(best))
+    assert stays.sum() > 100
+    np.testing.assert_array_equal(cut[stays], free[stays])
+
+
+def test_samples_of_neighbouring_seeds_are_independent():
+    streams = {derived_seed(seed, kind, number) for seed in range(20) for kind in ("sample", "prompt") for number in range(1, 20)}
+    assert len(streams | set(range(20))) == 20 * 2 * 19 + 20
+
+
 TEMPERATURES = [5e-324, 1e-60, 1e-45, 1.4e-45, 1e-44, 1e-40, 1.18e-38, 1e-37, 1e-36, 1e-30, 1e-20, 1e-9, 1e-3]
 
 
@@ -110,7 +169,7 @@ TEMPERATURES = [5e-324, 1e-60, 1e-45, 1.4e-45, 1e-44, 1e-40, 1.18e-38, 1e-37, 1e
     st.sampled_from(TEMPERATURES) | st.floats(5e-324, 1e-3),
     st.lists(st.integers(-(10**6), 10**6), min_size=2, max_size=12, unique=True),
     st.sampled_from([{}, {"top_k": 2}, {"top_p": 0.9}]),
-    st.integers(0, 2**32 - 1),
+    st.integers(-(2**63), 2**63 - 1),
 )
 def test_a_tiny_temperature_takes_the_greedy_token(temperature, logits, cuts, seed):
     """Logits are whole numbers apart, so at T up to 1e-3 the others have a probability of at most exp(-1000)."""
@@ -245,7 +304,7 @@ def test_rows_that_change_in_place_change_the_next_step():
     def changed(seeds):
         rows = jax.tree.map(np.array, of[0])
         for seed in seeds:
-            rows.seed[:] = seed
+            rows.seed[:] = 0, seed
             yield rows
 
     assert tokens(engine.fork(sequence), changed(range(12))) == tokens(sequence, of)
