@@ -10,7 +10,7 @@ Batch jobs and the server read OpenAI's fields here and nowhere else, so both ta
   API, and of vLLM's, that kvjax does not have, at values that ask for nothing (`NEUTRAL`).
 
 null means the same as leaving a field out. The fields of `IGNORED` change no answer. Any other field that is unknown, or needs something
-that kvjax cannot do, is an error. `top_k` -1 cuts nothing, as in vLLM. A limit may be given under two names if both have the same value.
+that kvjax cannot do, is an error. A limit may be given under two names if both have the same value.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from kvjax.checks import check_salt
 
 ROLES = ("system", "user", "assistant")
 SHOWN = 80
@@ -136,7 +138,7 @@ def read_body(fields: Mapping[str, Any], form: Fields, where: str = "") -> Body:
         sampling=sampling,
         limit_field=limit_field,
         template_options=dict(options),
-        cache_salt=text("cache_salt", given["cache_salt"]) if "cache_salt" in given else None,
+        cache_salt=_salt(given),
         stream=stream,
         usage=usage,
         model=text(f"{where}model", given["model"]) if "model" in given else None,
@@ -163,9 +165,7 @@ def _prompt(given: Mapping[str, Any]) -> tuple[str | tuple[int, ...] | None, tup
     prompt = given["prompt"]
     if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str | list | tuple):
         if len(prompt) > 1:
-            raise WrongField(
-                f"prompt is a list of {len(prompt):,} prompts; a record has one prompt: give each a record of its own", "prompt"
-            )
+            raise WrongField(f"prompt is a list of {len(prompt):,}; a record has one prompt, so give each a record of its own", "prompt")
         prompt = prompt[0]
     prompt = token_ids("prompt", prompt) if isinstance(prompt, list | tuple) else text("prompt", prompt)
     if not prompt:
@@ -213,8 +213,6 @@ def _sampling(given: Mapping[str, Any], form: Fields) -> dict[str, Any]:
     """Arguments of `kvjax.Sampling` without the limit."""
     sampling: dict[str, Any] = {name: number(name, given[name]) for name in _NUMBERS if name in given}
     sampling |= {name: whole(name, given[name]) for name in ("top_k", "n") if name in given}
-    if sampling.get("top_k") == -1:
-        sampling["top_k"] = 0
     if "seed" in given:
         sampling["seed"] = whole("seed", given["seed"], 2**63)
     if "ignore_eos" in given:
@@ -236,6 +234,14 @@ def _logprobs(given: Mapping[str, Any], form: Fields) -> dict[str, Any]:
         return {"logprobs": True, "top_logprobs": whole("logprobs", given["logprobs"])}
     found: dict[str, Any] = {"logprobs": boolean("logprobs", given["logprobs"])} if "logprobs" in given else {}
     return found | ({"top_logprobs": whole("top_logprobs", given["top_logprobs"])} if "top_logprobs" in given else {})
+
+
+def _salt(given: Mapping[str, Any]) -> str | None:
+    try:
+        check_salt(given.get("cache_salt"))
+    except ValueError as error:
+        raise WrongField(str(error), "cache_salt") from None
+    return given.get("cache_salt")
 
 
 def _streaming(given: Mapping[str, Any]) -> tuple[bool, bool]:

@@ -113,7 +113,7 @@ def _refused(record: Record, error: str) -> Record:
 def _fill(record: Record, fields: Mapping[str, Any], where: str, defaults: Defaults) -> Record:
     body = read_body(fields, _FORMS[record.endpoint], where)
     if body.stream:
-        raise WrongField("stream true is not supported in a batch job; leave it out or give false", "stream")
+        raise WrongField(f"{where}stream true is not supported in a batch job; leave it out or give false", "stream")
     return dataclasses.replace(
         record,
         prompt=body.prompt,

@@ -66,7 +66,7 @@ def batch_command(
             help="For records that do not say; 0 is greedy. [default: 0; 1 for OpenAI's format]", show_default=False, **number(least=0)
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="For records without a seed: this and the record's id make one.", **whole(0, 2**32 - 1))] = 0,
+    seed: Annotated[int, typer.Option(help="For records without a seed: this and the record's id make one.", **whole(-(2**63), 2**63 - 1))] = 0,
     pages: Annotated[
         int | None,
         typer.Option(help="Pages in the pool. [default: enough for the longest records, or as many as fit]", show_default=False, **whole()),

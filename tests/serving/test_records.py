@@ -109,7 +109,6 @@ def test_fields_that_ask_for_nothing_are_taken():
     ("field", "value"),
     [
         ("stream", True),
-        ("stream", 0),
         ("logit_bias", {"5": 1}),
         ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function"}]),
