@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -70,22 +71,48 @@ class Record:
         return len(self.prompt or "")
 
 
-def read(lines: Iterable[bytes | str | Mapping[str, Any]], defaults: Defaults = Defaults()) -> Iterator[Record]:
+def read(
+    lines: Iterable[bytes | str | Mapping[str, Any]], defaults: Defaults = Defaults(), repeated: list[int] | None = None
+) -> Iterator[Record]:
     """Records of the lines (JSON text, or objects already parsed), in order; blank lines are skipped but counted.
 
-    A bad line gives a record with `error`. So does a line whose id an earlier line has.
+    A bad line gives a record with `error`. A line that is equal to an earlier one with the same id is the same record: it is skipped, and
+    its number is added to `repeated`. ValueError at the end of the lines if some with the same id differ: which of them an answer with this
+    id belongs to, nobody could tell.
     """
-    seen: dict[str | int, int] = {}
+    seen: dict[str | int, tuple[int, bytes]] = {}
+    differ: list[tuple[str | int, int, int]] = []
     for number, line in enumerate(lines, 1):
         if isinstance(line, bytes | str) and not line.strip():
             continue
         record = parse(line, number, defaults)
         if record.id is not None:
-            first = seen.setdefault(record.id, number)
+            first, digest = seen.setdefault(record.id, (number, _digest(line)))
             if first != number:
-                rule = "ids must be unique, and a record without one gets the number of its line"
-                record = _refused(record, f"id {record.id!r} is already used on line {first}; {rule}")
+                if digest != _digest(line):
+                    differ.append((record.id, first, number))
+                elif repeated is not None:
+                    repeated.append(number)
+                continue
         yield record
+    if differ:
+        name, first, second = differ[0]
+        others = f", and {len(differ) - 1:,} more lines repeat an id" if len(differ) > 1 else ""
+        raise ValueError(
+            f"the id {show(name)} is given on line {first} and, with other content, on line {second}{others}: give each record an id "
+            "of its own (one without an id has the number of its line). Nothing was run"
+        )
+
+
+def _digest(line: bytes | str | Mapping[str, Any]) -> bytes:
+    """Equal for equal lines, but for space around them."""
+    if isinstance(line, Mapping):
+        try:
+            line = json.dumps(line, sort_keys=True, default=str)
+        except (RecursionError, TypeError, ValueError):  # it cannot be compared, so it is equal to no other
+            return os.urandom(16)
+    text = line.strip()
+    return hashlib.sha256(text if isinstance(text, bytes) else text.encode(errors="surrogatepass")).digest()[:16]
 
 
 def parse(line: bytes | str | Mapping[str, Any], number: int, defaults: Defaults = Defaults()) -> Record:

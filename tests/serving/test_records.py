@@ -248,12 +248,37 @@ def test_a_line_that_is_no_record(line, said):
     assert said in parse(line, 1).error
 
 
-def test_ids_must_be_unique_and_blank_lines_count():
-    lines = ["\n", '{"id": "a", "prompt": "x"}\n', "  \r\n", '{"id": "b", "prompt": "x"}', '{"id": "a", "prompt": "y"}', '{"prompt": "z"}']
-    records = list(read(lines))
-    assert [(record.line, record.id) for record in records] == [(2, "a"), (4, "b"), (5, "a"), (6, 6)]
-    assert [record.error is None for record in records] == [True, True, False, True]
-    assert "line 2" in records[2].error
+def test_equal_lines_are_one_record_and_blank_lines_count():
+    lines = ["\n", '{"id": "a", "prompt": "x"}\n', "  \r\n", '{"id": "b", "prompt": "x"}', ' {"id": "a", "prompt": "x"}', '{"prompt": "z"}']
+    repeated = []
+    records = list(read(lines, repeated=repeated))
+    assert [(record.line, record.id, record.error) for record in records] == [(2, "a", None), (4, "b", None), (6, 6, None)]
+    assert repeated == [5]
+    objects = [{"id": "a", "prompt": "x", "n": 1}, {"prompt": "x"}, {"n": 1, "prompt": "x", "id": "a"}, {"prompt": "x"}]
+    assert [record.id for record in read(objects, repeated=repeated)] == ["a", 2, 4]
+    assert repeated == [5, 3]
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (
+            ['{"id": "a", "prompt": "x"}', '{"id": "a", "prompt": "y"}'],
+            "the id 'a' is given on line 1 and, with other content, on line 2: ",
+        ),
+        (['{"id": "a", "prompt": "x"}', '{"id": "a", "colour": 1}'], "the id 'a' is given on line 1"),
+        (
+            ['{"id": "a", "prompt": "x"}'] * 2 + ['{"custom_id": "a", "body": {"prompt": "x"}}'],
+            "on line 1 and, with other content, on line 3",
+        ),
+        (['{"id": 2, "prompt": "x"}', '{"prompt": "x"}'], "the id 2 is given on line 1 .* the number of its line"),
+        ([json.dumps({"id": "a", "prompt": str(n)}) for n in range(40)], "line 2, and 38 more lines repeat an id"),
+        ([json.dumps({"id": "a" * 10**6, "prompt": str(n)}) for n in range(2)], "^.{,300}$"),
+    ],
+)
+def test_an_id_of_two_records_is_refused_before_anything_runs(lines, said):
+    with pytest.raises(ValueError, match=said):
+        list(read(lines))
 
 
 def test_a_byte_order_mark_is_no_part_of_the_line():
