@@ -47,22 +47,34 @@ if TYPE_CHECKING:
     from kvjax.serving.batch.setup import Setup
 
 
+SourceArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="IN.jsonl",
+        help="One record per line: plain, or OpenAI's batch file format; may be compressed by gzip. Or IN.parquet: one per row.",
+    ),
+]
+OutOption = Annotated[
+    Path,
+    typer.Option(
+        "--out",
+        "-o",
+        help="Output file: one line per record, in the input's order. Parquet or compressed if it ends in .parquet or .gz.",
+    ),
+]
+ContinueAnywayOption = Annotated[
+    bool,
+    typer.Option(
+        "--continue-anyway",
+        help="Continue a killed job with another --max-batch. The last bits of its answers may differ from those of one run, and the "
+        "summary says so.",
+    ),
+]
+
+
 def batch_command(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="IN.jsonl",
-            help="One record per line: plain, or OpenAI's batch file format; may be compressed by gzip. Or IN.parquet: one per row.",
-        ),
-    ],
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out",
-            "-o",
-            help="Output file: one line per record, in the input's order. Parquet or compressed if it ends in .parquet or .gz.",
-        ),
-    ],
+    source: SourceArgument,
+    out: OutOption,
     model: ModelOption,
     policy: PolicyOption = None,
     prefill: PrefillOption = None,
@@ -101,14 +113,7 @@ def batch_command(
     disk: DiskOption = None,
     disk_size: DiskSizeOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.jsonl if it exists.")] = False,
-    continue_anyway: Annotated[
-        bool,
-        typer.Option(
-            "--continue-anyway",
-            help="Continue a killed job with another --max-batch. The last bits of its answers may differ from those of one run, and the "
-            "summary says so.",
-        ),
-    ] = False,
+    continue_anyway: ContinueAnywayOption = False,
     fail_on_error: Annotated[bool, typer.Option("--fail-on-error", help="Exit with status 1 if a record could not be answered.")] = False,
     progress: Annotated[
         bool,
