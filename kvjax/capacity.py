@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 from kvjax.cache import OutOfPages
@@ -12,6 +13,7 @@ from kvjax.model import ModelConfig
 from kvjax.policies.decode import DecodePolicy, Window
 from kvjax.policies.prefill import PrefillPolicy, SinkWindow
 from kvjax.release import kept_by
+from kvjax.sampling import Sampling
 from kvjax.sequences import CachedSequence
 
 MOST_POSITIONS = 2**24
@@ -37,17 +39,37 @@ class Capacity:
         """
         if tokens <= self._longest:
             return
-        remapped = isinstance(policy, Window | SinkWindow) and policy.remap
-        most = MOST_POSITIONS if remapped else self.config.max_positions
-        if tokens > most:
+        if tokens > (most := self._positions(policy)):
             known = f"the model's {most:,} positions{self.config.for_longer(tokens)}"
-            known = f"the {most:,} positions that float32 counts exactly, by which keys are rotated" if remapped else known
+            known = f"the {most:,} positions that float32 counts exactly, by which keys are rotated" if most == MOST_POSITIONS else known
             raise ValueError(f"a sequence of {tokens:,} tokens is longer than {known}")
         if policy is not None and kept_by(policy, self._page_size) is not None:
             return  # it gives pages back: those that it needs are checked when they are taken
         for name, count in self._groups.needed(tokens).items():
             if count > (total := self._groups.allocators[name].total):
                 raise self._advised(OutOfPages(count, self._groups.allocators[name].free, total, group=name))
+
+    def fitted(self, sampling: Sampling, prompt_tokens: int, policy: DecodePolicy) -> Sampling:
+        """The sampling of a request, whose answer fits into the positions behind a prompt of so many tokens.
+
+        One that does not fit is cut if the sampling says `clip`, else it is a ValueError, which names prompt, limit and room. The latest
+        token of an answer is not written, so it needs no position.
+        """
+        asked, room = sampling.max_new_tokens, self._positions(policy) - prompt_tokens + 1
+        if asked <= room:
+            return sampling
+        if sampling.clip:
+            return dataclasses.replace(sampling, max_new_tokens=room)
+        try:
+            self.check_length(prompt_tokens + asked - 1, policy)
+        except ValueError as error:
+            said = f"the prompt has {prompt_tokens:,}, {asked:,} new ones are asked for, and there is room for {room:,}"
+            raise ValueError(f"{error}: {said}; lower max_new_tokens, or pass clip=True to cut the answer there") from None
+        return sampling
+
+    def _positions(self, policy: DecodePolicy | PrefillPolicy | None) -> int:
+        remapped = isinstance(policy, Window | SinkWindow) and policy.remap
+        return MOST_POSITIONS if remapped else self.config.max_positions
 
     def check_room(self, tokens: int, sequence: CachedSequence | None, growing: Sequence[CachedSequence]) -> None:
         """`Engine.check_room`."""

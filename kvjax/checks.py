@@ -68,12 +68,19 @@ def listed(given: object, what: str, remedy: str) -> list:
     return list(given)
 
 
+def check_unmasked(tokens: object) -> None:
+    """ValueError for a numpy array some of whose entries are masked: reading it would bring them back."""
+    if isinstance(tokens, np.ma.MaskedArray) and np.ma.is_masked(tokens):
+        raise ValueError(f"{int(np.ma.count_masked(tokens))} of {tokens.size} token ids are masked: give tokens.compressed(), the others")
+
+
 def token_ids(tokens: Sequence[int], vocab_size: int) -> list[int]:
     """Token ids as Python ints; ValueError for anything that is not a row of ids in the vocabulary. True and False are not ids."""
     if isinstance(tokens, str):
         raise ValueError(f"an engine takes token ids, got text, {tokens!r:.60}: engine.model.tokenizer(text)['input_ids'] gives them")
     if isinstance(tokens, Mapping):
         raise ValueError(f"an engine takes token ids, got a mapping with {', '.join(map(repr, tokens)):.60}: give its ['input_ids']")
+    check_unmasked(tokens)
     ids = np.asarray(tokens)
     if ids.ndim == 0:
         raise ValueError(f"token ids must be a list, got {tokens!r:.60}: one prompt among several is [ids], as in prefill([ids])")

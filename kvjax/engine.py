@@ -101,13 +101,11 @@ class Engine:
         self._plan_beside_weights = functools.partial(memory_plan, self.config, **sizes, indexes=self.indexes, weights_bytes=0)
         plan = self._plan_beside_weights()
         self._stores = kept_in = check_stores(self._declared.states.policies, **stores)
-        keeps = {"chunk": self.prefill_chunk, "keeps_none": kept_in.keeps_none}
-        host = host_memory(plan, kept_in.host_bytes, self.spec, **keeps)
+        host = host_memory(plan, kept_in.host_bytes, self.spec, chunk=self.prefill_chunk, keeps_none=kept_in.keeps_none)
         if host.why:
             logger.info("%s bytes of host memory are a store of pages and states for later prompts: %s", f"{host.store_bytes:,}", host.why)
         totals = pool_pages(plan, self.config, pages, device_bytes, host.pages, mesh=mesh)
-        kept = {"hot": bool(self.indexes), "reach": self._declared.reach, "mesh": mesh}
-        self._groups = GroupPages(self.spec, *totals, self.prefill_chunk, **kept)
+        self._groups = GroupPages(self.spec, *totals, self.prefill_chunk, hot=bool(self.indexes), reach=self._declared.reach, mesh=mesh)
         self._declared.frames = next((each.counts for each in self._groups.frames.values()), None)
         self._release = PageRelease(self._groups, self.page_size, self.policy, self._declared.reach)
         self._capacity = Capacity(self.config, self._groups, self._plan_beside_weights)
@@ -156,6 +154,10 @@ class Engine:
 
         policy: decodes the sequence to that length, and may count positions in the cache or give pages back. None: it is prefilled."""
         self._capacity.check_length(tokens, self.prefill_policy if policy is None else policy)
+
+    def fitted(self, sampling: Sampling, prompt_tokens: int, policy: DecodePolicy) -> Sampling:
+        """`Capacity.fitted`."""
+        return self._capacity.fitted(sampling, prompt_tokens, policy)
 
     @property
     def last_choice(self) -> Choice | None:

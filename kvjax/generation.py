@@ -74,6 +74,7 @@ def generate(
     details: Literal[False] = False,
     slots: int | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    parse_special: bool = False,
     on_error: Literal["raise"] = "raise",
     **sampling: Unpack[OneSample],
 ) -> str: ...
@@ -88,6 +89,7 @@ def generate(
     details: Literal[True],
     slots: int | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    parse_special: bool = False,
     on_error: Literal["raise"] = "raise",
     **sampling: Unpack[OneSample],
 ) -> Completion: ...
@@ -102,6 +104,7 @@ def generate(
     details: Literal[False] = False,
     slots: int | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    parse_special: bool = False,
     on_error: Literal["raise"] = "raise",
     **sampling: Unpack[OneSample],
 ) -> list[str]: ...
@@ -116,6 +119,7 @@ def generate(
     details: Literal[True],
     slots: int | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    parse_special: bool = False,
     on_error: Literal["raise"] = "raise",
     **sampling: Unpack[OneSample],
 ) -> list[Completion]: ...
@@ -130,6 +134,7 @@ def generate(
     details: bool = False,
     slots: int | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    parse_special: bool = False,
     on_error: Literal["raise", "return"] = "raise",
     **sampling: Unpack[SamplingOptions],
 ) -> Any: ...
@@ -143,6 +148,7 @@ def generate(
     details: bool = False,
     slots: int | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    parse_special: bool = False,
     on_error: Literal["raise", "return"] = "raise",
     **sampling: Any,
 ) -> Any:
@@ -150,6 +156,7 @@ def generate(
 
     A prompt is text, a list of token ids, a list of chat messages (`{"role": ..., "content": ...}`), or what a Hugging Face tokenizer
     returns, for one text or several. Chat messages go through the model's chat template, with `chat_template_kwargs` as its variables.
+    Special tokens inside them are plain text unless `parse_special` is True.
 
     model: an engine, or several replicas (`kvjax.replicas`); or a model, which gets an engine whose pool fits these prompts. policy: the
     decode policy; None is the engine's own, or the default of `Engine`. prefill: the prefill policy, None as for policy; ValueError with an
@@ -180,7 +187,7 @@ def generate(
     encoded: dict[int, tuple[int, ...]] = {}
     for number, prompt in enumerate(listed):
         try:
-            encoded[number] = tuple(encode(tokenizer, prompt, chat_template_kwargs))
+            encoded[number] = tuple(encode(tokenizer, prompt, chat_template_kwargs, parse_special=parse_special))
         except ValueError as error:
             if on_error == "raise":
                 raise _of_prompt(error, number, listed) from error.__cause__

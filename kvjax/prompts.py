@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-import inspect
+import functools
+import logging
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from kvjax.checks import check_unmasked
+from kvjax.messages import chat_ids
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Mapping[str, Any]
 """Text; token ids; chat messages, each with role and content; or what a Hugging Face tokenizer returns for one text."""
 
 
-def encode(tokenizer: Any, prompt: Prompt, template_options: Mapping[str, Any] | None = None) -> list[int]:
-    """Token ids of a prompt. Ids stay as they are; messages go through the chat template (`chat_ids`).
+def encode(tokenizer: Any, prompt: Prompt, template_options: Mapping[str, Any] | None = None, *, parse_special: bool = False) -> list[int]:
+    """Token ids of a prompt. Ids stay as they are; messages go through the chat template (`kvjax.messages.chat_ids`).
 
-    ValueError for anything else, and for text or messages that the model's tokenizer cannot read.
+    parse_special: whether special tokens in the contents of messages are control tokens, and not plain text; in a text they always are.
+    Logs a warning if a text begins with the beginning-of-sequence token and the tokenizer adds another. ValueError for anything else, and
+    for text or messages that the model's tokenizer cannot read.
     """
     if isinstance(prompt, Mapping):
         prompt = _rows(prompt)
     if template_options is not None and not isinstance(template_options, Mapping):
         raise ValueError(f"chat_template_kwargs must be a mapping, as {{'enable_thinking': False}}, got {template_options!r:.60}")
     if _is_chat(prompt):
-        return list(chat_ids(prompt, tokenizer, template_options or {}))
+        return list(chat_ids(prompt, tokenizer, template_options or {}, parse_special=parse_special))
     if isinstance(prompt, bytes | bytearray):  # its items are numbers, but not token ids
         raise ValueError(f"a prompt is text or a list of token ids, got bytes, {prompt!r:.60}: prompt.decode() makes text of them")
     if template_options:
         raise ValueError(f"chat_template_kwargs are for chat messages, and this prompt has none: {prompt!r:.60}")
     if not isinstance(prompt, str):
         try:
+            check_unmasked(prompt)
             if not hasattr(prompt, "__getitem__"):
                 raise TypeError(f"{type(prompt).__name__} has no order, or can be read only once")
             if any(isinstance(token, bool | np.bool_) for token in prompt):
@@ -44,35 +53,21 @@ def encode(tokenizer: Any, prompt: Prompt, template_options: Mapping[str, Any] |
     except UnicodeEncodeError as error:
         raise ValueError(f"the prompt holds half of a surrogate pair at character {error.start}, which is not text") from None
     try:
-        return list(tokenizer(prompt)["input_ids"])
+        ids = list(tokenizer(prompt)["input_ids"])
     except Exception as error:  # a tokenizer may raise anything; it concerns only this prompt
         raise ValueError(f"the tokenizer cannot read the prompt: {error}") from error
+    if len(ids) > 1 and ids[0] == ids[1] == getattr(tokenizer, "bos_token_id", None):
+        _warn_of_two_beginnings(tokenizer)
+    return ids
 
 
-def chat_ids(messages: Iterable[Mapping[str, str]], tokenizer: Any, template_options: Mapping[str, Any]) -> tuple[int, ...]:
-    """Token ids of a conversation, rendered by the model's chat template up to where the assistant's answer begins.
-
-    template_options: variables of the template, such as {"enable_thinking": False}. ValueError for an option that is an argument of
-    `apply_chat_template` itself, and for messages that the template does not accept.
-    """
-    if tokenizer is None:
-        raise ValueError("the model has no tokenizer: give prompt as token ids")
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError("the model has no chat template for messages: give prompt, or put a chat_template.jinja in the model's folder")
-    for name in inspect.signature(tokenizer.apply_chat_template).parameters.keys() & template_options.keys():
-        raise ValueError(f"chat_template_kwargs may hold only variables of the model's chat template, and {name!r} is not one")
-    given = [dict(message) if isinstance(message, Mapping) else message for message in messages]
-    wrong = next((message for message in given if not isinstance(message, dict) or not {"role", "content"} <= message.keys()), None)
-    if wrong is not None:
-        raise ValueError(f"a message has a role and a content, got {wrong!r:.60}")
-    try:
-        text = tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True, **template_options)
-    except ImportError:  # jinja2 is missing, so the record is not at fault
-        raise
-    except Exception as error:  # templates are programs that come with the model, and may raise anything
-        raise ValueError(f"the model's chat template does not take these messages: {error}") from error
-    # The template writes the special tokens itself.
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+@functools.lru_cache(maxsize=16)
+def _warn_of_two_beginnings(tokenizer: Any) -> None:
+    """Say it once for a tokenizer: a job may have a million such prompts."""
+    logger.warning(
+        "a prompt begins with %r, and the tokenizer adds another one: give messages instead of a rendered chat, or cut it",
+        tokenizer.bos_token,
+    )
 
 
 def one_by_one(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:

@@ -49,8 +49,8 @@ class Completion:
     logprobs: one per token, if requested. top_logprobs: for each token, pairs (token id, log-probability) of the most likely ones, best
     first, if requested. finish_reason: "stop" (stop token or string), "length" (max_new_tokens), "cancelled" or "error". choices: with n
     above 1, all samples in order, this one first; else (). blocks_per_step and keys_per_step: what one KV head of one layer read on average
-    per decoded token (0 if no step ran). found_tokens: those of the prompt that the engine found, and did not compute. error: the exception
-    that ended the request; everything else is then empty.
+    per decoded token (0 if no step ran). found_tokens: those of the prompt that the engine found, and did not compute. prompt_end: the last
+    token ids of the prompt, for `kvjax.text.token_text`. error: the exception that ended the request; everything else is then empty.
     """
 
     text: str = ""
@@ -64,6 +64,7 @@ class Completion:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
     choices: tuple[Completion, ...] = ()
     found_tokens: int = 0
+    prompt_end: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         if self.error is not None:

@@ -106,7 +106,7 @@ class Sample:
         if self.stream is None:
             if tokenizer is None:
                 return ""
-            self.stream = TextStream(tokenizer)
+            self.stream = TextStream(tokenizer, context=self.handle.prompt_end)
             for token in self.ids:
                 if token not in self.stop_ids:
                     self.stream.push(token)
@@ -128,25 +128,32 @@ class Sample:
             blocks_per_step=self.blocks / heads,
             keys_per_step=self.keys / heads,
             found_tokens=self.handle.found_tokens,
+            prompt_end=self.handle.prompt_end,
         )
 
 
 @dataclasses.dataclass(eq=False)
 class Handle:
     """A submitted request. completion: None until it has finished, failed or was cancelled. prompt_tokens: known once it is admitted;
-    found_tokens: of these, those that were found when it was."""
+    found_tokens: of these, those that were found when it was; prompt_end: their last ids, which the text of the answer continues. sampling:
+    the request's, clipped if it allows that."""
 
     request: Request
     order: tuple[int, int]
     completion: Completion | None = None
     prompt_tokens: int = 0
     found_tokens: int = 0
+    prompt_end: tuple[int, ...] = ()
+    sampling: Sampling = dataclasses.field(init=False)
     _ids: list[int] = dataclasses.field(default_factory=list)
     _policy: DecodePolicy | None = None
     _sequence: CachedSequence | None = None  # the prompt, until its last sample takes it over
     _samples: list[Sample] = dataclasses.field(default_factory=list)
     _found: int = 0  # found_tokens, until the next chunk tells of them
     _given: CachedSequence | None = None  # the caller's own sequence, of which the sample is a fork
+
+    def __post_init__(self):
+        self.sampling = self.request.sampling
 
     @property
     def prompting(self) -> bool:

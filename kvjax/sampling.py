@@ -77,7 +77,8 @@ class Sampling:
     the logit of a token in the answer, once and once per occurrence (OpenAI's definition, -2 to 2). Penalties act first, also on greedy
     rows. n: how many samples of the prompt, which is prefilled once; the first draws with the seed, each other one with a seed derived from
     it (`derived_seed`). ignore_eos: do not stop at the model's end-of-sequence tokens. top_logprobs: how many of the most likely tokens to
-    return at each place; needs logprobs.
+    return at each place; needs logprobs. clip: lower max_new_tokens to what the model has positions for behind the prompt; False: a request
+    for more is an error.
     """
 
     max_new_tokens: int = 128
@@ -95,6 +96,7 @@ class Sampling:
     n: int = 1
     ignore_eos: bool = False
     top_logprobs: int = 0
+    clip: bool = False
 
     def __new__(cls, *values: Any, **fields: Any) -> Sampling:
         """An instance. A name that is not a field is a TypeError, with a hint for names that other libraries use."""
@@ -114,7 +116,7 @@ class Sampling:
         if (characters := sum(map(len, stops))) > MAX_STOP_CHARACTERS:
             raise ValueError(f"the stop strings have {characters:,} characters, and {MAX_STOP_CHARACTERS:,} are the most: cut them")
         object.__setattr__(self, "stop", stops)
-        for name in ("logprobs", "ignore_eos"):
+        for name in ("logprobs", "ignore_eos", "clip"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name, least, below in _WHOLE:
@@ -162,6 +164,7 @@ class OneSample(TypedDict, total=False):
     frequency_penalty: float
     ignore_eos: bool
     top_logprobs: int
+    clip: bool
 
 
 class SamplingOptions(OneSample, total=False):

@@ -34,7 +34,7 @@ from kvjax.sampling import SamplingRows, derived_seed, seen_tokens
 from kvjax.sequences import CachedSequence
 from kvjax.sharding import several_processes
 from kvjax.steps import sample_first
-from kvjax.text import TextStream
+from kvjax.text import CONTEXT, TextStream
 
 DEFAULT_SLOTS = 8
 AHEAD = 4
@@ -256,7 +256,7 @@ class Scheduler:
         else:
             sequence = entry._given or self.engine.new_sequence(entry._ids, cache_salt=entry.request.cache_salt)
             try:
-                self.engine.check_room(len(entry._ids) + (entry.request.sampling.max_new_tokens > 1), sequence, growing)
+                self.engine.check_room(len(entry._ids) + (entry.sampling.max_new_tokens > 1), sequence, growing)
                 if sequence.suspended is not None:
                     self.engine.resume(sequence)
                 self.engine.reserve([sequence], len(entry._ids) - sequence.length)
@@ -272,21 +272,22 @@ class Scheduler:
 
     def _look_at(self, handle: Handle) -> Exception | None:
         """Find tokens and policy of a request. Returns the error if it can never run, or None."""
-        engine, sampling = self.engine, handle.request.sampling
+        engine, sampling = self.engine, handle.sampling
         if handle._policy is not None:
             return None
         try:
             given = handle._given is not None  # its tokens were checked when they were appended
             handle._ids = handle.request.prompt if given else encode(engine.model.tokenizer, handle.request.prompt)
-            handle.prompt_tokens = len(handle._ids)
+            handle.prompt_tokens, handle.prompt_end = len(handle._ids), tuple(handle._ids[-CONTEXT:])
             if sampling.stop and engine.model.tokenizer is None:
                 raise ValueError("stop strings need a tokenizer, and the model has none")
             if not given:
                 engine.check_tokens(handle._ids)
-            longest = len(handle._ids) + sampling.max_new_tokens - 1
             policy = self.policy if handle.request.policy is None else engine.declared(handle.request.policy)
-            engine.check_length(longest, policy)
             engine.check_length(handle.prompt_tokens)  # prefill needs all of it, whatever steps give back
+            handle.sampling = sampling = engine.fitted(sampling, handle.prompt_tokens, policy)
+            longest = handle.prompt_tokens + sampling.max_new_tokens - 1
+            engine.check_length(longest, policy)
             handle._policy = engine.chosen(policy, [longest] * self.slots)
         except Exception as error:  # the caller's tokenizer, chat template or policy may raise anything
             return error
@@ -314,7 +315,7 @@ class Scheduler:
         handle = self._prefilling
         if handle._sequence.length == handle.prompt_tokens:
             self._prefilling = None
-            if handle.request.sampling.n == 1 and handle._given is None:
+            if handle.sampling.n == 1 and handle._given is None:
                 try:
                     self._start_sample(handle)
                 except Exception as error:
@@ -331,7 +332,7 @@ class Scheduler:
 
     def _compile_ahead(self, handle: Handle) -> None:
         """While the device prefills the rest of a prompt, compile what comes after it."""
-        batch, sampling = self._batches.get(handle._policy), handle.request.sampling
+        batch, sampling = self._batches.get(handle._policy), handle.sampling
         if sampling.max_new_tokens == 1:
             return
         others = [] if batch is None else [each for each in batch.samples if each is not None]
@@ -346,8 +347,8 @@ class Scheduler:
     def _start_sample(self, handle: Handle) -> None:
         """Give the next sample of a prefilled request its sequence, a fork of the prompt or for the last sample the prompt itself, and
         choose its first token, which is read later, so that the device can start the next prompt. OutOfPages changes nothing."""
-        engine, index, last = self.engine, len(handle._samples), len(handle._samples) == handle.request.sampling.n - 1
-        sampling, logits = handle.request.sampling, handle._sequence.logits
+        engine, index, last = self.engine, len(handle._samples), len(handle._samples) == handle.sampling.n - 1
+        sampling, logits = handle.sampling, handle._sequence.logits
         if index:
             sampling = dataclasses.replace(sampling, seed=derived_seed(sampling.seed, "sample", index))
         tokenizer = engine.model.tokenizer
@@ -355,7 +356,7 @@ class Scheduler:
         stop_ids = sampling.stop_token_ids
         if stop_ids is None:
             stop_ids = () if sampling.ignore_eos else engine.config.eos_token_ids
-        stream = TextStream(tokenizer, sampling.stop) if streamed else None
+        stream = TextStream(tokenizer, sampling.stop, handle.prompt_end) if streamed else None
         sample = Sample(handle, index, sampling, handle._sequence, frozenset(stop_ids), stream)
         position = np.array([handle._sequence.length], np.int32)
         token, packed = sample_first(logits, SamplingRows.of([sampling]), position, self._counts(sample))
@@ -517,7 +518,7 @@ class Scheduler:
     def _settle(self, handle: Handle) -> None:
         """Complete a request if all its samples have ended."""
         samples = handle._samples
-        if len(samples) == handle.request.sampling.n and all(each.finish_reason is not None for each in samples):
+        if len(samples) == handle.sampling.n and all(each.finish_reason is not None for each in samples):
             self._complete(handle)
             self._finished.append(handle)
 
@@ -546,7 +547,7 @@ class Scheduler:
         """Make the completion of a request whose samples have ended."""
         choices = tuple(each.completion(self._tokenizer, self.engine.spec.kv_heads) for each in handle._samples)
         failed = next((choice for choice in choices if choice.error is not None), None)
-        several = handle.request.sampling.n > 1
+        several = handle.sampling.n > 1
         handle.completion = failed or (dataclasses.replace(choices[0], choices=choices) if several else choices[0])
         handle._ids = []
 

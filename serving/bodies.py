@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvjax.checks import check_salt
+from kvjax.messages import checked_messages
 
-ROLES = ("system", "user", "assistant")
 SHOWN = 80
 """Characters of a value, or of a name, that an error message shows."""
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
@@ -174,29 +174,10 @@ def _prompt(given: Mapping[str, Any]) -> tuple[str | tuple[int, ...] | None, tup
 
 
 def _messages(messages: Any) -> tuple[dict[str, Any], ...]:
-    if not isinstance(messages, list | tuple) or not messages:
-        raise WrongField(f"messages must be a list of at least one message, got {show(messages)}", "messages")
-    checked = []
-    for place, message in enumerate(messages):
-        name = f"messages[{place}]"
-        if not isinstance(message, Mapping):
-            raise WrongField(f"{name} must be a JSON object, got {kind(message)}", "messages")
-        check_known(message, ("role", "content"), f"{name}.")
-        if message.get("role") not in ROLES:
-            # Chat templates silently drop unknown roles.
-            raise WrongField(f"{name}.role must be one of {', '.join(ROLES)}, got {show(message.get('role'))}", "messages")
-        checked.append({"role": message["role"], "content": _content(f"{name}.content", message.get("content"))})
-    return tuple(checked)
-
-
-def _content(name: str, content: Any) -> str:
-    """Text, given as a string or as a list of text parts."""
-    if not isinstance(content, list | tuple):
-        return text(name, content)
-    for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or set(part) != {"type", "text"}:
-            raise WrongField(f'{name} may hold only parts {{"type": "text", "text": ...}}, got {show(part)}', "messages")
-    return "".join(text(name, part["text"]) for part in content)
+    try:
+        return checked_messages(messages)
+    except ValueError as error:
+        raise WrongField(str(error), "messages") from None
 
 
 def _limit(given: Mapping[str, Any]) -> tuple[str, int | None]:

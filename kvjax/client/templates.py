@@ -14,16 +14,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvjax.prompts import chat_ids
+from kvjax.messages import chat_ids, checked_messages, rendered
+from kvjax.plain_texts import PlainTexts
 
 
-def from_openai_messages(messages: Sequence[Mapping[str, str]], tokenizer: Any, **template_options: Any) -> list[int]:
+def from_openai_messages(
+    messages: Sequence[Mapping[str, str]], tokenizer: Any, *, parse_special: bool = False, **template_options: Any
+) -> list[int]:
     """Token ids of a whole conversation in OpenAI's form, up to where the assistant's answer begins: for `create_session`.
 
-    tokenizer: of transformers, with a chat template. template_options: variables of the template, such as enable_thinking. ValueError for
-    messages that the template does not take.
+    tokenizer: of transformers, with a chat template. parse_special: whether special tokens in the messages are control tokens; False: they
+    are plain text. template_options: variables of the template, such as enable_thinking. ValueError for messages that the template does not
+    take.
     """
-    return list(chat_ids(messages, tokenizer, template_options))
+    return list(chat_ids(messages, tokenizer, template_options, parse_special=parse_special))
 
 
 def tokens_for_chat(
@@ -32,14 +36,15 @@ def tokens_for_chat(
     *,
     after: Sequence[Mapping[str, str]] = (),
     stopped: bool = True,
+    parse_special: bool = False,
     **template_options: Any,
 ) -> list[int]:
     """Token ids of the messages that come after those of `after`, up to where the assistant's answer begins: for `append`.
 
     after: what the session holds, at last the model's own answer. The template renders it, and then all messages; the difference is new.
     stopped: whether the answer ended with the tokenizer's end-of-sequence token; False: it ended by its length, and the template's end of
-    the turn is written, too. ValueError if the second rendering does not begin with the first: then this template cannot be used turn by
-    turn, and the application must write the turns itself.
+    the turn is written, too. parse_special: as in `from_openai_messages`. ValueError if the second rendering does not begin with the first:
+    then this template cannot be used turn by turn, and the application must write the turns itself.
 
     With Qwen3, say:
 
@@ -50,11 +55,13 @@ def tokens_for_chat(
     `from_openai_messages([user, answer, user_2], tokenizer, enable_thinking=False)[: len(ids)] != ids`.
     """
     if not after:
-        return from_openai_messages(messages, tokenizer, **template_options)
-    held = [dict(each) for each in after]
-    before = tokenizer.apply_chat_template(held, tokenize=False, **template_options)
-    given = [*held, *(dict(each) for each in messages)]
-    both = tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True, **template_options)
+        return from_openai_messages(messages, tokenizer, parse_special=parse_special, **template_options)
+    given, options = list(checked_messages([*after, *messages])), template_options
+    plain = PlainTexts(tokenizer, given, options)
+    if not parse_special:
+        given, options = plain.mark(given), plain.mark(options)
+    held = given[: len(after)]
+    before, both = rendered(held, options, tokenizer, answer=False), rendered(given, options, tokenizer, answer=True)
     if not both.startswith(before):
         raise ValueError(
             "the chat template renders earlier messages otherwise once later ones follow, so it cannot be used turn by turn: write the "
@@ -63,4 +70,4 @@ def tokens_for_chat(
     end = before.rpartition(held[-1]["content"])[2]
     if stopped:
         end = end.removeprefix(tokenizer.eos_token)
-    return list(tokenizer(end + both[len(before) :], add_special_tokens=False)["input_ids"])
+    return plain.ids(end + both[len(before) :])

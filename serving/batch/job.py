@@ -23,10 +23,11 @@ from rich.console import Console
 from kvjax.data_parallel import engines_of
 from kvjax.engine import Engine
 from kvjax.generation import pages_needed, run
+from kvjax.messages import chat_ids
 from kvjax.model import Model, fingerprint
 from kvjax.policies.decode import DecodePolicy, identity, parse
 from kvjax.policies.prefill import identity as prefill_identity
-from kvjax.prompts import chat_ids, encode
+from kvjax.prompts import encode
 from kvjax.requests import OnToken, Request
 from kvjax.sampling import Sampling
 from kvjax.serving.batch.continuing import CHECKPOINT, SAID, checkpoint_of, of_defaults

@@ -54,7 +54,7 @@ class Record:
     id: str | int | None
     endpoint: str | None = None
     prompt: str | tuple[int, ...] | None = None
-    messages: tuple[dict[str, str], ...] | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.cache import OutOfPages
 from kvjax.serving.batch.records import CHAT, Record
+from kvjax.text import CONTEXT, token_text
 from pallas_kernels.bench.results import finite
 
 if TYPE_CHECKING:
@@ -115,33 +116,43 @@ def _choice(index: int, completion: Completion, record: Record, tokenizer: Any) 
     choice = {"index": index, "finish_reason": completion.finish_reason, "logprobs": None}
     choice |= {"message": {"role": "assistant", "content": completion.text, "refusal": None}} if chat else {"text": completion.text}
     if record.sampling["logprobs"]:
-        pairs = [(tokenizer.decode([token]), value) for token, value in zip(completion.token_ids, completion.logprobs, strict=True)]
-        best = [[(tokenizer.decode([token]), value) for token, value in place] for place in completion.top_logprobs or [()] * len(pairs)]
-        choice["logprobs"] = _chat_logprobs(pairs, best) if chat else _text_logprobs(pairs, best)
+        chosen, best = _entries(completion, tokenizer)
+        choice["logprobs"] = _chat_logprobs(chosen, best) if chat else _text_logprobs(chosen, best)
     return choice
 
 
-def _chat_logprobs(pairs: list[tuple[str, float]], best: list[list[tuple[str, float]]]) -> dict[str, Any]:
-    """There is no `bytes` field: a token that is part of a character has no text, and tokenizers do not give its bytes."""
-    fields = [
-        {**_entry(*pair), "top_logprobs": [_entry(token, value) for token, value in place]} for pair, place in zip(pairs, best, strict=True)
-    ]
-    return {"content": fields, "refusal": None}
+def _entries(completion: Completion, tokenizer: Any) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
+    """Text, log-probability and bytes of each chosen token, and of the most likely ones in its place."""
+    ids, chosen, best = [*completion.prompt_end], [], []
+    places = completion.top_logprobs or [()] * len(completion.token_ids)
+    for token, value, place in zip(completion.token_ids, completion.logprobs, places, strict=True):
+        entries = []
+        for each, logprob in ((token, value), *place):
+            text, own = token_text(tokenizer, ids[-CONTEXT:], each)
+            entries.append({"token": text, "logprob": logprob, "bytes": None if own is None else list(own)})
+        chosen.append(entries[0])
+        best.append(entries[1:])
+        ids.append(token)
+    return chosen, best
 
 
-def _entry(token: str, value: float) -> dict[str, Any]:
-    return {"token": token, "logprob": value, "bytes": None}
+def _chat_logprobs(chosen: list[dict[str, Any]], best: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    return {"content": [entry | {"top_logprobs": place} for entry, place in zip(chosen, best, strict=True)], "refusal": None}
 
 
-def _text_logprobs(pairs: list[tuple[str, float]], best: list[list[tuple[str, float]]]) -> dict[str, Any]:
+def _text_logprobs(chosen: list[dict[str, Any]], best: list[list[dict[str, Any]]]) -> dict[str, Any]:
     """The most likely tokens of a place are an object by text, including the chosen token. Of tokens with equal text the likeliest is
     kept."""
-    tops = [dict(sorted([pair, *place], key=lambda entry: entry[1])) for pair, place in zip(pairs, best, strict=True)]
-    tops = [dict(sorted(top.items(), key=lambda entry: -entry[1])) for top in tops] if any(best) else None
+    tops = []
+    for entry, place in zip(chosen, best, strict=True):
+        top: dict[str, float] = {}
+        for each in sorted((entry, *place), key=lambda each: -each["logprob"]):
+            top.setdefault(each["token"], each["logprob"])
+        tops.append(top)
     return {
-        "tokens": [token for token, _ in pairs],
-        "token_logprobs": [value for _, value in pairs],
-        "top_logprobs": tops,
+        "tokens": [entry["token"] for entry in chosen],
+        "token_logprobs": [entry["logprob"] for entry in chosen],
+        "top_logprobs": tops if any(best) else None,
         "text_offset": None,
     }
 

@@ -160,7 +160,8 @@ def generate_command(
         first = job is None or job.number == 0
         text = _prompt_text(prompt, file) if first else ""
 
-        from kvjax.prompts import chat_ids, encode
+        from kvjax.messages import chat_ids
+        from kvjax.prompts import encode
         from kvjax.sampling import Sampling
         from kvjax.serving.batch.setup import mesh_of
 

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvjax.client.errors import InvalidArgument, ResourceExhausted, SessionNotFound
-from kvjax.prompts import chat_ids, encode
+from kvjax.messages import chat_ids
+from kvjax.prompts import encode
 from kvjax.serving.bodies import Body, Fields, WrongField, read_body
 from kvjax.serving.session.runtime import SHAPED, checked_sampling
 

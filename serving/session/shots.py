@@ -22,7 +22,7 @@ class Shot:
         model, self._pace = runtime.engine.model, pace
         self.prompt_tokens, self.generated = len(request.ids), 0
         self.finish_reason: str | None = None
-        self._text = TextStream(model.tokenizer, request.stop)
+        self._text = TextStream(model.tokenizer, request.stop, request.ids)
         self._ends = frozenset(model.config.eos_token_ids)
         self.session = runtime.create(request.ids, kept=False)
         try:

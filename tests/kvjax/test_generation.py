@@ -410,3 +410,18 @@ def test_the_step_is_compiled_once_per_shape_bucket(model_factory, speaker):
 def test_everything_the_front_door_promises_is_there():
     for name in kvjax.__all__:
         assert getattr(kvjax, name) is not None
+
+
+def test_an_answer_that_does_not_fit_is_named_or_clipped(model_factory):
+    engine = Engine(model_factory(max_positions=64), pages=16, page_size=16, prefill_chunk=32, batch_buckets=(2,))
+    long = [1] * 60
+    said = "67 tokens is longer than the model's 64 positions: the prompt has 60, 8 new ones are asked for, and there is room for 5; lower"
+    with pytest.raises(ValueError, match=said):
+        generate(engine, long, max_new_tokens=8, ignore_eos=True)
+    answers = [
+        generate(engine, prompt, max_new_tokens=8, ignore_eos=True, clip=True, details=True, n=2) for prompt in (long, [1] * 57, [1] * 64)
+    ]
+    assert [[len(choice.token_ids) for choice in answer.choices] for answer in answers] == [[5, 5], [8, 8], [1, 1]]
+    assert answers[0].finish_reason == "length"
+    with pytest.raises(ValueError, match="a sequence of 65 tokens is longer than the model's 64 positions$"):
+        generate(engine, [1] * 65, max_new_tokens=8, clip=True)

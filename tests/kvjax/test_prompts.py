@@ -42,12 +42,13 @@ def test_messages_go_through_the_chat_template(engine, chatty):
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
-        ([{"role": "user"}], "a message has a role and a content, got {'role': 'user'}"),
-        ([CHAT[0], "hello"], "a message has a role and a content, got 'hello'"),
+        ([{"role": "user"}], r"messages\[0\].content must be text, got None"),
+        ([CHAT[0], "hello"], r"messages\[1\] must be an object with a role and a content, got 'hello'"),
         (CHAT[0], "a prompt is text, token ids, or a list of messages, got a mapping with 'role', 'content'"),
         ([[5, "a"]], "a prompt is text or a list of token ids, got"),
         (None, "a prompt is text or a list of token ids, and several are a list of them, got None"),
         ({"x", "y"}, "several are a list of them, got {'"),
+        (np.ma.masked_array([1, 2, 3], [0, 1, 0]), r"1 of 3 token ids are masked: give tokens.compressed\(\)"),
         (b"Hi", r"got bytes, b'Hi': prompt.decode\(\) makes text of them"),
         ([b"Hi"], "got bytes, b'Hi'"),
         ("a\ud800", "the prompt holds half of a surrogate pair at character 1, which is not text"),

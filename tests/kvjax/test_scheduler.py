@@ -501,7 +501,7 @@ def _flight_not_read(monkeypatch):
 @pytest.mark.quick_but("_resume_without_pages")
 @pytest.mark.parametrize("mutant", [_resume_without_pages, _counts_forgotten, _latest_token_lost, _flight_not_read])
 def test_a_wrong_suspension_is_noticed(engine, only, mutant, monkeypatch):
-    requests = [asked("a" * 127, 12), asked("b" * 124, 12, temperature=0.8, presence_penalty=1.0, frequency_penalty=0.5, seed=9)]
+    requests = [asked("a" * 127, 12), asked("b" * 124, 12, temperature=0.8, presence_penalty=2.0, frequency_penalty=2.0, seed=9)]
     expected = [alone(engine, request) for request in requests]
     only(3)
 

@@ -1,23 +1,37 @@
 """Streaming text: the pieces add up to the whole, stop strings are never shown, half characters never leak."""
 
+import typing
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
-from kvjax.text import TextStream
+from kvjax.text import TextStream, _Stops, token_text
 
 
 class Bytes:
-    """A tokenizer of single bytes; token 256 is special."""
+    """A tokenizer of single bytes; tokens from 256 on are special."""
+
+    names = ("<|end|>", "<|tool|>")
+    added_tokens_decoder: typing.ClassVar = {256 + number: AddedToken(name, special=True) for number, name in enumerate(names)}
 
     def decode(self, ids, skip_special_tokens):
-        assert skip_special_tokens
-        return bytes(token for token in ids if token < 256).decode("utf-8", errors="replace")
+        shown = b"".join(bytes([token]) if token < 256 else self.names[token - 256].encode() * (not skip_special_tokens) for token in ids)
+        return shown.decode("utf-8", errors="replace")
+
+    def convert_ids_to_tokens(self, token):
+        return f"<0x{token:02X}>"
 
 
-def feed(text, stop=()):
-    stream, pieces = TextStream(Bytes(), stop), []
-    for token in text.encode():
+def ids_of(text):
+    """One id for each byte; `{` and `}` stand for the special tokens."""
+    return [{123: 256, 125: 257}.get(byte, byte) for byte in text.encode()]
+
+
+def feed(text, stop=(), context=()):
+    stream, pieces = TextStream(Bytes(), stop, context), []
+    for token in ids_of(text):
         pieces.append(stream.push(token))
         if stream.stopped:
             break
@@ -28,7 +42,7 @@ def feed(text, stop=()):
 
 @given(st.text(max_size=30))
 def test_pieces_add_up_to_the_text(text):
-    assert feed(text)[0].text == text.replace("\ufffd", "\ufffd")
+    assert feed(text)[0].text == text.replace("{", "").replace("}", "")
 
 
 @given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=3))
@@ -76,6 +90,97 @@ def test_a_space_that_depends_on_the_token_before_is_kept():
 
     stream = TextStream(Words())
     assert "".join([*(stream.push(token) for token in (0, 1, 2, 1)), stream.close()]) == stream.text == "one twos two"
+
+
+def ends_by_definition(text, stops):
+    """Character by character: a stop string ends the text where the text so far ends with it, with or without special tokens."""
+    shown, seen = "", ""
+    for character in text:
+        special = {"{": "<|end|>", "}": "<|tool|>"}.get(character, "")
+        shown += "" if special else character
+        for part in special or character:
+            seen += part
+            ends = [shown[: len(shown) - len(stop)] for stop in stops if not special and shown.endswith(stop)]
+            for stop in stops:
+                if seen.endswith(stop) and any(name in stop for name in Bytes.names):
+                    before = seen[: len(seen) - len(stop)]
+                    for name in Bytes.names:
+                        before = before.replace(name, "")
+                    ends.append(before)
+            if ends:
+                return min(ends, key=len)
+    return None
+
+
+@given(st.text("ab{}", max_size=14), st.lists(st.text("ab{}", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_stop_strings_with_special_tokens(text, stops):
+    stops = [stop.replace("{", "<|end|>").replace("}", "<|tool|>") for stop in stops]
+    stream, _ = feed(text, stops)
+    expected = ends_by_definition(text, stops)
+    assert stream.stopped == (expected is not None)
+    assert stream.text == (text.replace("{", "").replace("}", "") if expected is None else expected)
+
+
+def test_a_long_stop_string_takes_time_that_grows_with_its_length():
+    """Its characters are looked at a few times each: a million looks at 2**16 characters, and not 2**31."""
+    count, stop = 0, "a" * (2**16 - 1) + "b"
+
+    class Counting(str):
+        def __eq__(self, other):
+            nonlocal count
+            count += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    matcher = _Stops([stop])
+    for _ in range(2**14):
+        assert matcher.find([Counting("a")] * 8) is None
+    assert matcher.held == 2**16 - 1
+    assert matcher.find("b") == (1, 2**16)
+    assert count < 3 * 2**17
+
+
+def test_bytes_that_are_no_text_are_not_decoded_again_and_again():
+    """Nor are special tokens. A character among them stays whole."""
+    longest = 0
+
+    class Watched(Bytes):
+        def decode(self, ids, skip_special_tokens):
+            nonlocal longest
+            longest = max(longest, len(ids))
+            return super().decode(ids, skip_special_tokens)
+
+    ids = [255] * 100 + list("a€".encode()) + [256] * 100 + [0x80] * 50 + list("é".encode())
+    stream = TextStream(Watched())
+    pieces = [stream.push(token) for token in ids]
+    assert longest < 32
+    assert "".join(pieces) + stream.close() == stream.text == Bytes().decode(ids, True)
+
+
+@pytest.mark.parametrize("context", ["x", "one two", "é", "x{"])
+def test_the_text_continues_a_context(context):
+    class Words(Bytes):
+        """Like SentencePiece: the space before the first word decoded is dropped."""
+
+        def decode(self, ids, skip_special_tokens):
+            return super().decode(ids, skip_special_tokens).removeprefix(" ")
+
+    ids = ids_of(context)
+    stream = TextStream(Words(), (), ids)
+    assert stream.push(32) + stream.push(97) == " a"
+    torn = TextStream(Bytes(), (), "a€".encode()[:2])
+    assert torn.push(0x82) + torn.push(0xAC) + torn.push(97) == "€a", "a character that the context begins comes whole"
+
+
+def test_texts_of_tokens_join_to_the_text():
+    ids, before = list("a€ é".encode()), ids_of("x")
+    found = []
+    for number, token in enumerate(ids):
+        found.append(token_text(Bytes(), before + ids[:number], token))
+    assert [text for text, _ in found] == ["a", r"bytes:\xe2", r"bytes:\x82", r"bytes:\xac", " ", r"bytes:\xc3", r"bytes:\xa9"]
+    assert b"".join(own for _, own in found).decode() == "a€ é"
+    assert token_text(Bytes(), ids, 256) == ("<|end|>", b"<|end|>")
 
 
 @pytest.mark.parametrize("cut", [1, 2])

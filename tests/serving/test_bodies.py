@@ -8,7 +8,8 @@ import pytest
 from character_tokenizer import make_tokenizer
 
 from kvjax.client.errors import SessionError
-from kvjax.prompts import chat_ids, encode
+from kvjax.messages import chat_ids
+from kvjax.prompts import encode
 from kvjax.sampling import Sampling
 from kvjax.serving.batch.records import CHAT, COMPLETIONS, parse
 from kvjax.serving.bodies import NEUTRAL, show
@@ -164,6 +165,39 @@ def test_both_take_a_prompt_in_a_list_of_one(model, prompt, taken):
     assert isinstance(batch, tuple) == taken
     if prompt == ["say it"]:
         assert batch[0] == encode(model.tokenizer, "say it")
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([{"role": "developer", "content": "x"}, *TALK], None),
+        ([{"role": "user", "name": "u", "content": "x"}], None),
+        ([*TALK, {"role": "assistant", "content": None, "refusal": None, "tool_calls": []}, *TALK], None),
+        ([*TALK, CALLING, {"role": "tool", "tool_call_id": "1", "content": "7"}], None),
+        ([{"role": "user", "content": [{"type": "text", "text": "say"}, {"type": "text", "text": " it"}]}], None),
+        ([], "at least one message"),
+        ("say it", "at least one message"),
+        (["say it"], "messages[0] must be an object"),
+        ([{"role": "user", "content": None}], "messages[0].content must be text"),
+        ([{"role": "nobody", "content": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": "x", "age": 7}], "'age'"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content"),
+    ],
+)
+def test_both_read_messages_in_the_same_way(model, messages, said):
+    model = SimpleNamespace(tokenizer=make_tokenizer(), config=model.config)
+    model.tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.name }}\n{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}"
+        "{% endfor %}<|im_end|>\n{% endfor %}"
+    )
+    batch, http = both({"messages": messages}, CHAT, model)
+    assert batch == http
+    assert isinstance(batch, tuple) == (said is None), batch
+    assert said is None or said in batch
 
 
 @pytest.mark.parametrize("fields", [{"n": 2}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2}])

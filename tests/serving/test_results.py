@@ -25,7 +25,7 @@ COMPLETION = Completion(
 class Letters:
     """A tokenizer of sorts: token 7 is "h"."""
 
-    def decode(self, ids):
+    def decode(self, ids, skip_special_tokens):
         return "".join(chr(97 + token) for token in ids)
 
 
@@ -99,8 +99,8 @@ def test_the_most_likely_tokens_stand_where_each_format_has_them():
     assert chat["content"][1] == {
         "token": "i",
         "logprob": -1.25,
-        "bytes": None,
-        "top_logprobs": [{"token": "j", "logprob": -0.25, "bytes": None}, {"token": "i", "logprob": -1.25, "bytes": None}],
+        "bytes": [105],
+        "top_logprobs": [{"token": "j", "logprob": -0.25, "bytes": [106]}, {"token": "i", "logprob": -1.25, "bytes": [105]}],
     }
     text = answer(openai(COMPLETIONS, logprobs=2), completion).output["response"]["body"]["choices"][0]["logprobs"]
     assert [list(top.items()) for top in text["top_logprobs"]] == [

@@ -1,0 +1,114 @@
+"""Special tokens of a tokenizer, such as `<|im_end|>`, and how texts that hold them are read as plain text."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_PRIVATE = range(0xE000, 0xF8FF)
+"""Unicode's private characters. Those that no text holds can mark places in texts."""
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Texts of the tokens that a decoded text leaves out, by id."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {number: token.content for number, token in added.items() if token.special and token.content}
+
+
+class PlainTexts:
+    """Texts that go through a chat template, and whose special tokens are plain text afterwards.
+
+    `mark` puts private characters into texts: one before each special token, one where a text ends inside one, because its neighbour may go
+    on with the rest. The template then writes control tokens of its own. `ids` reads its text, without the marks: a special token at a mark
+    is read as the characters that it is written with.
+
+    Args:
+        tokenizer: the model's.
+        texts: every value whose texts `mark` will see.
+    """
+
+    def __init__(self, tokenizer: Any, *texts: Any):
+        self._tokenizer, self._known = tokenizer, _known(tokenizer, len(tokenizer) if hasattr(tokenizer, "__len__") else 0)
+        held: set[str] = set()
+        _each_text(list(texts), lambda text: held.update(text) or text)
+        self._begins, self._cuts = itertools.islice((mark for mark in map(chr, _PRIVATE) if mark not in held), 2)
+
+    def mark(self, value: Any) -> Any:
+        """The value, a text or lists and mappings of texts, with marks."""
+        return _each_text(value, self._marked)
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a text with marks. ValueError if a special token is marked, and the tokenizer does not tell places of tokens."""
+        parts = re.split(f"([{self._begins}{self._cuts}])", text)
+        places = [0, *itertools.accumulate(len(part) if number % 2 == 0 else 0 for number, part in enumerate(parts))]
+        begins, cuts = ({places[number] for number, part in enumerate(parts) if part == mark} for mark in (self._begins, self._cuts))
+        whole = "".join(parts[::2])
+        if not begins and not cuts:
+            return list(self._tokenizer(whole, add_special_tokens=False)["input_ids"])
+        if not getattr(self._tokenizer, "is_fast", False):
+            raise ValueError(
+                "a message holds a special token of the model, and this tokenizer cannot read it as plain text: take it out of the "
+                "message, or pass parse_special=True, which makes a control token of it"
+            )
+        encoding, ids = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True), []
+        for token, (start, stop) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
+            # A special token may take spaces beside it, so its beginning is anywhere in its span.
+            if token in self._known.ids and (not begins.isdisjoint(range(start, stop)) or not cuts.isdisjoint(range(start + 1, stop))):
+                ids += _plain_tokenizer(self._tokenizer).encode(whole[start:stop], add_special_tokens=False).ids
+            else:
+                ids.append(token)
+        return ids
+
+    def _marked(self, text: str) -> str:
+        known, pieces, done = self._known, [], 0
+        if known.begins is None:
+            return text
+        for match in known.begins.finditer(text):
+            if (start := match.start()) < done:
+                continue
+            length = next((length for length in known.lengths if text[start : start + length] in known.texts), 0)
+            if length:
+                pieces += [text[done:start], self._begins, text[start : start + length]]
+                done = start + length
+        before, after = (self._cuts * cut for cut in (text.startswith(known.ends), text.endswith(known.beginnings)))
+        return before + "".join(pieces) + text[done:] + after
+
+
+class _Known:
+    """What `PlainTexts` looks for. begins: how special tokens begin, None if there are none. lengths: theirs, the longest first. beginnings
+    and ends: proper parts of them."""
+
+    def __init__(self, tokenizer: Any):
+        by_id = special_tokens(tokenizer)
+        self.ids, self.texts = frozenset(by_id), frozenset(by_id.values())
+        self.begins = re.compile(f"[{re.escape(''.join(sorted({text[0] for text in self.texts})))}]") if self.texts else None
+        self.lengths = sorted({len(text) for text in self.texts}, reverse=True)
+        self.beginnings = tuple({text[:length] for text in self.texts for length in range(1, len(text))})
+        self.ends = tuple({text[length:] for text in self.texts for length in range(1, len(text))})
+
+
+@functools.lru_cache(maxsize=8)
+def _known(tokenizer: Any, size: int) -> _Known:
+    """size: of its vocabulary, which changes with tokens that are added later."""
+    return _Known(tokenizer)
+
+
+@functools.lru_cache(maxsize=8)
+def _plain_tokenizer(tokenizer: Any) -> Any:
+    """A copy of the tokenizer that reads special tokens as plain text. The setting is one of the whole tokenizer, which threads share."""
+    plain = copy.deepcopy(tokenizer.backend_tokenizer)
+    plain.encode_special_tokens = True
+    return plain
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """The value, with each text in it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_each_text(key, change): _each_text(each, change) for key, each in value.items()}
+    return [_each_text(each, change) for each in value] if isinstance(value, list | tuple) else value
