@@ -1,4 +1,4 @@
-"""Files of a batch job: JSON lines, or Parquet by the suffix `.parquet`.
+"""Files of a batch job: JSON lines, which gzip may have compressed, or Parquet by the suffix `.parquet`.
 
 A row of a Parquet input is a record whose fields are the columns; null means that a field is left out. A Parquet output has the columns of
 `COLUMNS`. It needs the extra `ray`, which brings pyarrow.
@@ -6,8 +6,10 @@ A row of a Parquet input is a record whose fields are the columns; null means th
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -34,6 +36,36 @@ def is_parquet(path: Path) -> bool:
     return path.suffix.lower() == ".parquet"
 
 
+GZIP = b"\x1f\x8b"
+OTHERS = {
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\xfd7zXZ\0": "xz",
+    b"BZh": "bzip2",
+    b"PK\x03\x04": "zip",
+    b"PAR1": "Parquet, whose name must end in .parquet",
+    b"\xff\xfe": "UTF-16 text",
+    b"\xfe\xff": "UTF-16 text",
+}
+"""The beginnings of files that hold no lines of UTF-8, and what they are."""
+
+
+def is_gzip(path: Path) -> bool:
+    """Whether an input is compressed by gzip, by its beginning, whatever its name is."""
+    with open(path, "rb") as file:
+        return file.read(len(GZIP)) == GZIP
+
+
+def check_form(path: Path) -> None:
+    """ValueError if an input is neither lines, nor compressed by gzip, nor Parquet, as far as its beginning and its name tell."""
+    with open(path, "rb") as file:
+        begin = file.read(8)
+    form = next((name for mark, name in OTHERS.items() if begin.startswith(mark)), None)
+    if form is not None and not is_parquet(path):
+        raise ValueError(f"{path} is {form}; give its lines as UTF-8 text, or compressed by gzip")
+    if path.suffix.lower() == ".gz" and not begin.startswith(GZIP):
+        raise ValueError(f"{path} is not compressed by gzip, though its name ends in .gz")
+
+
 def check_extras(*paths: Path) -> None:
     """MissingExtra if one of these files is Parquet, and pyarrow is not installed."""
     if any(map(is_parquet, paths)):
@@ -41,16 +73,22 @@ def check_extras(*paths: Path) -> None:
 
 
 def numbered(path: Path, first: int = 1, offset: int = 0) -> Iterator[tuple[int, int, bytes | dict[str, Any]]]:
-    """(number, offset, line) of every line from the one numbered `first`, which begins at byte `offset`. Rows of a Parquet file are
-    objects, without their nulls, and have offset 0. Few lines are in memory at a time."""
+    """(number, offset, line) of every line from the one numbered `first`, which begins at byte `offset` of the uncompressed text.
+
+    Rows of a Parquet file are objects, without their nulls, and have offset 0. Few lines are in memory at a time. ValueError for a file
+    that is damaged.
+    """
     if is_parquet(path):
         yield from ((number, 0, row) for number, row in _rows(path, first))
         return
-    with open(path, "rb") as file:
-        file.seek(offset)
-        for number, line in enumerate(file, first):
-            yield number, offset, line
-            offset += len(line)
+    with gzip.open(path) if is_gzip(path) else open(path, "rb") as file:
+        try:
+            file.seek(offset)
+            for number, line in enumerate(file, first):
+                yield number, offset, line
+                offset += len(line)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path} is damaged: gzip cannot read it to its end ({error})") from None
 
 
 def lines(path: Path) -> Iterator[bytes | dict[str, Any]]:
@@ -84,9 +122,13 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def write_outputs(file: IO[bytes], outputs: Iterable[dict[str, Any]], *, parquet: bool) -> None:
-    """Write output lines to an empty file. Few are in memory at a time."""
-    if not parquet:
+def write_outputs(file: IO[bytes], outputs: Iterable[dict[str, Any]], out: Path) -> None:
+    """Write output lines to an empty file, in the form that the name `out` asks for. Few are in memory at a time."""
+    if out.suffix.lower() == ".gz":
+        with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:  # equal outputs are equal files
+            packed.writelines(map(dump, outputs))
+        return
+    if not is_parquet(out):
         file.writelines(map(dump, outputs))
         return
     import pyarrow

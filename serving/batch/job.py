@@ -13,11 +13,10 @@ has the same output as one that was not.
 from __future__ import annotations
 
 import hashlib
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -31,11 +30,14 @@ from kvjax.policies.prefill import identity as prefill_identity
 from kvjax.prompts import encode
 from kvjax.requests import OnToken, Request
 from kvjax.sampling import Sampling
-from kvjax.serving.batch.files import check_extras, lines
-from kvjax.serving.batch.partial import Partial
+from kvjax.serving.batch.continuing import CHECKPOINT, SAID, checkpoint_of, of_defaults
+from kvjax.serving.batch.file_jobs import FileJob, complete
 from kvjax.serving.batch.records import Defaults, Record, read
 from kvjax.serving.batch.results import Result, Summary, answered, refused
 from kvjax.serving.progress import JobProgress
+
+if TYPE_CHECKING:
+    from kvjax.serving.batch.setup import Setup
 
 
 def run_batch(
@@ -73,18 +75,37 @@ def run_file(
     console: Console | None = None,
     stores: bool = False,
     steps_per_launch: int = 1,
+    continue_anyway: bool = False,
 ) -> Summary:
     """Answer every line of the file `source` and write the answers to `out` in the same order; returns the closing figures.
 
     Answers are written to `out` + ".partial" as they complete. A killed job that is run again does only what is missing. ValueError if
-    model, tokenizer, policy, prefill policy, page size, prefill chunk, dtype, slots, defaults or input are not those it began with. `out`
-    appears complete at the end; ValueError if it exists already, unless overwrite. engine: one, or several replicas; their number may
-    change between runs. console: where to show progress; None: nowhere. stores: show what pages are kept where, and where those of the
-    pool lie, too. steps_per_launch: as in `kvjax.Scheduler`; it may change between runs.
+    model, tokenizer, policy, prefill policy, page size, prefill chunk, dtype, cache format, defaults or slots are not those it began with
+    (slots may differ with continue_anyway: the last bits of answers may then, too), or if the input has other lines than the earlier run
+    read, but for new ones at its end. `out` appears complete at the end; ValueError if it exists already, unless overwrite. Lines that are
+    equal, with one id, have one answer; ValueError before anything runs if lines with one id differ. engine: one, or several replicas;
+    their number may change between runs. console: where to show progress; None: nowhere. stores: show what pages are kept where, and where
+    those of the pool lie, too. steps_per_launch: as in `kvjax.Scheduler`; it may change between runs.
     """
-    source, out, engines = Path(source), Path(out), engines_of(engine, "run_file")
-    check_paths(source, out, overwrite)
-    records = list(read(lines(source), defaults))
+    engines = engines_of(engine, "run_file")
+    job = FileJob(Path(source), Path(out), defaults, overwrite=overwrite, anyway=continue_anyway)
+    options = {"slots": slots, "steps_per_launch": steps_per_launch, "console": console, "stores": stores}
+    return run_records(job, list(job.records()), engines, policy=policy, **options)
+
+
+def run_records(
+    job: FileJob,
+    records: list[Record],
+    engines: Sequence[Engine],
+    *,
+    policy: str | DecodePolicy | None = None,
+    slots: int | None = None,
+    console: Console | None = None,
+    stores: bool = False,
+    steps_per_launch: int = 1,
+    setup: Setup | None = None,
+) -> Summary:
+    """`run_file` for a job whose records were read. setup: what made the engines, for what messages call it."""
 
     def answer(earlier: Collection[int], progress: JobProgress) -> Iterator[Result]:
         missing = [record for record in records if record.line not in earlier]
@@ -95,65 +116,13 @@ def run_file(
     told = [each for engine in engines for each in (engine.stats, engine.pool_stats) if each() is not None]
     if told and stores:
         kept["below"] = lambda: "\n".join(str(each()) for each in told)
-    job, ignored = describe_job(engines[0], policy, source, defaults, slots), Counter(name for record in records for name in record.ignored)
-    return complete(source, out, job, {record.line: work_of(record) for record in records}, ignored, answer, console, **kept)
+    return complete(job, describe_job(engines[0], policy, job.defaults, slots, setup), answer, console, **kept)
 
 
-def work_of(record: Record) -> int:
-    """About how many tokens a record takes, prompt and answer."""
-    return record.size // 4 + record.sampling.get("max_new_tokens", 1)
-
-
-def complete(
-    source: Path,
-    out: Path,
-    job: Mapping[str, Any],
-    work: Mapping[int, int],
-    ignored: Mapping[str, int],
-    answer: Callable[[Collection[int], JobProgress], Iterable[Result]],
-    console: Console | None,
-    **shown: Any,
-) -> Summary:
-    """Do what is missing of a file job, and write its output; returns the closing figures.
-
-    Args:
-        source, out: the input, and the output.
-        job: what must be equal to continue an earlier run (`describe_job`).
-        work: about how many tokens each record takes, by its line.
-        ignored: how many records gave each field that changes nothing.
-        answer: the lines that an earlier run answered -> a result for each of the others, in any order. It tells the progress of tokens.
-        console: where to show progress; None: nowhere.
-        shown: arguments of `JobProgress`.
-    """
-    if not work:
-        raise ValueError(f"{source} holds no records")
-    started = time.monotonic()
-    partial = Partial(partial_path(out), job)
-    summary = Summary(ignored=dict(ignored))
-    try:
-        for result in partial.earlier.values():
-            summary.add(result, earlier=True)
-        with JobProgress(work, partial.earlier, console or Console(quiet=True), **shown) as progress:
-            for result in answer(partial.earlier, progress):
-                partial.append(result)
-                summary.add(result)
-                progress.result(result)
-        partial.finish(out)
-    finally:
-        partial.close()
-    summary.seconds = time.monotonic() - started
-    return summary
-
-
-def partial_path(out: Path) -> Path:
-    """The file in which a job keeps its answers until all are complete."""
-    return out.with_name(out.name + ".partial")
-
-
-def pages_of_job(source: Path, defaults: Defaults, model: Model, slots: int, page_size: int) -> int:
-    """Pages that the `slots` longest records of a file take at once, at least 1. Reads and tokenises the file; keeps only lengths."""
+def pages_of_job(records: Iterable[Record], model: Model, slots: int, page_size: int) -> int:
+    """Pages that the `slots` longest records take at once, at least 1. Tokenises them; keeps only lengths."""
     sizes = []
-    for record in read(lines(source), defaults):
+    for record in records:
         try:
             request = _request(record, model.tokenizer) if record.error is None else None
             tokens = len(encode(model.tokenizer, request.prompt)) + request.sampling.max_new_tokens - 1 if request else 0
@@ -164,42 +133,27 @@ def pages_of_job(source: Path, defaults: Defaults, model: Model, slots: int, pag
     return max(1, pages_needed(sizes, slots, page_size))
 
 
-def check_paths(source: Path, out: Path, overwrite: bool) -> None:
-    """ValueError if a job cannot read `source` or may not write `out`. It is quick, so call it before a model is loaded."""
-    check_extras(source, out)
-    if not source.is_file():
-        raise ValueError(f"there is no input file {source}")
-    if source.stat().st_size == 0:
-        raise ValueError(f"{source} is empty; it needs a record on each line")
-    if not out.parent.is_dir():
-        raise ValueError(f"there is no folder {out.parent} to write {out.name} to")
-    if out.is_dir():
-        raise ValueError(f"{out} is a folder; name a file to write")
-    if out.exists() and out.samefile(source):
-        raise ValueError(f"{out} is the input; choose another output")
-    if out.exists() and not overwrite:
-        raise ValueError(f"{out} exists; pass --overwrite to replace it, or choose another output")
-
-
-def describe_job(engine: Engine, policy: str | DecodePolicy | None, source: Path, defaults: Defaults, slots: int | None) -> dict[str, Any]:
-    """Everything that the answers depend on. It must be equal to continue an earlier run."""
-    stats = engine.stats()
-    with open(source, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+def describe_job(
+    engine: Engine, policy: str | DecodePolicy | None, defaults: Defaults, slots: int | None, setup: Setup | None = None
+) -> dict[str, Any]:
+    """Everything that the answers depend on but the input. A later run is compared with it. setup: what made the engine."""
+    stats, chosen = engine.stats(), engine.policy if policy is None else parse(policy)
+    # A description begins with the policy's name, as it is typed.
+    said = {"--policy": chosen.describe().partition(" (")[0]}
+    said["--prefill"] = engine.prefill_policy.describe().partition(" (")[0].removesuffix(" prefill")
     return {
         "model": fingerprint(engine.model),
         "tokenizer": _tokenizer_digest(engine.model.tokenizer),
-        "policy": identity(engine.policy if policy is None else parse(policy)),
+        "policy": identity(chosen),
         "prefill": prefill_identity(engine.prefill_policy),
         "page size": engine.page_size,
         "prefill chunk": engine.prefill_chunk,
         "dtype": str(engine.dtype),
+        "--cache-format": engine.cache_format,
         "--reuse-any": None if stats is None or stats.exact else True,
-        "--max-batch": slots,
-        "--max-new-tokens": defaults.max_new_tokens,
-        "--temperature": defaults.temperature,
-        "--seed": defaults.seed,
-        "input with SHA-256": digest,
+        **of_defaults(defaults, slots),
+        CHECKPOINT: None if setup is None else checkpoint_of(setup),
+        SAID: {**said, "--model": model_name(engine.model)} if setup is None else setup.said(),
     }
 
 

@@ -17,6 +17,9 @@ from typing import IO, Any
 
 from pallas_kernels.bench.results import finite
 
+CONTINUED = "continued"
+"""The key of an entry that says what a later run changed of the header."""
+RUNNING = "{} is being written by another job that is still running"
 SYNC_SECONDS = 1.0
 """Seconds of entries that a power cut may lose at most. A killed process loses nothing that was written."""
 
@@ -81,25 +84,23 @@ class Journal:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BlockingIOError(f"{self.path} is being written by another job that is still running") from None
+            raise BlockingIOError(RUNNING.format(self.path)) from None
 
     def _load(self, header: bytes) -> None:
         """Read the file, cut off an incomplete last line, and refuse another job's entries."""
         self._file.seek(0)
-        whole = 0
-        for number, text in enumerate(iter(self._file.readline, b""), 1):
-            entry = _entry(text, {"format"} if number == 1 else self.KEYS)
-            if number == 1 and (entry is not None or not self._torn_header(text)):
-                self._check(entry or {}, json.loads(header))
-            elif entry is None:
-                if self._file.read(1):
-                    raise ValueError(f"{self.path}, line {number}, is damaged; delete the file to start over")
-                break
+        found, changed, whole = None, {}, 0
+        for entry, begin, whole in self.entries(self._file, self.path):  # noqa: B007 (read below)
+            if found is None:
+                found = entry
+            elif CONTINUED in entry:
+                found = found | entry[CONTINUED]
             else:
-                self._keep(entry, whole, earlier=True)
-            whole += len(text)
+                self._keep(entry, begin, earlier=True)
+        if found is not None:
+            changed = self._check(found, json.loads(header))
         self._file.truncate(whole)
-        if whole == 0:
+        if found is None:
             try:
                 self._write(header)
                 self._sync()
@@ -107,10 +108,36 @@ class Journal:
                 self.path.unlink()
                 raise
             sync_folder(self.path.parent)
+        elif changed:
+            self._write(dump({CONTINUED: changed}))
+            self._sync()
 
-    def _check(self, found: Mapping[str, Any], header: Mapping[str, Any]) -> None:
-        if found.get("format") != self.FORMAT:
-            raise ValueError(f"{self.path} is not {self.WHAT}; move it away, or choose another --out")
+    @classmethod
+    def entries(cls, file: IO[bytes], path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
+        """(entry, where it begins, where it ends) of each complete line, the header first.
+
+        An entry with the key `CONTINUED` holds what a later run changed of the header. ValueError for another file, and for a line that is
+        damaged and not the last. path: for messages.
+        """
+        end = 0
+        for number, text in enumerate(iter(file.readline, b""), 1):
+            entry = _entry(text, {"format"} if number == 1 else cls.KEYS)
+            if number == 1:
+                if entry is None and cls._torn_header(text):
+                    return
+                if (entry or {}).get("format") != cls.FORMAT:
+                    raise ValueError(f"{path} is not {cls.WHAT}; move it away, or choose another --out")
+            elif entry is None:
+                entry = _entry(text, {CONTINUED})
+                if entry is None or not isinstance(entry[CONTINUED], dict):
+                    if file.read(1):
+                        raise ValueError(f"{path}, line {number}, is damaged; delete the file to start over")
+                    return
+            yield entry, end, end + len(text)
+            end += len(text)
+
+    def _check(self, found: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any]:
+        """ValueError if the job of the header `found` may not go on as `header`. Returns what the file must be told of the header."""
         from kvjax.model import check_fingerprint  # it imports JAX, and `kvjax --help` must be fast
 
         check_fingerprint(found.get("model"), str(self.path), "delete the file to start over")
@@ -120,10 +147,12 @@ class Journal:
                     f"{self.path} was begun with {name} {found.get(name)}, and this run has {value}: "
                     "run it as it was begun, or delete the file to start over"
                 )
+        return {}
 
-    def _torn_header(self, text: bytes) -> bool:
+    @classmethod
+    def _torn_header(cls, text: bytes) -> bool:
         """Whether a file that begins like this was left by a job that died at its start, and is no other file."""
-        begun = dump({"format": self.FORMAT})[:-2]
+        begun = dump({"format": cls.FORMAT})[:-2]
         return not text.endswith(b"\n") and begun.startswith(text[: len(begun)])
 
     def _write(self, line: bytes) -> int:
@@ -160,6 +189,6 @@ def _entry(text: bytes, keys: set[str] | frozenset[str]) -> dict[str, Any] | Non
         return None
     try:
         entry = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return entry if isinstance(entry, dict) and keys <= entry.keys() else None

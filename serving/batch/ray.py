@@ -27,8 +27,9 @@ from typing import Any
 
 from rich.console import Console
 
-from kvjax.serving.batch.files import numbered
-from kvjax.serving.batch.job import answer_records, check_paths, complete, describe_job, work_of
+from kvjax.serving.batch.file_jobs import FileJob, complete
+from kvjax.serving.batch.files import lines, numbered
+from kvjax.serving.batch.job import answer_records, describe_job
 from kvjax.serving.batch.records import Defaults, Record, parse, read
 from kvjax.serving.batch.results import Result, Summary, refused
 from kvjax.serving.batch.setup import Setup
@@ -60,6 +61,7 @@ def run_on_ray(
     defaults: Defaults = Defaults(),  # noqa: B008
     overwrite: bool = False,
     console: Console | None = None,
+    continue_anyway: bool = False,
 ) -> Summary:
     """Answer every record of the file `source` on a Ray cluster, and write the answers to `out` in the same order.
 
@@ -73,16 +75,16 @@ def run_on_ray(
         replicas: worker processes, each with its own model and engine.
         gpus_per_replica: GPUs that Ray reserves for each: a fraction below 1, or a whole number. None: 1 if the cluster has any, else 0.
         cpus_per_replica: CPUs that Ray reserves for each.
-        defaults, overwrite, console: as in `run_file`.
+        defaults, overwrite, console, continue_anyway: as in `run_file`.
     """
     needs_extras("a batch job on Ray", "ray")
     source, out = Path(source).resolve(), Path(out)
-    check_paths(source, out, overwrite)
+    files = FileJob(source, out, defaults, overwrite=overwrite, anyway=continue_anyway, setup=setup)
     if setup.stores.get("disk") is not None:
         raise ValueError(f"replicas cannot share the folder {setup.stores['disk']} for pages: leave out disk, or run without Ray")
     if setup.data > 1:
         raise ValueError(f"data {setup.data} is for engines of one process: on Ray give more replicas")
-    outline = Outline.of(source, defaults)
+    outline = Outline.of(files)
     with _cluster(replicas, gpus_per_replica, cpus_per_replica) as resources, _plain_errors():
         import ray
 
@@ -104,39 +106,26 @@ def run_on_ray(
                 if len(left) == expected:
                     raise RuntimeError(f"Ray gave no answer to any of {expected:,} records; its logs say why. Run again to continue")
 
-        return complete(source, out, job, outline.work, outline.ignored, answer, console)
+        return complete(files, job, answer, console)
 
 
 @dataclasses.dataclass(frozen=True)
 class Outline:
-    """What is kept of an input. By line, work: about how many tokens a record takes; offsets: where those begin that can run, in bytes.
-    wrong: records that cannot. ignored: how many records gave each field that changes nothing."""
+    """What is kept of an input. offsets: where each record that can run begins, in bytes, by its line. wrong: records that cannot."""
 
-    work: Mapping[int, int]
     offsets: Mapping[int, int]
     wrong: tuple[Record, ...]
-    ignored: Mapping[str, int]
 
     @classmethod
-    def of(cls, source: Path, defaults: Defaults) -> Outline:
+    def of(cls, job: FileJob) -> Outline:
         """Reads the input once."""
-        work, offsets, wrong, ignored, begins = {}, {}, [], Counter(), 0
-
-        def noted() -> Iterator[bytes | dict[str, Any]]:
-            nonlocal begins
-            for _, begins, line in numbered(source):  # noqa: B007 (read below, after `read` has taken the line)
-                yield line
-
-        for record in read(noted(), defaults):
-            work[record.line] = work_of(record)
-            ignored.update(record.ignored)
+        offsets, wrong = {}, []
+        for record in job.records():
             if record.error is None:
-                offsets[record.line] = begins
+                offsets[record.line] = job.reading.offset
             else:
                 wrong.append(record)
-        if not work:
-            raise ValueError(f"{source} holds no records")
-        return cls(work, offsets, tuple(wrong), ignored)
+        return cls(offsets, tuple(wrong))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,9 +149,9 @@ def _scout(setup: Setup, place: Place) -> tuple[Setup, dict[str, Any], str]:
     """In a worker, because only there is the device: the setup with its number of pages, the job's description, and what to say."""
     place.enter()
     model = setup.load()
-    setup = setup.sized(model, place.source, place.defaults)
+    setup = setup.sized(model, read(lines(place.source), place.defaults))
     (engine,) = setup.engines(model)
-    return setup, describe_job(engine, None, place.source, place.defaults, setup.slots), setup.describe(engine)
+    return setup, describe_job(engine, None, place.defaults, setup.slots, setup), setup.describe(engine)
 
 
 class Attempts:

@@ -175,7 +175,8 @@ class Summary:
     records, errors, prompt_tokens, generated_tokens: counts of the whole output. earlier: records that an earlier run had finished.
     seconds, and the tokens per second: those of this run alone. blocks_per_step and keys_per_step: means over all decode steps.
     found_tokens: of the prompts of this run, those that were found and not computed. first_errors: (line, message) of the first records
-    that failed, by line. ignored: how many records gave each field that changes nothing.
+    that failed, by line. ignored: how many records gave each field that changes nothing. repeated: lines that are equal to an earlier one
+    with the same id, and have no answer of their own. slots: each number of slots that a run of the job had, in turn.
     """
 
     records: int = 0
@@ -187,6 +188,8 @@ class Summary:
     seconds: float = 0.0
     first_errors: list[tuple[int, str]] = dataclasses.field(default_factory=list)
     ignored: dict[str, int] = dataclasses.field(default_factory=dict)
+    repeated: int = 0
+    slots: Sequence[int | None] = ()
     _new_prompt_tokens: int = 0
     _new_generated_tokens: int = 0
     _out_of_pages: int = 0
@@ -259,4 +262,9 @@ class Summary:
         if self.ignored:
             counts = (f"{name} ({count:,} record{'s' * (count > 1)})" for name, count in sorted(self.ignored.items()))
             rows.append(("ignored fields", ", ".join(counts)))
+        if self.repeated:
+            rows.append(("repeated lines", f"{self.repeated:,}: equal to an earlier line, whose answer is theirs"))
+        if len(self.slots) > 1:
+            said = ", then ".join(str(slots) for slots in self.slots)
+            rows.append(("continued anyway", f"--max-batch {said}: the last bits of answers may differ from those of one run"))
         return "\n".join(f"{name:<18} {value}" for name, value in rows)

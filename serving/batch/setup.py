@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from kvjax.checks import engine_sizes
@@ -12,7 +12,7 @@ from kvjax.declared import DeclaredPolicies
 from kvjax.engine import Engine
 from kvjax.memory import MemoryPlan, memory_plan
 from kvjax.serving.batch.job import pages_of_job
-from kvjax.serving.batch.records import Defaults
+from kvjax.serving.batch.records import Record
 from kvjax.serving.flags import allow_host_pages, allow_pinned
 from kvjax.sharding import mesh, plan_sizes
 
@@ -65,11 +65,17 @@ class Setup:
                 allow_host_pages()
         return load(self.model, dtype=self.dtype, weights=self.weights, max_positions=self.max_positions, mesh=self.mesh())
 
-    def sized(self, model: Model, source: Path, defaults: Defaults) -> Setup:
-        """This, with the number of pages, where it is not given: as the records of `source` need them, if they fit beside the weights."""
+    def said(self) -> dict[str, Any]:
+        """The options on which answers depend, as they were typed; None for those that were not."""
+        typed = {"--model": self.model, "--policy": self.policy, "--prefill": self.prefill, "--dtype": self.dtype}
+        typed |= {"--weights": self.weights, "--cache-format": self.cache_format, "--max-positions": self.max_positions}
+        return typed | {"--reuse-any": self.stores.get("reuse") == "any" or None}
+
+    def sized(self, model: Model, records: Iterable[Record]) -> Setup:
+        """This, with the number of pages, where it is not given: as the records need them, if they fit beside the weights."""
         if self.pages is not None or self.device_bytes is not None:
             return self
-        needed = pages_of_job(source, defaults, model, self.slots, self.page_size)
+        needed = pages_of_job(records, model, self.slots, self.page_size)
         sizes = self.page_size, self.prefill_chunk, self.slots
         plan = plan_beside_weights(model, self.policy, self.prefill, *sizes, self.mesh(), self.cache_format)
         return dataclasses.replace(self, pages=max(1, min(needed, plan.pages_that_fit)))

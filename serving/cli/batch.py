@@ -47,14 +47,34 @@ if TYPE_CHECKING:
     from kvjax.serving.batch.setup import Setup
 
 
+SourceArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="IN.jsonl",
+        help="One record per line: plain, or OpenAI's batch file format; may be compressed by gzip. Or IN.parquet: one per row.",
+    ),
+]
+OutOption = Annotated[
+    Path,
+    typer.Option(
+        "--out",
+        "-o",
+        help="Output file: one line per record, in the input's order. Parquet or compressed if it ends in .parquet or .gz.",
+    ),
+]
+ContinueAnywayOption = Annotated[
+    bool,
+    typer.Option(
+        "--continue-anyway",
+        help="Continue a killed job with another --max-batch. The last bits of its answers may differ from those of one run, and the "
+        "summary says so.",
+    ),
+]
+
+
 def batch_command(
-    source: Annotated[
-        Path,
-        typer.Argument(metavar="IN.jsonl", help="One record per line: plain, or OpenAI's batch file format. Or IN.parquet: one per row."),
-    ],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Output file: one line per record, in the input's order; Parquet if it is called so.")
-    ],
+    source: SourceArgument,
+    out: OutOption,
     model: ModelOption,
     policy: PolicyOption = None,
     prefill: PrefillOption = None,
@@ -66,7 +86,9 @@ def batch_command(
             help="For records that do not say; 0 is greedy. [default: 0; 1 for OpenAI's format]", show_default=False, **number(least=0)
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="For records without a seed: this and the record's id make one.", **whole(0, 2**32 - 1))] = 0,
+    seed: Annotated[
+        int, typer.Option(help="For records without a seed: this and the record's id make one.", **whole(-(2**63), 2**63 - 1))
+    ] = 0,
     pages: Annotated[
         int | None,
         typer.Option(help="Pages in the pool. [default: enough for the longest records, or as many as fit]", show_default=False, **whole()),
@@ -91,6 +113,7 @@ def batch_command(
     disk: DiskOption = None,
     disk_size: DiskSizeOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.jsonl if it exists.")] = False,
+    continue_anyway: ContinueAnywayOption = False,
     fail_on_error: Annotated[bool, typer.Option("--fail-on-error", help="Exit with status 1 if a record could not be answered.")] = False,
     progress: Annotated[
         bool,
@@ -125,7 +148,7 @@ def batch_command(
     """
     from rich.console import Console
 
-    from kvjax.serving.batch.job import check_paths, partial_path
+    from kvjax.serving.batch.paths import check_paths, partial_path
     from kvjax.serving.batch.records import Defaults
     from kvjax.serving.batch.setup import Setup
 
@@ -142,6 +165,7 @@ def batch_command(
     sizes |= {"tensor": tensor, "context": context, "data": data, "cache_format": cache_format}
     setup = Setup(model, dtype and dtype.value, max_positions, policy, prefill, max_batch, **sizes)
     options = {"defaults": Defaults(max_new_tokens, temperature, seed), "overwrite": overwrite, "console": Console(stderr=True)}
+    options["continue_anyway"] = continue_anyway
     try:
         if ray:
             from kvjax.serving.batch.ray import run_on_ray
@@ -150,8 +174,6 @@ def batch_command(
                 summary = run_on_ray(source, out, setup, **given, **options)
         else:
             with joined(coordinator, processes, process) as job:
-                if job is not None and job.number == 0:
-                    check_paths(source, out, overwrite)
                 summary = _run_here(source, out, setup, job, stores=progress, **options)
     except KeyboardInterrupt:
         if partial_path(out).exists():
@@ -181,25 +203,39 @@ def _check_together(
             raise typer.BadParameter("is for one engine: leave it out with --ray", param_hint=option)
 
 
-def _run_here(source: Path, out: Path, setup: Setup, job: Processes | None, *, defaults: Defaults, **options: Any) -> Summary | None:
+def _run_here(
+    source: Path,
+    out: Path,
+    setup: Setup,
+    job: Processes | None,
+    *,
+    defaults: Defaults,
+    overwrite: bool,
+    continue_anyway: bool,
+    **options: Any,
+) -> Summary | None:
     """The job by one engine, or several replicas, in this process; or by one engine of several processes, of which the first gets a
     summary."""
-    from kvjax.serving.batch.job import run_file
+    from kvjax.serving.batch.file_jobs import FileJob
+    from kvjax.serving.batch.job import run_records
 
     first = job is None or job.number == 0
+    if first:  # before the model is loaded, which takes long
+        files = FileJob(source, out, defaults, overwrite=overwrite, anyway=continue_anyway, setup=setup)
+        records = list(files.records())
     with named_as_options():
         if job is not None:  # the model may lie in another folder there; what it holds is compared when it is loaded
             job.agree({name: value for name, value in vars(setup).items() if name != "model"})
     loaded = setup.load()
     with named_as_options():
-        setup = setup.sized(loaded, source, defaults) if first else setup
+        setup = setup.sized(loaded, records) if first else setup
         setup = setup if job is None else job.share(setup)
         engines = setup.engines(loaded)
     if first:
         typer.echo(setup.describe(engines[0]), err=True)
     try:
         sizes = {"slots": setup.slots, "steps_per_launch": setup.steps_per_launch}
-        return in_first(job, engines[0], lambda: run_file(source, out, engines, defaults=defaults, **sizes, **options))
+        return in_first(job, engines[0], lambda: run_records(files, records, engines, setup=setup, **sizes, **options))
     finally:
         for engine in engines:
             for stats in (engine.stats(), engine.pool_stats()):

@@ -1,6 +1,7 @@
 """Requests in OpenAI's form: what they ask for, checked, and the bodies of their answers.
 
-The shim is frozen: what is not here is refused, not ignored. Source: ADR 0008, section 2.7; OpenAI's API reference.
+The fields are those of a batch job (`kvjax.serving.bodies`), but for log-probabilities and several samples. What is not there is refused,
+not ignored. Source: ADR 0008, section 2.7; OpenAI's API reference.
 """
 
 from __future__ import annotations
@@ -14,16 +15,14 @@ from typing import TYPE_CHECKING, Any
 from kvjax.client.errors import InvalidArgument, ResourceExhausted, SessionNotFound
 from kvjax.messages import chat_ids
 from kvjax.prompts import encode
+from kvjax.serving.bodies import Body, Fields, WrongField, read_body
+from kvjax.serving.session.runtime import SHAPED, checked_sampling
 
 if TYPE_CHECKING:
     from kvjax.model import Model
     from kvjax.serving.session.desk import ServerOptions
     from kvjax.serving.session.runtime import SessionRuntime
 
-NUMBERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed")
-SHARED = {*NUMBERS, "model", "max_tokens", "stop", "stream", "stream_options", "n", "user"}
-COMPLETION = SHARED | {"prompt"}
-CHAT = SHARED | {"messages", "max_completion_tokens", "chat_template_kwargs"}
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for /v1/completions. For chats it is all that the model has room for."""
 
@@ -47,34 +46,31 @@ def asked(body: Any, chat: bool, runtime: SessionRuntime, options: ServerOptions
     model = runtime.engine.model
     if not isinstance(body, Mapping):
         raise InvalidArgument("the body must be a JSON object")
-    known = CHAT if chat else COMPLETION
-    for field in body.keys() - known:
-        raise InvalidArgument(f"{field} is not supported here: the fields are {', '.join(sorted(known))}", field=field)
-    given = {field: value for field, value in body.items() if value is not None}
-    if given.get("model") != options.model_name:
-        raise no_model(given.get("model"), options.model_name)
-    if given.get("n", 1) != 1 or isinstance(given.get("n"), bool):
-        raise InvalidArgument("n must be 1: send the request again for another answer", field="n")
-    streaming = given.get("stream_options", {})
-    if not isinstance(streaming, Mapping) or streaming.keys() - {"include_usage", "include_obfuscation"}:
-        raise InvalidArgument("stream_options may hold include_usage", field="stream_options")
-    for field, value in (("stream", given.get("stream", False)), *(("stream_options", value) for value in streaming.values())):
-        if not isinstance(value, bool | None):  # "false" is no False
-            raise InvalidArgument(f"{field} takes true or false, got {value!r:.60}", field=field)
-    if not isinstance(given.get("chat_template_kwargs", {}), Mapping):
-        raise InvalidArgument("chat_template_kwargs must be an object", field="chat_template_kwargs")
-    ids = _prompt(given, chat, model)
+    try:
+        read = read_body(body, Fields.CHAT if chat else Fields.COMPLETIONS)
+        _check_served(read)
+    except WrongField as error:
+        raise InvalidArgument(str(error), field=error.field) from None
+    if read.model != options.model_name:
+        raise no_model(read.model, options.model_name)
+    ids = _prompt(read, model)
     if len(ids) > options.max_tokens:
         raise ResourceExhausted(f"{len(ids)} tokens of prompt are more than the server's limit of {options.max_tokens}")
-    sampling = {"temperature": 1.0, "seed": secrets.randbits(32)} | {field: given[field] for field in NUMBERS if field in given}
-    field = next((each for each in ("max_completion_tokens", "max_tokens") if each in given), "max_tokens")
-    count = given.get(field, None if chat else COMPLETION_TOKENS)
-    sampling["max_new_tokens"] = _with_room(count, field, len(ids), runtime, options)
-    stop = given.get("stop", ())
-    stop = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop) or len(stop) > 4:
-        raise InvalidArgument("stop must be a string, or up to four, none of them empty", field="stop")
-    return Asked(ids, sampling, tuple(stop), chat, bool(given.get("stream", False)), bool(streaming.get("include_usage", False)))
+    sampling = {"temperature": 1.0, "seed": secrets.randbits(32)}
+    sampling |= {name: value for name, value in read.sampling.items() if name in SHAPED}
+    count = sampling.get("max_new_tokens", None if chat else COMPLETION_TOKENS)
+    sampling["max_new_tokens"] = _with_room(count, read.limit_field if count is not None else "max_tokens", len(ids), runtime, options)
+    stop = read.sampling.get("stop", ())
+    checked_sampling({**sampling, "stop": stop}, (*SHAPED, "stop"))
+    return Asked(ids, sampling, stop, chat, read.stream, read.usage)
+
+
+def _check_served(read: Body) -> None:
+    """WrongField for what batch jobs do and the server does not."""
+    if read.sampling.get("n", 1) != 1:
+        raise WrongField("n must be 1: send the request again for another answer", "n")
+    if read.sampling.get("logprobs") or read.sampling.get("top_logprobs"):
+        raise WrongField("the server returns no log-probabilities, and a batch job does: leave logprobs out", "logprobs")
 
 
 def _with_room(count: Any, field: str, prompt: int, runtime: SessionRuntime, options: ServerOptions) -> Any:
@@ -105,34 +101,16 @@ def no_model(given: Any, name: str) -> SessionNotFound:
     return SessionNotFound(f"there is no model {given!r:.60}: this server has {name!r}", reason="model_not_found")
 
 
-def _prompt(given: dict[str, Any], chat: bool, model: Model) -> list[int]:
+def _prompt(read: Body, model: Model) -> list[int]:
     if model.tokenizer is None:
         raise InvalidArgument("the model has no tokenizer, so this server answers over gRPC only")
-    field = "messages" if chat else "prompt"
-    prompt = given.get(field)
     try:
-        if chat:
-            if not isinstance(prompt, list) or not prompt:
-                raise ValueError("messages must be a list of at least one message")
-            return list(chat_ids([_plain(each) for each in prompt], model.tokenizer, given.get("chat_template_kwargs", {})))
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-            prompt = prompt[0]
-        ids = encode(model.tokenizer, prompt) if isinstance(prompt, str | list) else []
-    except (ValueError, TypeError, AttributeError) as error:
-        raise InvalidArgument(str(error), field=field) from None
-    if not ids:
-        raise InvalidArgument("prompt must be one text, or one list of token ids, and not empty", field=field)
-    return ids
-
-
-def _plain(message: Any) -> Any:
-    """A message whose content is text. OpenAI's clients may send a list of parts."""
-    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
-        return message
-    parts = message["content"]
-    if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
-        raise ValueError("a message's content must be text")
-    return message | {"content": "".join(part["text"] for part in parts)}
+        if read.messages is None:
+            return encode(model.tokenizer, read.prompt)
+        return list(chat_ids(read.messages, model.tokenizer, read.template_options))
+    except ValueError as error:
+        field = "prompt" if read.messages is None else "messages"
+        raise InvalidArgument(str(error), field="chat_template_kwargs" if "chat_template_kwargs" in str(error) else field) from None
 
 
 class Form:

@@ -374,11 +374,11 @@ class Session:
         self._runtime._ask(lambda: core.end(core.find(self.id), "close"), timeout)
 
 
-def checked_sampling(fields: dict[str, Any]) -> Sampling:
-    """The sampling of a generation. InvalidArgument names the field."""
+def checked_sampling(fields: dict[str, Any], known: tuple[str, ...] = SHAPED) -> Sampling:
+    """The sampling of a generation. known: the fields that it may have. InvalidArgument names the field."""
     for name in fields:
-        if name not in SHAPED:
-            raise InvalidArgument(f"there is no {name!r} in a generation: its fields are {', '.join(SHAPED)}", field=name)
+        if name not in known:
+            raise InvalidArgument(f"there is no {name!r} in a generation: its fields are {', '.join(known)}", field=name)
     if (stops := fields.get("stop_token_ids")) is not None:
         fields = fields | {"stop_token_ids": arguments.token_ids("stop_token_ids", stops)}
     try:

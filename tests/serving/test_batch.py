@@ -17,9 +17,11 @@ from kvjax.policies.prefill import MeanPooled
 from kvjax.prompts import chat_ids
 from kvjax.requests import Request
 from kvjax.sampling import Sampling
+from kvjax.serving.batch import file_jobs
 from kvjax.serving.batch import job as batch
+from kvjax.serving.batch.files import lines as lines_of
 from kvjax.serving.batch.job import run_batch, run_file
-from kvjax.serving.batch.records import Defaults, parse
+from kvjax.serving.batch.records import Defaults, parse, read
 
 pytestmark = pytest.mark.bits
 
@@ -145,7 +147,6 @@ def test_bad_records_get_errors_and_the_job_goes_on(engine, expected):
         ("range", {"id": "range", "prompt": "x", "temperature": -1}, "temperature"),
         ("vocabulary", {"id": "vocabulary", "prompt": [1, 480]}, "480"),
         ("positions", {"id": "positions", "prompt": [1] * 500, "max_new_tokens": 100}, "512"),
-        ("short", {"id": "short", "prompt": "again"}, "already used on line 1"),
         ("o-bad", {"custom_id": "o-bad", "body": {"prompt": "x", "best_of": 3}}, "body.best_of"),
         ("o-n", {"custom_id": "o-n", "body": {"prompt": "x", "n": 300}}, "n must be at most 128, got 300"),
         ("top", {"id": "top", "prompt": "x", "top_logprobs": 3}, "top_logprobs 3 needs logprobs"),
@@ -290,7 +291,7 @@ def seen(monkeypatch):
 
 def interrupt_after(monkeypatch, count):
     """Die when `count` results are in the file, as a killed job does."""
-    real = batch.Partial.append
+    real = file_jobs.Partial.append
     left = [count]
 
     def append(self, result):
@@ -299,7 +300,7 @@ def interrupt_after(monkeypatch, count):
         left[0] -= 1
         real(self, result)
 
-    monkeypatch.setattr(batch.Partial, "append", append)
+    monkeypatch.setattr(file_jobs.Partial, "append", append)
 
 
 def test_a_file_job_answers_in_input_order(job, engine):
@@ -321,7 +322,7 @@ def test_a_file_job_answers_in_input_order(job, engine):
 
 def test_ignored_fields_and_first_errors_are_in_the_summary(tmp_path, engine, monkeypatch):
     records = [{"id": n, "prompt": "amber", "max_new_tokens": 1, "user": "me"} for n in range(4)] + [
-        {"id": 9, "colour": n} for n in range(5)
+        {"id": 10 + n, "colour": n} for n in range(5)
     ]
     write(tmp_path / "in.jsonl", records)
     with monkeypatch.context() as patch:
@@ -338,11 +339,11 @@ def test_ignored_fields_and_first_errors_are_in_the_summary(tmp_path, engine, mo
 
 def test_a_pool_is_as_large_as_the_longest_records_together(tmp_path, model):
     records = [{"id": n, "prompt": [5] * 20, "max_new_tokens": 13} for n in range(50)]  # 32 tokens are written: 2 pages
-    records += [{"id": "bad"}, {"id": "long", "prompt": [5] * 500, "max_new_tokens": 100}, {"id": "wrong", "prompt": "x", "top_k": -1}]
+    records += [{"id": "bad"}, {"id": "long", "prompt": [5] * 500, "max_new_tokens": 100}, {"id": "wrong", "prompt": "x", "top_k": -2}]
     source = write(tmp_path / "in.jsonl", records)
 
     def pages(slots):
-        return batch.pages_of_job(source, DEFAULTS, model, slots, 16)
+        return batch.pages_of_job(read(lines_of(source), DEFAULTS), model, slots, 16)
 
     assert (pages(1), pages(8), pages(64)) == (2, 16, 100)
     write(source, [*records, {"id": "n", "prompt": [5] * 40, "max_new_tokens": 9, "n": 3}])
@@ -389,22 +390,24 @@ def test_a_job_is_not_continued_as_another(job, engine, model, monkeypatch):
             file_job(job, engine, **options)
         assert (job / "out.jsonl.partial").read_bytes() == kept
 
-    refused("policy Window.* and this run has Dense", policy="dense")
-    refused("--max-new-tokens 12, and this run has 13", defaults=Defaults(max_new_tokens=13))
-    refused("--max-batch", slots=1)
-    refused("--temperature", defaults=dataclasses.replace(DEFAULTS, temperature=0.5))
+    refused(r"with --policy window:8\+24, and this run has --policy dense: run it as", policy="dense")
+    refused("with --max-new-tokens 12, and this run has --max-new-tokens 13", defaults=Defaults(max_new_tokens=13))
+    refused("with --max-batch 3, and this run has --max-batch 1: .*--continue-anyway", slots=1)
+    refused("with no --temperature, and this run has --temperature 0.5", defaults=dataclasses.replace(DEFAULTS, temperature=0.5))
     refused("--seed", defaults=dataclasses.replace(DEFAULTS, seed=1))
     pooled = MeanPooled(4, key_block=16)
-    refused("prefill DensePrefill.* and this run has MeanPooled", Engine(model, "window:8+24", pages=8, page_size=16, prefill=pooled))
-    refused("page size", Engine(model, "window:8+24", pages=8, page_size=32, prefill_chunk=64))
-    refused("prefill chunk", Engine(model, "window:8+24", pages=8, page_size=16, prefill_chunk=32))
+    refused(
+        "with --prefill dense, and this run has --prefill MeanPooled", Engine(model, "window:8+24", pages=8, page_size=16, prefill=pooled)
+    )
+    refused("--page-size 16, and this run has --page-size 32", Engine(model, "window:8+24", pages=8, page_size=32, prefill_chunk=64))
+    refused("--prefill-chunk", Engine(model, "window:8+24", pages=8, page_size=16, prefill_chunk=32))
     other = CausalLM(model.decoder, init_params(model.config, jax.random.key(4), std=0.6), model.tokenizer, "tiny")
-    refused("begun with model", Engine(other, "window:8+24", pages=8, page_size=16, prefill_chunk=64))
+    refused("with --model tiny, which has changed since", Engine(other, "window:8+24", pages=8, page_size=16, prefill_chunk=64))
     monkeypatch.setattr(model.tokenizer, "chat_template", model.tokenizer.chat_template + " ")
-    refused("begun with tokenizer")
+    refused("begun with another tokenizer")
     monkeypatch.undo()
     write(job / "in.jsonl", RECORDS)
-    refused("input with SHA-256")
+    refused("with an input whose lines have changed since")
     write(job / "in.jsonl", [*RECORDS, {"id": "bad"}])
     file_job(job, engine)
     assert len(lines(job / "out.jsonl")) == len(RECORDS) + 1

@@ -153,7 +153,7 @@ def test_a_job_begun_with_other_pages_counting_is_not_continued(kvjax, model_fol
         assert kvjax(*arguments)[0] == 1
     status, _, err = kvjax(*arguments, "--reuse-any")
     assert status == 2
-    assert "was begun with --reuse-any None, and this run has True" in err
+    assert "was begun with no --reuse-any, and this run has --reuse-any" in err
     assert kvjax(*arguments, "--reuse")[0] == 0
 
 
@@ -214,7 +214,7 @@ def test_batch_decodes_as_many_together_as_it_is_told(kvjax, model_folder, tmp_p
     from kvjax.serving.batch import results
 
     calls = []
-    monkeypatch.setattr(batch, "run_file", lambda *args, **options: calls.append((args, options)) or results.Summary())
+    monkeypatch.setattr(batch, "run_records", lambda *args, **options: calls.append((args, options)) or results.Summary())
     source = write(tmp_path / "in.jsonl", RECORDS)
     arguments = ("batch", source, "--out", tmp_path / "out.jsonl", "--model", model_folder, "--max-batch", 12, "--pages", 4, *PAGES)
     assert kvjax(*arguments, "--steps-per-launch", 8)[0] == 0

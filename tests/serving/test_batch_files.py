@@ -77,7 +77,7 @@ def test_a_parquet_output_has_the_fields_of_the_lines(tmp_path):
         {"id": "n", "choices": [{"text": "a"}, {"text": "b"}], **counts, "error": None},
     ]
     written = io.BytesIO()
-    write_outputs(written, iter(outputs), parquet=True)
+    write_outputs(written, iter(outputs), tmp_path / "out.parquet")
     table = parquet.read_table(io.BytesIO(written.getvalue()))
     assert table.column_names == list(COLUMNS)
     columns = table.to_pydict()
@@ -89,7 +89,7 @@ def test_a_parquet_output_has_the_fields_of_the_lines(tmp_path):
 
 
 def test_a_job_does_not_depend_on_the_form_of_its_files(engine, tmp_path):
-    rows = [*ROWS[:4], {"id": "bad", "prompt": "amber", "top_k": -1}]
+    rows = [*ROWS[:4], {"id": "bad", "prompt": "amber", "top_k": -2}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_parquet(tmp_path / "in.parquet", rows)
     for form, other in (("jsonl", "parquet"), ("parquet", "jsonl")):

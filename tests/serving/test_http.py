@@ -166,7 +166,11 @@ def test_errors_are_typed_and_name_the_field(client, fields, kind, param, stream
 
 
 def test_chats_refuse_what_the_shim_does_not_do(client):
-    for fields in ({"tools": []}, {"messages": []}, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}):
+    for fields in (
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"messages": []},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    ):
         with pytest.raises(openai.BadRequestError):
             client.chat.completions.create(**{"model": "tiny", "messages": TALK, **fields})
     with pytest.raises(openai.BadRequestError) as caught:

@@ -111,7 +111,7 @@ def test_damage_in_the_middle_is_refused(path):
 def test_another_job_is_refused_and_nothing_is_lost(path, other):
     before = begin(path, 1).read_bytes()
     (name,) = other
-    with pytest.raises(ValueError, match=f"was begun with {name} {JOB[name]}, and this run has {other[name]}"):
+    with pytest.raises(ValueError, match=f"was begun with --{name} {JOB[name]}, and this run has --{name} {other[name]}"):
         Partial(path, JOB | other)
     assert path.read_bytes() == before
 

@@ -24,10 +24,11 @@ import pytest
 import ray
 
 from kvjax.serving.batch import ray as on_ray
+from kvjax.serving.batch.file_jobs import FileJob
 from kvjax.serving.batch.files import lines as lines_of
 from kvjax.serving.batch.job import run_file
 from kvjax.serving.batch.partial import Partial
-from kvjax.serving.batch.records import Defaults
+from kvjax.serving.batch.records import Defaults, read
 from kvjax.serving.batch.results import Result
 from kvjax.serving.batch.setup import Setup
 
@@ -79,7 +80,7 @@ def setup(model_folder):
 
 def run_here(setup, source, out):
     model = setup.load()
-    return run_file(source, out, setup.sized(model, source, DEFAULTS).engines(model), slots=setup.slots, defaults=DEFAULTS)
+    return run_file(source, out, setup.sized(model, read(lines_of(source), DEFAULTS)).engines(model), slots=setup.slots, defaults=DEFAULTS)
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +225,7 @@ def test_a_replica_reads_its_own_lines_wherever_they_begin(setup, tmp_path, suff
         source.write_text("\n\n".join(map(json.dumps, made)))  # a blank line after each record
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(made), source, row_group_size=5)
-    outline = on_ray.Outline.of(source, DEFAULTS)
+    outline = on_ray.Outline.of(FileJob(source, tmp_path / "out.jsonl", DEFAULTS))
     assert list(outline.offsets) == (list(range(1, 24, 2)) if suffix == "jsonl" else list(range(1, 13)))
     left = {line: offset for place, (line, offset) in enumerate(outline.offsets.items()) if place not in (4, 7)}
     replica = Here(dataclasses.replace(setup, pages=20), source, {})

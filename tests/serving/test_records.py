@@ -100,19 +100,21 @@ def test_fields_that_ask_for_nothing_are_taken():
     neutral |= {"min_p": 0, "repetition_penalty": 1, "ignore_eos": False, "chat_template_kwargs": {}}
     record = chat(model="m", response_format={"type": "text"}, tools=[], user=None, **neutral)
     assert record.error is None
-    assert record.sampling == chat().sampling
+    assert Sampling(**record.sampling) == Sampling(**chat().sampling)
     assert completions(echo=False, best_of=1, suffix=None).error is None
+    assert completions(n=2, best_of=2).sampling["n"] == 2
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("stream", True),
-        ("stream", 0),
         ("logit_bias", {"5": 1}),
         ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function"}]),
-        ("tool_choice", "auto"),
+        ("tool_choice", "required"),
+        ("logit_bias", {"5": 0, "6": -1}),
+        ("min_tokens", 1),
         ("reasoning_effort", "low"),
         ("best_of", 2),
         ("prompt", "hello"),
@@ -173,20 +175,26 @@ def test_a_plain_field_that_is_not_known_is_named(field):
         ({"prompt": []}, "prompt is empty"),
         ({"prompt": 3}, "prompt must be text"),
         ({"prompt": None}, "prompt or messages is missing"),
-        ({"prompt": ["a"]}, "prompt[0] must be a token id, got 'a'; a record has one prompt"),
+        ({"prompt": ["a", "b"]}, "prompt is a list of 2; a record has one prompt"),
+        ({"prompt": ["a", 1]}, "prompt is a list of 2; a record has one prompt"),
+        ({"prompt": [1, "a"]}, "prompt[1] must be a token id, got 'a'"),
+        ({"prompt": [[]]}, "prompt is empty"),
         ({"prompt": [1, -1]}, "prompt[1] must be a token id"),
         ({"prompt": [True]}, "prompt[0] must be a token id"),
         ({"prompt": "\ud800"}, "surrogate"),
         ({"messages": [{"role": "user", "content": "x"}]}, "both given"),
         ({"prompt": None, "messages": []}, "at least one message"),
         ({"prompt": None, "messages": "hi"}, "at least one message"),
-        ({"prompt": None, "messages": ["hi"]}, "messages[0] must be a JSON object"),
-        ({"prompt": None, "messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"prompt": None, "messages": ["hi"]}, "messages[0] must be an object"),
+        ({"prompt": None, "messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
         ({"prompt": None, "messages": [{"content": "x"}]}, "messages[0].role"),
         ({"prompt": None, "messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"prompt": None, "messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages[0].name"),
+        (
+            {"prompt": None, "messages": [{"role": "user", "content": "x", "age": 7}]},
+            "messages[0] has the unknown or unsupported field 'age'",
+        ),
         ({"prompt": None, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-        ({"max_new_tokens": 4, "max_tokens": 4}, "max_new_tokens and max_tokens"),
+        ({"max_new_tokens": 4, "max_tokens": 5}, "max_new_tokens 4 and max_tokens 5 are both given"),
         ({"max_new_tokens": "4"}, "max_new_tokens must be a whole number"),
         ({"max_new_tokens": 4.0}, "max_new_tokens must be a whole number"),
         ({"temperature": "hot"}, "temperature must be a number"),
@@ -234,7 +242,7 @@ def test_what_is_wrong_is_said(fields, said):
         (b'{"custom_id": "a", "url": "/v1/embeddings", "body": {"input": "x"}}', "/v1/embeddings"),
         (b'{"custom_id": "a", "body": {"prompt": "x"}, "extra": 1}', "'extra'"),
         (b'{"custom_id": "a", "body": {"prompt": "x", "model": 3}}', "body.model must be text"),
-        (b'{"custom_id": "a", "body": {"prompt": ["x", "y"]}}', "prompt[0] must be a token id"),
+        (b'{"custom_id": "a", "body": {"prompt": ["x", "y"]}}', "prompt is a list of 2; a record has one prompt"),
         (b'{"custom_id": "a", "body": {"prompt": "x", "logprobs": true}}', "logprobs must be a whole number"),
         (b'{"custom_id": "a", "url": "/v1/chat/completions", "body": {}}', "body.messages is missing"),
     ],
@@ -243,12 +251,37 @@ def test_a_line_that_is_no_record(line, said):
     assert said in parse(line, 1).error
 
 
-def test_ids_must_be_unique_and_blank_lines_count():
-    lines = ["\n", '{"id": "a", "prompt": "x"}\n', "  \r\n", '{"id": "b", "prompt": "x"}', '{"id": "a", "prompt": "y"}', '{"prompt": "z"}']
-    records = list(read(lines))
-    assert [(record.line, record.id) for record in records] == [(2, "a"), (4, "b"), (5, "a"), (6, 6)]
-    assert [record.error is None for record in records] == [True, True, False, True]
-    assert "line 2" in records[2].error
+def test_equal_lines_are_one_record_and_blank_lines_count():
+    lines = ["\n", '{"id": "a", "prompt": "x"}\n', "  \r\n", '{"id": "b", "prompt": "x"}', ' {"id": "a", "prompt": "x"}', '{"prompt": "z"}']
+    repeated = []
+    records = list(read(lines, repeated=repeated))
+    assert [(record.line, record.id, record.error) for record in records] == [(2, "a", None), (4, "b", None), (6, 6, None)]
+    assert repeated == [5]
+    objects = [{"id": "a", "prompt": "x", "n": 1}, {"prompt": "x"}, {"n": 1, "prompt": "x", "id": "a"}, {"prompt": "x"}]
+    assert [record.id for record in read(objects, repeated=repeated)] == ["a", 2, 4]
+    assert repeated == [5, 3]
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (
+            ['{"id": "a", "prompt": "x"}', '{"id": "a", "prompt": "y"}'],
+            "the id 'a' is given on line 1 and, with other content, on line 2: ",
+        ),
+        (['{"id": "a", "prompt": "x"}', '{"id": "a", "colour": 1}'], "the id 'a' is given on line 1"),
+        (
+            ['{"id": "a", "prompt": "x"}'] * 2 + ['{"custom_id": "a", "body": {"prompt": "x"}}'],
+            "on line 1 and, with other content, on line 3",
+        ),
+        (['{"id": 2, "prompt": "x"}', '{"prompt": "x"}'], "the id 2 is given on line 1 .* the number of its line"),
+        ([json.dumps({"id": "a", "prompt": str(n)}) for n in range(40)], "line 2, and 38 more lines repeat an id"),
+        ([json.dumps({"id": "a" * 10**6, "prompt": str(n)}) for n in range(2)], "^.{,300}$"),
+    ],
+)
+def test_an_id_of_two_records_is_refused_before_anything_runs(lines, said):
+    with pytest.raises(ValueError, match=said):
+        list(read(lines))
 
 
 def test_a_byte_order_mark_is_no_part_of_the_line():

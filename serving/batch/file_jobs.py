@@ -1,0 +1,116 @@
+"""The files of a job: what is checked and read before a model is loaded, and how answers become an output."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from kvjax.serving.batch.continuing import check_noise, check_same, check_setup, draws
+from kvjax.serving.batch.inputs import BYTES, Reading
+from kvjax.serving.batch.partial import Partial
+from kvjax.serving.batch.paths import check_paths, partial_path
+from kvjax.serving.batch.records import Defaults, Record
+from kvjax.serving.batch.results import Result, Summary
+from kvjax.serving.progress import JobProgress
+
+if TYPE_CHECKING:
+    from kvjax.serving.batch.setup import Setup
+
+
+class FileJob:
+    """A job from one file to another. Making it checks the paths, and whether an earlier run may go on as `setup` says.
+
+    `records` reads the input. Then work has about how many tokens each record takes, by its line, and ignored how many records gave each
+    field that changes nothing. ValueError and BlockingIOError if the job cannot be done; nothing was changed then.
+
+    Args:
+        source, out: the input, and the output.
+        defaults: settings for records that do not name them.
+        overwrite: whether `out` may exist.
+        anyway: whether an earlier run may go on with another number of slots.
+        setup: of the engine that will be made; None: there is one already.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        out: Path,
+        defaults: Defaults,
+        *,
+        overwrite: bool = False,
+        anyway: bool = False,
+        setup: Setup | None = None,
+    ):
+        check_paths(source, out, overwrite)
+        self.source, self.out, self.defaults, self.anyway = source, out, defaults, anyway
+        self.partial = partial_path(out)
+        self._earlier = Partial.earlier_run(self.partial)
+        header = {} if self._earlier is None else self._earlier.header
+        if self._earlier is not None and setup is not None:
+            check_setup(self.partial, header, setup, defaults, anyway=anyway)
+        before = header.get(BYTES)
+        self.reading = Reading(source, before if isinstance(before, int) else None)
+        self.work: dict[int, int] = {}
+        self.ignored: Counter[str] = Counter()
+
+    def records(self) -> Iterator[Record]:
+        """The records of the input, in order. When all were read: ValueError if there is none, if an earlier run read other lines, or if an
+        earlier version of kvjax left records that draw."""
+        drawn = []
+        for record in self.reading.records(self.defaults):
+            self.work[record.line] = work_of(record)
+            self.ignored.update(record.ignored)
+            if draws(record):
+                drawn.append(record.line)
+            yield record
+        if not self.work:
+            raise ValueError(f"{self.source} holds no records")
+        if self._earlier is not None:
+            header, digest = self._earlier.header, self.reading.earlier_digest
+            check_same(self.partial, header, self.reading.described(), earlier_digest=digest)
+            check_noise(self.partial, header, [line for line in drawn if line not in self._earlier.lines])
+
+
+def work_of(record: Record) -> int:
+    """About how many tokens a record takes, prompt and answers."""
+    return record.size // 4 + record.sampling.get("max_new_tokens", 1) * max(1, record.sampling.get("n", 1))
+
+
+def complete(
+    job: FileJob,
+    described: Mapping[str, Any],
+    answer: Callable[[Collection[int], JobProgress], Iterable[Result]],
+    console: Console | None,
+    **shown: Any,
+) -> Summary:
+    """Do what is missing of a job whose records were read, and write its output; returns the closing figures.
+
+    Args:
+        job: its files.
+        described: what its answers depend on (`job.describe_job`).
+        answer: the lines that an earlier run answered -> a result for each of the others, in any order. It tells the progress of tokens.
+        console: where to show progress; None: nowhere.
+        shown: arguments of `JobProgress`.
+    """
+    started, reading = time.monotonic(), job.reading
+    header = {**described, **reading.described()}
+    partial = Partial(job.partial, header, earlier_digest=reading.earlier_digest, anyway=job.anyway, lines=job.work)
+    summary = Summary(ignored=dict(job.ignored), repeated=len(reading.repeated), slots=partial.slots)
+    try:
+        for result in partial.earlier.values():
+            summary.add(result, earlier=True)
+        with JobProgress(job.work, partial.earlier, console or Console(quiet=True), **shown) as progress:
+            for result in answer(partial.earlier, progress):
+                partial.append(result)
+                summary.add(result)
+                progress.result(result)
+        partial.finish(job.out)
+    finally:
+        partial.close()
+    summary.seconds = time.monotonic() - started
+    return summary
