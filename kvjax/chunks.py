@@ -129,6 +129,7 @@ class Prefiller:
     def __init__(self, model: Model, pool: Pool, groups: GroupPages, states: PolicyStates, indexes: tuple[IndexSpec, ...], chunk: int):
         self.model, self.indexes, self.chunk = model, indexes, chunk
         self.on_written: Callable[[ChunkRun], None] | None = None
+        self._behind: Array | None = None  # hidden states of the chunk before, while a prompt has more of them
         self._warned, self.brings = False, pool.shards is not None and pool.shards.context > 1
         self._pool, self._groups, self._states = pool, groups, states
         self.slices = cut_layers(model.decoder, groups.spec, None if pool.shards is None else pool.shards.tensor)
@@ -318,6 +319,8 @@ class Prefiller:
             self._next_slice(run)
         if run.done < len(self.slices):
             return False
+        # The host launches one chunk ahead of the device, and no more: whoever cancels a prompt waits for a chunk, and not for all of it.
+        before, self._behind = self._behind, None if run.ends else run.x
         decoder, params = self.model.decoder, self.model.decoder.params_of(self.model.params, 0, 0)
         places = np.array([run.start], np.int32), np.array([run.last], np.int32)
         find = functools.partial(row_logits, decoder, params, run.x, *places, shards=self._pool.shards)
@@ -332,6 +335,8 @@ class Prefiller:
         after_chunk(sequence, run.learning, run.opened, learned, run.written)
         if self.on_written is not None:
             self.on_written(run)
+        if before is not None:
+            before.block_until_ready()
         return True
 
     @functools.cached_property

@@ -181,7 +181,7 @@ class DeltaLayer:
 
     Args:
         key_heads, value_heads, key_dim, value_dim: K, H, Dk and Dv; K divides H.
-        conv_width: taps of the convolution.
+        conv_width: taps of the convolution; 1: it sees the token alone.
         chunk: the most tokens of an inner chunk of prefill, on which its bits depend.
     """
 
@@ -202,8 +202,6 @@ class DeltaLayer:
                 raise ValueError(f"{field.name} must be positive, got {getattr(self, field.name)}")
         if self.value_heads % self.key_heads:
             raise ValueError(f"value_heads {self.value_heads} is not a multiple of key_heads {self.key_heads}")
-        if self.conv_width < 2:
-            raise ValueError(f"conv_width must be at least 2 taps, got {self.conv_width}")
 
     def shapes(self, hidden_size: int) -> Shapes:
         """Parameters of the mixer: matrices stored [out, in].

@@ -5,7 +5,8 @@
 * Pages: a prompt takes its pages when it is admitted, its answer as it grows. When none are left, the youngest request of the lowest
   priority is suspended: its pages go to host memory, and come back, with the same bits, when others have finished.
 * Gaps: with `max_gap_ms=None` free slots are filled first, and a whole prompt is prefilled between two decode steps, which gives the most
-  tokens per second. With a value, chunks run in slices of layers between decode steps, as many as fit into the gap.
+  tokens per second. With a value, chunks run in slices of layers between decode steps, as many as fit into the gap. Either way `step`
+  returns after each chunk of a prompt that has more of them, so that its request can be cancelled.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from kvjax.text import CONTEXT, TextStream
 
 DEFAULT_SLOTS = 8
 AHEAD = 4
-"""Chunks of a prompt that are launched before what follows the prompt is traced, so that the device has work meanwhile."""
+"""Chunks of a prompt after which what follows the prompt is traced. The device is one chunk behind the host, and works meanwhile."""
 ALONE = contextlib.nullcontext()
 
 
@@ -173,13 +174,15 @@ class Scheduler:
     def step(self) -> list[Handle]:
         """Admit requests that have room, launch a decode step and, with a bounded gap, slices of a prefill; read the step before.
 
-        Returns the requests that have finished or failed, but not cancelled ones. Does nothing if there is nothing to do. If `on_token` or
-        `on_prefill` raises, or after Ctrl-C, the scheduler is as after a step: call `step` again, or `close`.
+        Without a bounded gap, a step ends after a chunk of a prompt that has more of them, and launches no decode step. Returns the
+        requests that have finished or failed, but not cancelled ones. Does nothing if there is nothing to do. If `on_token` or `on_prefill`
+        raises, or after Ctrl-C, the scheduler is as after a step: call `step` again, or `close`.
         """
         with self.engine.guard, self._call("step"):
             try:
                 self._admit()
-                self._slices = self._launch()
+                if self._gap is not None or self._prefilling is None:
+                    self._slices = self._launch()
             finally:  # a later step would give tokens to samples that ended in this one
                 self._collect()
         while self._events:
@@ -209,13 +212,13 @@ class Scheduler:
         bisect.insort(self._waiting, entry, key=order)
 
     def _admit(self) -> None:
-        """Fill free slots with waiting requests, in order, while there are pages for them."""
+        """Fill free slots with waiting requests, in order, while there are pages for them, up to a chunk that does not end a prompt."""
         while True:
             if self._prefilling is not None:
                 if self._gap is not None and self._batches:
                     return  # slices run with the decode steps
                 self._prefill()
-                if self._gap is not None:
+                if self._gap is not None or self._prefilling is not None:
                     return
                 continue
             if not self._waiting or self.running >= self.slots or (self._short and self.running):

@@ -1,4 +1,4 @@
-"""Imports transformers, only for its tokenizers."""
+"""Imports transformers, for its tokenizers and configuration classes."""
 
 from __future__ import annotations
 

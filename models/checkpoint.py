@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
+import os
 import re
 import struct
 from collections.abc import Collection, Mapping
@@ -15,10 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.checkpoint_files import AGAIN, check_pointer, first_line, is_file, read_json
+from kvjax.checks import file_path
 from kvjax.model import ModelConfig
 from kvjax.models import needle
 from kvjax.models.decoder import param_shapes
 from kvjax.models.families import FAMILIES
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json")
@@ -87,13 +93,13 @@ def find_folder(path_or_id: str | Path, patterns: tuple[str, ...]) -> Path:
         return needle.path()
     if not str(path_or_id).strip():
         raise ValueError("the model's name is empty: give a folder, a Hub id (owner/name) or 'needle'")
-    folder = Path(path_or_id).expanduser()
-    if folder.is_dir():
+    folder = file_path(path_or_id)
+    if os.path.isdir(folder):
         return folder
-    if folder.exists():
-        raise ValueError(f"{path_or_id} is a file; give the folder that holds config.json and the .safetensors files")
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(path_or_id)):
-        raise ValueError(f"there is no folder {path_or_id}, and it is not a Hub id (owner/name) either")
+    if os.path.exists(folder):
+        raise ValueError(f"{path_or_id!s:.300} is a file; give the folder that holds config.json and the .safetensors files")
+    if not re.fullmatch(r"[\w-][\w.-]{0,95}(/[\w-][\w.-]{0,95})?", str(path_or_id)):
+        raise ValueError(f"there is no folder {path_or_id!s:.300}, and it is not a Hub id (owner/name) either")
     return _download(str(path_or_id), patterns)
 
 
@@ -124,39 +130,18 @@ def _embedded(repo_id: str) -> str:
 
 SAMPLE = 1024
 """Bytes that `digest` reads at a place of a tensor."""
-AGAIN = "download the model again (`hf download OWNER/NAME --local-dir FOLDER` brings every file)"
-
-
-def check_pointer(path: Path) -> None:
-    """ValueError if a file is a Git LFS pointer: what `git clone` leaves where Git LFS is not installed."""
-    with open(path, "rb") as file:
-        if file.read(64).startswith(b"version https://git-lfs"):
-            raise ValueError(f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder, or {AGAIN}")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError naming the file when it is missing or is not an object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"{path.parent} holds no {path.name}; {AGAIN}") from error
-    except ValueError as error:
-        check_pointer(path)
-        raise ValueError(f"{path} is not JSON ({error}); {AGAIN}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Every tensor of model.safetensors, or of the shards that model.safetensors.index.json names; reads the headers only.
 
-    Raises ValueError for a missing or damaged file, and where the index and the shards disagree.
+    What the shards hold counts. Where the index says otherwise a warning names the tensors, and which of two shards a tensor is read from
+    follows the index. Raises ValueError for a missing or damaged file, and for a tensor that several shards hold and the index is no help.
     """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if single.is_file():
+    if is_file(single):
         return _headers(single)
-    if not index.is_file():
+    if not is_file(index):
         if shards := sorted(path.name for path in folder.glob("model-*.safetensors")):
             raise ValueError(f"{folder} holds {shards[0]}, but no {index.name}, which says what the shards hold; {AGAIN}")
         if others := sorted(path.name for pattern in OTHER_FORMATS for path in folder.glob(pattern)):
@@ -165,19 +150,40 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
                 "(transformers: model.save_pretrained(FOLDER)), or download a copy that has them"
             )
         raise ValueError(f"{folder} holds neither model.safetensors nor {index.name}; {AGAIN}")
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    return _of_shards(folder, index, _weight_map(index))
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, as an index says. ValueError for anything but names of files in the same folder."""
+    found = read_json(index).get("weight_map")
+    if not isinstance(found, dict) or not found:
         raise ValueError(f"{index} has no weight_map; {AGAIN}")
-    for name in sorted(set(weight_map.values())):
-        if Path(name).name != name or not (folder / name).is_file():
-            raise ValueError(f"{index} names the shard {name}, which is not in {folder}; {AGAIN}")
+    for name, file in found.items():
+        if not isinstance(file, str):
+            raise ValueError(f"{index}: weight_map of {name:.200} is {file!r:.200}; it must be the name of a file; {AGAIN}")
+    for file in sorted(set(found.values())):
+        # A name alone: a path could lead out of the folder.
+        if Path(file).name != file or file in ("", "..") or not is_file(index.parent / file):
+            raise ValueError(f"{index} names the shard {file!r:.200}, which is not in {index.parent}; {AGAIN}")
+    return found
+
+
+def _of_shards(folder: Path, index: Path, weight_map: Mapping[str, str]) -> dict[str, Stored]:
+    """The tensors of all shards."""
     tensors: dict[str, Stored] = {}
     for file in sorted(set(weight_map.values())):
-        held = _headers(folder / file)
-        stray = sorted(held.keys() ^ {name for name, where in weight_map.items() if where == file})
-        if stray:
-            raise ValueError(f"{index} and {file} disagree about {_listed(stray)}; {AGAIN}")
-        tensors |= held
+        for name, stored in _headers(folder / file).items():
+            if name in tensors and weight_map.get(name) not in (file, tensors[name].file.name):
+                raise ValueError(
+                    f"{tensors[name].file.name} and {file} both hold {name:.200}, and {index} does not say which counts; {AGAIN}"
+                )
+            if name not in tensors or weight_map.get(name) == file:
+                tensors[name] = stored
+    stray = sorted(
+        name for name in weight_map.keys() | tensors.keys() if name not in tensors or weight_map.get(name) != tensors[name].file.name
+    )
+    if stray:
+        logger.warning("%s and the shards disagree about %s: what the shards hold is read", index, _listed(stray))
     return tensors
 
 
@@ -208,7 +214,9 @@ def _headers(file: Path) -> dict[str, Stored]:
             return {name: Stored(file, tuple(s.get_shape()), s.get_dtype(), name) for name, s in slices.items()}
     except SafetensorError as error:
         check_pointer(file)
-        raise ValueError(f"{file} is not a whole safetensors file ({error}); {AGAIN}") from error
+        raise ValueError(f"{file} is not a whole safetensors file ({first_line(error)}); {AGAIN}") from error
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({first_line(error)}); make it readable, or {AGAIN}") from error
 
 
 def read_whole(stored: Stored) -> np.ndarray:
@@ -255,4 +263,4 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, Stored], packed: Co
 
 
 def _listed(names: list[str], most: int = 20) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(f"{name:.200}" for name in names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

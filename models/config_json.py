@@ -1,6 +1,7 @@
 """Reads a Hugging Face config.json strictly into a ModelConfig, and writes it back.
 
-Every field is read, or must have a supported value, or is known not to matter (`family.HARMLESS`). Any other field is an error. Both
+Every field is read, or must have a supported value, or is known not to matter (`family.HARMLESS`). Of any other field transformers'
+configuration class decides (`config_classes`): one that it reads is an error, one that it does not read is ignored, with a warning. Both
 spellings are accepted: transformers 4 wrote `rope_theta`, `rope_scaling` and `torch_dtype`, transformers 5 writes `rope_parameters`
 and `dtype`.
 """
@@ -8,12 +9,14 @@ and `dtype`.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from kvjax.layers import DeltaLayer, LongRope, RopeScaling
 from kvjax.model import ModelConfig, uniform_config, uniform_fields
+from kvjax.models.config_classes import unread
 from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.family import HARMLESS, ONLY, REMEDIES, Family
 from kvjax.models.fields import boolean as _boolean
@@ -21,6 +24,8 @@ from kvjax.models.fields import integer as _integer
 from kvjax.models.fields import number as _number
 from kvjax.models.fields import size as _size
 from kvjax.rope import mscale
+
+logger = logging.getLogger(__name__)
 
 Fields = Mapping[str, Any]
 
@@ -95,13 +100,20 @@ def parse(fields: Fields, generation: Fields | None = None, max_positions: int |
 
 def text_fields(fields: Fields, family: Family) -> Fields:
     """config.json's fields of the text model. If the family's model is part of a larger one: `text_config` and the fields beside it,
-    without fields that only the other parts read."""
+    without fields that only the other parts read.
+
+    `tie_word_embeddings` may stand in both. transformers 4 read the inner one, and transformers 5 reads the outer one, which has a
+    default. So the model is tied if either says so; `load` unties it if another head is stored.
+    """
     if family.within is None or fields.get("model_type", family.within.model_type) != family.within.model_type:
         return fields
     inner = fields.get("text_config")
     if not isinstance(inner, Mapping):
         raise ValueError(f"config.json: text_config is {inner!r}; a {family.within.architecture} needs an object")
-    return dict(inner) | _without(fields, family.within.fields | {"text_config", "model_type", "architectures"})
+    tie = "tie_word_embeddings"
+    said = [_boolean(each, tie) for each in (fields, inner) if each.get(tie) is not None]
+    tied = any(said) if fields.get(tie) is not None else any(said) or family.defaults[tie]
+    return dict(inner) | _without(fields, family.within.fields | {"text_config", "model_type", "architectures"}) | {tie: tied}
 
 
 def _without(fields: Fields, names: frozenset[str]) -> Fields:
@@ -164,20 +176,21 @@ def to_generation_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def _check_fields(fields: Fields, family: Family) -> None:
-    """Every field is read, supported or harmless; otherwise one error for all that are not."""
+    """Every field is read, supported, harmless, or not read by transformers either; otherwise one error for all that are not."""
     only = dict(ONLY) | dict(family.only)
     known = family.defaults.keys() | HARMLESS | family.harmless | _SLIDING
+    wrong, ignored = unread(family.model_type, {name: value for name, value in fields.items() if name not in known and name not in only})
     problems = []
     for name, value in fields.items():
-        if name not in known and name not in only:
-            problems.append(
-                f"{name} is {value!r}: not known for {family.model_type}, so it may change what the model computes (if you know that it "
-                "does not, delete it from config.json)"
-            )
-        elif name not in known:
-            problems += [f"{wrong}{_remedy(name)}" for wrong in wrong_values({name: value}, only)]
+        if name in wrong:
+            problems.append(f"{name} is {value!r:.200}: {wrong[name]} (if you know that it changes nothing, delete it from config.json)")
+        elif name in only and name not in known:
+            problems += [f"{each}{_remedy(name)}" for each in wrong_values({name: value}, only)]
     if problems:
         raise ValueError(f"unsupported config.json of a {family.architecture}: " + "; ".join(problems))
+    if ignored:
+        names = ", ".join(f"{name:.80}" for name in sorted(ignored))
+        logger.warning("config.json: ignored, because the %s of transformers does not read it: %.1000s", family.architecture, names)
 
 
 def _remedy(name: str) -> str:

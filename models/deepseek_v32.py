@@ -20,6 +20,8 @@ from kvjax.models.fields import integer, size
 from kvjax.rope import mscale
 
 ATTENTION, DENSE = "deepseek_sparse_attention", "dense"
+NAMES = (ATTENTION, "indexed_attention")
+"""Names of the attention in `layer_types`: that of transformers 5.17, which later releases read, too, and that which they write."""
 SIZES = {
     "num_heads": "num_attention_heads",
     "query_rank": "q_lora_rank",
@@ -43,8 +45,10 @@ def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None
         raise ValueError(f"config.json: RoPE has rope_type {scaling.kind!r}; supported for DeepSeek-V3.2: default, linear, llama3, yarn")
     _check_dense(read, count)
     types = read["layer_types"]
-    if types not in (None, [ATTENTION] * count):
-        raise ValueError(f"config.json: layer_types is {types}; it must be {ATTENTION!r} for each of {count} layers")
+    if types is not None and (not isinstance(types, list) or len(types) != count or any(kind not in NAMES for kind in types)):
+        raise ValueError(
+            f"config.json: layer_types is {types!r:.200}; it must be {' or '.join(map(repr, NAMES))} for each of {count} layers"
+        )
     rotated = size(read, "qk_rope_head_dim")
     whole = sizes["nope_dim"] + rotated
     for name, value in (("qk_head_dim", whole), ("head_dim", rotated), ("num_key_value_heads", sizes["num_heads"])):
@@ -139,7 +143,7 @@ FAMILY = Family(
     # Fields of a mixture of experts, which no layer has, and of the layer that predicts several tokens, which is not read.
     harmless=frozenset({"moe_intermediate_size", "n_shared_experts", "n_routed_experts", "num_experts_per_tok", "routed_scaling_factor"})
     | {"n_group", "topk_group", "topk_method", "norm_topk_prob", "scoring_func", "moe_layer_freq", "ep_size", "aux_loss_alpha", "seq_aux"}
-    | {"num_nextn_predict_layers"},
+    | {"num_nextn_predict_layers", "output_router_logits"},
     layers_of=layers_of,
     fields_of=fields_of,
     fold=fold,

@@ -61,7 +61,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "num_experts_per_tok": (None, 0),
     "quantization_config": (None,),
     "compression_config": (None,),
-    "auto_map": (None,),
+    "auto_map": (None, {}, []),
     "partial_rotary_factor": (None, 1.0),
     "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),

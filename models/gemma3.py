@@ -8,6 +8,7 @@ Source: Gemma 3 Technical Report (arXiv 2503.19786); details as in transformers'
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from kvjax.layers import AttentionLayer, LayerConfig, Mlp, Rope, RopeScaling
 from kvjax.model import ModelConfig
 from kvjax.models.family import Family, Within
 from kvjax.models.fields import boolean, number, size
+
+logger = logging.getLogger(__name__)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 THETA, LOCAL_THETA = 1e6, 1e4
@@ -25,16 +28,33 @@ def spread(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """config.json's fields, with those of RoPE as in transformers 4. (transformers 5 has an object for each kind of layer.)"""
     given = fields.get("rope_parameters")
     if given is None:
+        _say_type(fields.get("rope_scaling"))
         return fields
     if not isinstance(given, Mapping) or not given.keys() <= {FULL, SLIDING}:
-        raise ValueError(f"config.json: rope_parameters is {given!r}; it must have an object for each of {FULL} and {SLIDING}")
+        raise ValueError(f"config.json: rope_parameters is {given!r:.200}; it must have an object for each of {FULL} and {SLIDING}")
     local = given.get(SLIDING) or {}
-    if local.get("rope_type", "default") != "default" or local.keys() - {"rope_type", "rope_theta"}:
-        raise ValueError(f"config.json: rope_parameters of {SLIDING} is {local!r}; supported: rope_type 'default' and a rope_theta")
+    kinds = {local.get(name, "default") for name in ("rope_type", "type")} if _is_named(local) else None
+    if kinds != {"default"} or local.keys() - {"rope_type", "type", "rope_theta"}:
+        raise ValueError(f"config.json: rope_parameters of {SLIDING} is {local!r:.200}; supported: rope_type 'default' and a rope_theta")
     theta, stated = local.get("rope_theta", fields.get("rope_local_base_freq")), fields.get("rope_local_base_freq")
     if stated is not None and theta != stated:
         raise ValueError(f"config.json: rope_local_base_freq is {stated}, and rope_theta of {SLIDING} is {theta}; they must agree")
     return dict(fields) | {"rope_parameters": given.get(FULL)} | ({} if theta is None else {"rope_local_base_freq": theta})
+
+
+def _is_named(rope: Any) -> bool:
+    """Whether RoPE's fields are an object whose types, if there are any, are names."""
+    return isinstance(rope, Mapping) and all(isinstance(rope.get(name, ""), str) for name in ("rope_type", "type"))
+
+
+def _say_type(scaling: Any) -> None:
+    """A warning where releases of transformers read `rope_scaling` differently."""
+    if _is_named(scaling) and "rope_type" not in scaling and scaling.get("type", "default") != "default":
+        logger.warning(
+            "config.json: rope_scaling has type %r and no rope_type: type is read, as in transformers 4; transformers 5 reads no scaling "
+            "(write rope_type to say which is right)",
+            scaling["type"],
+        )
 
 
 def fold(fields: dict[str, Any]) -> dict[str, Any]:

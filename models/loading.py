@@ -33,7 +33,7 @@ from kvjax.models.quantization.schemes import REMEDY, Published, split
 from kvjax.packing import FormatOf, place_of, scheme_of
 from kvjax.processes import check_alike
 from kvjax.sharding import Shards, place_tree, several_processes
-from kvjax.transformers_import import import_transformers
+from kvjax.tokenizer_loading import read_tokenizer
 from pallas_kernels.matrices import MatrixFormat, PackedMatrix, pack
 
 logger = logging.getLogger(__name__)
@@ -94,8 +94,9 @@ def load(
     "int4", with one for each 128 inputs, and the embedding and the head as int8. None: as they are stored.
 
     Raises ValueError for an unsupported configuration, for tensors that are missing, extra or
-    misshapen, for numbers that are not finite in a matrix to be packed, and for a tokenizer that is missing or has more ids than the model;
-    TypeError, with a hint, for any other option.
+    misshapen, for numbers that are not finite in a matrix to be packed, and for a tokenizer that is missing, damaged or made by code of
+    the checkpoint, which is never run; TypeError, with a hint, for any other option. A tokenizer may have more ids than the model: then a
+    warning names the first, and prompts that hold one are refused.
     """
     if unknown:
         refuse(unknown)
@@ -108,7 +109,7 @@ def load(
     if packed and weights is not None:
         raise ValueError(f"{path_or_id} holds packed weights ({published.method}) already: leave weights={weights!r} out, or {REMEDY}")
     checkpoint.check_tensors(config, tensors, packed)
-    read_tokenizer = _tokenizer(folder, config) if tokenizer else None
+    own_tokenizer = _tokenizer(folder, config) if tokenizer else None
     chosen = _stored_dtype([w for w in wanted if w.name not in packed], tensors) if chosen is None else chosen
     config = dataclasses.replace(config, compute_dtype=chosen.name)
     if several_processes(mesh):
@@ -121,7 +122,7 @@ def load(
         params = jax.tree.unflatten(structure, list(_place_all(wanted, ways, tensors, chosen)))
     else:
         params = jax.tree.unflatten(structure, list(_place_parts(wanted, ways, structure, tensors, decoder, mesh)))
-    return CausalLM(decoder, params, read_tokenizer, str(path_or_id))
+    return CausalLM(decoder, params, own_tokenizer, str(path_or_id))
 
 
 def _config(folder: Path, max_positions: int | None, dtype: str | None) -> tuple[ModelConfig, Published | None]:
@@ -268,29 +269,18 @@ def _equal(first: Stored, second: Stored) -> bool:
 
 
 def _tokenizer(folder: Path, config: ModelConfig) -> Any:
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise ValueError(
-            f"{folder} holds no tokenizer; copy tokenizer.json and tokenizer_config.json there from the model that it was made from "
-            "(in Python, tokenizer=False loads the model alone)"
-        )
-    # tokenizer.json is complete. AutoTokenizer would rebuild it as the family's own tokenizer, which may split text differently.
-    transformers = import_transformers()
-    kind = transformers.PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else transformers.AutoTokenizer
     try:
-        tokenizer = kind.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # the libraries below raise bare Exception for a damaged file
-        for file in folder.glob("tokenizer*"):
-            checkpoint.check_pointer(file)
-        raise ValueError(
-            f"transformers cannot read the tokenizer in {folder} ({_first_line(error)}); {checkpoint.AGAIN} "
-            "(in Python, tokenizer=False loads the model alone)"
-        ) from error
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(f"the tokenizer in {folder} has {len(tokenizer)} ids, the model's vocabulary only {config.vocab_size}")
+        tokenizer = read_tokenizer(folder)
+    except ValueError as error:
+        raise ValueError(f"{error} (in Python, tokenizer=False loads the model alone)") from error
+    ids = tokenizer.get_vocab()
+    beyond = sorted((number, token) for token, number in ids.items() if number >= config.vocab_size)
+    if beyond:
+        # As Gemma 3's text models have it: an image's placeholder comes after the embedding's last row.
+        logger.warning(
+            "the tokenizer in %s has %d ids and the model %d: prompts with an id from %d (%r) on are refused",
+            *(folder, len(ids), config.vocab_size, *beyond[0]),
+        )
     # It warns of "indexing errors" past the trained length. The engine refuses such prompts itself, and says how long they are.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

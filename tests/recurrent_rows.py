@@ -1,5 +1,6 @@
 """What the tests of rows of state share: two sequences in one recurrent layer, and what their outputs must be."""
 
+import dataclasses
 import functools
 
 import jax
@@ -33,8 +34,8 @@ def tokens_of(seed, count=160):
 WEIGHT = np.random.default_rng(9).standard_normal((SPEC.channels, 4)).astype(np.float32)
 
 
-def given_of(x, g, beta):
-    return Recurrence(*map(jnp.asarray, (x, WEIGHT, g, beta)), **STATIC)
+def given_of(x, g, beta, weight=WEIGHT):
+    return Recurrence(*map(jnp.asarray, (x, weight, g, beta)), **STATIC)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -48,11 +49,12 @@ def step(layer, rows, given, written, active):
 
 
 class Sequences:
-    """Two sequences in a layer of NaN, and what came out of each token."""
+    """Two sequences in a layer of NaN, and what came out of each token. weight: of the convolution."""
 
-    def __init__(self, tokens, *, prefill=prefill, step=step):
-        self.tokens, self._prefill, self._step = tokens, prefill, step
-        self.layer = jax.tree.map(lambda x: x if x.dtype == jnp.int32 else jnp.full_like(x, jnp.nan), SPEC.empty(ROWS, WHOLE))
+    def __init__(self, tokens, *, prefill=prefill, step=step, weight=WEIGHT):
+        self.tokens, self._prefill, self._step, self._weight = tokens, prefill, step, weight
+        spec = dataclasses.replace(SPEC, conv_width=weight.shape[1])
+        self.layer = jax.tree.map(lambda x: x if x.dtype == jnp.int32 else jnp.full_like(x, jnp.nan), spec.empty(ROWS, WHOLE))
         self.layer = self.layer.replace(first=jnp.full(ROWS, 7 * PAGE, jnp.int32))
         self.outs = [np.zeros((0, 2, 6), np.float32) for _ in OWN]
 
@@ -65,7 +67,7 @@ class Sequences:
             for array, of in zip(given, self.tokens, strict=True):
                 array[0, fresh - start : end - start] = of[which, fresh:end]
             places = [np.array([n], np.int32) for n in (OWN[which], start, fresh, end)]
-            out, self.layer = self._prefill(self.layer, places[0], given_of(*given), *places[1:])
+            out, self.layer = self._prefill(self.layer, places[0], given_of(*given, self._weight), *places[1:])
             out = np.asarray(out)[0]
             assert (np.delete(out, np.s_[fresh - start : end - start], axis=0) == 0).all()
             self.outs[which] = np.concatenate([self.outs[which], out[fresh - start : end - start]])
@@ -78,7 +80,7 @@ class Sequences:
             for array, of in zip(given, self.tokens, strict=True):
                 array[which] = of[which, written[which] : written[which] + count]
         rows = np.array([row if on else -1 for row, on in zip(OWN, active, strict=True)], np.int32)
-        out, self.layer = self._step(self.layer, rows, given_of(*given), np.array(written, np.int32), np.array(active))
+        out, self.layer = self._step(self.layer, rows, given_of(*given, self._weight), np.array(written, np.int32), np.array(active))
         for which in np.flatnonzero(active):
             self.outs[which] = np.concatenate([self.outs[which], np.asarray(out)[which, : count if kept is None else kept]])
 

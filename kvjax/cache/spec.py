@@ -207,8 +207,6 @@ class RecurrentSpec:
                 raise ValueError(f"{field.name} of a recurrent layer must be at least 1, got {getattr(self, field.name)}")
         if self.value_heads % self.key_heads:
             raise ValueError(f"value_heads must be a multiple of key_heads, got {self.value_heads} and {self.key_heads}")
-        if self.conv_width < 2:
-            raise ValueError(f"conv_width must be at least 2 taps, got {self.conv_width}")
 
     def on_mesh(self, tensor: int) -> RecurrentSpec:
         """The layer over all of `tensor` devices: itself."""

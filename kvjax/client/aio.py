@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from kvjax.client import arguments
 from kvjax.client.errors import SessionError, Unavailable
 from kvjax.client.shared import (
     FIRST_WAIT_S,
@@ -61,7 +62,7 @@ class AsyncClient:
 
     async def session(self, session_id: str) -> AsyncSession:
         """The session of an id, for a client that did not create it. SessionNotFound."""
-        found = AsyncSession(self, session_id, 0)
+        found = AsyncSession(self, arguments.session_id(session_id), 0)
         found.length = (await found.info()).history_tokens
         return found
 
@@ -115,13 +116,18 @@ class AsyncSession:
         self.length = (await self._client.call("AppendTokens", append_request(self.id, token_ids, self.length))).history_tokens
         return self.length
 
-    async def generate(self, *, timeout: float | None = None, heard: Heard | None = None, **sampling: Any) -> AsyncIterator[int]:
+    def generate(self, *, timeout: float | None = None, heard: Heard | None = None, **sampling: Any) -> AsyncIterator[int]:
         """Generate tokens, as an asynchronous iterator of ids; arguments as of `kvjax.client.sync.Session.generate`.
 
         heard: a `kvjax.client.shared.Heard` that gets finish_reason and the other figures. To break off, use `contextlib.aclosing`: then
         the tokens that were iterated over join the history.
         """
-        heard, request = heard or Heard(), generate_request(self.id, self.length, sampling)
+        timeout = arguments.seconds("timeout", timeout)
+        heard = arguments.instance("heard", heard, (Heard,), "a kvjax.client.shared.Heard") or Heard()
+        # What is wrong is said now, and not when the iteration begins.
+        return self._tokens(generate_request(self.id, self.length, sampling), timeout, heard)
+
+    async def _tokens(self, request: Any, timeout: float | None, heard: Heard) -> AsyncIterator[int]:
         given = attempt = 0
         while True:
             call = self._client.stream(request, timeout)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
+from kvjax.client import arguments
+from kvjax.client.arguments import instance, seconds, whole
 from kvjax.client.errors import FailedPrecondition, InvalidArgument, SessionNotFound, Unavailable
-from kvjax.client.wire import SAMPLING, protocol, sampling_message
+from kvjax.client.wire import protocol, sampling_message
 
 REPEATABLE = frozenset(("AppendTokens", "CloseSession", "GetSessionInfo"))
 """Calls that may be sent again when the connection fails, because doing them twice does no more than doing them once. `at` makes it so for
 AppendTokens. A second CreateSession or ForkSession would make a second session."""
 FIRST_WAIT_S = 0.1
 """Before the first repetition; it doubles each time."""
+LONGEST_S = 10.0**9
+"""Longer than any process lives: no deadline."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +59,15 @@ class Connection:
     timeout_s: float = 60.0
     retries: int = 5
 
+    def __post_init__(self):
+        if not isinstance(self.address, str) or not self.address:
+            raise InvalidArgument(f'address must be text, as "127.0.0.1:50051", got {self.address!r:.60}', field="address")
+        if instance("token", self.token, (str,), "text") is not None and not (self.token.isascii() and self.token.isprintable()):
+            raise InvalidArgument("token must be printable ASCII without line ends: strip what was read from a file", field="token")
+        instance("root_certificate", self.root_certificate, (bytes,), "bytes of a PEM file")
+        seconds("timeout_s", self.timeout_s)
+        whole("retries", self.retries)
+
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What every call carries."""
@@ -73,39 +85,29 @@ class Connection:
 
 
 def deadline(seconds: float | None) -> float | None:
-    """What gRPC takes as a deadline. It takes infinity for a time that has passed."""
-    return None if seconds is None or seconds == math.inf else seconds
+    """What gRPC takes as a deadline. It takes infinity, and a time that its clock does not hold, for one that has passed."""
+    return None if seconds is None or seconds > LONGEST_S else seconds
 
 
 def create_request(token_ids: Sequence[int], policy: str | None) -> Any:
     """CreateSession's message. InvalidArgument for what it cannot hold."""
-    try:
-        message = protocol().CreateSessionRequest(policy=policy or "")
-    except (TypeError, ValueError):
-        raise InvalidArgument(f"a policy is a name that the server knows, got {policy!r:.60}", field="policy") from None
-    return _with_tokens(message, token_ids)
+    if policy is not None and not (policy and arguments.is_text(policy)):
+        raise InvalidArgument(f"a policy is a name that the server knows, or None for its first, got {policy!r:.60}", field="policy")
+    given = arguments.token_ids("token_ids", token_ids)
+    return protocol().CreateSessionRequest(policy=policy or "", token_ids=given)
 
 
 def append_request(session_id: str, token_ids: Sequence[int], at: int) -> Any:
-    """AppendTokens' message."""
-    return _with_tokens(protocol().AppendTokensRequest(session_id=session_id, at=at), token_ids)
+    """AppendTokens' message. InvalidArgument for what it cannot hold, and where there is no token."""
+    given = arguments.token_ids("token_ids", token_ids)
+    if not given:
+        raise InvalidArgument("no tokens: give at least one to append", field="token_ids")
+    return protocol().AppendTokensRequest(session_id=session_id, at=at, token_ids=given)
 
 
 def generate_request(session_id: str, at: int, fields: dict[str, Any]) -> Any:
     """Generate's message. InvalidArgument for a field that it does not have."""
-    try:
-        return protocol().GenerateRequest(session_id=session_id, at=at, sampling=sampling_message(fields))
-    except (ValueError, TypeError) as error:
-        field = next((name for name in (*fields, *SAMPLING) if name in str(error)), "")
-        raise InvalidArgument(str(error), field=field) from None
-
-
-def _with_tokens(message: Any, token_ids: Sequence[int]) -> Any:
-    try:
-        message.token_ids.extend(token_ids)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"token ids must be a list of whole numbers from 0 on: {error}", field="token_ids") from None
-    return message
+    return protocol().GenerateRequest(session_id=session_id, at=at, sampling=sampling_message(fields))
 
 
 def info_of(session_id: str, answer: Any) -> SessionInfo:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kvjax.client import arguments
 from kvjax.client.errors import SessionError, Unavailable
 from kvjax.client.shared import (
     FIRST_WAIT_S,
@@ -71,7 +72,7 @@ class Client:
 
     def session(self, session_id: str) -> Session:
         """The session of an id, for a client that did not create it. SessionNotFound."""
-        found = Session(self, session_id, 0)
+        found = Session(self, arguments.session_id(session_id), 0)
         found.length = found.info().history_tokens
         return found
 
@@ -132,6 +133,7 @@ class Session:
         The tokens join the history when the iteration ends. Where it is broken off, those that were iterated over do; if the server had
         finished by then, all of them (`length` counts them). timeout: the deadline in seconds; None: none.
         """
+        timeout = arguments.seconds("timeout", timeout)
         return Stream(self._client, self, generate_request(self.id, self.length, sampling), timeout)
 
     def fork(self) -> Session:

@@ -12,7 +12,8 @@ from importlib import resources
 from types import SimpleNamespace
 from typing import Any
 
-from kvjax.client.errors import BY_CODE, SessionError
+from kvjax.client.arguments import is_number, token_ids, yes_or_no
+from kvjax.client.errors import BY_CODE, InvalidArgument, SessionError
 from pallas_kernels.extras import needs_extras
 
 SERVICE = "kvjax.v1.RuntimeService"
@@ -56,18 +57,24 @@ def protocol() -> SimpleNamespace:
 
 
 def sampling_message(fields: dict[str, Any]) -> Any:
-    """The message of a generation's sampling fields. ValueError for a field that it does not have, or a value that is none."""
+    """The message of a generation's sampling fields. InvalidArgument for a field that it does not have, or a value that is none."""
     fields, message = dict(fields), protocol().Sampling()
     stop = fields.pop("stop_token_ids", None)
-    if fields.pop("ignore_eos", False):
+    stop = stop if stop is None else token_ids("stop_token_ids", stop)
+    if yes_or_no("ignore_eos", fields.pop("ignore_eos", False)):
         stop = stop or ()
     for name, value in fields.items():
         if name not in SAMPLING:
-            raise ValueError(f"there is no {name!r} in a generation: its fields are {', '.join(SAMPLING)}, stop_token_ids and ignore_eos")
+            known = f"its fields are {', '.join(SAMPLING)}, stop_token_ids and ignore_eos"
+            raise InvalidArgument(f"there is no {name!r} in a generation: {known}", field=name)
+        if not is_number(value):
+            raise InvalidArgument(f"{name} must be a number, got {value!r:.60}", field=name)
+        if name == "top_k" and value == -1:  # other engines' way to keep every token
+            value = 0
         try:
             setattr(message, name, value)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{name} cannot be {value!r:.60}: {error}") from None
+            raise InvalidArgument(f"{name} cannot be {value!r:.60}: {error}", field=name) from None
     if stop is not None:
         message.stop_tokens.token_ids.extend(stop)
         message.stop_tokens.SetInParent()

@@ -21,7 +21,7 @@ def causal_convolution(
 
     Args:
         x: inputs.
-        weight: W at least 2. The last column belongs to the token itself (`Conv1d.weight[:, 0]`).
+        weight: W at least 1. The last column belongs to the token itself (`Conv1d.weight[:, 0]`).
         tail: the last W-1 inputs before these, of x's dtype; zeros before the first token.
         lengths: tokens of each row, 0 to T. Entries of x beyond may hold anything. A row of length 0 keeps its tail.
         bias: one per channel, or None.
@@ -51,8 +51,8 @@ def causal_convolution(
 
 def _check(x, weight, tail, lengths, bias) -> None:
     arrays = dispatch.signature(x=x, weight=weight, tail=tail, lengths=lengths, bias=bias)
-    if x.ndim != 3 or 0 in x.shape or weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 2:
-        raise ValueError(f"causal_convolution takes x [B,T,E], no axis empty, and weight [E,W] with W at least 2; got {arrays}")
+    if x.ndim != 3 or 0 in x.shape or weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 1:
+        raise ValueError(f"causal_convolution takes x [B,T,E], no axis empty, and weight [E,W] with W at least 1; got {arrays}")
     if tail.shape != (x.shape[0], weight.shape[1] - 1, x.shape[2]) or tail.dtype != x.dtype:
         raise ValueError(f"tail must be [B,W-1,E] of x's dtype; got {arrays}")
     if lengths.shape != x.shape[:1] or lengths.dtype != jnp.int32:

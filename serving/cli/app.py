@@ -131,11 +131,11 @@ def generate_command(
     prefill: PrefillOption = None,
     max_new_tokens: TokensOption = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", **number(least=0))] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Draw from this many best tokens; 0 is all.", **whole(0))] = 0,
+    top_k: Annotated[int, typer.Option(help="Draw from this many best tokens; 0 or -1 is all.", **whole(-1))] = 0,
     top_p: Annotated[
-        float, typer.Option(help="Draw from the most likely tokens that together have this probability.", **number(above=0, most=1))
+        float, typer.Option(help="Draw from the most likely tokens that together have this probability.", **number(least=0, most=1))
     ] = 1.0,
-    seed: SeedOption = 0,
+    seed: Annotated[int, typer.Option(help="Seed of random draws, 64 bits.", **whole(-(2**63), 2**63 - 1))] = 0,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.", show_default=False)
     ] = None,

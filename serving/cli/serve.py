@@ -51,6 +51,16 @@ MessagesOption = Annotated[
     typer.Option(help="Messages with tokens, in all streams together. Beyond that, a message has several tokens.", **number(above=0)),
 ]
 
+ClipOption = Annotated[
+    bool, typer.Option("--clip-max-tokens", help="Lower max_tokens of requests to /v1 to the room there is, in place of refusing them.")
+]
+RateOption = Annotated[
+    float | None, typer.Option(help="Calls per second of each bearer token. [default: no limit]", show_default=False, **number(above=0))
+]
+StallOption = Annotated[
+    float, typer.Option(help="A client that takes nothing of what is sent to it for so long is cut off.", **number(above=0))
+]
+
 
 def serve_command(
     model: ModelOption,
@@ -110,14 +120,11 @@ def serve_command(
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="The most token ids in one call.", **token_count())] = 2**20,
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens that one call generates.", **token_count())] = 32_768,
+    clip_max_tokens: ClipOption = False,
     max_calls: Annotated[int, typer.Option(help="Calls at once.", **whole(most=2**14))] = 256,
-    rate: Annotated[
-        float | None, typer.Option(help="Calls per second of each bearer token. [default: no limit]", show_default=False, **number(above=0))
-    ] = None,
+    rate: RateOption = None,
     messages_per_second: MessagesOption = MESSAGES_PER_SECOND,
-    stall_seconds: Annotated[
-        float, typer.Option(help="A client that takes nothing of what is sent to it for so long is cut off.", **number(above=0))
-    ] = 60.0,
+    stall_seconds: StallOption = 60.0,
     state: Annotated[
         Path | None,
         typer.Option(file_okay=False, help="Keep histories in this folder, so that a restart brings sessions back.", show_default=False),
@@ -157,7 +164,7 @@ def serve_command(
     options = ServerOptions(
         host=host, port=port, http_port=http_port, tokens=_tokens(token_file), certificate=_certificate(tls_certificate, tls_key),
         max_tokens=max_tokens, max_new_tokens=max_new_tokens, max_calls=max_calls, calls_per_second=rate,
-        messages_per_second=messages_per_second, stall_s=stall_seconds, model_name=model,
+        messages_per_second=messages_per_second, stall_s=stall_seconds, model_name=model, clip_max_tokens=clip_max_tokens,
     )  # fmt: skip
     mesh = mesh_of(tensor, context)
     split = {"mesh": mesh, "cache_format": cache_format, "page_size": page_size, "prefill_chunk": prefill_chunk}

@@ -37,7 +37,9 @@ class Calls:
         if request.history_mode not in (self._types.HISTORY_MODE_UNSPECIFIED, self._types.HISTORY_MODE_EXACT):
             raise InvalidArgument(f"there is no history mode {request.history_mode}", field="history_mode")
         tokens, policy = self._tokens(request.token_ids), request.policy or None
-        session = self._heard(self._runtime.create(tokens, policy=policy, timeout=context.time_remaining()), context)
+        session = self._heard(
+            self._runtime.create(tokens, policy=policy, timeout=context.time_remaining(), active=context.is_active), context
+        )
         return self._types.CreateSessionResponse(session_id=session.id, history_mode=self._types.HISTORY_MODE_EXACT)
 
     def AppendTokens(self, request: Any, context: Any) -> Any:
@@ -83,7 +85,9 @@ class Calls:
 
     def ForkSession(self, request: Any, context: Any) -> Any:
         """A second session with the same history."""
-        child = self._heard(self._runtime.session(request.session_id).fork(timeout=context.time_remaining()), context)
+        child = self._heard(
+            self._runtime.session(request.session_id).fork(timeout=context.time_remaining(), active=context.is_active), context
+        )
         return self._types.ForkSessionResponse(session_id=child.id)
 
     def _heard(self, session: Session, context: Any) -> Session:
@@ -101,7 +105,7 @@ class Calls:
     def _append(self, session_id: str, request: Any, context: Any) -> Any:
         at = request.at if request.HasField("at") else None
         tokens = self._tokens(request.token_ids)
-        length = self._runtime.session(session_id).append(tokens, at=at, timeout=context.time_remaining())
+        length = self._runtime.session(session_id).append(tokens, at=at, timeout=context.time_remaining(), active=context.is_active)
         return self._types.AppendTokensResponse(history_tokens=length)
 
     def _begin(self, session_id: str, request: Any) -> Generation:

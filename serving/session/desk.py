@@ -12,7 +12,7 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class ServerOptions:
         stall_s: seconds after which a client is cut off that takes none of what is sent to it, or does not finish its request over HTTP.
         http_port: for /v1, /metrics and /healthz; None: none; 0 chooses a free one.
         model_name: the model's name in /v1.
+        clip_max_tokens: whether max_tokens of a request to /v1 is lowered to what there is room for; False: the request is refused.
     """
 
     host: str = "127.0.0.1"
@@ -59,6 +60,7 @@ class ServerOptions:
     stall_s: float = 60.0
     http_port: int | None = None
     model_name: str = "kvjax"
+    clip_max_tokens: bool = False
 
     def __post_init__(self):
         for name in ("port", "max_message_bytes", "max_tokens", "max_new_tokens", "max_calls"):
@@ -99,6 +101,14 @@ def tls_context(chain: bytes, key: bytes) -> Any:
                 f"--tls-certificate and --tls-key must be PEM files of a certificate chain and its key, without a password: {said}"
             ) from None
     return context
+
+
+def only_authorization(values: Sequence[str]) -> str:
+    """The value of a call's `authorization`; "" if it has none. Unauthenticated if it has several: a proxy in front of the server may have
+    looked at another one than we do."""
+    if len(values) > 1:
+        raise Unauthenticated(f"the call carries {len(values)} authorization entries: send one")
+    return values[0] if values else ""
 
 
 class Allowance:

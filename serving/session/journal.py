@@ -135,8 +135,10 @@ class Journal:
                     logger.error("%s could not be deleted: %s; %s", self._path(each), error.strerror, said)
 
     def close(self) -> None:
-        """Give the folder back. Its sessions stay there."""
-        os.close(self._lock)
+        """Give the folder back. Its sessions stay there. Does nothing the second time."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _path(self, session_id: str) -> Path:
         return self._folder / f"{session_id}{SUFFIX}"

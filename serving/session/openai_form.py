@@ -21,6 +21,7 @@ from kvjax.serving.session.runtime import SHAPED, checked_sampling
 if TYPE_CHECKING:
     from kvjax.model import Model
     from kvjax.serving.session.desk import ServerOptions
+    from kvjax.serving.session.runtime import SessionRuntime
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for /v1/completions. For chats it is all that the model has room for."""
@@ -39,9 +40,10 @@ class Asked:
     usage: bool
 
 
-def asked(body: Any, chat: bool, model: Model, options: ServerOptions) -> Asked:
+def asked(body: Any, chat: bool, runtime: SessionRuntime, options: ServerOptions) -> Asked:
     """What a request asks for. chat: whether it came to /v1/chat/completions. InvalidArgument names the field; SessionNotFound for another
     model, ResourceExhausted above a limit of the server."""
+    model = runtime.engine.model
     if not isinstance(body, Mapping):
         raise InvalidArgument("the body must be a JSON object")
     try:
@@ -54,17 +56,13 @@ def asked(body: Any, chat: bool, model: Model, options: ServerOptions) -> Asked:
     ids = _prompt(read, model)
     if len(ids) > options.max_tokens:
         raise ResourceExhausted(f"{len(ids)} tokens of prompt are more than the server's limit of {options.max_tokens}")
-    left, most = model.config.max_positions - len(ids), options.max_new_tokens
-    sampling = {"temperature": 1.0, "seed": secrets.randbits(32), "max_new_tokens": min(left, most) if chat else COMPLETION_TOKENS}
+    sampling = {"temperature": 1.0, "seed": secrets.randbits(32)}
     sampling |= {name: value for name, value in read.sampling.items() if name in SHAPED}
-    if left < 1 or sampling["max_new_tokens"] > min(left, most):
-        said = (
-            f"{len(ids)} tokens of prompt leave room for {max(0, left)} of the model's {model.config.max_positions} tokens, and one call "
-        )
-        field = read.limit_field if "max_new_tokens" in read.sampling else "max_tokens"
-        raise InvalidArgument(f"{said}may generate {most}", field=field, reason="context_length_exceeded")
-    checked_sampling({**sampling, "stop": read.sampling.get("stop", ())}, (*SHAPED, "stop"))
-    return Asked(ids, sampling, read.sampling.get("stop", ()), chat, read.stream, read.usage)
+    count = sampling.get("max_new_tokens", None if chat else COMPLETION_TOKENS)
+    sampling["max_new_tokens"] = _with_room(count, read.limit_field if count is not None else "max_tokens", len(ids), runtime, options)
+    stop = read.sampling.get("stop", ())
+    checked_sampling({**sampling, "stop": stop}, (*SHAPED, "stop"))
+    return Asked(ids, sampling, stop, chat, read.stream, read.usage)
 
 
 def _check_served(read: Body) -> None:
@@ -73,6 +71,29 @@ def _check_served(read: Body) -> None:
         raise WrongField("n must be 1: send the request again for another answer", "n")
     if read.sampling.get("logprobs") or read.sampling.get("top_logprobs"):
         raise WrongField("the server returns no log-probabilities, and a batch job does: leave logprobs out", "logprobs")
+
+
+def _with_room(count: Any, field: str, prompt: int, runtime: SessionRuntime, options: ServerOptions) -> Any:
+    """How many tokens a request may generate: `count`; where that is None, or the server clips, at most what there is room for.
+
+    field: the name of `count` in the request. prompt: how many tokens it has. InvalidArgument if there is too little room.
+    """
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        return count  # the sampling's own check says what is wrong with it
+    positions, limit = runtime.engine.config.max_positions, options.max_new_tokens
+    room = runtime.room_after(prompt, limit if count is None else min(count, limit))
+    if count == room or (room and (count is None or options.clip_max_tokens)):
+        return room
+    asks = "" if count is None else f" and {field} asks for {count:,}"
+    said = f"the prompt has {prompt:,} tokens{asks}: "
+    if room == limit:
+        said += f"one call of this server generates at most {limit:,}"
+    elif room >= positions - prompt:
+        said += f"the model has {positions:,} positions, so {f'at most {room:,}' if room else 'none'} can be generated"
+    else:
+        said += f"the server's pool of pages has room for {f'at most {room:,}' if room else 'none'} after it"
+    remedy = "ask for fewer, or start the server with --clip-max-tokens" if room else "shorten the prompt"
+    raise InvalidArgument(f"{said}; {remedy}", field=field, reason="context_length_exceeded")
 
 
 def no_model(given: Any, name: str) -> SessionNotFound:
@@ -120,7 +141,8 @@ class Form:
         return [end, self._piece | {"choices": [], "usage": usage}] if self._with_usage else [end]
 
     def _chunk(self, content: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        return self._piece | {"choices": [_choice(content, finish_reason)]}
+        usage = {"usage": None} if self._with_usage else {}  # the last piece has it: OpenAI's form
+        return self._piece | {"choices": [_choice(content, finish_reason)]} | usage
 
 
 def _choice(content: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:

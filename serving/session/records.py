@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+from kvjax.checks import whole_number
 from kvjax.client.errors import InvalidArgument
 from kvjax.serving.session.shelf import OnDisk
 
@@ -47,6 +48,7 @@ def check_window(tokens: int | None, page_size: int) -> Window | None:
     """The window of so many tokens; its sinks are the first page. ValueError if it is too small for both."""
     if tokens is None:
         return None
+    whole_number("window", tokens, 0, 2**63)
     if tokens < 4 * page_size:
         raise ValueError(f"window must be at least four pages, {4 * page_size} tokens, got {tokens}")
     return Window(tokens, page_size)

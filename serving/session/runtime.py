@@ -6,19 +6,21 @@ A thread of the runtime owns the engine. Calls of other threads go into a queue,
 from __future__ import annotations
 
 import atexit
+import bisect
 import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set, Sized
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from kvjax.cache import OutOfPages
-from kvjax.checks import file_path, token_ids, whole_number
-from kvjax.client.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from kvjax.checks import file_path, optional_function, token_ids, whole_number
+from kvjax.client import arguments
+from kvjax.client.errors import Cancelled, DeadlineExceeded, InvalidArgument, Unavailable
 from kvjax.client.shared import SessionInfo
 from kvjax.engine import Engine
 from kvjax.model import fingerprint
@@ -34,9 +36,13 @@ logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 1.0
 """How often idle sessions are looked at."""
+PUBLISH_SECONDS = 0.1
+"""How often `SessionRuntime.published` changes while the engine works."""
 SHAPED = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos")
 SHAPED += ("repetition_penalty", "presence_penalty", "frequency_penalty")
 """The fields of `kvjax.Sampling` that a generation takes: no text, and one sample."""
+Active = Callable[[], bool] | None
+"""Whether the caller of a call that waits is still there; None: it is."""
 
 
 class SessionRuntime:
@@ -95,6 +101,12 @@ class SessionRuntime:
                 "history came in: make the engine with dense prefill, or with another policy whose queries stand alone"
             )
         whole_number("capacity", capacity, 1)
+        _check_times(idle_ttl_s=idle_ttl_s, demote_after_s=demote_after_s, max_gap_ms=max_gap_ms)
+        for name, given in (("host_bytes", host_bytes), ("disk_bytes", disk_bytes), ("slots", slots)):
+            None if given is None else whole_number(name, given, int(name == "slots"), 2**63)
+        optional_function("observe", observe)
+        if not callable(clock):
+            raise ValueError(f"clock must be a function that gives seconds, got {clock!r:.60}")
         limits = Limits(capacity, idle_ttl_s, demote_after_s, host_bytes, check_window(window, engine.page_size))
         if window is not None:
             try:
@@ -108,9 +120,16 @@ class SessionRuntime:
         shelf = None if disk is None else Shelf(file_path(disk), disk_bytes)
         journal = None if state is None else Journal(file_path(state), fingerprint(engine.model))
         options = {"slots": slots, "max_gap_ms": max_gap_ms, "observe": told, "clock": clock, "journal": journal, "shelf": shelf}
-        self._core = SessionCore(engine, limits, **options)
+        try:
+            self._core = SessionCore(engine, limits, **options)
+        except BaseException:
+            if journal is not None:
+                journal.close()
+            raise
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
         self._closing, self._drained_at = False, 0.0
+        self.published = self._core.gauges()
+        """`gauges` as they were a moment ago; to read them waits for nothing, also while the engine compiles. Do not change it."""
         self._thread = threading.Thread(target=self._loop, name="kvjax sessions", daemon=True)
         self._thread.start()
         # Python ends a daemon's thread anywhere, in the middle of a device's call too, which aborts the process.
@@ -132,20 +151,29 @@ class SessionRuntime:
         return dict(self._core.counts)
 
     def create(
-        self, tokens: Sequence[int] = (), *, policy: str | DecodePolicy | None = None, kept: bool = True, timeout: float | None = None
+        self,
+        tokens: Sequence[int] = (),
+        *,
+        policy: str | DecodePolicy | None = None,
+        kept: bool = True,
+        timeout: float | None = None,
+        active: Active = None,
     ) -> Session:
         """A new session with an initial history of token ids, possibly none.
 
         policy: its decode policy, or its name; None: the engine's. kept: whether it is written to `state`. timeout: in seconds, as
-        everywhere here: DeadlineExceeded after it, and then nothing was done. InvalidArgument for bad tokens or a policy that the engine
-        lacks, ResourceExhausted if every session is in the middle of a call, or the history can never fit.
+        everywhere here: DeadlineExceeded after it, and then nothing was done. active: as everywhere here, asked about once a second while
+        the call waits: once it says False, the call is given up with the error Cancelled, and nothing was done. InvalidArgument for wrong
+        arguments, bad tokens or a policy that the engine lacks, and nothing was done then either. ResourceExhausted if every session is in
+        the middle of a call, or the history can never fit.
         """
-        given = self._checked(tokens, least=0)
-        return Session(self, self._ask(lambda: self._core.create(given, policy, kept), timeout).id)
+        given, kept = self._checked(tokens, least=0), arguments.yes_or_no("kept", kept)
+        policy = arguments.instance("policy", policy, (str, DecodePolicy), "a decode policy, or the name of one")
+        return Session(self, self._ask(lambda: self._core.create(given, policy, kept), timeout, active).id)
 
     def session(self, session_id: str) -> Session:
-        """The session of an id. Its methods raise SessionNotFound if there is none."""
-        return Session(self, session_id)
+        """The session of an id. Its methods raise SessionNotFound if there is none. InvalidArgument for anything but text."""
+        return Session(self, arguments.session_id(session_id))
 
     def gauges(self, timeout: float | None = None) -> dict[str, int]:
         """What is there now: "sessions"; "generating", slots in use; "waiting", calls without a slot or behind others of their session;
@@ -153,10 +181,28 @@ class SessionRuntime:
         generations too, and "free_pages" of the pool, "host_pages" and "disk_pages"."""
         return self._ask(self._core.gauges, timeout)
 
+    def room_after(self, tokens: int, most: int) -> int:
+        """How many tokens, at most `most`, one generation has room for after a history of `tokens` tokens: in the model's positions and in
+        the whole pool, by the engine's policy."""
+        engine, window = self.engine, self._core.limits.window
+        kept = tokens - (0 if window is None else window.dropped(tokens))
+        own = engine.page_size if kept % engine.page_size else 0  # a generation runs on a fork, which has an open page of its own
+
+        def lacks(count: int) -> bool:
+            try:
+                engine.check_length(min(kept + own + count - 1, engine.config.max_positions), engine.policy)
+            except (ValueError, OutOfPages):
+                return True
+            return False
+
+        most = max(0, min(most, engine.config.max_positions - kept))
+        return most if not lacks(most) else bisect.bisect_left(range(1, most), True, key=lacks)
+
     def close(self, *, drain_s: float = 0.0) -> None:
         """End the runtime: refuse new calls, let generations that run go on for up to `drain_s` seconds, and free everything."""
+        drained = arguments.seconds("drain_s", drain_s)
         if not self._closing:
-            self._drained_at = time.monotonic() + drain_s
+            self._drained_at = float("inf") if drained is None else time.monotonic() + drained
             self._closing = True
             self._calls.put(None)
         if threading.current_thread() is not self._thread:
@@ -165,9 +211,9 @@ class SessionRuntime:
 
     # What sessions call
 
-    def _append(self, session_id: str, tokens: Sequence[int], at: int | None, timeout: float | None) -> int:
+    def _append(self, session_id: str, tokens: Sequence[int], at: int | None, timeout: float | None, active: Active) -> int:
         given, at = self._checked(tokens, least=1), _checked_length(at)
-        return self._ask_in_turn(session_id, lambda record: self._core.append(record, given, at), timeout)
+        return self._ask_in_turn(session_id, lambda record: self._core.append(record, given, at), timeout, active)
 
     def _generate(self, session_id: str, at: int | None, sampling: dict[str, Any]) -> Generation:
         run = Run(session_id, checked_sampling(sampling), _checked_length(at))
@@ -187,15 +233,16 @@ class SessionRuntime:
         except Unavailable:  # the runtime was closed meanwhile, and has ended it
             return 0
 
-    def _ask_in_turn(self, session_id: str, task: Callable[[Record], Any], timeout: float | None) -> Any:
-        future: Future = Future()
-        self._post(lambda: self._core.in_turn(session_id, task, future))
-        return self._result(future, timeout)
+    def _ask_in_turn(self, session_id: str, task: Callable[[Record], Any], timeout: float | None, active: Active = None) -> Any:
+        timeout, future, queued = arguments.seconds("timeout", timeout), Future(), Future()
+        queued.add_done_callback(lambda done: _tell_caller(done, future))
+        self._post(lambda: self._core.in_turn(session_id, task, future), queued)
+        return self._result(future, timeout, active)
 
-    def _ask(self, task: Callable[[], Any], timeout: float | None) -> Any:
-        future: Future = Future()
+    def _ask(self, task: Callable[[], Any], timeout: float | None, active: Active = None) -> Any:
+        timeout, future = arguments.seconds("timeout", timeout), Future()
         self._post(task, future)
-        return self._result(future, timeout)
+        return self._result(future, timeout, active)
 
     def _post(self, task: Callable[[], Any], future: Future | None = None) -> None:
         if self._closing:
@@ -205,7 +252,7 @@ class SessionRuntime:
             future.add_done_callback(_log_failure)
         self._calls.put((task, future))
 
-    def _result(self, future: Future, timeout: float | None) -> Any:
+    def _result(self, future: Future, timeout: float | None, active: Active = None) -> Any:
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             try:
@@ -215,17 +262,20 @@ class SessionRuntime:
                     raise Unavailable("the runtime was closed before it came to this call") from None
                 if until is not None and time.monotonic() >= until and future.cancel():
                     raise DeadlineExceeded(f"the session was busy for {timeout:g} s; nothing was done") from None
+                if active is not None and not active() and future.cancel():
+                    raise Cancelled("the caller has gone; nothing was done") from None
 
     def _checked(self, tokens: Sequence[int], least: int) -> list[int]:
         try:
-            return [] if not least and len(tokens) == 0 else token_ids(tokens, self.engine.config.vocab_size)
+            row = isinstance(tokens, Sized) and not isinstance(tokens, str | bytes | Mapping | Set) and getattr(tokens, "ndim", 1) == 1
+            return [] if row and not least and not len(tokens) else token_ids(tokens, self.engine.config.vocab_size)
         except (ValueError, TypeError, OverflowError) as error:
             raise InvalidArgument(str(error), field="tokens") from None
 
     # The runtime's thread
 
     def _loop(self) -> None:
-        core, swept = self._core, time.monotonic()
+        core, swept, published = self._core, time.monotonic(), time.monotonic()
         try:
             while not (self._closing and (core.quiet or time.monotonic() >= self._drained_at)):
                 self._answer(wait=core.scheduler.idle)
@@ -234,10 +284,20 @@ class SessionRuntime:
                 if time.monotonic() - swept >= SWEEP_SECONDS:
                     self._sweep()
                     swept = time.monotonic()
+                if core.scheduler.idle or time.monotonic() - published >= PUBLISH_SECONDS:
+                    self._publish()
+                    published = time.monotonic()
         finally:
             self._closing = True
             self._answer(wait=False)
             core.end_all()
+            self._publish()
+
+    def _publish(self) -> None:
+        try:
+            self.published = self._core.gauges()
+        except Exception:  # the calls of all sessions need this thread
+            logger.exception("what is there could not be counted")
 
     def _sweep(self) -> None:
         try:
@@ -271,13 +331,13 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def append(self, tokens: Sequence[int], *, at: int | None = None, timeout: float | None = None) -> int:
+    def append(self, tokens: Sequence[int], *, at: int | None = None, timeout: float | None = None, active: Active = None) -> int:
         """Add token ids to the history, and return its length. They are prefilled by the next `generate`.
 
         at: how long the caller takes the history to be; InvalidArgument if it is not, unless these very tokens already stand there, so that
-        a call whose answer was lost can be repeated. Waits for a generation of the session.
+        a call whose answer was lost can be repeated. timeout, active: as in `SessionRuntime.create`. Waits for a generation of the session.
         """
-        return self._runtime._append(self.id, tokens, at, timeout)
+        return self._runtime._append(self.id, tokens, at, timeout, active)
 
     def generate(self, *, at: int | None = None, **sampling: Any) -> Generation:
         """Generate tokens, as an iterator of ids; a second call waits for the first one to end.
@@ -288,10 +348,11 @@ class Session:
         """
         return self._runtime._generate(self.id, at, sampling)
 
-    def fork(self, *, timeout: float | None = None) -> Session:
-        """A second session with the same history. Sealed pages are shared, and nothing is prefilled again."""
+    def fork(self, *, timeout: float | None = None, active: Active = None) -> Session:
+        """A second session with the same history. Sealed pages are shared, and nothing is prefilled again. timeout, active: as in
+        `SessionRuntime.create`."""
         runtime = self._runtime
-        return Session(runtime, runtime._ask_in_turn(self.id, runtime._core.fork, timeout).id)
+        return Session(runtime, runtime._ask_in_turn(self.id, runtime._core.fork, timeout, active).id)
 
     def info(self, *, timeout: float | None = None) -> SessionInfo:
         """What is known of the session. Does not wait for its generation."""
@@ -318,6 +379,8 @@ def checked_sampling(fields: dict[str, Any], known: tuple[str, ...] = SHAPED) ->
     for name in fields:
         if name not in known:
             raise InvalidArgument(f"there is no {name!r} in a generation: its fields are {', '.join(known)}", field=name)
+    if (stops := fields.get("stop_token_ids")) is not None:
+        fields = fields | {"stop_token_ids": arguments.token_ids("stop_token_ids", stops)}
     try:
         return Sampling(**fields)
     except (ValueError, TypeError, OverflowError) as error:
@@ -335,6 +398,18 @@ def _checked_length(at: int | None) -> int | None:
 def _log_failure(future: Future) -> None:
     if future.exception() is not None:
         logger.error("a call failed in the runtime's thread", exc_info=future.exception())
+
+
+def _tell_caller(queued: Future, future: Future) -> None:
+    """A call that could not be queued ends with that error."""
+    if (error := queued.exception()) is not None and future.set_running_or_notify_cancel():
+        future.set_exception(error)
+
+
+def _check_times(**times: float | None) -> None:
+    for name, value in times.items():
+        if not (value is None and name != "idle_ttl_s") and not (arguments.is_number(value) and value >= 0):
+            raise ValueError(f"{name} must be a number from 0 on, got {value!r:.60}")
 
 
 def _tell_failure(run: Run, future: Future) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvjax.client.errors import Cancelled, InvalidArgument, SessionError, Unauthenticated
 from kvjax.client.wire import FIELD_KEY, REASON_KEY, SERVICE, Method, protocol
 from kvjax.serving.session.calls import Calls
-from kvjax.serving.session.desk import Call, Desk, ServerOptions
+from kvjax.serving.session.desk import Call, Desk, ServerOptions, only_authorization
 from kvjax.serving.session.metrics import Metrics
 from kvjax.serving.session.runtime import SessionRuntime
 from pallas_kernels.extras import needs_extras
@@ -176,7 +176,7 @@ class Server:
 
 
 def _authorization(metadata: Any) -> str:
-    return str(dict(metadata).get("authorization", ""))
+    return only_authorization([str(value) for key, value in metadata or () if key == "authorization"])
 
 
 def _gate(desk: Desk, refused: Callable[[str, Any], Iterator[Any]]) -> Any:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from kvjax.client import arguments
 from kvjax.client.errors import Cancelled, DeadlineExceeded
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ class Generation:
 
         Raises what the generation ended with, and DeadlineExceeded after `timeout` seconds, which does not end it.
         """
+        timeout = arguments.seconds("timeout", timeout)
         if self._closed:
             return None
         run = self._run
@@ -162,6 +164,7 @@ class Generation:
 
     def cancel(self, keep: int | None = None) -> None:
         """End it within a step, and free what it holds. keep: how many tokens stay in the history; None: those that were iterated over."""
+        keep = keep if keep is None else arguments.whole("keep", keep)
         if not self._closed:
             self._closed = True
             self.history_tokens = self._conclude(self._run, self._so_far if keep is None else keep, True)
@@ -193,6 +196,6 @@ class Generation:
         keep: how many of its tokens join the history, even where it has ended by itself, but its reader does not know of that yet.
         """
         if keep is not None:
-            self._stop_keep = keep
+            self._stop_keep = arguments.whole("keep", keep)
         if not self._closed:
             self._conclude(self._run, -1, False)

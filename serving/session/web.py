@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvjax.client.errors import Cancelled, DeadlineExceeded, InvalidArgument, ResourceExhausted, SessionError
-from kvjax.serving.session.desk import tls_context
+from kvjax.serving.session.desk import only_authorization, tls_context
 from kvjax.serving.session.openai_form import Form, asked, no_model, usage_of
 from kvjax.serving.session.shots import Shot
 
@@ -60,6 +60,8 @@ FIELDS = {"tokens": "prompt", "max_new_tokens": "max_tokens"}
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 """OpenAI's types of errors, by status; others are invalid_request_error below 500, and server_error from there on."""
 IDLE_CONNECTION_S = 5
+QUIET_S = 5.0
+"""A stream that has sent nothing for so long sends a comment, because proxies close connections on which nothing comes."""
 
 
 class Web:
@@ -123,7 +125,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 class _Routes:
-    """The pages. What waits for the runtime does so in threads, one for each request."""
+    """The pages. What waits for the runtime does so in threads, one for each request; /metrics and /healthz wait for neither."""
 
     def __init__(self, desk: Desk):
         self._desk, self._running = desk, 0
@@ -157,7 +159,7 @@ class _Routes:
         async def answered(request: Request) -> Any:
             call = self._desk.begin(path)
             try:
-                self._desk.enter(request.headers.get("authorization", ""), while_ending=path == "/metrics")
+                self._desk.enter(only_authorization(request.headers.getlist("authorization")), while_ending=path == "/metrics")
                 response = await page(request, call)
             except SessionError as error:
                 call.end(error)
@@ -185,7 +187,7 @@ class _Routes:
     async def _metrics(self, request: Request, call: Call) -> Response:
         from starlette.responses import Response
 
-        text = await self._in_thread(self._desk.metrics.text)
+        text = self._desk.metrics.text()
         call.end(None)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -211,22 +213,25 @@ class _Routes:
         if self._running >= options.max_calls:
             raise ResourceExhausted(f"{self._running} requests are under way, the server's limit: try again later", reason="calls")
         self._running += 1
-        shot, streams = None, False
+        begun, streams = None, False
         try:
-            wanted = await self._in_thread(asked, body, chat, runtime.engine.model, options)
-            shot = await self._in_thread(Shot, runtime, wanted, self._desk.pace)
-            call.session, form = shot.session.id, Form(wanted, options.model_name)
-            first = await _unless_gone(request, self._in_thread(shot.more))  # an error before the first token has a status of its own
+            wanted = await self._in_thread(asked, body, chat, runtime, options)
+            begun, form = asyncio.ensure_future(self._in_thread(Shot, runtime, wanted, self._desk.pace)), Form(wanted, options.model_name)
             if wanted.stream:
+                await asyncio.wait((begun,), timeout=QUIET_S)
+                if begun.done():
+                    begun.result()  # its error has a status of its own
                 streams = True
-                return _Streamed(self._pieces(shot, first, form, call), options.stall_s, call, partial(self._end, shot))
-            rest = await _unless_gone(request, self._all(shot)) if first is not None else ""
-            body = form.whole((first or "") + rest, shot.finish_reason, usage_of(shot.prompt_tokens, shot.generated))
+                return _Streamed(self._pieces(begun, form, call), options.stall_s, call, partial(self._end, begun))
+            shot = await _unless_gone(request, asyncio.shield(begun))
+            call.session = shot.session.id
+            text = await _unless_gone(request, self._all(shot))
+            body = form.whole(text, shot.finish_reason, usage_of(shot.prompt_tokens, shot.generated))
             call.end(None)
             return JSONResponse(body)
         finally:
             if not streams:
-                await self._end(shot)
+                await self._end(begun)
 
     async def _all(self, shot: Shot) -> str:
         texts = []
@@ -234,15 +239,25 @@ class _Routes:
             texts.append(text)
         return "".join(texts)
 
-    async def _pieces(self, shot: Shot, text: str | None, form: Form, call: Call) -> AsyncIterator[bytes]:
-        """The events of a streamed answer. An error after the first text can only be an event."""
-        for event in form.first():
-            yield _event(event)
+    async def _pieces(self, begun: asyncio.Future[Shot], form: Form, call: Call) -> AsyncIterator[bytes]:
+        """The events of a streamed answer, and comments while none comes. The request was valid, and its status has been sent, so an error
+        is an event, also before the first text."""
+        before, text, shot = form.first(), "", None
         try:
             while text is not None:
+                coming = begun if shot is None else asyncio.ensure_future(self._in_thread(shot.more))
+                while not (await asyncio.wait((coming,), timeout=QUIET_S))[0]:
+                    yield b": waiting for the first token\n\n" if before is not None else b": waiting for the next token\n\n"
+                if shot is None:
+                    shot = begun.result()
+                    call.session = shot.session.id
+                    continue
+                text = coming.result()
+                for event in before or ():
+                    yield _event(event)
+                before = None
                 if text:
                     yield _event(form.piece(text))
-                text = await self._in_thread(shot.more)
         except SessionError as error:
             call.end(error)
             yield _event(error_body(error)[1])
@@ -252,18 +267,20 @@ class _Routes:
         call.end(None)
         yield b"data: [DONE]\n\n"
 
-    async def _end(self, shot: Shot | None) -> None:
+    async def _end(self, begun: asyncio.Future[Shot] | None) -> None:
         """Free what a request holds. It goes on where the request was cancelled."""
-        ending = asyncio.ensure_future(self._free(shot))
+        ending = asyncio.ensure_future(self._free(begun))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
         await asyncio.shield(ending)
 
-    async def _free(self, shot: Shot | None) -> None:
+    async def _free(self, begun: asyncio.Future[Shot] | None) -> None:
         try:
-            if shot is not None:
-                shot.stop()
-                await self._in_thread(shot.close)
+            if begun is not None:
+                await asyncio.wait((begun,))
+                if begun.exception() is None:
+                    begun.result().stop()
+                    await self._in_thread(begun.result().close)
         finally:
             self._running -= 1
 

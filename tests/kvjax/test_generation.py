@@ -423,5 +423,5 @@ def test_an_answer_that_does_not_fit_is_named_or_clipped(model_factory):
     ]
     assert [[len(choice.token_ids) for choice in answer.choices] for answer in answers] == [[5, 5], [8, 8], [1, 1]]
     assert answers[0].finish_reason == "length"
-    with pytest.raises(ValueError, match="a sequence of 65 tokens is longer than the model's 64 positions$"):
+    with pytest.raises(ValueError, match=r"a sequence of 65 tokens is longer than the model's 64 positions$"):
         generate(engine, [1] * 65, max_new_tokens=8, clip=True)

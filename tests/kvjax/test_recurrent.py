@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import recurrent_rows
 from quick_cases import rest_long
 from recurrent_rows import CHUNK, PAGE, SPEC, Sequences, close, expected, given_of, prefill, step, tokens_of
 
@@ -64,6 +65,19 @@ def test_truncation_within_the_open_page_leaves_no_trace(tokens):
         cut.tokens = tokens
         cut.truncate(0, length)
         np.testing.assert_array_equal(cut.continued(0), plain.continued(0))
+
+
+def test_a_convolution_of_one_tap_sees_the_token_alone(tokens):
+    """As one of two taps does whose first is 0."""
+    last, found = recurrent_rows.WEIGHT[:, -1:], []
+    for weight in (last, np.pad(last, ((0, 0), (1, 0)))):
+        sequences = Sequences(tokens, weight=weight)
+        sequences.prefill(0, 37)
+        sequences.decode((True, False), 4)
+        sequences.prefill(0, 70)
+        found.append(sequences.outs[0])
+    np.testing.assert_array_equal(*found)
+    assert np.isfinite(found[0]).all()
 
 
 # Mutants.
@@ -146,7 +160,7 @@ def test_layers_of_state_are_a_group_that_policies_do_not_see():
         ),
         (lambda: CacheSpec((GroupSpec("full", WHOLE),), (PagedSpec("full", 1, 8, "float32"),)), "in no other; layer group 'full'"),
         (lambda: RecurrentSpec("recurrent", 2, 3, 8, 8, 4, 16, "float32"), "value_heads must be a multiple of key_heads, got 3 and 2"),
-        (lambda: RecurrentSpec("recurrent", 1, 1, 8, 8, 1, 16, "float32"), "conv_width must be at least 2 taps, got 1"),
+        (lambda: RecurrentSpec("recurrent", 1, 1, 8, 8, 0, 16, "float32"), "conv_width of a recurrent layer must be at least 1, got 0"),
         (lambda: RecurrentSpec("recurrent", 1, 1, 8, 0, 4, 16, "float32"), "value_dim of a recurrent layer must be at least 1, got 0"),
     ],
 )

@@ -152,6 +152,33 @@ def test_texts_are_left_out_for_those_who_read_ids(engine):
         assert tuple(token for request, token, _ in heard if request is handle.request) == handle.completion.token_ids
 
 
+def test_a_prompt_is_cancelled_after_a_chunk(engine):
+    """A step ends between two chunks, so the slot and the pages of a long prompt are free after one, and the next request gets them."""
+    scheduler = Scheduler(engine, slots=1)
+    long, other = scheduler.submit(asked("a" * 900, 3)), scheduler.submit(asked("other", 3))
+    for chunks in (1, 2):
+        assert scheduler.step() == []
+        assert (scheduler._prefilling, long._sequence.length) == (long, chunks * engine.prefill_chunk)
+    scheduler.cancel(long)
+    assert (pages_held(engine), scheduler.running) == (0, 0)
+    assert finish(scheduler) == [other]
+    assert other.completion == alone(engine, other.request, slots=1)
+
+
+def test_the_host_is_one_chunk_ahead_of_the_device(engine):
+    """Else a cancelled prompt's chunks would all be on the device already."""
+    waits, scheduler = [], Scheduler(engine, slots=1)
+    scheduler.submit(asked("a" * 900, 3))
+    scheduler.step()
+    assert engine._prefiller._behind is not None
+    for chunk in range(3):
+        engine._prefiller._behind = SimpleNamespace(block_until_ready=lambda chunk=chunk: waits.append(chunk))
+        scheduler.step()
+    assert waits == [0, 1, 2]
+    finish(scheduler)
+    assert engine._prefiller._behind is None
+
+
 def test_cancelled_between_slices_of_a_chunk(engine):
     scheduler = Scheduler(engine, slots=3, max_gap_ms=1e-6)
     neighbour = scheduler.submit(asked("neighbour", 12))
@@ -253,6 +280,8 @@ def test_no_prompt_waits_for_the_first_token_of_another(engine, monkeypatch):
     monkeypatch.setattr(module, "read", read)
     scheduler = Scheduler(engine, slots=4)
     handles = [scheduler.submit(asked(name, count)) for name, count in (("a", 4), ("b" * 200, 1), ("c", 3))]
+    assert scheduler.step() == []  # the second prompt has more than a chunk
+    assert events == ["chunk"] * 2
     assert scheduler.step() == [handles[1]]
     assert events == [*["chunk"] * 4, "step", "first", "first", "first"]
     events.clear()
@@ -501,7 +530,7 @@ def _flight_not_read(monkeypatch):
 @pytest.mark.quick_but("_resume_without_pages")
 @pytest.mark.parametrize("mutant", [_resume_without_pages, _counts_forgotten, _latest_token_lost, _flight_not_read])
 def test_a_wrong_suspension_is_noticed(engine, only, mutant, monkeypatch):
-    requests = [asked("a" * 127, 12), asked("b" * 124, 12, temperature=0.8, presence_penalty=2.0, frequency_penalty=2.0, seed=9)]
+    requests = [asked("a" * 127, 12), asked("b" * 124, 12, temperature=0.1, presence_penalty=1.0, frequency_penalty=0.5, seed=9)]
     expected = [alone(engine, request) for request in requests]
     only(3)
 

@@ -3,9 +3,10 @@
 import typing
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from kvjax.text import TextStream, _Stops, token_text
 
@@ -181,6 +182,53 @@ def test_texts_of_tokens_join_to_the_text():
     assert [text for text, _ in found] == ["a", r"bytes:\xe2", r"bytes:\x82", r"bytes:\xac", " ", r"bytes:\xc3", r"bytes:\xa9"]
     assert b"".join(own for _, own in found).decode() == "a€ é"
     assert token_text(Bytes(), ids, 256) == ("<|end|>", b"<|end|>")
+
+
+def byte_level():
+    vocab = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    ((space, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(" a")
+    tokenizer = Tokenizer(models.BPE(vocab=vocab | {space: 256}, merges=[tuple(space)]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return tokenizer
+
+
+def marks_of_spaces():
+    """As Llama 2 has it: a mark for spaces, byte tokens, and a decoder that strips the first space."""
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)} | {"▁": 257, "a": 258, "▁a": 259}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "a")], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+REAL = {name: PreTrainedTokenizerFast(tokenizer_object=made) for name, made in (("bytes", byte_level()), ("marks", marks_of_spaces()))}
+
+
+@pytest.mark.parametrize("name", REAL)
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.sampled_from(["a", " a", "é", "€", " ", "\U0001f600", "\n"]), min_size=1, max_size=8).map("".join), st.integers(0, 6))
+def test_texts_of_real_tokens_join(name, text, cut):
+    """The streamed text is what follows the context, and the bytes of its tokens join to it."""
+    tokenizer = REAL[name]
+    ids = tokenizer(text)["input_ids"]
+    context, ids = ids[:cut], ids[cut:]
+    stream = TextStream(tokenizer, (), context)
+    streamed = "".join([*map(stream.push, ids), stream.close()])
+    found = [token_text(tokenizer, [*context, *ids[:number]], token) for number, token in enumerate(ids)]
+    assert all(said.encode() == own or said.startswith("bytes:") for said, own in found)
+    joined = b"".join(own for _, own in found)
+    whole = len(context)
+    while tokenizer.decode(context[:whole]).endswith("\ufffd"):
+        whole -= 1  # the context ends inside a character, of which the stream shows the whole
+    assert tokenizer.decode(context[:whole]) + streamed == tokenizer.decode(context + ids)
+    assert streamed.encode() == joined if whole == len(context) else streamed.encode().endswith(joined)
+
+
+def test_the_first_token_keeps_its_space():
+    a, space = (REAL["marks"].convert_tokens_to_ids(each) for each in ("a", "▁a"))
+    assert [token_text(REAL["marks"], [a], token) for token in (a, space)] == [("a", b"a"), (" a", b" a")]
+    stream = TextStream(REAL["marks"], (), [a])
+    assert stream.push(space) + stream.push(a) == " aa"
 
 
 @pytest.mark.parametrize("cut", [1, 2])

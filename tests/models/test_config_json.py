@@ -21,7 +21,7 @@ from tiny_models import altered, flat
 
 from kvjax import rope
 from kvjax.model import RopeScaling
-from kvjax.models import config_json
+from kvjax.models import config_classes, config_json
 from kvjax.models.families import FAMILIES
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -102,8 +102,12 @@ def test_written_fields_read_back_the_same(name):
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.5] * 64, "long_factor": [2] * 64, "original_max_position_embeddings": 4096}
 EVERY_FAMILY = {
-    "unknown field": ({"attention_sink_size": 4}, "attention_sink_size is 4: not known for {family}"),
-    "shared keys and values": ({"num_kv_shared_layers": 20}, "num_kv_shared_layers is 20: not known for {family}"),
+    "chunks": ({"attention_chunk_size": 4}, "attention_chunk_size is 4: masking_utils.py of transformers reads it, and kvjax does not"),
+    "shared keys and values": ({"num_kv_shared_layers": 20}, "num_kv_shared_layers is 20: cache_utils.py of transformers reads it, and"),
+    "layers of their own": (
+        {"per_layer_config": {"0": {"num_key_value_heads": 1}}},
+        "per_layer_config is .* of transformers reads it, and kvjax does not",
+    ),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),
     "quantization": ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}; supported: None"),
     "remote code": ({"auto_map": {"AutoModel": "m.M"}}, "auto_map is"),
@@ -222,9 +226,70 @@ def test_what_a_family_does_not_support_is_named(family, change, message):
         config_json.parse(BASES[family] | change)
 
 
+UNREAD = {
+    "_model_name_or_path": "org/other",
+    "use_flash_attn": True,
+    "keys_to_ignore_at_inference": ["past_key_values"],
+    "attention_sink_size": 4,
+    "name_or_path": "here",
+    "quantization": {"bits": 4},
+    "watermarking_config": None,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_does_not_read_is_ignored_with_one_line(family, caplog):
+    """transformers decides: neither the family's configuration class nor the source of its model reads these."""
+    sizes = {"model_type": family, "num_hidden_layers": 1} | ({"first_k_dense_replace": 1} if family == "deepseek_v32" else {})
+    base = config_json.parse(sizes | {"auto_map": None})
+    caplog.clear()
+    assert config_json.parse(sizes | UNREAD | {"auto_map": {}}) == base
+    (said,) = [record.getMessage() for record in caplog.records]
+    names = "_model_name_or_path, attention_sink_size, keys_to_ignore_at_inference, name_or_path, quantization, use_flash_attn"
+    assert said.endswith(f"ForCausalLM of transformers does not read it: {names}, watermarking_config")
+
+
+@pytest.mark.parametrize(
+    ("fields", "read"),
+    [
+        ({"attention_chunk_size": None}, False),
+        ({"attention_chunk_size": 8}, True),
+        ({"num_kv_shared_layers": 0}, False),
+        ({"per_layer_config": None}, False),
+        ({"output_router_logits": True}, False),
+    ],
+)
+def test_a_field_of_transformers_is_refused_unless_it_changes_nothing(fields, read):
+    if not read:
+        assert config_json.parse(LLAMA_3_8B | fields) == config_json.parse(LLAMA_3_8B)
+        return
+    with pytest.raises(ValueError, match="of transformers reads it, and kvjax does not"):
+        config_json.parse(LLAMA_3_8B | fields)
+
+
+def test_a_field_of_the_class_has_to_have_its_default(monkeypatch):
+    """A newer transformers may add a field to a class: it is refused, unless it has the default of the class."""
+    import transformers
+
+    class Newer(transformers.LlamaConfig):
+        model_type = "llama"
+        shifted_heads: int = 0
+
+    monkeypatch.setitem(transformers.CONFIG_MAPPING._extra_content, "llama", Newer)
+    config_classes._class_of.cache_clear()
+    try:
+        assert config_json.parse(LLAMA_3_8B | {"shifted_heads": 0}) == config_json.parse(LLAMA_3_8B)
+        with pytest.raises(ValueError, match="shifted_heads is 2: Newer of transformers reads it, and kvjax does not; supported: 0"):
+            config_json.parse(LLAMA_3_8B | {"shifted_heads": 2})
+        with pytest.raises(ValueError, match="shifted_heads is False: Newer"):
+            config_json.parse(LLAMA_3_8B | {"shifted_heads": False})
+    finally:
+        config_classes._class_of.cache_clear()
+
+
 def test_all_problems_are_told_at_once():
-    with pytest.raises(ValueError, match=r"mlp_bias is True.*foo is 1") as error:
-        config_json.parse(QWEN_2_5_7B | {"mlp_bias": True, "foo": 1})
+    with pytest.raises(ValueError, match=r"mlp_bias is True.*attention_chunk_size is 1") as error:
+        config_json.parse(QWEN_2_5_7B | {"mlp_bias": True, "attention_chunk_size": 1, "foo": 1})
     assert "\n" not in str(error.value)
 
 
@@ -257,7 +322,6 @@ REFUSED = [  # though transformers computes the same: they ask for what the fami
     {"attention_bias": True, "mlp_bias": True},
     {"partial_rotary_factor": 0.5},
     {"attention_chunk_size": 8},
-    {"sliding_window_pattern": 2, "sliding_window": 8},
 ]
 
 
@@ -307,7 +371,7 @@ def test_layer_types_must_name_every_layer(family, types):
     [
         ({"quantization_config": {"bits": 4}}, "load the checkpoint that it was quantized from"),
         ({"auto_map": {"AutoModel": "m.M"}}, "delete it from config.json"),
-        ({"attention_sink_size": 4}, "if you know that it does not, delete it from config.json"),
+        ({"attention_chunk_size": 4}, "if you know that it changes nothing, delete it from config.json"),
     ],
 )
 def test_a_refused_field_comes_with_a_remedy(fields, remedy):

@@ -157,7 +157,10 @@ def test_fields_round_trip():
             "first_k_dense_replace is 3: 58 of 61 layers would have a mixture of experts, .* supported: 61 or more",
         ),
         ({"mlp_layer_types": ["dense", *["sparse"] * 60]}, r"mlp_layer_types is \['dense', 'sparse'.*no mixture of experts"),
-        ({"layer_types": ["full_attention"] * 61}, "layer_types is .*it must be 'deepseek_sparse_attention' for each of 61 layers"),
+        (
+            {"layer_types": ["full_attention"] * 61},
+            "layer_types is .*it must be 'deepseek_sparse_attention' or 'indexed_attention' for each of 61 layers",
+        ),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"q_lora_rank": None}, "q_lora_rank is None; it must be an integer"),
         ({"index_topk": 0}, "index_topk is 0; it must be a positive integer"),
@@ -172,8 +175,7 @@ def test_fields_round_trip():
         ({"head_dim": 128}, "head_dim is 128; supported: null or 64"),
         ({"num_key_value_heads": 8}, "num_key_value_heads is 8; supported: null or 128"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ({"index_rope_dim": 3}, "index_rope_dim is 3: not known for deepseek_v32"),
-        ({"num_kv_shared_layers": 20}, "num_kv_shared_layers is 20: not known for deepseek_v32"),
+        ({"num_kv_shared_layers": 20}, "num_kv_shared_layers is 20: cache_utils.py of transformers reads it"),
     ],
 )
 def test_configurations_that_cannot_be_read_are_refused(changes, message):

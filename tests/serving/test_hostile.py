@@ -141,7 +141,7 @@ class Attacker:
             elif field.cpp_type == field.CPPTYPE_ENUM:
                 value = draw.choice((0, 1, 77, -1))
             else:
-                most = 2**32 if field.cpp_type == field.CPPTYPE_UINT32 else 2**64
+                most = {field.CPPTYPE_UINT32: 2**32, field.CPPTYPE_INT64: 2**63}.get(field.cpp_type, 2**64)
                 value = draw.choice((0, 1, 20, VOCAB - 1, VOCAB, 301, 2**31, most - 1))
             if field.is_repeated:
                 value = [value] * draw.choice((0, 1, 2, 151, 3000))

@@ -15,7 +15,8 @@ export interface Sampling {
   topK?: number;
   topP?: number;
   minP?: number;
-  seed?: number;
+  /** An integer of 64 bits; a bigint beyond 2 ** 53. */
+  seed?: number | bigint;
   /** Tokens that end it; [] for none. */
   stopTokenIds?: readonly number[];
   repetitionPenalty?: number;
@@ -24,8 +25,8 @@ export interface Sampling {
 }
 
 const LARGEST = 2 ** 32 - 1;
-const WHOLE = new Set(["maxNewTokens", "topK", "seed"]);
-const FIELDS = new Set([...WHOLE, "temperature", "topP", "minP", "repetitionPenalty", "presencePenalty", "frequencyPenalty"]);
+const WHOLE = new Set(["maxNewTokens", "topK"]);
+const FIELDS = new Set([...WHOLE, "seed", "temperature", "topP", "minP", "repetitionPenalty", "presencePenalty", "frequencyPenalty"]);
 
 /** The message of sampling fields. InvalidArgument for one that there is not, or a wrong value: protobuf would change it silently. */
 export function samplingMessage(sampling: Sampling): Record<string, unknown> {
@@ -34,6 +35,8 @@ export function samplingMessage(sampling: Sampling): Record<string, unknown> {
     if (value === undefined) continue;
     if (name === "stopTokenIds") {
       message.stopTokens = { tokenIds: checkedTokens(value as readonly number[]) };
+    } else if (name === "seed") {
+      message.seed = checkedSeed(value);
     } else if (!FIELDS.has(name)) {
       throw new InvalidArgument(`there is no ${name} in a generation: its fields are ${[...FIELDS].join(", ")} and stopTokenIds`, name);
     } else if (WHOLE.has(name) ? !isToken(value) : typeof value !== "number") {
@@ -44,6 +47,12 @@ export function samplingMessage(sampling: Sampling): Record<string, unknown> {
     }
   }
   return message;
+}
+
+/** A seed as it is sent. A number beyond 2 ** 53 may not be the one that was written. */
+function checkedSeed(seed: unknown): string {
+  if (Number.isSafeInteger(seed) || (typeof seed === "bigint" && BigInt.asIntN(64, seed) === seed)) return String(seed);
+  throw new InvalidArgument(`seed must be an integer of 64 bits, a bigint beyond 2 ** 53, got ${String(seed)}`, "seed");
 }
 
 /** Token ids as they are sent. InvalidArgument for what is none. */

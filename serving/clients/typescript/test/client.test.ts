@@ -28,7 +28,7 @@ after(() => client.close());
 
 test("turns, a fork and one append of the same ids generate the same tokens", async () => {
   const session = await client.createSession(IDS);
-  const first = session.generate({ maxNewTokens: 5, temperature: 1, seed: 3, ...NONE });
+  const first = session.generate({ maxNewTokens: 5, temperature: 1, seed: -(2n ** 63n), ...NONE });
   const told = await first.all();
   assert.deepEqual([told.length, first.finishReason, first.prefillTokens, first.historyTokens], [5, "length", 40, 45]);
   assert.equal(await session.append([1, 2]), 47);
@@ -93,6 +93,7 @@ test("errors are typed, and name the field or the reason", async () => {
   await assert.rejects(session.append([-1]), wrong("token_ids"));
   await assert.rejects(client.createSession([2 ** 32]), wrong("token_ids"));
   assert.throws(() => session.generate({ seed: 1.5 }), wrong("seed"));
+  for (const seed of [2 ** 53, 2n ** 63n, -(2n ** 63n) - 1n]) assert.throws(() => session.generate({ seed }), wrong("seed"));
   assert.throws(() => session.generate({ temprature: 1 } as object), wrong("temprature"));
   await session.append([1]);
   await assert.rejects(session.generate({ temperature: -1 }).all(), (error: SessionError) => error.field === "temperature");

@@ -1,0 +1,59 @@
+"""Small files of a checkpoint's folder: whether they are there, and the JSON in them. Whatever a folder holds, errors are ValueErrors."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+AGAIN = "download the model again (`hf download OWNER/NAME --local-dir FOLDER` brings every file)"
+
+MAX_JSON_BYTES = 1 << 28
+"""The largest JSON file that is read. The largest index and the largest tokenizer.json that we know have some 30 MB."""
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file. ValueError where there is something else: a folder, a pipe, a link to nothing, or to itself."""
+    if os.path.isfile(path):
+        return True
+    if not os.path.lexists(path):
+        return False
+    what = "a folder" if path.is_dir() else "a link that leads to no file" if path.is_symlink() else "no ordinary file"
+    raise ValueError(f"{path} is {what}, and must be a file; {AGAIN}")
+
+
+def check_pointer(path: Path) -> None:
+    """ValueError if a file is a Git LFS pointer: what `git clone` leaves where Git LFS is not installed."""
+    with open(path, "rb") as file:
+        if file.read(64).startswith(b"version https://git-lfs"):
+            raise ValueError(f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder, or {AGAIN}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. ValueError, with the file's name, if it is missing, too large, damaged, or holds anything else."""
+    if not is_file(path):
+        raise ValueError(f"{path.parent} holds no {path.name}; {AGAIN}")
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(f"{path} has {path.stat().st_size:,} bytes; at most {MAX_JSON_BYTES:,} are read; {AGAIN}")
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not JSON ({error}); {AGAIN}") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); make it readable, or {AGAIN}") from error
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{path} holds lists or objects inside one another, too deep to read; {AGAIN}") from None
+    except ValueError as error:
+        check_pointer(path)
+        raise ValueError(f"{path} is not JSON ({error}); {AGAIN}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
