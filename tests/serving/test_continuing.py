@@ -201,15 +201,6 @@ def test_refusals_come_before_the_model_and_in_the_words_that_were_typed(kvjax, 
     assert "continued anyway   --max-batch 3, then 2" in out
 
 
-def test_what_only_the_loaded_model_tells_is_said_in_words_too(kvjax, begun, model, tmp_path):
-    words = [word if word != "window:8+24" else "dense" for word in begun]
-    (tmp_path / "out.jsonl.partial").unlink()
-    run = Setup(str(begun[5]), policy="dense", slots=3, page_size=16, prefill_chunk=64, pages=60)
-    assert run.said()["--policy"] == "dense"
-    assert kvjax(*words)[0] == 0
-    (tmp_path / "out.jsonl").unlink()
-
-
 def test_a_header_that_says_nonsense_is_compared_and_not_run(engine, tmp_path, monkeypatch):
     """What a partial file names is never parsed: names of policies may be files of Python."""
     write(tmp_path / "in.jsonl", RECORDS)
