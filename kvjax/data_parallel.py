@@ -28,6 +28,8 @@ from kvjax.scheduler import Scheduler
 from kvjax.sharding import mesh
 from pallas_kernels import dispatch
 
+END = object()
+"""What the iterable of requests gives at its end."""
 IDLE_SECONDS = 0.2
 """So often a replica that has nothing to do looks whether the process is ending."""
 
@@ -165,7 +167,7 @@ def _devices(engine: Engine) -> list[jax.Device]:
 
 def run_replicas(
     engines: Sequence[Engine],
-    requests: Iterable[Request],
+    requests: Iterable[Request | None],
     *,
     on_token: OnToken | None,
     on_prefill: Callable[[int], None] | None,
@@ -187,8 +189,10 @@ def run_replicas(
                 member.thread.start()
         while more or finished or any(member.owed for member in members):
             if more and (free := [member for member in members if member.free > 0]):
-                if (request := next(source, None)) is None:
+                if (request := next(source, END)) is END:
                     more = False
+                elif request is None:  # there is no request yet, and some run, or have just finished
+                    finished += () if finished else _heard(said.get(), members, on_token, on_prefill)
                 else:
                     min(free, key=lambda member: len(member.owed)).send(request)
             elif not finished:

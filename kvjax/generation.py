@@ -24,7 +24,7 @@ from kvjax.scheduler import DEFAULT_SLOTS, Scheduler
 
 def run(
     engine: Engine | Sequence[Engine],
-    requests: Iterable[Request],
+    requests: Iterable[Request | None],
     *,
     policy: str | DecodePolicy | None = None,
     slots: int | None = None,
@@ -34,7 +34,8 @@ def run(
 ) -> Iterator[tuple[Request, Completion]]:
     """Run requests over `slots` slots (None: 8, or the engine's largest batch bucket) and yield each with its completion as it finishes.
 
-    It drives a `Scheduler`: a slot that becomes free takes the next request from the iterable. The batch keeps its size, so a request's
+    It drives a `Scheduler`: a slot that becomes free takes the next request from the iterable. None in the iterable means that there is no
+    request yet: it is asked again after the next step, so there must be a request that runs. The batch keeps its size, so a request's
     bits do not depend on which others run. If a request cannot run (too long, a bad token, more pages than the pool has), or the model
     gives NaN (`NotFinite`), its completion has an `error`, and the others continue. Each sample of a request with n above 1 takes a slot;
     the prompt is prefilled once and forked. on_prefill: called with the number of prompt tokens done. While a request with a penalty runs,

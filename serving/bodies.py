@@ -21,11 +21,13 @@ import difflib
 import enum
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvjax.checks import check_salt
-from kvjax.messages import checked_messages
+from kvjax.messages import chat_ids, checked_messages, rendered
+from kvjax.prompts import encode
+from kvjax.token_bounds import check_text
 
 SHOWN = 80
 """Characters of a value, or of a name, that an error message shows."""
@@ -144,6 +146,30 @@ def read_body(fields: Mapping[str, Any], form: Fields, where: str = "") -> Body:
         model=text(f"{where}model", given["model"]) if "model" in given else None,
         ignored=tuple(name for name in IGNORED if name in given),
     )
+
+
+def prompt_ids(
+    prompt: str | Sequence[int] | None,
+    messages: Sequence[Mapping[str, Any]] | None,
+    options: Mapping[str, Any],
+    tokenizer: Any,
+    positions: int,
+) -> list[int]:
+    """Token ids of a request's prompt: of text, of ids, or of messages, which the chat template renders with `options`.
+
+    positions: the model's; a text that is far longer is refused before it is tokenized, which would take minutes. ValueError says what is
+    wrong with the prompt.
+    """
+    try:
+        if messages is None:
+            if isinstance(prompt, str):
+                check_text(tokenizer, prompt, positions)
+            return encode(tokenizer, prompt)
+        if sum(len(message["content"]) for message in messages) > positions:  # rendering twice costs little beside tokenizing
+            check_text(tokenizer, rendered(messages, options, tokenizer, answer=True), positions)
+        return list(chat_ids(messages, tokenizer, options))
+    except RecursionError:
+        raise ValueError("lists and objects of the messages or of chat_template_kwargs are nested too deeply") from None
 
 
 def check_known(fields: Mapping[str, Any], known: Iterable[str], where: str) -> None:

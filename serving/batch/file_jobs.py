@@ -16,7 +16,7 @@ from kvjax.serving.batch.partial import Partial
 from kvjax.serving.batch.paths import check_paths, partial_path
 from kvjax.serving.batch.records import Defaults, Record
 from kvjax.serving.batch.results import Result, Summary
-from kvjax.serving.progress import JobProgress
+from kvjax.serving.progress import JobProgress, Work
 
 if TYPE_CHECKING:
     from kvjax.serving.batch.setup import Setup
@@ -55,7 +55,7 @@ class FileJob:
             check_setup(self.partial, header, setup, defaults, anyway=anyway)
         before = header.get(BYTES)
         self.reading = Reading(source, before if isinstance(before, int) else None)
-        self.work: dict[int, int] = {}
+        self.work: dict[int, Work] = {}
         self.ignored: Counter[str] = Counter()
 
     def records(self) -> Iterator[Record]:
@@ -76,9 +76,9 @@ class FileJob:
             check_noise(self.partial, header, [line for line in drawn if line not in self._earlier.lines])
 
 
-def work_of(record: Record) -> int:
-    """About how many tokens a record takes, prompt and answers."""
-    return record.size // 4 + record.sampling.get("max_new_tokens", 1) * max(1, record.sampling.get("n", 1))
+def work_of(record: Record) -> Work:
+    """About how many tokens a record takes."""
+    return Work(record.size / 4, record.sampling.get("max_new_tokens", 1) * max(1, record.sampling.get("n", 1)))
 
 
 def complete(

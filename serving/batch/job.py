@@ -14,27 +14,29 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from kvjax.capacity import MOST_POSITIONS
 from kvjax.data_parallel import engines_of
 from kvjax.engine import Engine
 from kvjax.generation import pages_needed, run
-from kvjax.messages import chat_ids
 from kvjax.model import Model, fingerprint
 from kvjax.policies.decode import DecodePolicy, identity, parse
 from kvjax.policies.prefill import identity as prefill_identity
-from kvjax.prompts import encode
 from kvjax.requests import OnToken, Request
 from kvjax.sampling import Sampling
 from kvjax.serving.batch.continuing import CHECKPOINT, SAID, checkpoint_of, of_defaults
 from kvjax.serving.batch.file_jobs import FileJob, complete
 from kvjax.serving.batch.records import Defaults, Record, read
 from kvjax.serving.batch.results import Result, Summary, answered, refused
+from kvjax.serving.bodies import prompt_ids
 from kvjax.serving.progress import JobProgress
+from kvjax.token_bounds import LONG, check_text
 
 if TYPE_CHECKING:
     from kvjax.serving.batch.setup import Setup
@@ -110,7 +112,7 @@ def run_records(
     def answer(earlier: Collection[int], progress: JobProgress) -> Iterator[Result]:
         missing = [record for record in records if record.line not in earlier]
         options = {"policy": policy, "slots": slots, "steps_per_launch": steps_per_launch}
-        return answer_records(missing, engines, on_token=progress.token, on_prefill=progress.prefill, **options)
+        return answer_records(missing, engines, on_prompt=progress.prompt, on_token=progress.token, on_prefill=progress.prefill, **options)
 
     kept = {} if engines[0].stats() is None else {"found": lambda: sum(each.stats().found_tokens for each in engines)}
     told = [each for engine in engines for each in (engine.stats, engine.pool_stats) if each() is not None]
@@ -121,15 +123,23 @@ def run_records(
 
 def pages_of_job(records: Iterable[Record], model: Model, slots: int, page_size: int) -> int:
     """Pages that the `slots` longest records take at once, at least 1. Tokenises them; keeps only lengths."""
-    sizes = []
+    sizes, positions = [], model.config.max_positions
     for record in records:
+        if record.error is not None:
+            continue
         try:
-            request = _request(record, model.tokenizer) if record.error is None else None
-            tokens = len(encode(model.tokenizer, request.prompt)) + request.sampling.max_new_tokens - 1 if request else 0
+            if record.size > LONG:  # to count its tokens takes seconds, and it has about as many as fit, or more
+                if isinstance(record.prompt, str):
+                    check_text(model.tokenizer, record.prompt, positions)
+                tokens, sampling = positions, Sampling(**record.sampling)
+            else:
+                request = _request(record, model.tokenizer, positions)
+                sampling = request.sampling
+                tokens = len(request.prompt) + sampling.max_new_tokens - 1
         except ValueError:  # the record's own answer says so
             continue
-        if 0 < tokens <= model.config.max_positions:
-            sizes.append((tokens, request.sampling.n))
+        if 0 < tokens <= positions:
+            sizes.append((tokens, sampling.n))
     return max(1, pages_needed(sizes, slots, page_size))
 
 
@@ -169,27 +179,70 @@ def _tokenizer_digest(tokenizer: Any) -> str | None:
 def answer_records(
     records: list[Record],
     engines: Sequence[Engine],
+    *,
+    on_prompt: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> Iterator[Result]:
     """A result for every record, as they complete. Prompts are tokenised one by one, because all at once may not fit in memory.
 
-    options: those of `kvjax.run`."""
+    on_prompt: called with a record's line and the tokens of its prompt, before it runs. options: those of `kvjax.run`.
+    """
     waiting, model = {record.line: record for record in records}, engines[0].model
     wrong: deque[Result] = deque(refused(record, record.error) for record in records if record.error is not None)
+    running: set[int] = set()
+    positions = positions_of(engines[0])
 
-    def requests() -> Iterator[Request]:
-        for record in sorted(records, key=lambda record: -record.size):
-            if record.error is None:
-                try:
-                    yield _request(record, model.tokenizer)
-                except ValueError as error:
-                    wrong.append(refused(record, str(error)))
+    def requests() -> Iterator[Request | None]:
+        ordered = sorted((record for record in records if record.error is None), key=lambda record: -record.size)
+        for record, found in prepared(ordered, lambda record: _request(record, model.tokenizer, positions), lambda: bool(running)):
+            if isinstance(found, ValueError):
+                wrong.append(refused(record, str(found)))
+            elif found is not None:
+                running.add(record.line)
+                if on_prompt is not None:
+                    on_prompt(record.line, len(found.prompt))
+            if found is None or isinstance(found, Request):
+                yield found
 
     name = model_name(model)
     for request, completion in run(engines, requests(), **options):
+        running.discard(request.id)
         yield answered(waiting[request.id], completion, model=name, tokenizer=model.tokenizer)
         yield from _drain(wrong)
     yield from _drain(wrong)
+
+
+def prepared(
+    records: list[Record], prepare: Callable[[Record], Request], busy: Callable[[], bool]
+) -> Iterator[tuple[Record | None, Request | ValueError | None]]:
+    """Each record with its request, or with the error of one that cannot run.
+
+    A long text takes seconds to tokenize, so a thread does it, one text at a time, while others run; its record comes when it is ready.
+    busy: whether requests run. (None, None): there is none just now, and some run.
+    """
+
+    def tried(record: Record) -> Request | ValueError:
+        try:
+            return prepare(record)
+        except ValueError as error:
+            return error
+
+    short, long = deque(record for record in records if record.size <= LONG), deque(record for record in records if record.size > LONG)
+    with ThreadPoolExecutor(1, "kvjax tokenizer") as pool:
+        apart: tuple[Record, Future[Request | ValueError]] | None = None
+        while short or long or apart is not None:
+            if apart is None and long:
+                record = long.popleft()
+                apart = record, pool.submit(tried, record)
+            if apart is not None and (apart[1].done() or not (short or busy())):
+                record, future = apart
+                apart = None
+                yield record, future.result()
+            elif short:
+                record = short.popleft()
+                yield record, tried(record)
+            else:
+                yield None, None
 
 
 def _drain(results: deque[Result]) -> Iterator[Result]:
@@ -197,11 +250,16 @@ def _drain(results: deque[Result]) -> Iterator[Result]:
         yield results.popleft()
 
 
-def _request(record: Record, tokenizer: Any) -> Request:
-    """The engine's request of a record: messages rendered and tokenised. ValueError says what is wrong with it."""
+def _request(record: Record, tokenizer: Any, positions: int) -> Request:
+    """The engine's request of a record: messages rendered, and text tokenised. ValueError says what is wrong with it."""
     sampling = Sampling(**record.sampling)
-    prompt = record.prompt if record.messages is None else chat_ids(record.messages, tokenizer, record.template_options)
-    return Request(prompt, sampling, record.line, cache_salt=record.cache_salt)
+    ids = prompt_ids(record.prompt, record.messages, record.template_options, tokenizer, positions)
+    return Request(ids, sampling, record.line, cache_salt=record.cache_salt)
+
+
+def positions_of(engine: Engine) -> int:
+    """The longest prompt that an engine takes."""
+    return MOST_POSITIONS if getattr(engine.prefill_policy, "remap", False) else engine.model.config.max_positions
 
 
 def model_name(model: Model) -> str:

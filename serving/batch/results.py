@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvjax.requests import Completion
 
 FIRST_ERRORS = 3
+ERROR_CHARACTERS = 1000
 INVALID = "invalid_request_error"
 
 
@@ -68,12 +69,18 @@ def error_of(output: Mapping[str, Any]) -> str | None:
     return error["message"] if isinstance(error, Mapping) else error
 
 
+def shortened(error: str) -> str:
+    """An error without its middle if it is long: templates and tokenizers may put a whole prompt into theirs."""
+    kept = ERROR_CHARACTERS // 2
+    return error if len(error) <= ERROR_CHARACTERS else f"{error[:kept]} ... {error[-kept:]}"
+
+
 def refused(record: Record, error: str) -> Result:
     """The result of a record that cannot be answered.
 
     In OpenAI's format the error is given twice: as in their output files (a response with status 400), and in `error`.
     """
-    error = " ".join(error.split())
+    error = shortened(" ".join(error.split()))
     if record.endpoint is None:
         return Result(record.line, {"id": record.id, "error": error}, failed=True)
     body = {"error": {"message": error, "type": INVALID, "param": None, "code": None}}

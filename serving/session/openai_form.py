@@ -13,9 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvjax.client.errors import InvalidArgument, ResourceExhausted, SessionNotFound
-from kvjax.messages import chat_ids
-from kvjax.prompts import encode
-from kvjax.serving.bodies import Body, Fields, WrongField, read_body
+from kvjax.serving.bodies import Body, Fields, WrongField, prompt_ids, read_body
 from kvjax.serving.session.runtime import SHAPED, checked_sampling
 
 if TYPE_CHECKING:
@@ -105,9 +103,7 @@ def _prompt(read: Body, model: Model) -> list[int]:
     if model.tokenizer is None:
         raise InvalidArgument("the model has no tokenizer, so this server answers over gRPC only")
     try:
-        if read.messages is None:
-            return encode(model.tokenizer, read.prompt)
-        return list(chat_ids(read.messages, model.tokenizer, read.template_options))
+        return prompt_ids(read.prompt, read.messages, read.template_options, model.tokenizer, model.config.max_positions)
     except ValueError as error:
         field = "prompt" if read.messages is None else "messages"
         raise InvalidArgument(str(error), field="chat_template_kwargs" if "chat_template_kwargs" in str(error) else field) from None

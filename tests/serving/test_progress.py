@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kvjax.serving import progress as progress_module
 from kvjax.serving.batch.results import Result
-from kvjax.serving.progress import SETTLE_SECONDS, JobProgress, WorkProgress
+from kvjax.serving.progress import SETTLE_SECONDS, JobProgress, Work, WorkProgress
 
 
 class Clock:
@@ -40,29 +40,70 @@ def test_a_long_compilation_is_forgotten_within_a_minute():
         assert progress.seconds_left == 0
 
 
-def test_the_time_left_of_a_job_goes_by_tokens():
-    """80 records in 8 slots, the longest first: records end eight at a time, and the last take a tenth of the first."""
-    clock, prompts = Clock(), [4000 - 45 * number for number in range(80)]
-    work = {line: tokens + 100 for line, tokens in enumerate(prompts)}
-    progress = JobProgress(work, (), Console(file=io.StringIO()), clock)
+def run_job(progress, clock, prompts, answers, *, prefill=0.001, step=0.05, compiling=45.0, chunk=500):
+    """A job in 8 slots, round by round. prefill: seconds for each token. step: seconds. compiling: of prefill and decode each. Returns
+    (time, time left) whenever it is asked, and the time of the end."""
     said = []
-    clock.now += 90  # compiling
-    for first in range(0, 80, 8):
-        for line in range(first, first + 8):
-            for _ in range(prompts[line] // 500):
-                clock.now += 0.5
-                progress.prefill(500)
-        for _ in range(100):
-            clock.now += 0.05
-            for _ in range(8):
+    for first in range(0, len(prompts), 8):
+        lines = range(first, min(first + 8, len(prompts)))
+        for line in lines:
+            progress.prompt(line, prompts[line])
+            for begin in range(0, prompts[line], chunk):
+                tokens = min(chunk, prompts[line] - begin)
+                clock.now += prefill * tokens + (compiling if line == begin == 0 else 0)
+                progress.prefill(tokens)
+                said.append((clock.now, progress.seconds_left))
+        for number in range(answers):
+            clock.now += step + (compiling if first == number == 0 else 0)
+            for _ in lines:
                 progress.token()
-            said.append((clock.now, progress.seconds_left))
-        for line in range(first, first + 8):
-            progress.result(Result(line, {}, False, prompts[line], 100))
+                said.append((clock.now, progress.seconds_left))
+        for line in lines:
+            progress.result(Result(line, {}, False, prompts[line], answers))
+    return said, clock.now
+
+
+def test_the_time_left_of_a_job_goes_by_tokens():
+    """80 records in 8 slots, the longest first: the last take a tenth of the first."""
+    clock, prompts = Clock(), [4000 - 45 * number for number in range(80)]
+    progress = JobProgress({line: Work(tokens, 100) for line, tokens in enumerate(prompts)}, (), Console(file=io.StringIO()), clock)
+    said, end = run_job(progress, clock, prompts, 100)
     assert progress.seconds_left == 0
-    settled = [(clock.now - then, left) for then, left in said if then > 1000 + 90 + SETTLE_SECONDS]
-    assert len(settled) > 500
-    assert max(abs(left - truth) for truth, left in settled) < 0.25 * max(truth for truth, _ in settled)
+    told = [(end - then, left) for then, left in said if left is not None]
+    assert len(told) > 8000
+    assert max(abs(left - truth) for truth, left in told) < 0.1 * told[0][0]
+
+
+@pytest.mark.parametrize("characters", [0.25, 1, 4, 16])
+def test_no_estimate_is_far_too_short(characters):
+    """Not with tokens of single characters, nor with long ones; not when prompts are quick and steps are slow, nor after compiling."""
+    clock, prompts = Clock(), [200] * 24
+    work = {line: Work(tokens * characters / 4, 400) for line, tokens in enumerate(prompts)}
+    progress = JobProgress(work, (), Console(file=io.StringIO()), clock)
+    assert progress.seconds_left is None
+    said, end = run_job(progress, clock, prompts, 400, prefill=1e-5, step=0.1)
+    told = [(end - then, left) for then, left in said if left is not None]
+    assert len(told) > 9000
+    assert told[0][0] > 100, "it is told early"
+    wrong = [(truth, left) for truth, left in told if not 0.8 * truth - 1 < left < 1.25 * truth + 1]
+    assert not wrong
+
+
+def test_compiling_is_said_until_the_first_tokens_come(monkeypatch):
+    monkeypatch.setattr(progress_module, "LOG_SECONDS", -1.0)
+    written, clock = io.StringIO(), Clock()
+    with JobProgress({0: Work(10, 3), 1: Work(10, 3)}, (), Console(file=written), clock) as progress:
+        assert "0/2 records, compiling the first programs\n" in written.getvalue()
+        run_job(progress, clock, [10, 10], 3)
+    log = written.getvalue().splitlines()
+    assert log[1] == "0/2 records, compiling the first programs"  # the first prompt is prefilled, and steps are compiled
+    assert "compiling" not in log[-1]
+    assert log[-1].startswith("2/2 records, ")
+    assert log[-1].endswith(", about 0 s left")
+    again = io.StringIO()
+    with JobProgress({0: Work(10, 3)}, (0,), Console(file=again), clock):
+        pass
+    assert "compiling" not in again.getvalue()
 
 
 def test_a_log_says_what_was_done_and_the_time_left(monkeypatch):
@@ -81,16 +122,22 @@ def test_a_log_says_what_was_done_and_the_time_left(monkeypatch):
 
 def test_a_job_that_goes_on_counts_what_was_done_before():
     clock = Clock()
-    progress = JobProgress({1: 100, 2: 100, 3: 200}, (1, 2), Console(file=io.StringIO()), clock)
-    for _ in range(3):
+    work = {1: Work(50, 50), 2: Work(50, 50), 3: Work(100, 100)}
+    progress = JobProgress(work, (1, 2), Console(file=io.StringIO()), clock)
+    progress.prompt(3, 60)
+    for _ in range(4):
         clock.now += 1
-        progress.prefill(20)
-    assert progress.seconds_left == pytest.approx(140 / 20, abs=1)
+        progress.prefill(15)
+    assert progress.seconds_left is None, "nothing is known of steps yet"
+    for _ in range(21):
+        clock.now += 2
+        progress.token()
+    assert progress.seconds_left == pytest.approx(79 * 2)
 
 
 def test_answers_from_elsewhere_count_when_they_come():
     clock = Clock()
-    progress = JobProgress({1: 100, 2: 100}, (), Console(file=io.StringIO()), clock)
+    progress = JobProgress({1: Work(50, 50), 2: Work(50, 50)}, (), Console(file=io.StringIO()), clock)
     clock.now += 10
     result = Result(1, {}, False, 80, 20, found_tokens=30)
     progress.elsewhere(result)
@@ -106,20 +153,22 @@ def test_tokens_that_were_found_have_no_rate_and_stores_are_shown(monkeypatch):
     monkeypatch.setattr(progress_module, "LOG_SECONDS", -1.0)
     written, clock, found = io.StringIO(), Clock(), 5000
     shown = {"found": lambda: found, "below": lambda: f"disk: found {found}"}
-    with JobProgress({1: 2000}, (), Console(file=written), clock, **shown) as progress:
+    with JobProgress({1: Work(1500, 500)}, (), Console(file=written), clock, **shown) as progress:
         clock.now += 10
         found += 900  # while the job runs
+        progress.prompt(1, 1020)
         progress.prefill(1000)
         clock.now += 0.2
+        progress.token()
         progress.prefill(20)
-    assert "0/1 records, 10 prompt + 0.0 generated tokens/s, 900 found" in written.getvalue()
-    assert written.getvalue().count("\ndisk: found 5900\n") == 2
+    assert "0/1 records, 10 prompt + 0.1 generated tokens/s, 900 found" in written.getvalue()
+    assert written.getvalue().count("\ndisk: found 5900\n") == 3
 
 
 def test_stores_are_shown_below_the_bar():
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, width=100)
-    with JobProgress({1: 10}, (), console, below=lambda: "host: 12 pages kept") as progress:
+    with JobProgress({1: Work(5, 5)}, (), console, below=lambda: "host: 12 pages kept") as progress:
         progress.prefill(5)
     bar, _, below = written.getvalue().rpartition("host: 12 pages kept")
     assert "0/1" in bar

@@ -1,0 +1,105 @@
+"""How many tokens a text has at least, without tokenizing it: a tokenizer takes minutes for a text of 30 MB."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+LONG = 2**20
+"""Characters from which tokenizing a text takes a second or more."""
+_SHRINKS = {"NFC": 4, "ByteLevel": 1, "Prepend": 1}
+"""Normalizers, and how many times longer a text may be than what they make of it. Hangul syllables are a third of their letters."""
+_KEEPING = ("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split")
+"""Pre-tokenizers that leave out no character (`Split`: unless it removes what it finds)."""
+
+
+def check_text(tokenizer: Any, text: str, positions: int) -> None:
+    """ValueError if a text has more tokens than `positions`, as far as its length alone tells: a token has so many bytes at most."""
+    if len(text) * 4 <= positions:
+        return
+    size = len(text.encode(errors="replace"))
+    if size <= positions or (longest := longest_token(tokenizer)) is None:
+        return
+    least = _least(text, longest)
+    if least > positions:
+        raise ValueError(
+            f"the prompt has {size:,} bytes, which are at least {least:,} tokens, because a token of this tokenizer has at most "
+            f"{longest.bytes:,}: more than the model's {positions:,} positions"
+        )
+
+
+def least_tokens(tokenizer: Any, text: str) -> int:
+    """So many tokens a text has, or more; 0 where the tokenizer's parts do not tell."""
+    longest = longest_token(tokenizer)
+    return 0 if longest is None else _least(text, longest)
+
+
+class LongestToken:
+    """The most bytes of a text that one token stands for. spaces: whether a token may take any number of spaces beside it as well."""
+
+    def __init__(self, size: int, spaces: bool):
+        self.bytes, self.spaces = size, spaces
+
+
+@functools.lru_cache(maxsize=8)
+def longest_token(tokenizer: Any) -> LongestToken | None:
+    """Of a tokenizer of transformers; None where one token may stand for any number of bytes, or nobody knows."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    parts = json.loads(backend.to_str())
+    model, added = parts["model"], parts.get("added_tokens") or []
+    normalizers, cutters = list(_flat(parts.get("normalizer"), "normalizers")), list(_flat(parts.get("pre_tokenizer"), "pretokenizers"))
+    shrinks = 1
+    for each in normalizers:
+        if (factor := _factor(each)) is None:
+            return None
+        shrinks *= factor
+    if not all(each["type"] in _KEEPING and each.get("behavior") != "Removed" for each in cutters):
+        return None
+    of_bytes = any(each["type"] == "ByteLevel" for each in (*normalizers, *cutters))
+    if not _reads_everything(model, of_bytes):
+        return None
+    texts = model["vocab"] if isinstance(model["vocab"], Mapping) else [piece for piece, _ in model["vocab"]]
+    own = max(map(len, texts)) if of_bytes else max(len(text.replace("▁", " ").encode()) for text in texts)
+    named = max((len(each["content"].encode()) for each in added), default=0)
+    return LongestToken(shrinks * max(own, named, 4), any(each.get("lstrip") or each.get("rstrip") for each in added))
+
+
+def _least(text: str, longest: LongestToken) -> int:
+    counted = "".join(text.split()) if longest.spaces else text
+    return -(-len(counted.encode(errors="replace")) // longest.bytes)
+
+
+def _flat(part: Mapping[str, Any] | None, inside: str) -> Iterator[Mapping[str, Any]]:
+    """The parts of a sequence of parts, or the part itself; none if there is none."""
+    if part is not None:
+        yield from (each for inner in part[inside] for each in _flat(inner, inside)) if part["type"] == "Sequence" else (part,)
+
+
+def _factor(normalizer: Mapping[str, Any]) -> int | None:
+    """How many times longer a text may be than what a normalizer makes of it; None if any number of times."""
+    if normalizer["type"] == "Replace":  # the mark of SentencePiece has more bytes than a space, and counts as one below
+        return 1 if normalizer["pattern"] == {"String": " "} and normalizer["content"] == "▁" else None
+    return _SHRINKS.get(normalizer["type"])
+
+
+def _reads_everything(model: Mapping[str, Any], of_bytes: bool) -> bool:
+    """Whether each character of a text becomes a part of a token: none is left out, and unknown ones in a row are not one token."""
+    if of_bytes:
+        return model["type"] == "BPE" and len(model["vocab"]) >= 256 and not _affixes(model)
+    if model["type"] == "BPE":
+        return not _affixes(model) and (_has_bytes(model) or (model.get("unk_token") is not None and not model.get("fuse_unk")))
+    return model["type"] == "Unigram" and _has_bytes(model)
+
+
+def _has_bytes(model: Mapping[str, Any]) -> bool:
+    texts = model["vocab"] if isinstance(model["vocab"], Mapping) else {piece for piece, _ in model["vocab"]}
+    return bool(model.get("byte_fallback")) and all(f"<0x{byte:02X}>" in texts for byte in range(256))
+
+
+def _affixes(model: Mapping[str, Any]) -> bool:
+    """Whether pieces carry marks of their place in a word, which are no part of the text."""
+    return bool(model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))

@@ -1,0 +1,164 @@
+"""What cannot be the input or the output of a job is said before a model is loaded, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import socket
+import tempfile
+import time
+
+import pytest
+
+from kvjax.models import loading
+from kvjax.serving.batch.files import lines
+from kvjax.serving.batch.job import run_file
+from kvjax.serving.batch.paths import check_paths
+
+RECORD = json.dumps({"id": "a", "prompt": "amber", "max_new_tokens": 2}) + "\n"
+
+
+@pytest.fixture
+def source(tmp_path):
+    (tmp_path / "in.jsonl").write_text(RECORD)
+    return tmp_path / "in.jsonl"
+
+
+def make_loop(path):
+    path.symlink_to(path.name)
+    return path
+
+
+def make_socket(path):
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+    return path
+
+
+def made(path, make):
+    make(path)
+    return path
+
+
+OUTPUTS = {
+    "device": (lambda folder: "/dev/full", "/dev/full is a device, and answers are written to files only"),
+    "null": (lambda folder: "/dev/null", "/dev/null is a device"),
+    "pipe": (lambda folder: made(folder / "pipe", os.mkfifo), "pipe is a pipe"),
+    "pipe as partial": (lambda folder: made(folder / "o.partial", os.mkfifo).with_name("o"), r"o\.partial is a pipe"),
+    "folder as partial": (lambda folder: made(folder / "o.partial", os.mkdir).with_name("o"), r"o\.partial is a folder"),
+    "socket": (lambda folder: make_socket(folder / "s"), "s is a socket"),
+    "loop": (lambda folder: make_loop(folder / "loop"), "loop is a link that leads back to itself"),
+    "loop as partial": (lambda folder: make_loop(folder / "o.partial").with_name("o"), r"o\.partial is a link that leads back to itself"),
+    "folder": (lambda folder: folder, "is a folder; name a file to write"),
+    "no folder": (lambda folder: folder / "none" / "out", "there is no folder"),
+    "file as folder": (lambda folder: folder / "in.jsonl" / "out", "there is no folder"),
+    "read-only": (lambda folder: "/proc/out.jsonl", "the folder /proc cannot be written to"),
+    "link to a read-only folder": (lambda folder: made(folder / "link", lambda path: path.symlink_to("/proc/out")), "folder /proc cannot"),
+    "long name": (lambda folder: folder / ("x" * 250), "File name too long"),
+    "input": (lambda folder: folder / "in.jsonl", "is the input"),
+    "link to the input": (lambda folder: made(folder / "link", lambda path: path.symlink_to("in.jsonl")), "is the input"),
+    "input as partial": (
+        lambda folder: made(folder / "o.partial", lambda path: path.hardlink_to(folder / "in.jsonl")).with_name("o"),
+        "is the",
+    ),
+    "foreign partial": (lambda folder: made(folder / "o.partial", lambda path: path.write_text("notes\n")).with_name("o"), "not a partial"),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_what_cannot_be_the_output(kvjax, source, tmp_path, monkeypatch, name):
+    make, said = OUTPUTS[name]
+    out = make(tmp_path)
+    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    before = sorted(os.listdir(tmp_path))
+    status, _, err = kvjax("batch", source, "--out", out, "--model", "needle", "--overwrite")
+    assert (status, len(err.splitlines())) == (2, 1), err
+    assert said.replace("\\", "") in err
+    assert sorted(os.listdir(tmp_path)) == before
+    assert source.read_text() == RECORD
+
+
+def test_a_folder_that_may_not_be_written_to(source, tmp_path, monkeypatch):
+    def denied(**_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", denied)
+    with pytest.raises(ValueError, match=r"cannot be written to \(Permission denied\); choose another output"):
+        check_paths(source, tmp_path / "out.jsonl", False)
+
+
+def test_a_job_that_runs_is_seen_before_the_model_is_loaded(source, tmp_path, engine):
+    from kvjax.serving.batch.partial import Partial
+
+    running = Partial(tmp_path / "out.jsonl.partial", {"model": "m"})
+    with pytest.raises(BlockingIOError, match="still running"):
+        check_paths(source, tmp_path / "out.jsonl", False)
+    running.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "said"),
+    [
+        (b"\x28\xb5\x2f\xfd....", "in.jsonl", "is zstd"),
+        (b"PK\x03\x04....", "in.jsonl", "is zip"),
+        (b"BZh91AY", "in.jsonl", "is bzip2"),
+        (b"PAR1....", "in.jsonl", r"is Parquet, whose name must end in \.parquet"),
+        (RECORD.encode("utf-16"), "in.jsonl", "is UTF-16 text"),
+        (RECORD.encode(), "in.jsonl.gz", r"is not compressed by gzip, though its name ends in \.gz"),
+        (b"", "in.jsonl", "is empty"),
+    ],
+)
+def test_an_input_that_holds_no_lines_is_named(tmp_path, content, name, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        check_paths(tmp_path / name, tmp_path / "out.jsonl", False)
+
+
+def test_an_input_that_can_be_read_once_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="is a pipe, and a job that goes on reads its input again"):
+        check_paths(tmp_path / "pipe", tmp_path / "out.jsonl", False)
+    with pytest.raises(ValueError, match="is a device"):
+        check_paths(tmp_path.__class__("/dev/null"), tmp_path / "out.jsonl", False)
+    with pytest.raises(ValueError, match="is a folder"):
+        check_paths(tmp_path, tmp_path / "out.jsonl", False)
+    assert time.monotonic() - began < 5
+
+
+def test_gzip_is_read_and_written(engine, tmp_path):
+    records = [{"id": n, "prompt": "amber", "max_new_tokens": n + 1} for n in range(4)]
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "in.jsonl").write_text(text)
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "packed.jsonl").write_bytes(gzip.compress(text.encode()[:50]) + gzip.compress(text.encode()[50:]))  # by its beginning
+    run_file(tmp_path / "in.jsonl", tmp_path / "out.jsonl", engine)
+    expected = (tmp_path / "out.jsonl").read_bytes()
+    for name in ("in.jsonl.gz", "packed.jsonl"):
+        run_file(tmp_path / name, tmp_path / f"{name}.out.jsonl.gz", engine)
+        assert gzip.decompress((tmp_path / f"{name}.out.jsonl.gz").read_bytes()) == expected
+    assert (tmp_path / "in.jsonl.gz.out.jsonl.gz").read_bytes() == (tmp_path / "packed.jsonl.out.jsonl.gz").read_bytes()
+    data = (tmp_path / "in.jsonl.gz").read_bytes()
+    for damaged in (data[:-12], data[:20] + bytes(8) + data[28:], data[:-6] + bytes(6)):
+        (tmp_path / "in.jsonl.gz").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"in\.jsonl\.gz is damaged: gzip cannot read it to its end"):
+            list(lines(tmp_path / "in.jsonl.gz"))
+
+
+def test_an_id_given_twice_is_one_answer_or_no_job(kvjax, model_folder, tmp_path, monkeypatch):
+    line = json.dumps({"custom_id": "x", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 2}}) + "\n"
+    (tmp_path / "in.jsonl").write_text(line * 2)
+    words = ("batch", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", "--model", model_folder, "--page-size", 16)
+    status, out, err = kvjax(*words, "--prefill-chunk", 64, "--pages", 20)
+    assert status == 0, err
+    (answer,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert (answer["custom_id"], answer["error"]) == ("x", None)
+    assert "records            1 (0 errors)" in out
+    assert "repeated lines     1: equal to an earlier line, whose answer is theirs" in out
+    (tmp_path / "out.jsonl").unlink()
+    (tmp_path / "in.jsonl").write_text(line + line.replace('"a"', '"b"'))
+    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    status, _, err = kvjax(*words)
+    assert (status, sorted(path.name for path in tmp_path.iterdir())) == (2, ["in.jsonl"])
+    assert "the id 'x' is given on line 1 and, with other content, on line 2" in err
