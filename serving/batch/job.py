@@ -24,6 +24,7 @@ from rich.console import Console
 from kvjax.data_parallel import engines_of
 from kvjax.engine import Engine
 from kvjax.generation import pages_needed, run
+from kvjax.guard import interrupts
 from kvjax.model import Model, fingerprint
 from kvjax.policies.decode import DecodePolicy, identity, parse
 from kvjax.policies.prefill import identity as prefill_identity
@@ -134,9 +135,10 @@ def complete(
             summary.add(result, earlier=True)
         with JobProgress(work, partial.earlier, console or Console(quiet=True), **shown) as progress:
             for result in answer(partial.earlier, progress):
-                partial.append(result)
-                summary.add(result)
-                progress.result(result)
+                with interrupts:  # an answer is written whole, and counted once
+                    partial.append(result)
+                    summary.add(result)
+                    progress.result(result)
         partial.finish(out)
     finally:
         partial.close()
@@ -226,13 +228,18 @@ def answer_records(
         for record in sorted(records, key=lambda record: -record.size):
             if record.error is None:
                 try:
-                    yield _request(record, model.tokenizer)
+                    with interrupts:
+                        request = _request(record, model.tokenizer)
                 except ValueError as error:
                     wrong.append(refused(record, str(error)))
+                else:
+                    yield request
 
     name = model_name(model)
     for request, completion in run(engines, requests(), **options):
-        yield answered(waiting[request.id], completion, model=name, tokenizer=model.tokenizer)
+        with interrupts:
+            result = answered(waiting[request.id], completion, model=name, tokenizer=model.tokenizer)
+        yield result
         yield from _drain(wrong)
     yield from _drain(wrong)
 
