@@ -1,12 +1,14 @@
-"""Ctrl-C in a batch job is heard wherever it comes, and nothing is lost."""
+"""Ctrl-C in a batch job, and in any command, is heard wherever it comes, and nothing is lost."""
 
 import json
 import signal
+import time
 
 import pytest
 from key_presses import pressed_in_a_collection
 
 from kvjax.serving.batch import job
+from kvjax.serving.cli import app as cli
 
 
 @pytest.fixture(autouse=True)
@@ -36,3 +38,12 @@ def test_a_key_press_in_a_collection_ends_a_batch(engine, tmp_path):
     assert (len(presses), out.exists()) == (1, False)
     assert job.run_file(source, out, engine).records == 6
     assert len(out.read_text().splitlines()) == 6
+
+
+def test_a_command_ends_by_a_key_press_that_python_drops(kvjax, monkeypatch):
+    """While a model is loaded, say: no loop looks for it."""
+    with pressed_in_a_collection() as (collect, presses):
+        monkeypatch.setattr(cli, "app", lambda **_: (collect(), time.sleep(30)))
+        began = time.monotonic()
+        assert kvjax("generate")[0] == 130
+    assert (len(presses), time.monotonic() - began < 20) == (1, True)
