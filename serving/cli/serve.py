@@ -198,23 +198,23 @@ def _engine(
 
 
 def _until_told(server: Server, drain_seconds: float) -> None:
-    """Serve until SIGTERM or Ctrl-C, and then end well."""
+    """Serve until SIGTERM or Ctrl-C, and then end well; at once after a second one."""
     from kvjax.serving.session.server import freeze_live_objects
 
     log = logging.getLogger("kvjax.server")
     log.addHandler(logging.StreamHandler(sys.stderr))
     log.setLevel(logging.INFO)
-    ended = threading.Event()
+    ended, hurry = threading.Event(), threading.Event()
     for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, lambda *_: ended.set())
+        signal.signal(each, lambda *_: (hurry if ended.is_set() else ended).set())
     freeze_live_objects()
     server.start()
     host = server.options.host
     http = "" if server.http_port is None else f", http{'s' if server.options.certificate else ''}://{host}:{server.http_port}"
     typer.echo(f"listening on {host}:{server.port}{http}", err=True)
     ended.wait()
-    typer.echo(f"ending: calls may run for {drain_seconds:g} s more", err=True)
-    server.stop(drain_seconds)
+    typer.echo(f"ending: calls may run for {drain_seconds:g} s more; a second Ctrl-C ends them now", err=True)
+    server.stop(drain_seconds, hurry)
 
 
 def _tokens(path: Path | None) -> tuple[str, ...]:

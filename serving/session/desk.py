@@ -24,6 +24,9 @@ from kvjax.serving.session.runtime import SessionRuntime
 
 logger = logging.getLogger("kvjax.server")
 
+HURRY_S = 0.2
+"""How often a server that drains looks whether it is to hurry."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
@@ -176,11 +179,13 @@ class Desk:
         finally:
             self._sending.pop(call, None)
 
-    def drain(self, seconds: float) -> None:
-        """Refuse new calls, and wait for those under way to end, for so long at most."""
+    def drain(self, seconds: float, hurry: threading.Event | None = None) -> None:
+        """Refuse new calls, and wait for those under way to end, for so long at most, or until `hurry` is set."""
+        until = time.monotonic() + seconds
         with self._changed:
             self.ending = True
-            self._changed.wait_for(lambda: not self._under_way, min(seconds, threading.TIMEOUT_MAX))  # beyond it, Python refuses
+            while self._under_way and not (hurry and hurry.is_set()) and (left := until - time.monotonic()) > 0:
+                self._changed.wait(min(left, HURRY_S))
 
     def close(self) -> None:
         """Watch no more."""
