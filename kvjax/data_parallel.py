@@ -20,7 +20,7 @@ import jax
 
 from kvjax.checks import whole_number
 from kvjax.engine import Engine
-from kvjax.guard import CallGuard, Stopped
+from kvjax.guard import CallGuard, Stopped, interrupts
 from kvjax.model import Model, fingerprint
 from kvjax.policies.decode import DecodePolicy
 from kvjax.requests import Completion, OnToken, Request
@@ -196,7 +196,7 @@ def run_replicas(
                 else:
                     min(free, key=lambda member: len(member.owed)).send(request)
             elif not finished:
-                finished += _heard(said.get(), members, on_token, on_prefill)
+                finished += _heard(_next(said), members, on_token, on_prefill)
             while not finished and not said.empty():  # an error that comes after a completion must not lose it
                 finished += _heard(said.get(), members, on_token, on_prefill)
             if finished:
@@ -208,6 +208,13 @@ def run_replicas(
                     member.stop()
                 for member in alive:
                     member.thread.join()
+
+
+def _next(said: queue.SimpleQueue[_Said]) -> _Said:
+    """What a replica says next. Ctrl-C ends the wait."""
+    while True:
+        with interrupts, contextlib.suppress(queue.Empty):
+            return said.get(timeout=IDLE_SECONDS)
 
 
 def _heard(

@@ -13,6 +13,7 @@ from kvjax.cache.tables import table_width
 from kvjax.checks import check_model, whole_number
 from kvjax.data_parallel import engines_of, run_replicas
 from kvjax.engine import Engine
+from kvjax.guard import interrupts
 from kvjax.model import Model
 from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import PrefillPolicy
@@ -139,6 +140,7 @@ def generate(
     on_error: Literal["raise", "return"] = "raise",
     **sampling: Unpack[SamplingOptions],
 ) -> Any: ...
+@interrupts
 def generate(
     model: Model | Engine | Sequence[Engine],
     prompts: Prompt | Sequence[Prompt],
@@ -187,6 +189,7 @@ def generate(
     results: list[Completion | None] = [None] * len(listed)
     encoded: dict[int, tuple[int, ...]] = {}
     for number, prompt in enumerate(listed):
+        interrupts.check()
         try:
             encoded[number] = tuple(encode(tokenizer, prompt, chat_template_kwargs, parse_special=parse_special))
         except ValueError as error:

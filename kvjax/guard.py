@@ -1,10 +1,11 @@
-"""Calls on shared state: one thread at a time, and Ctrl-C never stops a call half-way."""
+"""Calls on shared state: one thread at a time, and Ctrl-C never stops a call half-way, and is never lost."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import signal
+import sys
 import threading
 from _signal import getsignal  # CPython's own: those of `signal` also look for an enum member of each handler, which takes far longer
 from _signal import signal as set_handler
@@ -18,6 +19,90 @@ if TYPE_CHECKING:
 
 class Stopped(BaseException):
     """What Ctrl-C is for the main thread, for others: their work is to end here. No error, so nothing takes it for one."""
+
+
+class Interrupts(contextlib.ContextDecorator):
+    """A context manager, or decorator, around long work in the main thread: Ctrl-C takes effect at the next safe place, and is never lost.
+
+    Python raises KeyboardInterrupt wherever the main thread happens to be. In a callback of the garbage collector (JAX has one), in a
+    `__del__` or in the callback of a weak reference, Python prints the exception and drops it. Inside the block, a first Ctrl-C is only
+    noted, and raised by `check`, at an interrupt point of a `CallGuard`, or at the end of the block. A second one is raised at once. Blocks
+    may be nested. Nothing changes in other threads, nor where the caller has a handler of Ctrl-C of its own.
+    """
+
+    def __init__(self):
+        self._handler = self._press  # one object, so that it is known again
+        self._depth, self._pressed = 0, False
+
+    def __enter__(self) -> Self:
+        if not _in_main_thread():
+            return self
+        if not self._depth and (now := getsignal(signal.SIGINT)) is not self._handler:
+            if now is not signal.default_int_handler:
+                return self
+            self._pressed = False
+            set_handler(signal.SIGINT, self._handler)
+        self._depth += 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self._depth or not _in_main_thread():
+            return
+        self._depth -= 1
+        if self._depth:
+            if kind is None:
+                self.check()
+            return
+        if getsignal(signal.SIGINT) is self._handler:
+            set_handler(signal.SIGINT, signal.default_int_handler)
+        if kind is None or issubclass(kind, Exception):  # who catches the error must not go on as if nobody had pressed Ctrl-C
+            self.check()
+        self._pressed = False
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if Ctrl-C was pressed. For places where nothing is half done."""
+        if self._pressed and _in_main_thread():
+            self._pressed = False
+            raise KeyboardInterrupt
+
+    def _press(self, number: int, frame: FrameType | None) -> None:
+        if self._pressed:
+            self._pressed = False
+            raise KeyboardInterrupt
+        self._pressed = True
+
+
+interrupts = Interrupts()
+"""Of this process."""
+
+AGAIN_SECONDS = 0.05
+
+
+@contextlib.contextmanager
+def pressed_again() -> Iterator[None]:
+    """For a whole program: a KeyboardInterrupt that Python drops (`Interrupts` says where) comes again a moment later."""
+    before, timers = sys.unraisablehook, list[threading.Timer]()
+
+    def hook(dropped: sys.UnraisableHookArgs) -> None:
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+            before(dropped)
+            return
+        main = threading.main_thread().ident
+        timers.append(threading.Timer(AGAIN_SECONDS, signal.pthread_kill, (main, signal.SIGINT)))
+        timers[-1].daemon = True
+        timers[-1].start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+        for each in timers:
+            each.cancel()
+
+
+def _in_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
 
 
 class CallGuard:
@@ -59,7 +144,7 @@ class CallGuard:
             return self
         held: list[FrameType | None] = []
         handler = None
-        if me == threading.main_thread().ident and getsignal(signal.SIGINT) is not None:
+        if _in_main_thread() and getsignal(signal.SIGINT) is not None:
             handler = set_handler(signal.SIGINT, lambda number, frame: held.append(frame))
         if not self._lock.acquire(blocking=wait):
             _give_back(handler, held)
@@ -99,6 +184,7 @@ class CallGuard:
             frame = self._held.pop()
             self._held.clear()
             self._handler(signal.SIGINT, frame)
+        interrupts.check()
 
 
 def _give_back(handler: Any, held: list[FrameType | None]) -> None:

@@ -26,6 +26,7 @@ from kvjax.cache import MOST_TOKENS, OutOfPages
 from kvjax.checks import optional_function, whole_number
 from kvjax.engine import Engine
 from kvjax.gap import Gap
+from kvjax.guard import interrupts
 from kvjax.plans import Chunk, Prefilled, StepPlan, StepResult
 from kvjax.policies.decode import DecodePolicy
 from kvjax.prompts import encode
@@ -178,15 +179,16 @@ class Scheduler:
         requests that have finished or failed, but not cancelled ones. Does nothing if there is nothing to do. If `on_token` or `on_prefill`
         raises, or after Ctrl-C, the scheduler is as after a step: call `step` again, or `close`.
         """
-        with self.engine.guard, self._call("step"):
-            try:
-                self._admit()
-                if self._gap is not None or self._prefilling is None:
-                    self._slices = self._launch()
-            finally:  # a later step would give tokens to samples that ended in this one
-                self._collect()
-        while self._events:
-            self.on_token(*self._events.popleft())
+        with interrupts:
+            with self.engine.guard, self._call("step"):
+                try:
+                    self._admit()
+                    if self._gap is not None or self._prefilling is None:
+                        self._slices = self._launch()
+                finally:  # a later step would give tokens to samples that ended in this one
+                    self._collect()
+            while self._events:
+                self.on_token(*self._events.popleft())
         finished, self._finished = self._finished, []
         return finished
 

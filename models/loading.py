@@ -20,12 +20,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike
 
+from kvjax.checkpoint_files import is_file, read_json
 from kvjax.model import ModelConfig
 from kvjax.models import checkpoint, config_json
 from kvjax.models.causal_lm import CausalLM
 from kvjax.models.checkpoint import CONFIG_FILES, DTYPES, TOKENIZER_FILES, WEIGHT_FILES, Stored, Wanted
 from kvjax.models.decoder import TransformerDecoder, is_shape, param_shapes
-from kvjax.models.families import FAMILIES
+from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.family import TENSORS
 from kvjax.models.load_options import DtypeName, named_dtype, refuse
 from kvjax.models.quantization.reading import PackedSource, sources
@@ -52,12 +53,12 @@ def read_config(path_or_id: str | Path, *, dtype: DTypeLike | DtypeName | None =
     return _config(checkpoint.find_folder(path_or_id, CONFIG_FILES), max_positions, None if chosen is None else chosen.name)[0]
 
 
-def read_packing(path_or_id: str | Path) -> FormatOf | None:
+def read_packing(path_or_id: str | Path, config: ModelConfig) -> FormatOf | None:
     """How the matrices of a checkpoint are packed, as config.json says (`kvjax.packing.FormatOf`); None: they are not.
 
-    Raises ValueError for a scheme that cannot be read, with its name.
+    config: what `read_config` gives. Raises ValueError for a scheme that cannot be read, with its name.
     """
-    config, published = _config(checkpoint.find_folder(path_or_id, CONFIG_FILES), None, "float32")
+    _, published = _fields(checkpoint.find_folder(path_or_id, CONFIG_FILES))
     if published is None:
         return None
     names = FAMILIES[config.family].tensor_names(config)
@@ -128,9 +129,18 @@ def load(
 def _config(folder: Path, max_positions: int | None, dtype: str | None) -> tuple[ModelConfig, Published | None]:
     """The configuration, and which matrices are stored packed."""
     generation = folder / "generation_config.json"
-    fields, published = split(checkpoint.read_json(folder / "config.json"))
-    read = config_json.parse(fields, checkpoint.read_json(generation) if generation.is_file() else None, max_positions, dtype)
+    fields, published = _fields(folder)
+    read = config_json.parse(fields, read_json(generation) if is_file(generation) else None, max_positions, dtype)
     return read, published
+
+
+def _fields(folder: Path) -> tuple[config_json.Fields, Published | None]:
+    """config.json without what it says of packed matrices, and that."""
+    fields, published = split(read_json(folder / "config.json"))
+    within = family_of(fields).within
+    if published is None or within is None:
+        return fields, published
+    return fields, dataclasses.replace(published, prefixes=tuple(within.prefixes.items()))
 
 
 def _chosen(dtype: DTypeLike | DtypeName | None) -> np.dtype | None:

@@ -4,7 +4,7 @@ Layouts, of a matrix [F, E] with groups of g inputs (words are int32, whose lowe
 
     plain  weight [F, E] int8 or e4m3; weight_scale or weight_scale_inv, a factor: one number, [F, 1] or [blocks of F, blocks of E]
     words  weight_packed [F, E/8] words of code + 8, along E (of 8 bits: [F, E/4], code + 128); weight_scale [F, E/g]; weight_shape;
-           weight_zero_point [F/8, E/g] words along F, if there are zeros
+           weight_zero_point [F/8, E/g] words along F, or one I8, if there are zeros
     awq    qweight [E, F/8] words along F, in the order 0 2 4 6 1 3 5 7; qzeros [E/g, F/8] alike; scales [E/g, F]
     gptq   qweight [E/8, F] words along E; qzeros [E/g, F/8] words along F, of zero - 1 ("gptq") or zero ("gptq_v2"); scales [E/g, F];
            g_idx [E]: the group of each input
@@ -16,6 +16,7 @@ Sources: compressed-tensors' `compressors` (int_quantized, float_quantized, pack
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import jax
@@ -26,8 +27,11 @@ from kvjax.models.checkpoint import Stored, Wanted, read_whole
 from kvjax.models.quantization.schemes import Published, Rule
 from pallas_kernels.matrices import DTYPES, MatrixFormat, PackedMatrix, check_packed
 
+_OF_ACTIVATIONS = ("input_scale", "output_scale", "activation_scale")
+"""Scales of static activations, which are not used."""
+
 _PARTS = {
-    "plain": (("weight",), ("weight_scale", "weight_scale_inv", "input_scale", "output_scale")),
+    "plain": (("weight",), ("weight_scale", "weight_scale_inv", "weight_zero_point", *_OF_ACTIVATIONS)),
     "words": (("weight_packed", "weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx")),
     "awq": (("qweight", "qzeros", "scales"), ()),
     "gptq": (("qweight", "qzeros", "scales"), ("g_idx",)),
@@ -54,6 +58,7 @@ class PackedSource:
 
     def read(self) -> PackedMatrix:
         """The matrix, in arrays of the host. The ValueError names the matrix."""
+        self._check_parts()
         tensors = {name: read_whole(stored) for name, stored in self.parts.items()}
         matrix = _LAYOUTS[self.rule.layout](self, tensors)
         check_packed(matrix, self.module)
@@ -65,6 +70,32 @@ class PackedSource:
         if self.format.codes == "fp8_e4m3" and ((matrix.codes.view(np.uint8) & 127) == 127).any():
             raise ValueError(f"{self.module} holds NaN: download the model again")
         return matrix
+
+    def _check_parts(self) -> None:
+        """ValueError for a tensor of another type or shape than the layout has. It is raised before any of them is read."""
+        features, inputs = self.shape
+        groups = self.format.scales_shape(self.shape)[1]
+        if self.rule.layout in ("awq", "gptq") and (features % 8 or inputs % 8):
+            raise ValueError(f"{self.module} is {[features, inputs]}; {self.rule.layout} needs multiples of 8")
+        wanted = {
+            "plain": {},
+            "words": {"weight_packed": (features, -(-inputs * self.rule.bits // 32)), "weight_zero_point": (-(-features // 8), groups)},
+            "awq": {"qweight": (inputs, features // 8), "qzeros": (groups, features // 8), "scales": (groups, features)},
+            "gptq": {"qweight": (inputs // 8, features), "qzeros": (groups, features // 8), "scales": (groups, features)},
+        }[self.rule.layout]
+        for name, shape in wanted.items():
+            stored = self.parts.get(name)
+            if stored is None or (name == "weight_zero_point" and _is_one(stored)):
+                continue
+            if stored.shape != shape or (name != "scales" and stored.dtype != "I32"):
+                said = f"{self.module} has {name} {stored.dtype}{list(stored.shape)}, must be {list(shape)}"
+                raise ValueError(f"{said}{'' if name == 'scales' else ' in I32'}: download the model again")
+        for name in ("weight_shape", "g_idx", "weight_g_idx"):
+            stored = self.parts.get(name)
+            if stored is not None and (
+                stored.dtype not in ("I32", "I64") or math.prod(stored.shape) != (2 if name == "weight_shape" else inputs)
+            ):
+                raise ValueError(f"{self.module} has {name} {stored.dtype}{list(stored.shape)}: download the model again")
 
     def empty(self) -> PackedMatrix:
         """The matrix with shapes and dtypes in the place of its arrays; the dtype of scales may be another."""
@@ -104,7 +135,7 @@ def sources(published: Published, wanted: list[Wanted], tensors: dict[str, Store
             missing.append("weight_scale")
         if missing:
             raise ValueError(f"{module} is stored packed without {', '.join(missing)}: download the model again")
-        found[each.name] = PackedSource(module, rule, each.shape, {name: parts[name] for name in parts if not name.endswith("put_scale")})
+        found[each.name] = PackedSource(module, rule, each.shape, {name: parts[name] for name in parts if name not in _OF_ACTIVATIONS})
         if rule.layout == "gptq":
             _drop_empty_bias(module, {w.name for w in wanted}, rest)
     return found, rest
@@ -123,12 +154,9 @@ def _plain(source: PackedSource, tensors: Mapping[str, np.ndarray]) -> PackedMat
         raise ValueError(f"{source.module} is stored in {codes.dtype}, and quantization_config says {source.format.codes}")
     scales = tensors["weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"]
     scales = scales.astype(np.float32) if scales.dtype == jnp.float8_e8m0fnu else scales
-    wanted = source.format.scales_shape(source.shape)
-    if scales.size == 1:
-        scales = np.broadcast_to(scales.reshape(1, 1), wanted).copy()
-    else:
-        scales = _scales(source, scales)
-    return PackedMatrix(codes, scales, format=source.format)
+    if "weight_zero_point" in tensors and tensors["weight_zero_point"].any():  # some releases stored zeros that are all 0
+        raise ValueError(f"{source.module} has a weight_zero_point other than 0, which is supported for 4 bits alone")
+    return PackedMatrix(codes, _scales(source, scales), format=source.format)
 
 
 def _words(source: PackedSource, tensors: Mapping[str, np.ndarray]) -> PackedMatrix:
@@ -136,21 +164,29 @@ def _words(source: PackedSource, tensors: Mapping[str, np.ndarray]) -> PackedMat
     features, inputs = source.shape
     if tuple(tensors["weight_shape"].reshape(-1)) != source.shape:
         raise ValueError(f"{source.module} has weight_shape {tensors['weight_shape'].tolist()}, must be {list(source.shape)}")
-    if tensors["weight_packed"].dtype != np.int32:
-        raise ValueError(f"{source.module} has weight_packed in {tensors['weight_packed'].dtype}, must be int32: download the model again")
     codes = np.ascontiguousarray(tensors["weight_packed"]).view(np.uint8)  # a byte holds two codes, as in memory
     scales = _scales(source, tensors["weight_scale"])
     if source.rule.bits == 8:
         return PackedMatrix((codes[:, :inputs] ^ 128).view(np.int8), scales, format=source.format)
     zeros = None
-    if "weight_zero_point" in tensors:
+    if _is_one(source.parts.get("weight_zero_point")):  # of strategy tensor: a signed number, not packed
+        zeros = np.full(scales.shape, tensors["weight_zero_point"].astype(np.int8).reshape(-1)[0] + 8, np.uint8)
+    elif "weight_zero_point" in tensors:
         zeros = np.ascontiguousarray(_nibbles(tensors["weight_zero_point"].T)[:, :features].T)
     return PackedMatrix(np.ascontiguousarray(codes[:, : inputs // 2]), scales, zeros, format=source.format)
 
 
+def _is_one(stored: Stored | None) -> bool:
+    """Whether a tensor is one number of 8 bits."""
+    return stored is not None and stored.dtype == "I8" and math.prod(stored.shape) == 1
+
+
 def _scales(source: PackedSource, scales: np.ndarray) -> np.ndarray:
-    """One scale for each block, in the matrix's shape of scales; axes of 1 may be left out. ValueError for another shape."""
+    """One scale for each block, in the matrix's shape of scales; axes of 1 may be left out, and one number counts for all. ValueError for
+    another shape."""
     wanted = source.format.scales_shape(source.shape)
+    if scales.size == 1:
+        return np.broadcast_to(scales.reshape(1, 1), wanted).copy()
     if tuple(n for n in scales.shape if n > 1) != tuple(n for n in wanted if n > 1):
         raise ValueError(f"{source.module} has scales {list(scales.shape)}, must be {list(wanted)}: download the model again")
     return scales.reshape(wanted)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvjax.packing import TABLES, UNPACKED
@@ -41,27 +41,34 @@ class Rule:
 @dataclasses.dataclass(frozen=True)
 class Published:
     """Which matrices of a checkpoint are packed. ignore: modules that are not, as `Rule.targets`, or as prefixes and ends of names where
-    `loose`. method: its name in config.json."""
+    `loose`. method: its name in config.json. prefixes: `Within.prefixes` of a family: ignore and targets may name modules as the larger
+    model does."""
 
     method: str
     rules: tuple[Rule, ...]
     ignore: tuple[str, ...] = ()
     loose: bool = False
+    prefixes: tuple[tuple[str, str], ...] = ()
 
     def rule_of(self, module: str) -> Rule | None:
-        """How a module's matrix is packed, if it is; None: no rule names it."""
+        """How a module's matrix is packed, if it is; None: no rule names it. module: its name in the family's own checkpoints."""
         kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
         # A rule that names the module goes before one that names its class.
-        named = [rule for rule in self.rules if any(_names(target, module) for target in rule.targets)]
+        named = [rule for rule in self.rules if self._named(rule.targets, module, _names)]
         return next(iter(named + [rule for rule in self.rules if kind in rule.targets]), None)
+
+    def _named(self, entries: tuple[str, ...], module: str, matches: Callable[[str, str], bool]) -> bool:
+        """Whether an entry matches one of the names that a module has in checkpoints of this family."""
+        tensor = f"{module}."
+        others = [outer + tensor.removeprefix(own) for outer, own in self.prefixes if tensor.startswith(own)]
+        return any(matches(entry, name.removesuffix(".")) for name in (tensor, *others) for entry in entries)
 
     def format_of(self, name: str, key: str, shape: tuple[int, ...]) -> MatrixFormat | None:
         """The format of a parameter, by config.json alone. name: the tensor's. key: the parameter's, in the layer or the model."""
         module = name.removesuffix(".weight")
         if len(shape) != 2 or key in UNPACKED or (key in TABLES and not self._names_tables(module)):
             return None
-        ignored = _loosely(self.ignore, module) if self.loose else any(_names(entry, module) for entry in self.ignore)
-        rule = None if ignored else self.rule_of(module)
+        rule = None if self._named(self.ignore, module, _loosely if self.loose else _names) else self.rule_of(module)
         return None if rule is None else rule.format
 
     def _names_tables(self, module: str) -> bool:
@@ -82,9 +89,9 @@ def _matches(pattern: str, module: str) -> bool:
         ) from error
 
 
-def _loosely(entries: tuple[str, ...], module: str) -> bool:
+def _loosely(entry: str, module: str) -> bool:
     """As transformers reads `modules_to_not_convert`: a name, the beginning or the end of one, or a regular expression of its beginning."""
-    return any(module.endswith(entry) or _matches(entry, module) for entry in entries)
+    return module.endswith(entry) or _matches(entry, module)
 
 
 def split(fields: Fields) -> tuple[Fields, Published | None]:
@@ -105,11 +112,11 @@ def parse(config: Any) -> Published:
     """What a `quantization_config` says. The ValueError names what cannot be read."""
     if not isinstance(config, Mapping):
         raise ValueError(f"config.json: quantization_config is {config!r}; it must be an object")
-    method = config.get("quant_method", "compressed-tensors" if "config_groups" in config else None)
-    if method not in _PARSERS:
+    method = config.get("quant_method") or ("compressed-tensors" if "config_groups" in config else None)
+    if not isinstance(method, str) or method not in _PARSERS:
         known = ", ".join(sorted(_PARSERS))
         raise ValueError(f"config.json: quantization_config has quant_method {method!r}; supported: {known}. For others: {REMEDY}")
-    published = _PARSERS[method](config)
+    published = _PARSERS[method]({name: value for name, value in config.items() if value is not None})  # null is the default
     logger.info("config.json: weights are packed (%s); activations keep the compute dtype", method)
     return published
 
@@ -133,7 +140,7 @@ def _fp8(config: Fields) -> Published:
     block = config.get("weight_block_size")
     if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise _unsupported("fmt", config["fmt"], "'e4m3'")
-    if config.get("scale_fmt", "float") not in ("float", "ue8m0", None):
+    if config.get("scale_fmt", "float") not in ("float", "ue8m0"):
         raise _unsupported("scale_fmt", config["scale_fmt"], "'float' and 'ue8m0'")
     if block is not None and not _is_block(block):
         raise _unsupported("weight_block_size", block, "two whole numbers, or null for one scale a matrix")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from kvjax.guard import interrupts
 from kvjax.serving.batch.continuing import check_noise, check_same, check_setup, draws
 from kvjax.serving.batch.inputs import BYTES, Reading
 from kvjax.serving.batch.partial import Partial
@@ -106,9 +107,10 @@ def complete(
             summary.add(result, earlier=True)
         with JobProgress(job.work, partial.earlier, console or Console(quiet=True), **shown) as progress:
             for result in answer(partial.earlier, progress):
-                partial.append(result)
-                summary.add(result)
-                progress.result(result)
+                with interrupts:  # an answer is written whole, and counted once
+                    partial.append(result)
+                    summary.add(result)
+                    progress.result(result)
         partial.finish(job.out)
     finally:
         partial.close()

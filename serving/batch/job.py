@@ -25,6 +25,7 @@ from kvjax.capacity import MOST_POSITIONS
 from kvjax.data_parallel import engines_of
 from kvjax.engine import Engine
 from kvjax.generation import pages_needed, run
+from kvjax.guard import interrupts
 from kvjax.model import Model, fingerprint
 from kvjax.policies.decode import DecodePolicy, identity, parse
 from kvjax.policies.prefill import identity as prefill_identity
@@ -207,7 +208,9 @@ def answer_records(
     name = model_name(model)
     for request, completion in run(engines, requests(), **options):
         running.discard(request.id)
-        yield answered(waiting[request.id], completion, model=name, tokenizer=model.tokenizer)
+        with interrupts:
+            result = answered(waiting[request.id], completion, model=name, tokenizer=model.tokenizer)
+        yield result
         yield from _drain(wrong)
     yield from _drain(wrong)
 
@@ -223,7 +226,8 @@ def prepared(
 
     def tried(record: Record) -> Request | ValueError:
         try:
-            return prepare(record)
+            with interrupts:
+                return prepare(record)
         except ValueError as error:
             return error
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
+from kvjax.guard import pressed_again
 from kvjax.registry import passed_through_a_policy_file, place_and_error
 from kvjax.serving.cli.batch import batch_command
 from kvjax.serving.cli.bench import bench_app
@@ -97,7 +98,8 @@ def main() -> None:
     An error is one line on stderr; `kvjax --traceback COMMAND ...` shows where it came from.
     """
     try:
-        status = app(standalone_mode=False)
+        with pressed_again():
+            status = app(standalone_mode=False)
         if sys.stdout is not None:  # it is None where the caller closed it
             sys.stdout.flush()
     except KeyboardInterrupt:

@@ -89,7 +89,7 @@ def plan_command(
         kept = check_stores(declared.states.policies, **kept_in)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--policy") from None
-    stored = read_packing(model)
+    stored = read_packing(model, config)
     if stored is not None and weights is not None:
         raise typer.BadParameter(f"{model} holds packed weights already: leave it out", param_hint="--weights")
     devices = {"tensor": tensor, "context": context, "weights": stored if weights is None else weights.value}

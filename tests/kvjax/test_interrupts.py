@@ -11,6 +11,7 @@ import functools
 import gc
 import signal
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -19,9 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from key_presses import pressed_in_a_collection
 
 import kvjax.cache
-from kvjax import Engine, generate, guard, score
+from kvjax import Engine, Request, Sampling, generate, guard, score
+from kvjax.generation import run
 from kvjax.sampling import SamplingRows
 
 pytestmark = pytest.mark.bits
@@ -250,3 +253,128 @@ def test_many_interrupts(world, capsys):
     counts = attack(world, 1600, seed=2)
     with capsys.disabled():
         print(f"\n{counts}")
+
+
+# Ctrl-C is never lost
+
+
+@pytest.fixture
+def small(speaker, model_factory):
+    model = model_factory(num_layers=1)
+    model.tokenizer = speaker.tokenizer
+    engine = Engine(model, "dense", pages=PAGES, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(2,))
+    yield engine
+    assert (engine.sequences, engine.allocators["full"].free) == (set(), PAGES)
+    assert isinstance(generate(engine, "Call me", max_new_tokens=2), str)  # it is usable
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_key_press_in_a_collection_ends_generate(small):
+    """Also one that comes between two tokens, in the caller's own function."""
+    heard = []
+    with pressed_in_a_collection() as (collect, presses), pytest.raises(KeyboardInterrupt):
+        generate(
+            small, ["Call me", "Ishmael"], max_new_tokens=100, stop_token_ids=(), stream=lambda *piece: (heard.append(piece), collect())
+        )
+    assert len(presses) == 1
+    assert len(heard) <= 4
+
+
+def test_a_key_press_in_a_collection_ends_run(small):
+    requests = [Request("Call me", Sampling(200, stop_token_ids=()), number) for number in range(4)]
+    heard = []
+    with pressed_in_a_collection() as (collect, presses), pytest.raises(KeyboardInterrupt):
+        list(run(small, requests, on_token=lambda *event: (heard.append(event), collect())))
+    assert (len(presses), len(heard) <= 4) == (1, True)
+
+
+@pytest.mark.parametrize("how", ["generate", "run"])
+def test_a_key_press_during_a_long_prefill_ends_it_within_a_chunk(small, monkeypatch, how):
+    begun, advance = [], small._prefiller.advance
+
+    def pressing(run, slices=None):
+        begun.append(run.first)
+        if len(begun) == 2:
+            press(None, None)
+        return advance(run, slices)
+
+    monkeypatch.setattr(small._prefiller, "advance", pressing)
+    prompt = [1] * (10 * CHUNK)
+    with pytest.raises(KeyboardInterrupt):
+        generate(small, prompt, max_new_tokens=2) if how == "generate" else list(run(small, [Request(prompt, Sampling(2))]))
+    assert len(begun) == 2
+
+
+def test_a_first_key_press_waits_and_a_second_does_not():
+    with guard.interrupts:
+        press(None, None)
+        with pytest.raises(KeyboardInterrupt):
+            press(None, None)
+    noted = []
+
+    @guard.interrupts
+    def pressed(error=None):
+        press(None, None)
+        noted.append("the block went on")
+        if error is not None:
+            raise error
+
+    for error in (None, ValueError()):  # an error does not hide it
+        with pytest.raises(KeyboardInterrupt):
+            pressed(error)
+    assert len(noted) == 2
+    with pytest.raises(ValueError, match="mine"), guard.interrupts:
+        raise ValueError("mine")
+    with guard.interrupts:
+        with pytest.raises(KeyboardInterrupt), guard.interrupts:
+            press(None, None)
+        guard.interrupts.check()  # it was raised once
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_handlers_of_others_and_other_threads_are_left_alone():
+    heard = []
+    signal.signal(signal.SIGINT, lambda *_: heard.append(None))
+    mine = signal.getsignal(signal.SIGINT)
+    with guard.interrupts:
+        assert signal.getsignal(signal.SIGINT) is mine
+        press(None, None)
+        guard.interrupts.check()
+    assert heard == [None]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def elsewhere():
+        with guard.interrupts:
+            heard.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert heard[1:] == [signal.default_int_handler]
+
+
+def test_a_program_hears_a_key_press_that_python_drops():
+    """For what runs outside of the loops above, such as loading a model: the command line presses again."""
+    said = []
+
+    def work(collect, presses):
+        collect()
+        said.append(len(presses))
+        time.sleep(30)
+
+    with guard.pressed_again(), pressed_in_a_collection() as given, pytest.raises(KeyboardInterrupt):
+        work(*given)
+    assert said == [1]
+
+
+def test_what_else_python_drops_is_still_shown(monkeypatch):
+    shown = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda dropped: shown.append(dropped.exc_type))
+
+    class Broken:
+        def __del__(self):
+            raise ValueError
+
+    with guard.pressed_again():
+        Broken()
+    assert shown == [ValueError]

@@ -106,8 +106,8 @@ def test_loading_packs_as_packing_what_was_loaded_does(weights, tmp_path, monkey
     assert same_params(again.params, found.params)
     assert again.config == found.config
     assert fingerprint(again) == fingerprint(found) != fingerprint(model)
-    assert weights_bytes(found.config, loading.read_packing(tmp_path / "packed")) == held
-    assert loading.read_packing(tmp_path / "m") is None
+    assert weights_bytes(found.config, loading.read_packing(tmp_path / "packed", found.config)) == held
+    assert loading.read_packing(tmp_path / "m", found.config) is None
     with pytest.raises(ValueError, match=r"holds packed weights \(compressed-tensors\) already: leave weights='int8' out"):
         load(tmp_path / "packed", tokenizer=False, weights="int8")
 

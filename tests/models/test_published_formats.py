@@ -4,6 +4,7 @@ The oracles do not use the library: each writes codes into words with loops, and
 """
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,15 @@ from safetensors.numpy import save_file
 from tiny_models import LEAST, altered, random_model, same_params
 
 from kvjax.models import checkpoint, config_json, load
-from kvjax.models.loading import read_packing
+from kvjax.models.loading import read_config, read_packing
 from kvjax.models.quantization.schemes import parse, split
 from kvjax.packing import weights_bytes
 from pallas_kernels.matrices import is_packed, unpack
 
 CONFIG = altered(LEAST, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16, qkv_bias=True)
 GROUP = 32
+GOLDEN = Path(__file__).with_name("golden") / "gemma3" / "whole"
+"""The text part of a larger model."""
 
 
 def words_along(codes, axis, order=range(8)):
@@ -56,13 +59,27 @@ def compressed_fp8(rng, f, e, strategy="channel"):
     return found, codes.astype(np.float32) * factors.astype(np.float32)
 
 
-def compressed_int(rng, f, e, bits=4, zeros=False):
-    """pack-quantized: signed codes, stored with an offset."""
+def static_fp8(rng, f, e):
+    """transformers' `FP8Linear` with a scale of activations for each matrix."""
+    found, numbers = fp8(rng, f, e)
+    return found | {"activation_scale": np.array(0.1, np.float32)}, numbers
+
+
+def compressed_int8(rng, f, e):
+    """int-quantized with one scale; some releases store zeros that are 0."""
+    codes = rng.integers(-127, 128, (f, e)).astype(np.int8)
+    found = {"weight": codes, "weight_scale": np.array([0.01], np.float32), "weight_zero_point": np.zeros(1, np.int8)}
+    return found, codes * np.float32(0.01)
+
+
+def compressed_int(rng, f, e, bits=4, zeros=False, whole=False):
+    """pack-quantized: signed codes, stored with an offset. whole: one scale and one zero a matrix, the zero as it is."""
     half = 1 << (bits - 1)
     codes = rng.integers(-half, half, (f, e))
-    factors = (rng.uniform(1, 2, (f, e // GROUP)) / 100).astype(ml_dtypes.bfloat16)
+    factors = (rng.uniform(1, 2, (1, 1) if whole else (f, e // GROUP)) / 100).astype(ml_dtypes.bfloat16)
     zero = rng.integers(-half, half, factors.shape) if zeros else np.zeros(factors.shape, int)
-    numbers = (codes - np.repeat(zero, GROUP, 1)).astype(np.float32) * np.repeat(factors.astype(np.float32), GROUP, 1)
+    each = (lambda x: x) if whole else (lambda x: np.repeat(x, GROUP, 1))
+    numbers = (codes - each(zero)).astype(np.float32) * each(factors.astype(np.float32))
     if bits == 8:
         packed = np.zeros((f, e // 4), np.int64)
         for place in range(4):
@@ -71,6 +88,10 @@ def compressed_int(rng, f, e, bits=4, zeros=False):
     else:
         packed = words_along(codes + half, 1)
     found = {"weight_packed": packed, "weight_scale": factors, "weight_shape": np.array([f, e], np.int64)}
+    if whole:
+        return found | {"weight_scale": factors.reshape(1)} | (
+            {"weight_zero_point": zero.astype(np.int8).reshape(1)} if zeros else {}
+        ), numbers
     if zeros:
         found["weight_zero_point"] = words_along(zero + half, 0)
     return found, numbers
@@ -107,6 +128,7 @@ def compressed(format, **weights):
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+WHOLE = {"num_bits": 4, "type": "int", "strategy": "tensor"}
 FORMATS = {
     "fp8 blocks": (FP8, fp8),
     "fp8 blocks with bfloat16 scales": (FP8, lambda *a: fp8(*a, scale="BF16")),
@@ -122,6 +144,22 @@ FORMATS = {
     "compressed W8A16": (compressed("pack-quantized", **INT4 | {"num_bits": 8}), lambda *a: compressed_int(*a, bits=8)),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}, gptq),
+    "fp8 with static scales of activations": (FP8 | {"activation_scheme": "static", "fmt": None}, static_fp8),
+    "compressed int8 by tensor": (compressed("int-quantized", num_bits=8, type="int", strategy="tensor"), compressed_int8),
+    "compressed W4A16 by tensor": (compressed("pack-quantized", **WHOLE), lambda *a: compressed_int(*a, whole=True)),
+    "compressed W4A16 by tensor with zeros": (
+        compressed("pack-quantized", **WHOLE, symmetric=False),
+        lambda *a: compressed_int(*a, whole=True, zeros=True),
+    ),
+    "compressed W8A16 by tensor": (
+        compressed("pack-quantized", **WHOLE | {"num_bits": 8}),
+        lambda *a: compressed_int(*a, bits=8, whole=True),
+    ),
+    "awq with nulls": (
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": None, "version": None, "modules_to_not_convert": None},
+        awq,
+    ),
+    "gptq with nulls": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": None, "dynamic": None}, gptq),
     "gptq_v2": (
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gptq_v2"},
         lambda *a: gptq(*a, version=2),
@@ -163,7 +201,7 @@ def test_numbers_are_those_of_the_format(format, tmp_path):
         np.testing.assert_allclose(unpack(leaf) if is_packed(leaf) else leaf, numbers[w.name], rtol=1e-6, err_msg=w.name)
     # What config.json says is what is stored, but for scales of another dtype than ours, and zeros.
     extra = [leaf for leaf in leaves if is_packed(leaf)]
-    planned = weights_bytes(model.config, read_packing(tmp_path / "m"))
+    planned = weights_bytes(model.config, read_packing(tmp_path / "m", model.config))
     ours = sum(leaf.nbytes if not is_packed(leaf) else leaf.format.bytes_of(leaf.shape) for leaf in leaves)
     assert planned == ours
     assert len({leaf.format for leaf in extra}) == 1
@@ -211,11 +249,24 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path):
         ("fp8 blocks", change("weight_scale_inv", lambda scales: scales[:, 1:]), rf"{UP} has scales \[6, 3\], must be \[6, 4\]"),
         ("fp8 blocks", change("weight_scale_inv", lambda scales: -scales), rf"{UP} has scales that are not finite, or below 0"),
         ("compressed W4A16", change("weight_scale", lambda scales: scales.T.copy()), rf"{UP} has scales \[\d+, 96\], must be"),
-        ("compressed W4A16", change("weight_packed", lambda codes: codes.view(np.float32)), rf"{UP} has weight_packed in float32"),
+        (
+            "compressed W4A16",
+            change("weight_packed", lambda codes: codes.view(np.float32)),
+            rf"{UP} has weight_packed F32\[96, 8\], must be \[96, 8\] in I32",
+        ),
         ("compressed W4A16", lambda tensors: tensors.pop(f"{UP}.weight_shape"), rf"{UP} is stored packed without weight_shape"),
         ("fp8 blocks", lambda tensors: tensors.pop(f"{UP}.weight_scale_inv"), rf"{UP} is stored packed without weight_scale"),
         ("awq", lambda tensors: tensors.pop(f"{UP}.qzeros"), rf"{UP} is stored packed without qzeros"),
         ("compressed W4A16", change("weight_shape", lambda shape: shape + 1), rf"{UP} has weight_shape \[97, 65\]"),
+        (
+            "compressed W4A16 with zeros",
+            change("weight_zero_point", lambda zeros: zeros[:, 1:]),
+            rf"{UP} has weight_zero_point I32\[12, 1\], must be",
+        ),
+        ("awq", change("qweight", lambda words: words[:, 1:]), rf"{UP} has qweight I32\[64, 11\], must be \[64, 12\] in I32"),
+        ("gptq", change("qzeros", lambda words: words.astype(np.int64)), rf"{UP} has qzeros I64\[2, 12\], must be \[2, 12\] in I32"),
+        ("gptq", change("g_idx", lambda groups: groups[1:]), rf"{UP} has g_idx I32\[63\]"),
+        ("compressed int8 by tensor", change("weight_zero_point", lambda zero: zero + 1), rf"{UP} has a weight_zero_point other than 0"),
         ("gptq", change("bias", lambda bias: bias + 1), r"1 extra: model.layers.1.mlp.up_proj.bias"),
         ("awq", lambda tensors: tensors.pop("model.norm.weight"), r"1 missing: model.norm.weight"),
         ((FORMATS["gptq"][0], lambda *a: gptq(*a, shuffled=True)), lambda tensors: None, r"down_proj has a g_idx .*desc_act"),
@@ -284,6 +335,52 @@ def test_rules_name_modules_and_classes():
     assert found.format_of("model.norm.weight", "final_norm", (64,)) is None
 
 
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"ignore": ["{}layers.0.mlp.up_proj", "re:.*language_model.*down_proj"]},
+        {"modules_to_not_convert": ["{}layers.0.mlp.up_proj", *(f"{{}}layers.{n}.mlp.down_proj" for n in range(4)), "vision_tower"]},
+    ],
+    ids=["compressed-tensors", "fp8"],
+)
+def test_lists_of_modules_may_name_them_as_a_larger_model_does(prefix, quantization, tmp_path):
+    """What config.json alone says is what is loaded: packed where the checkpoint is, in the bytes of the plan."""
+    strict = "ignore" in quantization
+    base, make = FORMATS["compressed fp8 by channel" if strict else "fp8 blocks"]
+    lists = {name: [entry.replace("{}", prefix) for entry in entries] for name, entries in quantization.items()}
+    if strict:  # which matrices are packed may be said by name, too
+        lists["config_groups"] = base["config_groups"] | {
+            "group_0": base["config_groups"]["group_0"] | {"targets": [f"re:{prefix}layers.*"]}
+        }
+    fields = json.loads((GOLDEN / "config.json").read_text())
+    folder, config = tmp_path / "m", config_json.parse(fields, dtype="bfloat16")
+    plain = {"model.layers.0.mlp.up_proj", *(f"model.layers.{n}.mlp.down_proj" for n in range(4))}
+    rng, tensors = np.random.default_rng(0), {}
+    for wanted in checkpoint.wanted_tensors(config)[0]:
+        module = wanted.name.removesuffix(".weight")
+        parts = {"weight": (rng.standard_normal(wanted.shape) / 8).astype(ml_dtypes.bfloat16)}
+        if len(wanted.shape) == 2 and "layers" in wanted.name and module not in plain:
+            parts, _ = make(rng, *wanted.shape)
+        tensors |= {f"{prefix}{module.removeprefix('model.')}.{name}": part for name, part in parts.items()}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(fields | {"quantization_config": base | lists}))
+    model = load(folder, tokenizer=False, dtype="bfloat16")
+    packed = {
+        w.name
+        for w, leaf in zip(checkpoint.wanted_tensors(config)[0], jax.tree.leaves(model.params, is_leaf=is_packed), strict=True)
+        if is_packed(leaf)
+    }
+    assert packed
+    assert not {f"{module}.weight" for module in plain} & packed
+    held = sum(
+        leaf.nbytes if not is_packed(leaf) else leaf.format.bytes_of(leaf.shape)
+        for leaf in jax.tree.leaves(model.params, is_leaf=is_packed)
+    )
+    assert weights_bytes(read_config(folder, dtype="bfloat16"), read_packing(folder, model.config)) == held
+
+
 def test_a_word_of_awq():
     """As AutoAWQ's documentation has it: features 0 to 7 make 0x75316420."""
     assert words_along(np.arange(8)[None], 1, (0, 2, 4, 6, 1, 3, 5, 7))[0, 0] == 0x75316420
@@ -305,4 +402,4 @@ def test_arrays_under_a_quantization_config_stay_arrays(tmp_path):
     file = tmp_path / "m" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": FP8 | {"modules_to_not_convert": ["model"]}}))
     assert same_params(load(tmp_path / "m", tokenizer=False, dtype="bfloat16").params, model.params)
-    assert weights_bytes(model.config, read_packing(tmp_path / "m")) == 2 * model.config.num_params
+    assert weights_bytes(model.config, read_packing(tmp_path / "m", model.config)) == 2 * model.config.num_params
