@@ -138,7 +138,7 @@ class _Rate:
         return self._seconds / self._tokens if self._tokens else None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Work:
     """What a record takes, in tokens. prompt: about how many, by its characters. answer: at most, in all samples."""
 

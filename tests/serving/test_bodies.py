@@ -8,9 +8,9 @@ import pytest
 from character_tokenizer import make_tokenizer
 
 from kvjax.client.errors import SessionError
-from kvjax.messages import chat_ids
 from kvjax.prompts import encode
 from kvjax.sampling import Sampling
+from kvjax.serving.batch.job import _request
 from kvjax.serving.batch.records import CHAT, COMPLETIONS, parse
 from kvjax.serving.bodies import NEUTRAL, show
 from kvjax.serving.session.desk import ServerOptions
@@ -112,10 +112,8 @@ def by_batch(body, url, model):
     if record.error is not None:
         return record.error
     try:
-        tokenizer = model.tokenizer
-        chat = record.messages is not None
-        ids = list(chat_ids(record.messages, tokenizer, record.template_options)) if chat else encode(tokenizer, record.prompt)
-        return ids, Sampling(**record.sampling)
+        request = _request(record, model.tokenizer, model.config.max_positions)
+        return request.prompt, request.sampling
     except ValueError as error:
         return str(error)
 
@@ -123,7 +121,9 @@ def by_batch(body, url, model):
 def by_http(body, url, model):
     """The same of an HTTP request."""
     try:
-        found = asked({"model": "tiny"} | body, url == CHAT, model, ServerOptions(model_name="tiny"))
+        engine = SimpleNamespace(model=model, config=model.config)
+        runtime = SimpleNamespace(engine=engine, room_after=lambda tokens, most: min(most, model.config.max_positions - tokens))
+        found = asked({"model": "tiny"} | body, url == CHAT, runtime, ServerOptions(model_name="tiny"))
     except SessionError as error:
         return str(error)
     return found.ids, Sampling(**found.sampling, stop=found.stop)
