@@ -26,11 +26,12 @@ from kvjax.cache import OutOfPages
 from kvjax.client.errors import Cancelled, FailedPrecondition, InvalidArgument, ResourceExhausted, SessionError, SessionNotFound
 from kvjax.client.shared import SessionInfo
 from kvjax.engine import Engine
-from kvjax.policies.decode import DecodePolicy, name_of, parse
+from kvjax.policies.decode import DecodePolicy
 from kvjax.requests import Request
 from kvjax.scheduler import Scheduler
 from kvjax.sequences import CachedSequence
 from kvjax.serving.session.journal import Journal
+from kvjax.serving.session.policy_table import PolicyTable
 from kvjax.serving.session.records import Record, Violation, Window, check_invariants
 from kvjax.serving.session.shelf import Shelf
 from kvjax.serving.session.stores import Look, Stores
@@ -38,6 +39,8 @@ from kvjax.serving.session.stream import Run
 
 logger = logging.getLogger(__name__)
 
+MAX_WAITING = 1024
+"""Calls that may wait for one session's generation."""
 REMEMBERED = 10_000
 """Ended sessions whose reason is remembered."""
 WAITING_TOLD_S = 10.0
@@ -55,15 +58,18 @@ class Limits:
     demote_after_s: float | None
     host_bytes: int | None
     window: Window | None
+    history: int
 
 
 class SessionCore:
-    """Sessions and their generations. observe, clock: as in `SessionRuntime`. counts: events so far, by name."""
+    """Sessions and their generations. policies: those that sessions may have. observe, clock: as in `SessionRuntime`. counts: events so
+    far, by name."""
 
     def __init__(
         self,
         engine: Engine,
         limits: Limits,
+        policies: PolicyTable,
         *,
         slots: int | None,
         max_gap_ms: float | None,
@@ -72,7 +78,7 @@ class SessionCore:
         journal: Journal | None = None,
         shelf: Shelf | None = None,
     ):
-        self.engine, self.limits, self.observe, self.clock = engine, limits, observe, clock
+        self.engine, self.limits, self.policies, self.observe, self.clock = engine, limits, policies, observe, clock
         self.counts: collections.Counter[str] = collections.Counter()
         self.records: collections.OrderedDict[str, Record] = collections.OrderedDict()  # the one used longest ago first
         self._ended: collections.OrderedDict[str, str] = collections.OrderedDict()
@@ -91,20 +97,20 @@ class SessionCore:
                 raise
 
     def _restore(self, journal: Journal) -> None:
-        """Take the sessions that are on disk."""
-        for each in sorted(journal.load(), key=lambda stored: -stored.idle_s):
+        """Take the sessions that are on disk. Their idle time begins now: while no server ran, nobody could use them."""
+        for each in sorted(journal.load(), key=lambda stored: stored.written):
             try:
                 self.engine.check_tokens(each.history or [0])
             except ValueError as error:
                 raise ValueError(f"the file of session {each.id} is damaged: {error}; delete it, or restore it") from None
             try:
-                policy, used = self._policy(parse(each.policy)), self.clock() - each.idle_s
-            except (InvalidArgument, ValueError, TypeError):
+                policy = self.policies.find(each.policy)
+            except (InvalidArgument, ResourceExhausted):
                 raise ValueError(
                     f"session {each.id} on disk has the policy {each.policy!s:.60}, which this engine does not declare: give it, too, as "
                     f"kvjax serve --policy {each.policy!s:.60}, or Engine(..., policies=[{each.policy!r:.60}]), or give another folder"
                 ) from None
-            self.records[each.id] = Record(each.id, policy, self.engine.new_sequence(), used, each.history, stored=True)
+            self.records[each.id] = Record(each.id, policy, self.engine.new_sequence(), self.clock(), each.history, stored=True)
 
     # Sessions
 
@@ -117,12 +123,11 @@ class SessionCore:
         self._touch(record)
         return record
 
-    def create(self, tokens: list[int], policy: str | DecodePolicy | None, kept: bool) -> Record:
+    def create(self, tokens: list[int], policy: DecodePolicy | None, kept: bool) -> Record:
         """A new session. At capacity, the idle one used longest ago ends. kept: whether it is on disk, where sessions are."""
-        chosen = None if policy is None else self._policy(policy)
         self._check_length(len(tokens))
         leaving = self._leaving_for_one()
-        record = Record(secrets.token_hex(16), chosen, self.engine.new_sequence(), self.clock(), stored=kept and self._journal is not None)
+        record = Record(secrets.token_hex(16), policy, self.engine.new_sequence(), self.clock(), stored=kept and self._journal is not None)
         record.history.extend(tokens)
         self._keep(record)  # which may fail, and then no other session ends for it
         for each in leaving:
@@ -249,8 +254,10 @@ class SessionCore:
         record = self.records.get(session_id)
         if record is None or record.idle:
             self.answer(call, future)
-        else:
+        elif record.has_room_for_a_call(MAX_WAITING):
             record.waiting.append((call, future))
+        else:
+            self.answer(_refuse_to_wait, future)
 
     def answer(self, task: Callable[[], Any], future: Future) -> None:
         """Run a task, unless its caller has given up."""
@@ -340,7 +347,7 @@ class SessionCore:
         """A new session is there."""
         if record.stored:
             try:
-                self._journal.create(record.id, name_of(record.policy or self.scheduler.policy), record.history)
+                self._journal.create(record.id, self.policies.name(record.policy or self.scheduler.policy), record.history)
             except BaseException:
                 self.engine.free(record.sequence)
                 raise
@@ -360,14 +367,10 @@ class SessionCore:
         while record.waiting and record.run is None and record.id in self.records:
             self.answer(*record.waiting.popleft())
 
-    def _policy(self, name: str | DecodePolicy) -> DecodePolicy:
-        try:
-            return self.engine.declared(name)
-        except (ValueError, TypeError) as error:
-            raise InvalidArgument(str(error), field="policy") from None
-
     def _check_length(self, tokens: int) -> None:
-        """ResourceExhausted for a history that never fits, unless a window drops what is too much."""
+        """ResourceExhausted for a history above the limit, and for one that never fits, unless a window drops what is too much."""
+        if tokens > self.limits.history:
+            raise ResourceExhausted(f"a history of {tokens:,} tokens is above the limit of {self.limits.history:,} (--max-history)")
         if self.limits.window is None:
             self._told(lambda: self.engine.check_length(tokens))
 
@@ -502,6 +505,8 @@ class SessionCore:
         """Take a generation from the scheduler, if it has not ended."""
         if run.over:
             return
+        if run.turn is not None:
+            run.turn.cancel()  # it waits no more, if it did
         if run.handle is not None:
             self._runs.pop(run.handle, None)
             self.scheduler.cancel(run.handle)
@@ -524,6 +529,10 @@ class SessionCore:
         engine = self.engine
         half_way = sequence.failed is not None or engine.slices_left(sequence) < engine.slices_left(None)
         return half_way or sequence not in engine.sequences
+
+
+def _refuse_to_wait() -> None:
+    raise ResourceExhausted(f"{MAX_WAITING:,} calls wait for the session already, the limit: try again later", reason="calls")
 
 
 def _pages_held(record: Record) -> int:

@@ -37,6 +37,7 @@ class ServerOptions:
         max_message_bytes: the largest message that it reads.
         max_tokens: the most token ids in one call.
         max_new_tokens: the most tokens that one call may generate.
+        max_stop_tokens: the most stop tokens of one call.
         max_calls: calls at once; each takes a thread.
         calls_per_second: of each token, on average, in bursts of up to ten seconds' worth; None: no limit. Each message of a
             Converse counts.
@@ -53,6 +54,7 @@ class ServerOptions:
     max_message_bytes: int = 16 * 2**20
     max_tokens: int = 2**20
     max_new_tokens: int = 32_768
+    max_stop_tokens: int = 1024
     max_calls: int = 256
     calls_per_second: float | None = None
     messages_per_second: float = MESSAGES_PER_SECOND
@@ -61,7 +63,7 @@ class ServerOptions:
     model_name: str = "kvjax"
 
     def __post_init__(self):
-        for name in ("port", "max_message_bytes", "max_tokens", "max_new_tokens", "max_calls"):
+        for name in ("port", "max_message_bytes", "max_tokens", "max_new_tokens", "max_stop_tokens", "max_calls"):
             whole_number(name, getattr(self, name), 0 if name == "port" else 1)
         if any(len(token) < 16 or not token.isascii() for token in self.tokens):
             raise ValueError("a bearer token must have at least 16 characters, all of them ASCII")

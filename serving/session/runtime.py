@@ -11,14 +11,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from kvjax.cache import OutOfPages
 from kvjax.checks import file_path, token_ids, whole_number
-from kvjax.client.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from kvjax.client.errors import Cancelled, DeadlineExceeded, InvalidArgument, Unavailable
 from kvjax.client.shared import SessionInfo
 from kvjax.engine import Engine
 from kvjax.model import fingerprint
@@ -26,12 +26,15 @@ from kvjax.policies.decode import DecodePolicy
 from kvjax.sampling import Sampling
 from kvjax.serving.session.core import Limits, SessionCore
 from kvjax.serving.session.journal import Journal
+from kvjax.serving.session.policy_table import MAX_POLICIES, PolicyTable
 from kvjax.serving.session.records import Record, check_window
 from kvjax.serving.session.shelf import Shelf
 from kvjax.serving.session.stream import Generation, Run
 
 logger = logging.getLogger(__name__)
 
+MAX_HISTORY = 2**22
+"""Tokens of one session's history, unless a runtime is told otherwise."""
 SWEEP_SECONDS = 1.0
 """How often idle sessions are looked at."""
 SHAPED = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos")
@@ -52,10 +55,12 @@ class SessionRuntime:
 
     Args:
         engine: the engine, with the decode policies that sessions may name.
+        allow_policies: built-in policies that they may name besides, as top:32, or forms of some, as window:*.
+        max_policies: how many distinct policies of forms sessions may bring in. Each compiles at its first use, and others wait meanwhile.
         capacity: sessions at once. At capacity, `create` ends the idle one that was used longest ago.
         slots: generations that run at once, as in `kvjax.Scheduler`. It fixes the batch bucket, on which bits depend. Others wait.
         max_gap_ms: as in `kvjax.Scheduler`.
-        idle_ttl_s: seconds after which an idle session ends.
+        idle_ttl_s: seconds after which an idle session ends. Only time in which a runtime has the session counts.
         demote_after_s: seconds after which the pages of an idle session are moved to host memory; None: only when others need the room.
             They come back, with the same bits, when the session is used.
         host_bytes: the most bytes of pages in host memory; None: no limit.
@@ -65,6 +70,7 @@ class SessionRuntime:
         window: the most tokens of a history that stay in the cache when a generation begins; None: all of them, and a history that is too
             long for the model or the pool is an error. The first page stays, and the oldest tokens after it are dropped, a quarter of the
             window at a time; the rest is then prefilled again.
+        max_history: the most tokens of one history, in the cache or not.
         state: a folder in which histories are kept, so that sessions outlive the process (`kvjax.serving.session.journal`); None: nowhere.
         observe: called in the runtime's thread with the name of a metric and a value (`kvjax.serving.session.metrics`).
         clock: seconds, for what is idle.
@@ -74,6 +80,8 @@ class SessionRuntime:
         self,
         engine: Engine,
         *,
+        allow_policies: Sequence[str] = (),
+        max_policies: int = MAX_POLICIES,
         capacity: int = 64,
         slots: int | None = None,
         max_gap_ms: float | None = None,
@@ -83,6 +91,7 @@ class SessionRuntime:
         disk: str | Path | None = None,
         disk_bytes: int | None = None,
         window: int | None = None,
+        max_history: int = MAX_HISTORY,
         state: str | Path | None = None,
         observe: Callable[[str, float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -95,7 +104,9 @@ class SessionRuntime:
                 "history came in: make the engine with dense prefill, or with another policy whose queries stand alone"
             )
         whole_number("capacity", capacity, 1)
-        limits = Limits(capacity, idle_ttl_s, demote_after_s, host_bytes, check_window(window, engine.page_size))
+        checked = check_window(window, engine.page_size), whole_number("max_history", max_history, 1)
+        limits = Limits(capacity, idle_ttl_s, demote_after_s, host_bytes, *checked)
+        self._policies = PolicyTable(engine, allow_policies, max_policies)
         if window is not None:
             try:
                 engine.check_length(window)
@@ -108,7 +119,7 @@ class SessionRuntime:
         shelf = None if disk is None else Shelf(file_path(disk), disk_bytes)
         journal = None if state is None else Journal(file_path(state), fingerprint(engine.model))
         options = {"slots": slots, "max_gap_ms": max_gap_ms, "observe": told, "clock": clock, "journal": journal, "shelf": shelf}
-        self._core = SessionCore(engine, limits, **options)
+        self._core = SessionCore(engine, limits, self._policies, **options)
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
         self._closing, self._drained_at = False, 0.0
         self._thread = threading.Thread(target=self._loop, name="kvjax sessions", daemon=True)
@@ -132,20 +143,33 @@ class SessionRuntime:
         return dict(self._core.counts)
 
     def create(
-        self, tokens: Sequence[int] = (), *, policy: str | DecodePolicy | None = None, kept: bool = True, timeout: float | None = None
+        self,
+        tokens: Sequence[int] = (),
+        *,
+        policy: str | DecodePolicy | None = None,
+        kept: bool = True,
+        timeout: float | None = None,
+        wanted: Callable[[], bool] | None = None,
     ) -> Session:
         """A new session with an initial history of token ids, possibly none.
 
-        policy: its decode policy, or its name; None: the engine's. kept: whether it is written to `state`. timeout: in seconds, as
-        everywhere here: DeadlineExceeded after it, and then nothing was done. InvalidArgument for bad tokens or a policy that the engine
-        lacks, ResourceExhausted if every session is in the middle of a call, or the history can never fit.
+        policy: the name of its decode policy, one that the engine declares or `allow_policies` allows; or the policy itself; None: the
+        engine's. A name is only looked up: no file is loaded for it. kept: whether it is written to `state`. timeout: in seconds, as
+        everywhere here: DeadlineExceeded after it, and then nothing was done. wanted: as for `session`. InvalidArgument for bad tokens or
+        a policy that is not there, ResourceExhausted if every session is in the middle of a call, or the history can never fit.
         """
         given = self._checked(tokens, least=0)
-        return Session(self, self._ask(lambda: self._core.create(given, policy, kept), timeout).id)
+        chosen = None if policy is None else self._policies.resolve(policy)
+        with _emptied(given):
+            return Session(self, self._ask(lambda: self._core.create(given, chosen, kept), timeout, wanted).id)
 
-    def session(self, session_id: str) -> Session:
-        """The session of an id. Its methods raise SessionNotFound if there is none."""
-        return Session(self, session_id)
+    def session(self, session_id: str, wanted: Callable[[], bool] | None = None) -> Session:
+        """The session of an id. Its methods raise SessionNotFound if there is none.
+
+        wanted: whether anybody still waits for what its methods return, asked about once a second while they wait. If not, they raise
+        Cancelled, and nothing was done.
+        """
+        return Session(self, session_id, wanted)
 
     def gauges(self, timeout: float | None = None) -> dict[str, int]:
         """What is there now: "sessions"; "generating", slots in use; "waiting", calls without a slot or behind others of their session;
@@ -165,13 +189,14 @@ class SessionRuntime:
 
     # What sessions call
 
-    def _append(self, session_id: str, tokens: Sequence[int], at: int | None, timeout: float | None) -> int:
+    def _append(self, session: Session, tokens: Sequence[int], at: int | None, timeout: float | None) -> int:
         given, at = self._checked(tokens, least=1), _checked_length(at)
-        return self._ask_in_turn(session_id, lambda record: self._core.append(record, given, at), timeout)
+        with _emptied(given):
+            return self._ask_in_turn(session, lambda record: self._core.append(record, given, at), timeout)
 
     def _generate(self, session_id: str, at: int | None, sampling: dict[str, Any]) -> Generation:
         run = Run(session_id, checked_sampling(sampling), _checked_length(at))
-        future: Future = Future()
+        run.turn = future = Future()
         future.add_done_callback(lambda done: _tell_failure(run, done))
         self._post(lambda: self._core.in_turn(session_id, lambda record: None if run.over else self._core.begin(record, run), future))
         return Generation(run, self._conclude)
@@ -183,19 +208,19 @@ class SessionRuntime:
         future: Future = Future()
         self._calls.put((lambda: self._core.conclude(run, keep), future))
         try:
-            return self._result(future, None) if wait else 0
+            return self._result(future, None, None) if wait else 0
         except Unavailable:  # the runtime was closed meanwhile, and has ended it
             return 0
 
-    def _ask_in_turn(self, session_id: str, task: Callable[[Record], Any], timeout: float | None) -> Any:
+    def _ask_in_turn(self, session: Session, task: Callable[[Record], Any], timeout: float | None) -> Any:
         future: Future = Future()
-        self._post(lambda: self._core.in_turn(session_id, task, future))
-        return self._result(future, timeout)
+        self._post(lambda: self._core.in_turn(session.id, task, future))
+        return self._result(future, timeout, session.wanted)
 
-    def _ask(self, task: Callable[[], Any], timeout: float | None) -> Any:
+    def _ask(self, task: Callable[[], Any], timeout: float | None, wanted: Callable[[], bool] | None = None) -> Any:
         future: Future = Future()
         self._post(task, future)
-        return self._result(future, timeout)
+        return self._result(future, timeout, wanted)
 
     def _post(self, task: Callable[[], Any], future: Future | None = None) -> None:
         if self._closing:
@@ -205,7 +230,7 @@ class SessionRuntime:
             future.add_done_callback(_log_failure)
         self._calls.put((task, future))
 
-    def _result(self, future: Future, timeout: float | None) -> Any:
+    def _result(self, future: Future, timeout: float | None, wanted: Callable[[], bool] | None) -> Any:
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             try:
@@ -213,8 +238,12 @@ class SessionRuntime:
             except TimeoutError:
                 if not self._thread.is_alive() and not future.done():
                     raise Unavailable("the runtime was closed before it came to this call") from None
-                if until is not None and time.monotonic() >= until and future.cancel():
-                    raise DeadlineExceeded(f"the session was busy for {timeout:g} s; nothing was done") from None
+                if until is not None and time.monotonic() >= until:
+                    if future.cancel():
+                        raise DeadlineExceeded(f"the session was busy for {timeout:g} s; nothing was done") from None
+                    until = None  # it runs now, and its result comes
+                if wanted is not None and not wanted() and future.cancel():
+                    raise Cancelled("the caller has gone; nothing was done") from None
 
     def _checked(self, tokens: Sequence[int], least: int) -> list[int]:
         try:
@@ -259,8 +288,8 @@ class SessionRuntime:
 class Session:
     """One session of a runtime. Any thread may use it; calls on the same session run in the order in which they came."""
 
-    def __init__(self, runtime: SessionRuntime, session_id: str):
-        self._runtime, self.id = runtime, session_id
+    def __init__(self, runtime: SessionRuntime, session_id: str, wanted: Callable[[], bool] | None = None):
+        self._runtime, self.id, self.wanted = runtime, session_id, wanted
 
     def __repr__(self) -> str:
         return f"Session({self.id!r})"
@@ -277,7 +306,7 @@ class Session:
         at: how long the caller takes the history to be; InvalidArgument if it is not, unless these very tokens already stand there, so that
         a call whose answer was lost can be repeated. Waits for a generation of the session.
         """
-        return self._runtime._append(self.id, tokens, at, timeout)
+        return self._runtime._append(self, tokens, at, timeout)
 
     def generate(self, *, at: int | None = None, **sampling: Any) -> Generation:
         """Generate tokens, as an iterator of ids; a second call waits for the first one to end.
@@ -291,26 +320,36 @@ class Session:
     def fork(self, *, timeout: float | None = None) -> Session:
         """A second session with the same history. Sealed pages are shared, and nothing is prefilled again."""
         runtime = self._runtime
-        return Session(runtime, runtime._ask_in_turn(self.id, runtime._core.fork, timeout).id)
+        return Session(runtime, runtime._ask_in_turn(self, runtime._core.fork, timeout).id)
 
     def info(self, *, timeout: float | None = None) -> SessionInfo:
         """What is known of the session. Does not wait for its generation."""
         core = self._runtime._core
-        return self._runtime._ask(lambda: core.info(core.find(self.id)), timeout)
+        return self._runtime._ask(lambda: core.info(core.find(self.id)), timeout, self.wanted)
 
     def demote(self, *, timeout: float | None = None) -> None:
         """Move the session's pages to host memory now. They come back, with the same bits, when it is used."""
-        self._runtime._ask_in_turn(self.id, self._runtime._core.demote, timeout)
+        self._runtime._ask_in_turn(self, self._runtime._core.demote, timeout)
 
     def audit(self, *, timeout: float | None = None) -> None:
         """Prefill the session's cache once more beside it, and compare the next token's logits bit by bit. FailedPrecondition, and the
         session is closed, if they differ (INV-3). Other sessions wait meanwhile."""
-        self._runtime._ask_in_turn(self.id, self._runtime._core.audit, timeout)
+        self._runtime._ask_in_turn(self, self._runtime._core.audit, timeout)
 
     def close(self, *, timeout: float | None = None) -> None:
         """End the session, and free its pages. A generation that runs ends with the error Cancelled."""
         core = self._runtime._core
         self._runtime._ask(lambda: core.end(core.find(self.id), "close"), timeout)
+
+
+@contextlib.contextmanager
+def _emptied(tokens: list[int]) -> Iterator[None]:
+    """Empty the tokens of a call that its caller has given up. The call itself stays in its queue, and does nothing there."""
+    try:
+        yield
+    except (DeadlineExceeded, Cancelled):
+        tokens.clear()
+        raise
 
 
 def checked_sampling(fields: dict[str, Any]) -> Sampling:
