@@ -110,7 +110,7 @@ class Registry:
             raise ValueError(f"{self.kind} {name!r} is not understood{self._hint(text) or self._known(text)}")
         return policy
 
-    def recorded(self, name: Any) -> Any:
+    def parse_recorded(self, name: Any) -> Any:
         """The policy of a name that stands in data: in a file that a program wrote, or in what a client sends.
 
         A built-in policy, or one that the code or the command line of this process has named before. No file is loaded, looked for or
@@ -121,8 +121,8 @@ class Registry:
         policy = self.built_in(name) or self._made.get(name) or self._named.get(name)
         if policy is None:
             raise ValueError(
-                f"{self.kind} {name!r:.80} stands in data and is not built in, so it is not looked for: leave it out, or name it on the "
-                "command line or in your code before"
+                f"{self.kind} {name!r:.80} is not understood here: data names policies that are built in, or that the command line or the "
+                "code of this process has named before"
             )
         return policy
 

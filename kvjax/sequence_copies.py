@@ -18,7 +18,7 @@ from kvjax.capacity import Capacity
 from kvjax.checks import token_ids
 from kvjax.guard import CallGuard
 from kvjax.model import Model, fingerprint
-from kvjax.policies.decode import KeepsByMass, name_of, recorded
+from kvjax.policies.decode import KeepsByMass, name_of, parse_recorded
 from kvjax.release import PageRelease, kept_by
 from kvjax.sequences import CachedSequence, Keeping
 from kvjax.sharding import in_first_process
@@ -88,7 +88,7 @@ class SequenceCopies:
         if keeps is not None:
             name, reach = keeps
             try:
-                policy = recorded(name)  # a file never says which code runs
+                policy = parse_recorded(name)  # a file never says which code runs
             except ValueError as error:
                 raise ValueError(f"{path} was saved after another policy's steps: {error}") from None
             if kept_by(policy, self._page_size) != reach:

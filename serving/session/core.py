@@ -31,6 +31,7 @@ from kvjax.requests import Request
 from kvjax.scheduler import Scheduler
 from kvjax.sequences import CachedSequence
 from kvjax.serving.session.journal import Journal
+from kvjax.serving.session.limits import MAX_WAITING
 from kvjax.serving.session.policy_table import PolicyTable
 from kvjax.serving.session.records import Record, Violation, Window, check_invariants
 from kvjax.serving.session.shelf import Shelf
@@ -39,8 +40,6 @@ from kvjax.serving.session.stream import Run
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING = 1024
-"""Calls that may wait for one session's generation."""
 REMEMBERED = 10_000
 """Ended sessions whose reason is remembered."""
 WAITING_TOLD_S = 10.0

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvjax.checks import whole_number
 from kvjax.client.errors import Cancelled, ResourceExhausted, SessionError, Unauthenticated, Unavailable
+from kvjax.serving.session.limits import MAX_STOP_TOKENS
 from kvjax.serving.session.metrics import Metrics
 from kvjax.serving.session.pace import MESSAGES_PER_SECOND, Pace
 from kvjax.serving.session.runtime import SessionRuntime
@@ -54,7 +55,7 @@ class ServerOptions:
     max_message_bytes: int = 16 * 2**20
     max_tokens: int = 2**20
     max_new_tokens: int = 32_768
-    max_stop_tokens: int = 1024
+    max_stop_tokens: int = MAX_STOP_TOKENS
     max_calls: int = 256
     calls_per_second: float | None = None
     messages_per_second: float = MESSAGES_PER_SECOND

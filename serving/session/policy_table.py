@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING
 from kvjax.checks import listed, whole_number
 from kvjax.client.errors import InvalidArgument, ResourceExhausted
 from kvjax.policies.decode.naming import WORDS, built_in, name_of
+from kvjax.serving.session.limits import MAX_NAME, MAX_POLICIES
 
 if TYPE_CHECKING:
     from kvjax.engine import Engine
     from kvjax.policies.decode import DecodePolicy
 
-MAX_NAME = 200
-"""Characters of a name that is looked at."""
-MAX_POLICIES = 8
-"""Distinct policies of forms with '*' that sessions may bring in while a runtime lives, unless it is told otherwise."""
 _FORM = re.compile(r"[a-z-]+(:[\w.+/*-]+)?")
 _IN_FILE = re.compile(r"(?:.*[/\\])?(?P<short>[^/\\]+\.py:.*)", re.DOTALL)
 

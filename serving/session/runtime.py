@@ -26,15 +26,14 @@ from kvjax.policies.decode import DecodePolicy
 from kvjax.sampling import Sampling
 from kvjax.serving.session.core import Limits, SessionCore
 from kvjax.serving.session.journal import Journal
-from kvjax.serving.session.policy_table import MAX_POLICIES, PolicyTable
+from kvjax.serving.session.limits import MAX_HISTORY, MAX_POLICIES
+from kvjax.serving.session.policy_table import PolicyTable
 from kvjax.serving.session.records import Record, check_window
 from kvjax.serving.session.shelf import Shelf
 from kvjax.serving.session.stream import Generation, Run
 
 logger = logging.getLogger(__name__)
 
-MAX_HISTORY = 2**22
-"""Tokens of one session's history, unless a runtime is told otherwise."""
 SWEEP_SECONDS = 1.0
 """How often idle sessions are looked at."""
 SHAPED = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos")
