@@ -144,6 +144,7 @@ class SessionCore:
         """A second session with the same history. It shares sealed pages."""
         for each in self._leaving_for_one(record):
             self.end(each, "lru")
+        self._look_for_damage(record)
         self._checked(record)
         if record.sequence.suspended is not None:
             self._with_room(lambda: self._promote(record), record)
@@ -164,6 +165,7 @@ class SessionCore:
     def audit(self, record: Record) -> None:
         """Prefill what the cache holds once more, and compare the next token's logits bit by bit (INV-3). A difference closes the
         session."""
+        self._look_for_damage(record)
         sequence = record.sequence
         self._checked(record)
         if sequence.logits is None:
@@ -216,6 +218,7 @@ class SessionCore:
             raise InvalidArgument(f"the caller takes the history to have {run.at} tokens, but it has {length}", field="at")
         if not length:
             raise FailedPrecondition("the history is empty: append at least one token first")
+        self._look_for_damage(record)
         self._checked(record)
         self._truncate(record, run)
         kept = record.kept(self.limits.window)
@@ -460,6 +463,13 @@ class SessionCore:
         run.dropped_tokens, record.dropped = dropped - record.dropped, dropped
         self.counts["truncated"] += 1
         self._begin_again(record)
+
+    def _look_for_damage(self, record: Record) -> None:
+        """Where a session's pages on disk are not those that were written, its history is prefilled again, with the same bits."""
+        if record.on_disk and not record.sequence.suspended.whole:
+            logger.error("session %s: its pages on disk are damaged; its history is prefilled again", record.id[:8])
+            self.counts["damaged"] += 1
+            self._begin_again(record)
 
     def _begin_again(self, record: Record) -> None:
         """Drop what the cache holds of a session. The next generation prefills its history."""

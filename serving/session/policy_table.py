@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvjax.engine import Engine
     from kvjax.policies.decode import DecodePolicy
 
-_FORM = re.compile(r"[a-z-]+(:[\w.+/*-]+)?")
+_FORM = re.compile(r"[a-z-]+(:[\w.+/*=,:-]+)?")
 _IN_FILE = re.compile(r"(?:.*[/\\])?(?P<short>[^/\\]+\.py:.*)", re.DOTALL)
 
 

@@ -138,7 +138,7 @@ class SessionRuntime:
     @property
     def counts(self) -> dict[str, int]:
         """Events so far: sessions "closed", "evicted" and "failed"; "reason_close", "reason_ttl" and "reason_lru"; "demoted", of these
-        "shelved" on disk; "truncated"; violations "inv1", "inv2" and "inv3". Those that never happened are left out."""
+        "shelved" on disk, "damaged" there; "truncated"; violations "inv1", "inv2" and "inv3". Those that never happened are left out."""
         return dict(self._core.counts)
 
     def create(
