@@ -6,7 +6,6 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -193,13 +192,15 @@ def serve_command(
     mesh = mesh_of(tensor, context)
     split = {"mesh": mesh, "cache_format": cache_format, "page_size": page_size, "prefill_chunk": prefill_chunk}
     engine = _engine(load_model(model, dtype, max_positions, mesh), policy or [None], max_batch, pages, device_memory, split)
-    _compile(engine, allow_policy or (), warmup_tokens)
     metrics = Metrics()
     limits = {"allow_policies": allow_policy or (), "max_policies": max_policies, "max_history": max_history}
     limits |= {"capacity": capacity, "idle_ttl_s": 60 * idle_minutes, "demote_after_s": demote_seconds, "window": window}
     limits |= {"host_bytes": host_memory, "disk": disk, "disk_bytes": disk_size, "state": state}
     runtime = SessionRuntime(engine, slots=max_batch, max_gap_ms=max_gap_ms, observe=metrics.observe, **limits)
     server = Server(runtime, metrics, options)
+    for each in runtime.policies:  # so that no client waits for a compiler
+        typer.echo(f"compiling {each}", err=True)
+        runtime.warmup(each, warmup_tokens)
     typer.echo(f"{model}: {engine.policy.describe()}, {engine.allocators['full'].total:,} pages of {page_size} tokens", err=True)
     if state is not None:
         typer.echo(f"sessions from {state}: {runtime.gauges()['sessions']:,}", err=True)
@@ -221,15 +222,6 @@ def _engine(
             longest = -(-model.config.max_positions // split["page_size"])
             pages = max(1, min(plan.pages_that_fit, max_batch * longest))
         return Engine(model, first, policies=others, batch_buckets=(max_batch,), pages=pages, device_bytes=device_bytes, **split)
-
-
-def _compile(engine: Engine, allowed: Sequence[str], tokens: int | None) -> None:
-    """Compile the steps of all policies that are known before the first session, so that no client waits for them."""
-    from kvjax.serving.session.policy_table import PolicyTable
-
-    for each in PolicyTable(engine, allowed).fixed:
-        typer.echo(f"compiling {each}", err=True)
-        engine.warmup(tokens=tokens, policy=each)
 
 
 def _until_told(server: Server, drain_seconds: float) -> None:

@@ -28,6 +28,7 @@ from kvjax.client.shared import SessionInfo
 from kvjax.engine import Engine
 from kvjax.policies.decode import DecodePolicy
 from kvjax.requests import Request
+from kvjax.sampling import Sampling
 from kvjax.scheduler import Scheduler
 from kvjax.sequences import CachedSequence
 from kvjax.serving.session.journal import Journal
@@ -269,6 +270,21 @@ class SessionCore:
             future.set_result(task())
         except BaseException as error:
             future.set_exception(error)
+
+    def warm_up(self, policy: DecodePolicy, tokens: int | None) -> None:
+        """Compile what generations under a policy run, for histories of up to so many tokens: greedy steps, and those that draw at random
+        for histories of a few pages."""
+        self.engine.warmup(tokens=tokens, policy=policy)
+        for temperature in (0.0, 1.0):
+            (sequence,) = self.engine.prefill([[0]])
+            try:
+                sampling = Sampling(max_new_tokens=2, temperature=temperature, ignore_eos=True)
+                run = Run("", sampling, None, over=True)  # nobody is told of its tokens
+                handle = self.scheduler.submit(Request([0], sampling, id=run, policy=policy), sequence)
+                while handle.completion is None:
+                    self.step()
+            finally:
+                self.engine.free(sequence)
 
     def end_all(self) -> None:
         """Stop everything, and free all pages. Sessions that are on disk stay there."""

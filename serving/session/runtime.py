@@ -141,6 +141,17 @@ class SessionRuntime:
         "shelved" on disk, "damaged" there; "truncated"; violations "inv1", "inv2" and "inv3". Those that never happened are left out."""
         return dict(self._core.counts)
 
+    @property
+    def policies(self) -> tuple[DecodePolicy, ...]:
+        """The policies that sessions may name, but those of forms with '*'."""
+        return self._policies.fixed
+
+    def warmup(self, policy: DecodePolicy, tokens: int | None = None) -> None:
+        """Compile the steps of one of `policies`, for histories of up to `tokens` tokens (None: one page), so that its first session does
+        not wait for that. Steps with penalties, and those that draw at random in longer histories, are compiled when first used. Sessions
+        wait meanwhile. Raises as `Engine.warmup`."""
+        self._ask(lambda: self._core.warm_up(policy, tokens), None)
+
     def create(
         self,
         tokens: Sequence[int] = (),

@@ -21,7 +21,6 @@ from tiny_models import VOCAB, make_model
 from kvjax import Engine, SessionRuntime
 from kvjax.client import Cancelled, Client, DeadlineExceeded, InvalidArgument, ResourceExhausted
 from kvjax.policies.decode import Window, naming, register
-from kvjax.serving.cli.serve import _compile
 from kvjax.serving.session import core, runtime
 from kvjax.serving.session.calls import Calls
 from kvjax.serving.session.desk import ServerOptions
@@ -408,9 +407,7 @@ def test_watching_health_needs_a_token(engine):
         watch.cancel()
 
 
-def test_policies_that_are_known_before_the_first_session_compile_nothing_later(engine, capsys):
-    _compile(engine, ["window:32+32"], 60)
-    assert capsys.readouterr().err == "compiling dense\ncompiling quest:2\ncompiling window:32+32\n"
+def test_policies_that_are_known_before_the_first_session_compile_nothing_later(engine):
     compiled = []
 
     def heard(event, duration, **named):
@@ -418,10 +415,14 @@ def test_policies_that_are_known_before_the_first_session_compile_nothing_later(
             compiled.append(named.get("fun_name"))
 
     with SessionRuntime(engine, slots=4, allow_policies=["window:32+32", "window:*"]) as used:
+        assert list(map(str, used.policies)) == ["dense", "quest:2", "window:32+32"]
+        for each in (used.policies[0], used.policies[2]):
+            used.warmup(each, 60)
         jax.monitoring.register_event_duration_secs_listener(heard)
         try:
-            for policy in (None, "quest:2", "window:32+32"):
+            for policy in (None, "window:32+32"):
                 assert len(list(used.create(TEXT[:40], policy=policy).generate(max_new_tokens=8, **NONE))) == 8
+                list(used.create(TEXT[:40], policy=policy).generate(max_new_tokens=3, temperature=1.0, **NONE))
             known = len(compiled)
             list(used.create(TEXT[:40], policy="window:32+48").generate(max_new_tokens=2, **NONE))
         finally:
