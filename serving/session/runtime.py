@@ -34,6 +34,9 @@ from kvjax.serving.session.stream import Generation, Run
 
 logger = logging.getLogger(__name__)
 
+ANSWERS_S = 0.02
+"""Between two steps, calls are answered for so long; the others wait for the next step. Without a bound, clients that call without pause
+would stop the generations."""
 SWEEP_SECONDS = 1.0
 """How often idle sessions are looked at."""
 SHAPED = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos")
@@ -286,13 +289,17 @@ class SessionRuntime:
             logger.exception("idle sessions could not be looked at")
 
     def _answer(self, *, wait: bool) -> None:
-        """Run the calls that have come in. wait: for the first one, until the next sweep."""
+        """Run the calls that have come in; while generations run, for `ANSWERS_S`, and at least one. wait: for the first one, until the
+        next sweep."""
+        until = time.monotonic() + ANSWERS_S
         with contextlib.suppress(queue.Empty):
             while True:
                 call = self._calls.get(timeout=SWEEP_SECONDS) if wait else self._calls.get_nowait()
                 wait = False
                 if call is not None:
                     self._core.answer(*call)
+                if time.monotonic() > until and not self._core.scheduler.idle and not self._closing:
+                    return
 
 
 class Session:

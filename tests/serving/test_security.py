@@ -390,6 +390,19 @@ def test_a_client_that_has_gone_leaves_the_place_that_its_call_waits_in(engine):
         assert session.info().history_tokens == 20
 
 
+def test_calls_without_pause_do_not_stop_generations(engine):
+    with SessionRuntime(engine, slots=4) as used:
+        stream = used.create(TEXT[:20]).generate(max_new_tokens=100, **NONE)
+        next(stream)
+        for _ in range(150):
+            used._post(lambda: time.sleep(0.01))
+        began = time.monotonic()
+        for _ in range(10):
+            next(stream)
+        assert time.monotonic() - began < 1.2  # all calls together take 1.5 s
+        stream.cancel(keep=0)
+
+
 def test_watching_health_needs_a_token(engine):
     """A watch never ends, and takes one of the places for calls."""
     from grpc_health.v1 import health_pb2, health_pb2_grpc
