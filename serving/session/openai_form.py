@@ -60,9 +60,13 @@ def asked(body: Any, chat: bool, model: Model, options: ServerOptions) -> Asked:
             raise InvalidArgument(f"{field} takes true or false, got {value!r:.60}", field=field)
     if not isinstance(given.get("chat_template_kwargs", {}), Mapping):
         raise InvalidArgument("chat_template_kwargs must be an object", field="chat_template_kwargs")
+    prompt = given.get("prompt")
+    prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
+    if isinstance(prompt, list) and len(prompt) > options.max_tokens:  # before each of millions is looked at
+        raise _too_many(len(prompt), options)
     ids = _prompt(given, chat, model)
     if len(ids) > options.max_tokens:
-        raise ResourceExhausted(f"{len(ids)} tokens of prompt are more than the server's limit of {options.max_tokens}")
+        raise _too_many(len(ids), options)
     sampling = {"temperature": 1.0, "seed": secrets.randbits(32)} | {field: given[field] for field in NUMBERS if field in given}
     field = next((each for each in ("max_completion_tokens", "max_tokens") if each in given), "max_tokens")
     left, most = model.config.max_positions - len(ids), options.max_new_tokens
@@ -77,6 +81,10 @@ def asked(body: Any, chat: bool, model: Model, options: ServerOptions) -> Asked:
     if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop) or len(stop) > 4:
         raise InvalidArgument("stop must be a string, or up to four, none of them empty", field="stop")
     return Asked(ids, sampling, tuple(stop), chat, bool(given.get("stream", False)), bool(streaming.get("include_usage", False)))
+
+
+def _too_many(tokens: int, options: ServerOptions) -> ResourceExhausted:
+    return ResourceExhausted(f"{tokens} tokens of prompt are more than the server's limit of {options.max_tokens}")
 
 
 def no_model(given: Any, name: str) -> SessionNotFound:

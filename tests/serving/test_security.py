@@ -25,6 +25,7 @@ from kvjax.serving.session import core, runtime
 from kvjax.serving.session.calls import Calls
 from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.journal import Journal, _line, _record
+from kvjax.serving.session.openai_form import asked
 from kvjax.serving.session.pace import Pace
 from kvjax.serving.session.policy_table import PolicyTable
 from kvjax.serving.session.shelf import OnDisk, Shelf
@@ -335,6 +336,17 @@ def test_stop_tokens_of_a_call_are_counted_before_they_are_read():
     assert said == "10,000,000 stop tokens in one call are more than the limit of 1,024"
     with pytest.raises(ValueError, match="max_stop_tokens"):
         ServerOptions(max_stop_tokens=0)
+
+
+def test_token_ids_over_http_are_counted_before_they_are_read(engine):
+    class Once(list):
+        def __iter__(self):
+            raise AssertionError("read")
+
+    for prompt in (Once([1] * 200), [Once([1] * 200)]):
+        body = {"model": "kvjax", "prompt": prompt}
+        said = refused(lambda body=body: asked(body, False, engine.model, ServerOptions(max_tokens=150)), ResourceExhausted)
+        assert said == "200 tokens of prompt are more than the server's limit of 150"
 
 
 @contextlib.contextmanager
