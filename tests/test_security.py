@@ -77,6 +77,43 @@ def test_a_name_in_data_is_only_looked_up(trap, road, kind):
     assert "no file" not in str(caught.value)
 
 
+TYPED = {
+    "kvjax/bill/calibration.py": "arguments",
+    "kvjax/bill/meshes.py": "arguments",
+    "kvjax/bill/regimes.py": "arguments",
+    "kvjax/bill/step_bill.py": "arguments; prices and rows are looked up",
+    "kvjax/declared.py": "arguments of an engine",
+    "kvjax/fidelity/echo.py": "a plan",
+    "kvjax/fidelity/echo_report.py": "a plan",
+    "kvjax/fidelity/panel.py": "a plan",
+    "kvjax/fidelity/retrieval.py": "arguments",
+    "kvjax/policies/decode/__init__.py": "exports it",
+    "kvjax/policies/prefill/__init__.py": "exports it",
+    "serving/batch/job.py": "arguments of a job",
+    "serving/bench/against_transformers.py": "options",
+    "serving/bench/decode.py": "options",
+    "serving/bench/prefill.py": "options",
+    "serving/bench/session_costs.py": "options",
+    "serving/bench/session_load.py": "options",
+    "serving/cli/doctor.py": "built-in names",
+    "serving/cli/fidelity.py": "options",
+    "serving/cli/needle.py": "options",
+    "serving/cli/plan.py": "options",
+    "serving/harness.py": "arguments of an adapter",
+}
+"""The files that load policies by name, and what they take the names from: what a user typed. No other may."""
+
+
+def test_policies_are_loaded_only_by_names_that_users_typed():
+    pattern = re.compile(
+        r"^ *from kvjax\.policies\.(?:decode|prefill)(?:\.naming)? import (?:\([^)]*|[^(\n]*)\bparse(?:_prefill)?\b", re.MULTILINE
+    )
+    folders = ("kvjax", "models", "serving", "pallas_kernels")
+    files = {path for folder in folders for path in (ROOT / folder).rglob("*.py") if not path.is_symlink()}
+    found = {str(path.relative_to(ROOT)) for path in files if pattern.search(path.read_text(encoding="utf-8"))}
+    assert {name for name in found if not name.startswith(("kvjax/models/", "kvjax/serving/"))} == set(TYPED)
+
+
 def test_names_that_this_process_has_made_itself_are_known(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(
