@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import sys
 import threading
 import time
 import zlib
@@ -98,6 +99,79 @@ def test_names_of_clients_are_not_kept(engine):
         refused(lambda number=number: table.find(f"mean:{number}"))
         assert table.find(f"window:{'0' * (number % 6)}640") == Window(128, 512)
     assert sum(len(each) for each in kept) - sum(before) <= 2  # the one window
+
+
+EVENTS = {"open", "import", "exec", "compile", "os.listdir", "os.scandir", "subprocess.Popen", "os.system", "socket.connect"}
+heard: list[tuple[str, str]] = []
+listening = threading.local()
+
+
+def listen(event, arguments):
+    if event in EVENTS and getattr(listening, "on", False):
+        heard.append((event, str(arguments)[:100]))
+
+
+def strange_names(trap, count):
+    """Names made of pieces of good and bad ones."""
+    source = random.Random(0)
+    pieces = [
+        trap.name,
+        str(trap.file),
+        "window",
+        "quest",
+        "auto",
+        "dense",
+        ".py",
+        ":",
+        "*",
+        "/",
+        "+",
+        "..",
+        "3",
+        "640",
+        "[",
+        "\0",
+        "é",
+        " ",
+        "Mine",
+    ]
+    for _ in range(count):
+        yield "".join(source.choices(pieces, k=source.randint(1, 5)))
+
+
+def look_up(engine, trap, count):
+    """Look up strange names, and count what came of it. Nothing is opened, imported or run."""
+    table, found = PolicyTable(engine, ["window:*", "quest:*"], 3), collections.Counter()
+    built_in = (Window, type(engine.policies[1]), type(engine.policies[0]))
+    sys.addaudithook(listen)  # which nothing can remove
+    listening.on = True
+    try:
+        for name in strange_names(trap, count):
+            try:
+                assert isinstance(table.find(name), built_in)
+                found["found"] += 1
+            except (InvalidArgument, ResourceExhausted) as error:
+                found[type(error).__name__] += 1
+    finally:
+        listening.on = False
+    assert not heard
+    assert not trap.ran()
+    return found
+
+
+def test_looking_up_a_name_opens_imports_and_runs_nothing(engine, trap):
+    assert set(look_up(engine, trap, 300)) == {"found", "InvalidArgument"}
+    listening.on = True
+    with contextlib.suppress(ValueError):
+        naming.parse(trap.name)  # the control
+    listening.on = False
+    assert {event for event, _ in heard} >= {"open", "compile", "exec"}
+    heard.clear()
+
+
+@pytest.mark.long
+def test_looking_up_many_names_opens_imports_and_runs_nothing(engine, trap):
+    assert set(look_up(engine, trap, 100_000)) == {"found", "InvalidArgument", "ResourceExhausted"}
 
 
 def test_forms_that_the_operator_allows_bring_in_a_bounded_number_of_policies(engine):
