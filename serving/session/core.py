@@ -106,9 +106,10 @@ class SessionCore:
             try:
                 policy = self.policies.find(each.policy)
             except (InvalidArgument, ResourceExhausted):
+                own = ", if you know that file and trust it" if ".py:" in str(each.policy) else ""
                 raise ValueError(
                     f"session {each.id} on disk has the policy {each.policy!s:.60}, which this engine does not declare: give it, too, as "
-                    f"kvjax serve --policy {each.policy!s:.60}, or Engine(..., policies=[{each.policy!r:.60}]), or give another folder"
+                    f"kvjax serve --policy {each.policy!s:.60}, or Engine(..., policies=[{each.policy!r:.60}]){own}, or give another folder"
                 ) from None
             self.records[each.id] = Record(each.id, policy, self.engine.new_sequence(), self.clock(), each.history, stored=True)
 

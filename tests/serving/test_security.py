@@ -234,6 +234,9 @@ def test_a_session_file_makes_no_file_run(engine, trap, tmp_path):
         with pytest.raises(ValueError, match=f"session {session.id} on disk has the policy .*--policy"):
             SessionRuntime(engine, slots=4, state=folder)
     assert not trap.ran()
+    forged(path, policy="odd.py:Mine")
+    with pytest.raises(ValueError, match="if you know that file and trust it, or give another folder"):
+        SessionRuntime(engine, slots=4, state=folder)
     forged(path, policy="window:640")
     with SessionRuntime(engine, slots=4, state=folder, allow_policies=["window:*"]) as allowed:
         assert allowed.session(session.id).info().history_tokens == 3
