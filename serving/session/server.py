@@ -182,14 +182,14 @@ def _authorization(metadata: Any) -> str:
 
 def _gate(desk: Desk, refused: Callable[[str, Any], Iterator[Any]]) -> Any:
     """What turns away calls without a token before their messages are read: one that never comes would keep a thread. So that a balancer
-    can look, health is told to anybody."""
+    can look, `Check` of the health service is answered to anybody; its `Watch`, which never ends, is not."""
     import grpc
     from grpc_health.v1 import health
 
     class Gate(grpc.ServerInterceptor):
         def intercept_service(self, continuation: Any, details: Any) -> Any:
             service, _, name = details.method.strip("/").rpartition("/")
-            if service != health.SERVICE_NAME:
+            if (service, name) != (health.SERVICE_NAME, "Check"):
                 try:
                     desk.caller(_authorization(details.invocation_metadata))
                 except Unauthenticated:
