@@ -89,6 +89,7 @@ TYPED = {
     "kvjax/fidelity/retrieval.py": "arguments",
     "kvjax/policies/decode/__init__.py": "exports it",
     "kvjax/policies/prefill/__init__.py": "exports it",
+    "serving/batch/continuing.py": "arguments of a job",
     "serving/batch/job.py": "arguments of a job",
     "serving/bench/against_transformers.py": "options",
     "serving/bench/decode.py": "options",

@@ -3,6 +3,7 @@
 import array
 import collections
 import contextlib
+import functools
 import json
 import os
 import random
@@ -422,7 +423,9 @@ def test_token_ids_over_http_are_counted_before_they_are_read(engine):
 
     for prompt in (Once([1] * 200), [Once([1] * 200)]):
         body = {"model": "kvjax", "prompt": prompt}
-        said = refused(lambda body=body: asked(body, False, engine.model, ServerOptions(max_tokens=150)), ResourceExhausted)
+        said = refused(
+            lambda body=body: asked(body, False, SimpleNamespace(engine=engine), ServerOptions(max_tokens=150)), ResourceExhausted
+        )
         assert said == "200 tokens of prompt are more than the server's limit of 150"
 
 
@@ -471,10 +474,9 @@ def test_a_client_that_has_gone_leaves_the_place_that_its_call_waits_in(engine):
     with SessionRuntime(engine, slots=4) as used, busy(used) as session:
         gone = threading.Event()
         threading.Timer(0.1, gone.set).start()
-        mine = used.session(session.id, wanted=lambda: not gone.is_set())
         began = time.monotonic()
-        for call in (lambda: mine.append([1]), mine.fork):
-            assert "nothing was done" in refused(call, Cancelled)
+        for call in (functools.partial(session.append, [1]), session.fork):
+            assert "nothing was done" in refused(functools.partial(call, active=lambda: not gone.is_set()), Cancelled)
         assert time.monotonic() - began < 10
         assert session.info().history_tokens == 20
 
