@@ -42,7 +42,9 @@ def read_tokenizer(folder: Path) -> Any:
     transformers = import_transformers()
     kind = transformers.PreTrainedTokenizerFast if "tokenizer.json" in found else transformers.AutoTokenizer
     try:
-        return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer.init_kwargs.pop("auto_map", None)  # it would be saved with a model
+        return tokenizer
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
     except BaseException as error:  # for a damaged file the libraries below raise bare Exception, and Rust's PanicException

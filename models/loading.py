@@ -94,10 +94,10 @@ def load(
     scale for each output channel ("int8:128x128", "fp8:128x128": for each block; "fp8:tokens": prefill rounds tokens to fp8, too), or
     "int4", with one for each 128 inputs, and the embedding and the head as int8. None: as they are stored.
 
-    Raises ValueError for an unsupported configuration, for tensors that are missing, extra or
-    misshapen, for numbers that are not finite in a matrix to be packed, and for a tokenizer that is missing, damaged or made by code of
-    the checkpoint, which is never run; TypeError, with a hint, for any other option. A tokenizer may have more ids than the model: then a
-    warning names the first, and prompts that hold one are refused.
+    Raises ValueError, with the file and the field, for whatever is damaged or unsupported: for a configuration, for tensors that are
+    missing, extra or misshapen, for numbers that are not finite in a matrix to be packed, and for a tokenizer that is missing, damaged or
+    made by code of the checkpoint, which is never run; TypeError, with a hint, for any other option. A tokenizer may have more ids than the
+    model: then a warning names the first, and prompts that hold one are refused.
     """
     if unknown:
         refuse(unknown)

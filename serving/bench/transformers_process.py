@@ -22,7 +22,7 @@ def main(folder: str, dtype: str, threads: str) -> None:
         return
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(int(threads))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), trust_remote_code=False).eval()
     attention = model.config._attn_implementation
     tell({"torch": torch.__version__, "transformers": transformers.__version__, "attention": attention, "threads": torch.get_num_threads()})
     with torch.inference_mode():

@@ -120,7 +120,10 @@ def test_the_configuration_runs_no_code_either(asking):
 
 def test_tokenizer_json_is_used_and_the_code_beside_it_is_not(asking, caplog):
     folder, mark = asking(None, AUTO_MAP, tokenizer_json=True)
-    assert load(folder).tokenizer("w7 w9")["input_ids"] == [7, 9]
+    model = load(folder)
+    assert model.tokenizer("w7 w9")["input_ids"] == [7, 9]
+    save(model, folder / "saved")
+    assert "auto_map" not in (folder / "saved" / "tokenizer_config.json").read_text(), "nor do others run it from a copy"
     assert not mark.exists()
     assert [record.getMessage() for record in caplog.records if "never run" in record.getMessage()] == [
         f"{folder}/tokenizer_config.json: code of the checkpoint (auto_map) is never run; tokenizer.json is used"
