@@ -83,7 +83,7 @@ WRONG = [
     (BATCH + " --prefill-chunk 0", "got 0"),
     (BATCH + " --prefill-chunk 100", "100"),
     (BATCH + " --prefill-chunk -512", "-512"),
-    (BATCH + " --seed -1", "-1"),
+    (BATCH + " --seed 9223372036854775808", "9223372036854775808"),
     (BATCH + " --seed 4294967296", "4294967296"),
     (BATCH + " --seed {long}", "characters)"),
     (BATCH + " --dtype int4", "int4"),
