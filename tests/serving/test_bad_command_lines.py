@@ -140,7 +140,7 @@ WRONG = [
     (GENERATE + " --top-p nan", "nan"),
     (GENERATE + " --top-k -1", "-1"),
     (GENERATE + " --top-k 99999999999", "99999999999"),
-    (GENERATE + " --seed -1", "-1"),
+    (GENERATE + " --seed 9223372036854775808", "9223372036854775808"),
     (GENERATE + " --seed 99999999999999999999", "99999999999999999999"),
     (GENERATE + " --stop=", "stop must be"),
     (GENERATE + " --file {in}", "give either"),

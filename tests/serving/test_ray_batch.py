@@ -272,9 +272,10 @@ def test_answers_that_come_twice_or_not_at_all(setup, tmp_path, monkeypatch):
 
 def test_a_job_that_may_not_go_on_is_refused_before_a_worker_starts(setup, tmp_path, monkeypatch):
     source = write(tmp_path / "in.jsonl", records(4))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(Partial, "append", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        run_here(setup, source, tmp_path / "out.jsonl")
+        with pytest.raises(KeyboardInterrupt):
+            run_here(setup, source, tmp_path / "out.jsonl")
     monkeypatch.setattr(on_ray, "_cluster", lambda *_: pytest.fail("a cluster was asked for"))
     with pytest.raises(ValueError, match=r"was begun with --policy window:8\+24, and this run has --policy top:8"):
         on_ray.run_on_ray(source, tmp_path / "out.jsonl", dataclasses.replace(setup, policy="top:8"), defaults=DEFAULTS)
