@@ -13,6 +13,10 @@ MAX_JSON_BYTES = 1 << 28
 """The largest JSON file that is read. The largest index and the largest tokenizer.json that we know have some 30 MB."""
 
 
+MAX_DEPTH = 50
+"""How deep lists and objects may lie inside one another: what reads them recurses."""
+
+
 def is_file(path: Path) -> bool:
     """Whether there is such a file. ValueError where there is something else: a folder, a pipe, a link to nothing, or to itself."""
     if os.path.isfile(path):
@@ -45,13 +49,25 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except RecursionError:
-        raise ValueError(f"{path} holds lists or objects inside one another, too deep to read; {AGAIN}") from None
+        raise ValueError(f"{path} holds lists or objects more than {MAX_DEPTH} deep inside one another; {AGAIN}") from None
     except ValueError as error:
         check_pointer(path)
         raise ValueError(f"{path} is not JSON ({error}); {AGAIN}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    if _is_deep(content):
+        raise ValueError(f"{path} holds lists or objects more than {MAX_DEPTH} deep inside one another; {AGAIN}")
     return content
+
+
+def _is_deep(content: Any) -> bool:
+    """Whether lists and objects lie more than `MAX_DEPTH` deep inside one another. It does not recurse."""
+    layer = [content]
+    for _ in range(MAX_DEPTH):
+        layer = [inner for each in layer for inner in (each.values() if isinstance(each, dict) else each) if isinstance(inner, dict | list)]
+        if not layer:
+            return False
+    return True
 
 
 def first_line(error: BaseException) -> str:

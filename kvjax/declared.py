@@ -43,11 +43,11 @@ def own_policies(config: ModelConfig) -> tuple[DecodePolicy, PrefillPolicy]:
 class DeclaredPolicies:
     """Decode policies and the prefill policy of an engine, and the indexes that sealing builds for them.
 
-    policy, prefill: the engine's own; None: the model's (`own_policies`). policies: all that calls may name, `policy` first. states: those
-    of learning policies. reach: what every sequence keeps from its first token on (`kvjax.release.kept_from_the_start`). last_choice,
-    last_prefill_choice: the latest choices of policies such as `auto`. mesh: of the engine; None: one device. cache_format: of its pages,
-    which the policies must be able to read. frames: those of the engine,
-    for policies that choose; None where all pages lie on the device. ValueError for policies that do not fit the sizes or the layers.
+    policy, prefill: the engine's own; None: the model's (`own_policies`). policies: all that calls may name, `policy` first. named: those
+    that were declared by a name, by that name. states: those of learning policies. reach: what every sequence keeps from its first token on
+    (`kvjax.release.kept_from_the_start`). last_choice, last_prefill_choice: the latest choices of policies such as `auto`. mesh: of the
+    engine; None: one device. cache_format: of its pages, which the policies must be able to read. frames: those of the engine, for policies
+    that choose; None where all pages lie on the device. ValueError for policies that do not fit the sizes or the layers.
     """
 
     def __init__(
@@ -73,7 +73,10 @@ class DeclaredPolicies:
         self.last_prefill_choice: Choice | None = None
         self.policy = self._bound(own_policies(model.config)[0] if policy is None else policy)
         others = (others,) if isinstance(others, str) or hasattr(others, "select") else listed(others, "policies", "a name, or several")
-        self.policies = tuple(dict.fromkeys((self.policy, *map(self._bound, others))))
+        bound = [self._bound(each) for each in others]
+        self.policies = tuple(dict.fromkeys((self.policy, *bound)))
+        declared = zip((policy, *others), (self.policy, *bound), strict=True)
+        self.named = {name.strip(): each for name, each in declared if isinstance(name, str)}
         sizes = {"page_size": page_size, "prefill_chunk": prefill_chunk, "tensor": 1 if mesh is None else self._shards.tensor}
         sizes |= {"packed": self.cache_format is not None}
         self.states = PolicyStates(self.policies, model.config, **sizes)

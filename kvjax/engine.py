@@ -93,7 +93,7 @@ class Engine:
         self.spec, self.cache_format = spec_on_mesh(self.config.cache_spec(page_size, packed), mesh), packed and str(packed)
         split = {"page_size": page_size, "prefill_chunk": prefill_chunk, "mesh": mesh, "cache_format": packed}
         self._declared = DeclaredPolicies(model, policy, policies, prefill, **split)
-        self.policy, self.policies = self._declared.policy, self._declared.policies
+        self.policy, self.policies, self.policy_names = self._declared.policy, self._declared.policies, self._declared.named
         self.prefill_policy, self.indexes = self._declared.prefill, self._declared.indexes
         sizes = {"page_size": page_size, "prefill_chunk": self.prefill_chunk, "sequences": self.batch_buckets[-1]}
         sizes |= {"reach": self._declared.reach, "cache_format": packed} | plan_sizes(mesh)

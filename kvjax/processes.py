@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import json
 import os
 import pickle
 import queue
@@ -207,13 +208,14 @@ class Processes:
         if self.count == 1:
             return {}
         if self.number:
-            address, port, key = pickle.loads(bytes(multihost_utils.broadcast_one_to_all(np.zeros(ADDRESS_BYTES, np.uint8))))
-            peer = Client((address, port), authkey=key)
+            told = bytes(multihost_utils.broadcast_one_to_all(np.zeros(ADDRESS_BYTES, np.uint8))).rstrip(b"\0")
+            address, port, key = json.loads(told)
+            peer = Client((address, port), authkey=bytes.fromhex(key))
             peer.send(self.number)
             return {0: _kept_alive(peer)}
         key, found, host = secrets.token_bytes(32), {}, host or socket.gethostname()
         with Listener((host, 0), backlog=self.count, authkey=key) as listener:
-            address = pickle.dumps((host, listener.address[1], key))
+            address = json.dumps((host, listener.address[1], key.hex())).encode()
             multihost_utils.broadcast_one_to_all(np.frombuffer(address.ljust(ADDRESS_BYTES, b"\0"), np.uint8))
             while len(found) < self.count - 1:
                 with contextlib.suppress(AuthenticationError, EOFError):  # not one of ours

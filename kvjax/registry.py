@@ -93,6 +93,7 @@ class Registry:
         self._read, self._hint = read, hint
         self._factories: dict[str, Callable[..., Any]] = {}
         self._named: dict[str, Any] = {}
+        self._made: dict[str, Any] = {}
         self._names: dict[Any, str] = {}
         self._sources: dict[Any, str] = {}
 
@@ -107,6 +108,22 @@ class Registry:
         policy = self.built_in(text := name.strip()) or self.find(text)
         if policy is None:
             raise ValueError(f"{self.kind} {name!r} is not understood{self._hint(text) or self._known(text)}")
+        return policy
+
+    def parse_recorded(self, name: Any) -> Any:
+        """The policy of a name that stands in data: in a file that a program wrote, or in what a client sends.
+
+        A built-in policy, or one that the code or the command line of this process has named before. No file is loaded, looked for or
+        run, and no registered factory is called. ValueError for any other name.
+        """
+        if not isinstance(name, str):
+            raise ValueError(f"the name of a {self.kind} is text, got {name!r:.60}")
+        policy = self.built_in(name) or self._made.get(name) or self._named.get(name)
+        if policy is None:
+            raise ValueError(
+                f"{self.kind} {name!r:.80} is not understood here: data names policies that are built in, or that the command line or the "
+                "code of this process has named before"
+            )
         return policy
 
     def _known(self, name: str) -> str:
@@ -174,6 +191,7 @@ class Registry:
                 raise ValueError(f"{self.kind} {name!r} could not be made: {place_and_error(error, _file_of(factory))}") from error
         self.check(policy, name)
         self._names.setdefault(policy, name)
+        self._made[name] = policy
         return policy
 
     def check(self, policy: Any, name: str | None = None) -> None:

@@ -18,7 +18,7 @@ from kvjax.capacity import Capacity
 from kvjax.checks import token_ids
 from kvjax.guard import CallGuard
 from kvjax.model import Model, fingerprint
-from kvjax.policies.decode import KeepsByMass, name_of, parse
+from kvjax.policies.decode import KeepsByMass, name_of, parse_recorded
 from kvjax.release import PageRelease, kept_by
 from kvjax.sequences import CachedSequence, Keeping
 from kvjax.sharding import in_first_process
@@ -87,7 +87,10 @@ class SequenceCopies:
         sequence, reach = self._release.new_sequence(), None
         if keeps is not None:
             name, reach = keeps
-            policy = parse(name)
+            try:
+                policy = parse_recorded(name)  # a file never says which code runs
+            except ValueError as error:
+                raise ValueError(f"{path} was saved after another policy's steps: {error}") from None
             if kept_by(policy, self._page_size) != reach:
                 raise ValueError(f"{path} holds the pages that policy {name} keeps, which are other ones now; prefill again")
             sequence.keeping = Keeping(policy, reach)

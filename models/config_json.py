@@ -20,6 +20,7 @@ from kvjax.models.config_classes import unread
 from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.family import HARMLESS, ONLY, REMEDIES, Family
 from kvjax.models.fields import boolean as _boolean
+from kvjax.models.fields import check_layer_types, layer_count
 from kvjax.models.fields import integer as _integer
 from kvjax.models.fields import number as _number
 from kvjax.models.fields import size as _size
@@ -84,7 +85,7 @@ def parse(fields: Fields, generation: Fields | None = None, max_positions: int |
     return uniform_config(
         **shared,
         intermediate_size=_size(read, "intermediate_size"),
-        num_layers=_size(read, "num_hidden_layers"),
+        num_layers=layer_count(read),
         num_heads=heads,
         num_kv_heads=heads if read["num_key_value_heads"] is None else _size(read, "num_key_value_heads"),
         head_dim=_head_dim(read, shared["hidden_size"], heads, family),
@@ -94,7 +95,7 @@ def parse(fields: Fields, generation: Fields | None = None, max_positions: int |
         o_bias=biased["attention_bias"],
         mlp_bias=biased["mlp_bias"],
         qk_norm=family.qk_norm,
-        windows=_windows(fields, family, _size(read, "num_hidden_layers"), _written_positions(max_positions, scaling)),
+        windows=_windows(fields, family, layer_count(read), _written_positions(max_positions, scaling)),
     )
 
 
@@ -109,7 +110,7 @@ def text_fields(fields: Fields, family: Family) -> Fields:
         return fields
     inner = fields.get("text_config")
     if not isinstance(inner, Mapping):
-        raise ValueError(f"config.json: text_config is {inner!r}; a {family.within.architecture} needs an object")
+        raise ValueError(f"config.json: text_config is {inner!r:.200}; a {family.within.architecture} needs an object")
     tie = "tie_word_embeddings"
     said = [_boolean(each, tie) for each in (fields, inner) if each.get(tie) is not None]
     tied = any(said) if fields.get(tie) is not None else any(said) or family.defaults[tie]
@@ -183,7 +184,8 @@ def _check_fields(fields: Fields, family: Family) -> None:
     problems = []
     for name, value in fields.items():
         if name in wrong:
-            problems.append(f"{name} is {value!r:.200}: {wrong[name]} (if you know that it changes nothing, delete it from config.json)")
+            remedy = "if you know that it changes nothing, delete it from config.json"
+            problems.append(f"{name:.200} is {value!r:.200}: {wrong[name]} ({remedy})")
         elif name in only and name not in known:
             problems += [f"{each}{_remedy(name)}" for each in wrong_values({name: value}, only)]
     if problems:
@@ -209,11 +211,7 @@ def _windows(fields: Fields, family: Family, layers: int, max_positions: int) ->
     said = f"use_sliding_window is {fields.get('use_sliding_window')}, " if family.window_switch else ""
     said += f"sliding_window is {window}"
     if types is not None:
-        if not isinstance(types, list) or not set(types) <= {"full_attention", "sliding_attention"} or len(types) != layers:
-            raise ValueError(
-                f"config.json: layer_types is {types}; it must be a list of 'full_attention' or 'sliding_attention', one for each of "
-                f"{layers} layers"
-            )
+        check_layer_types(types, ("full_attention", "sliding_attention"), layers)
         sliding = {number for number, kind in enumerate(types) if kind == "sliding_attention"}
         said += ", and layer_types names layers of sliding_attention"
     elif not family.window_switch:
@@ -255,19 +253,21 @@ def _positions(given: int | None, read: Fields, scaling: RopeScaling | None) -> 
     most = _size(read, "max_position_embeddings")
     if scaling is not None and scaling.kind == "yarn":
         most = max(most, int(scaling.original_max_positions * scaling.factor))
-    if read.get("dual_chunk_attention_config"):  # qwen2.py says why
-        most = min(most, _size(read["dual_chunk_attention_config"], "original_max_position_embeddings"))
+    if dual := read.get("dual_chunk_attention_config"):  # qwen2.py says why
+        if not isinstance(dual, Mapping):
+            raise ValueError(f"config.json: dual_chunk_attention_config is {dual!r:.200}; it must be an object or null")
+        most = min(most, _size(dual, "original_max_position_embeddings"))
     if given is None:
         return most if scaling is None or scaling.most_positions is None else min(most, scaling.most_positions)
     if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= most:
-        raise ValueError(f"max_positions is {given!r}; it must be from 1 to {most}, the model's positions in tokens by config.json")
+        raise ValueError(f"max_positions is {given!r:.200}; it must be from 1 to {most}, the model's positions in tokens by config.json")
     return given
 
 
 def wrong_values(fields: Fields, only: Mapping[str, tuple[Any, ...]]) -> list[str]:
     """An error text for each field of `fields` whose value `only` does not list."""
     return [
-        f"{name} is {fields[name]!r}; supported: {' or '.join(repr(v) for v in values)}"
+        f"{name} is {fields[name]!r:.200}; supported: {' or '.join(repr(v) for v in values)}"
         for name, values in only.items()
         if name in fields and not any(_same(fields[name], allowed) for allowed in values)
     ]
@@ -281,7 +281,7 @@ def rope_of(fields: Fields, read: Fields) -> tuple[float, RopeScaling | None]:
     old, new = read["rope_scaling"], read["rope_parameters"]
     for name in ("rope_scaling", "rope_parameters"):
         if read[name] is not None and not isinstance(read[name], Mapping):
-            raise ValueError(f"config.json: {name} is {read[name]!r}; it must be an object or null")
+            raise ValueError(f"config.json: {name} is {read[name]!r:.200}; it must be an object or null")
     old, new = dict(old or {}), dict(new or {})
     thetas = {_number(source, "rope_theta") for source in (old, new, fields) if source.get("rope_theta") is not None}
     if len(thetas) > 1:
@@ -291,23 +291,27 @@ def rope_of(fields: Fields, read: Fields) -> tuple[float, RopeScaling | None]:
         raise ValueError(f"config.json: rope_theta is {theta}; it must be above 1")
     scalings = {_rope_scaling(given, read, name) for given, name in ((old, "rope_scaling"), (new, "rope_parameters")) if given}
     if len(scalings) > 1:
-        raise ValueError(f"config.json: rope_scaling {old} and rope_parameters {new} disagree")
+        raise ValueError(f"config.json: rope_scaling {old!r:.200} and rope_parameters {new!r:.200} disagree")
     return theta, scalings.pop() if scalings else None
 
 
 def _rope_scaling(given: dict[str, Any], read: Fields, name: str) -> RopeScaling | None:
     """One of the two spellings, without its theta. Missing values have transformers' defaults."""
-    kinds = {given[key] for key in ("rope_type", "type") if given.get(key) is not None} or {"default"}
+    said = [given[key] for key in ("rope_type", "type") if given.get(key) is not None]
+    if not all(isinstance(kind, str) for kind in said):
+        raise ValueError(f"config.json: {name} has type {said!r:.200}; it must be a name, one of {', '.join(_ROPE_KEYS)}")
+    kinds = set(said) or {"default"}
     if len(kinds) > 1:
-        raise ValueError(f"config.json: {name} has rope_type {given['rope_type']!r} and type {given['type']!r}; they must agree")
+        raise ValueError(f"config.json: {name} has rope_type {given['rope_type']!r:.200} and type {given['type']!r:.200}; they must agree")
     kind = kinds.pop()
     if kind not in _ROPE_KEYS:
-        raise ValueError(f"config.json: {name} has rope_type {kind!r}; supported: {', '.join(_ROPE_KEYS)}")
+        raise ValueError(f"config.json: {name} has rope_type {kind!r:.200}; supported: {', '.join(_ROPE_KEYS)}")
     if given.get("partial_rotary_factor") not in (None, 1.0):
-        raise ValueError(f"config.json: {name} has partial_rotary_factor {given['partial_rotary_factor']}; supported: 1.0")
+        raise ValueError(f"config.json: {name} has partial_rotary_factor {given['partial_rotary_factor']!r:.200}; supported: 1.0")
     unknown = sorted(given.keys() - _ROPE_KEYS[kind] - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
     if unknown:
-        raise ValueError(f"config.json: {name} of type {kind} has {unknown[0]} = {given[unknown[0]]!r}; known: {sorted(_ROPE_KEYS[kind])}")
+        said = f"{unknown[0]:.200} = {given[unknown[0]]!r:.200}"
+        raise ValueError(f"config.json: {name} of type {kind} has {said}; known: {sorted(_ROPE_KEYS[kind])}")
     if kind == "default":
         return None
     longest = _size(read, "max_position_embeddings")
@@ -348,7 +352,9 @@ def _longrope(given: Fields, original: int, longest: int) -> LongRope:
 def _numbers(fields: Fields, name: str) -> tuple[float, ...]:
     values = fields.get(name)
     if not isinstance(values, list):
-        raise ValueError(f"config.json: {name} is {values!r}; it must be a list of numbers above 0, one for each two elements of a head")
+        raise ValueError(
+            f"config.json: {name} is {values!r:.200}; it must be a list of numbers above 0, one for each two elements of a head"
+        )
     found = tuple(_number({name: value}, name) for value in values)
     if any(value <= 0 for value in found):
         raise ValueError(f"config.json: {name} has {min(found)}; its numbers must be above 0")

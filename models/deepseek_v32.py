@@ -16,7 +16,7 @@ from typing import Any
 from kvjax.layers import LatentLayer, LayerConfig, Mlp, Rope, RopeScaling
 from kvjax.model import ModelConfig
 from kvjax.models.family import Family
-from kvjax.models.fields import integer, size
+from kvjax.models.fields import check_layer_types, integer, layer_count, size
 from kvjax.rope import mscale
 
 ATTENTION, DENSE = "deepseek_sparse_attention", "dense"
@@ -40,20 +40,18 @@ def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None
 
     Logits are scaled by 1/sqrt(nope + rope dim) and, if mscale_all_dim is given, by the square of YaRN's factor for it.
     """
-    count, sizes = size(read, "num_hidden_layers"), {ours: size(read, theirs) for ours, theirs in SIZES.items()}
+    count, sizes = layer_count(read), {ours: size(read, theirs) for ours, theirs in SIZES.items()}
     if scaling is not None and scaling.kind in ("dynamic", "longrope"):
         raise ValueError(f"config.json: RoPE has rope_type {scaling.kind!r}; supported for DeepSeek-V3.2: default, linear, llama3, yarn")
     _check_dense(read, count)
     types = read["layer_types"]
-    if types is not None and (not isinstance(types, list) or len(types) != count or any(kind not in NAMES for kind in types)):
-        raise ValueError(
-            f"config.json: layer_types is {types!r:.200}; it must be {' or '.join(map(repr, NAMES))} for each of {count} layers"
-        )
+    if types is not None:
+        check_layer_types(types, NAMES, count)
     rotated = size(read, "qk_rope_head_dim")
     whole = sizes["nope_dim"] + rotated
     for name, value in (("qk_head_dim", whole), ("head_dim", rotated), ("num_key_value_heads", sizes["num_heads"])):
         if read[name] not in (None, value):
-            raise ValueError(f"config.json: {name} is {read[name]!r}; supported: null or {value}, as the other sizes say")
+            raise ValueError(f"config.json: {name} is {read[name]!r:.200}; supported: null or {value}, as the other sizes say")
     given = dict(read["rope_scaling"] or {}) | dict(read["rope_parameters"] or {})
     more = mscale(scaling.factor, given["mscale_all_dim"]) ** 2 if scaling is not None and given.get("mscale_all_dim") else 1.0
     mixer = LatentLayer(**sizes, rope=Rope(theta, rotated, scaling), sm_scale=whole**-0.5 * more)
@@ -64,7 +62,9 @@ def _check_dense(read: Mapping[str, Any], count: int) -> None:
     """ValueError for layers with a mixture of experts. It names the field."""
     kinds, first = read["mlp_layer_types"], integer(read, "first_k_dense_replace")
     if kinds is not None and kinds != [DENSE] * count:
-        raise ValueError(f"config.json: mlp_layer_types is {kinds}; supported: {DENSE!r} for each of {count} layers, no mixture of experts")
+        raise ValueError(
+            f"config.json: mlp_layer_types is {kinds!r:.200}; supported: {DENSE!r} for each of {count} layers, no mixture of experts"
+        )
     if kinds is None and first < count:
         raise ValueError(
             f"config.json: first_k_dense_replace is {first}: {count - max(0, first)} of {count} layers would have a mixture of experts, "

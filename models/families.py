@@ -26,11 +26,17 @@ def family_of(fields: Mapping[str, Any]) -> Family:
     known = ", ".join(f"{architecture} ({model_type})" for architecture, model_type, _ in names)
     if not architectures and model_type is None:
         raise ValueError(f"config.json names neither architectures nor model_type; supported: {known}")
+    if architectures and not (isinstance(architectures, list | tuple) and all(isinstance(name, str) for name in architectures)):
+        raise ValueError(f"config.json: architectures is {architectures!r:.200}; it must be a list of names")
+    if model_type is not None and not isinstance(model_type, str):
+        raise ValueError(f"config.json: model_type is {model_type!r:.200}; it must be a name")
     if architectures and (len(architectures) != 1 or architectures[0] not in by_architecture):
-        raise ValueError(f"config.json: architectures is {architectures}; supported: {known}")
+        raise ValueError(f"config.json: architectures is {architectures!r:.200}; supported: {known}")
     if model_type is not None and model_type not in by_type:
-        raise ValueError(f"config.json: model_type is {model_type!r}; supported: {known}")
+        raise ValueError(f"config.json: model_type is {model_type!r:.200}; supported: {known}")
     of_architecture, family = by_architecture[architectures[0]] if architectures else (model_type, by_type[model_type])
     if model_type is not None and model_type != of_architecture:
-        raise ValueError(f"config.json: architectures is {architectures} but model_type is {model_type!r}; they must name one family")
+        raise ValueError(
+            f"config.json: architectures is {architectures!r:.200} but model_type is {model_type!r:.200}; they must name one family"
+        )
     return family

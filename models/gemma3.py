@@ -15,7 +15,7 @@ from typing import Any
 from kvjax.layers import AttentionLayer, LayerConfig, Mlp, Rope, RopeScaling
 from kvjax.model import ModelConfig
 from kvjax.models.family import Family, Within
-from kvjax.models.fields import boolean, number, size
+from kvjax.models.fields import boolean, check_layer_types, layer_count, number, size
 
 logger = logging.getLogger(__name__)
 
@@ -96,14 +96,11 @@ def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None
 
 def _types(read: Mapping[str, Any]) -> list[str]:
     """The kind of each layer: as named, or without a window every sixth layer, or as often as config.json says."""
-    count, types = size(read, "num_hidden_layers"), read["layer_types"]
+    count, types = layer_count(read), read["layer_types"]
     if types is None:
         every = size(read, "sliding_window_pattern")
         return [FULL if (number + 1) % every == 0 else SLIDING for number in range(count)]
-    if not isinstance(types, list) or not set(types) <= {FULL, SLIDING} or len(types) != count:
-        raise ValueError(
-            f"config.json: layer_types is {types}; it must be a list of {FULL!r} or {SLIDING!r}, one for each of {count} layers"
-        )
+    check_layer_types(types, (FULL, SLIDING), count)
     return types
 
 

@@ -130,8 +130,13 @@ def _config(folder: Path, max_positions: int | None, dtype: str | None) -> tuple
     """The configuration, and which matrices are stored packed."""
     generation = folder / "generation_config.json"
     fields, published = _fields(folder)
-    read = config_json.parse(fields, read_json(generation) if is_file(generation) else None, max_positions, dtype)
-    return read, published
+    given = read_json(generation) if is_file(generation) else None
+    try:
+        return config_json.parse(fields, given, max_positions, dtype), published
+    except ValueError as error:
+        if "config.json" in str(error):
+            raise
+        raise ValueError(f"{folder / 'config.json'}: {error}") from error
 
 
 def _fields(folder: Path) -> tuple[config_json.Fields, Published | None]:

@@ -12,7 +12,7 @@ from typing import Any
 from kvjax.layers import AttentionLayer, DeltaLayer, LayerConfig, Mlp, Rope, RopeScaling
 from kvjax.model import ModelConfig
 from kvjax.models.family import Family, Within
-from kvjax.models.fields import boolean, number, size
+from kvjax.models.fields import boolean, check_layer_types, layer_count, number, size
 
 KINDS = ("linear_attention", "full_attention")
 DELTA_FIELDS = {
@@ -27,7 +27,7 @@ DELTA_FIELDS = {
 
 def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None) -> tuple[LayerConfig, ...]:
     """The layers that config.json's fields describe. ValueError that names the field at fault."""
-    count, head_dim = size(read, "num_hidden_layers"), size(read, "head_dim")
+    count, head_dim = layer_count(read), size(read, "head_dim")
     biased = read["attention_bias"] is not None and boolean(read, "attention_bias")
     attention = AttentionLayer(
         num_heads=size(read, "num_attention_heads"),
@@ -63,9 +63,7 @@ def _kinds(read: Mapping[str, Any], count: int) -> list[str]:
     if types is None:
         every = size(read, "full_attention_interval")
         return [KINDS[(number + 1) % every == 0] for number in range(count)]
-    if not isinstance(types, list) or not set(types) <= set(KINDS) or len(types) != count:
-        known = " or ".join(map(repr, KINDS))
-        raise ValueError(f"config.json: layer_types is {types}; it must be a list of {known}, one for each of {count} layers")
+    check_layer_types(types, KINDS, count)
     return types
 
 

@@ -508,3 +508,76 @@ def test_build_lists_every_source_and_test_folder():
         assert f'glob(["{folder}/**/*.py"]' in build
     listed = set(re.findall(r'^    \("(\w+)", "\w+"\),$', build, re.MULTILINE))
     assert listed == {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.rglob("test_*.py"))}
+
+
+DANGEROUS = {
+    "modules": {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "subprocess", "runpy", "ctypes", "code", "yaml"},
+    "calls": {"exec", "eval", "__import__"},
+    "methods": {"import_module", "literal_eval", "popen", "spawnv", "execv", "execve", "spec_from_file_location", "deserialize_executable"},
+}
+"""What makes code, or calls programs, from what it is given."""
+
+ALLOWED = {
+    "kvjax/__init__.py": "import_module: names of its own table",
+    "kvjax/__main__.py": "import_module: the command line",
+    "kvjax/cache/spanning.py": "ctypes: libcuda.so.1",
+    "kvjax/processes.py": "pickle: messages between the processes of one job",
+    "kvjax/registry.py": "exec, literal_eval, import_module: policies that the command line or code names",
+    "models/__init__.py": "import_module: names of its own table",
+    "pallas_kernels/bench/torch_sdpa.py": "subprocess: this Python, modules named by the caller",
+    "pallas_kernels/dispatch.py": "import_module: ops of its own table",
+    "serving/__init__.py": "import_module: names of its own table",
+    "serving/bench/against_transformers.py": "subprocess: this Python, its own module",
+}
+"""The files that may, and for what. A new one needs a line here, and a place in docs/security.md."""
+
+
+def dangers(tree):
+    """Uses of DANGEROUS in a module, and arrays or checkpoints that may hold objects."""
+    found = set()
+    for node in nodes_of(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names} & DANGEROUS["modules"]
+        elif isinstance(node, ast.ImportFrom):
+            found |= {(node.module or "").partition(".")[0]} & DANGEROUS["modules"]
+            found |= {alias.name for alias in node.names} & DANGEROUS["methods"]
+        elif isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            kinds = {"calls"} if isinstance(node.func, ast.Name) else set()
+            found |= {name} & set().union(DANGEROUS["methods"], *(DANGEROUS[kind] for kind in kinds))
+            if isinstance(node.func, ast.Attribute) and ast.unparse(node.func) in ("os.system", "torch.load"):
+                found.add(ast.unparse(node.func))
+            for keyword in node.keywords:
+                if keyword.arg in ("allow_pickle", "trust_remote_code", "shell") and ast.unparse(keyword.value) != "False":
+                    found.add(keyword.arg)
+    return found
+
+
+def test_only_named_files_make_code_of_what_they_are_given():
+    found = {label(path): dangers(parse(path)) for path in SOURCES}
+    assert {name for name, uses in found.items() if uses} == set(ALLOWED)
+    for name, why in ALLOWED.items():
+        assert found[name] == set(why.partition(":")[0].split(", ")), name
+        assert f"`{name}`" in (ROOT / "docs" / "security.md").read_text(), name
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from subprocess import run",
+        "exec(text)",
+        "eval('1')",
+        "from importlib import import_module",
+        "importlib.import_module(name)",
+        "ast.literal_eval(text)",
+        "np.load(path, allow_pickle=True)",
+        "os.system('ls')",
+        "torch.load(path)",
+        "AutoTokenizer.from_pretrained(path, trust_remote_code=given)",
+        "import yaml",
+    ],
+)
+def test_a_new_use_is_found(code):
+    assert dangers(ast.parse(code))
+    assert not dangers(ast.parse("engine.exec(x)\nmodel.eval()\nnp.load(path, allow_pickle=False)\nimport json"))

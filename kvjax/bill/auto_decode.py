@@ -23,7 +23,7 @@ from kvjax.packing import FormatOf, packing_of
 from kvjax.policies.choice import ByFields, Choice, ChoosesDecode
 from kvjax.policies.decode.base import DecodePolicy, Stateless, chooses_over_devices
 from kvjax.policies.decode.dense import Dense
-from kvjax.policies.decode.naming import parse
+from kvjax.policies.decode.naming import parse_recorded
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class Auto(ByFields, ChoosesDecode, Stateless):
     @functools.cached_property
     def _indexes(self):
         names = self.candidates
-        return tuple(dict.fromkeys(spec for name in names for spec in parse(name).indexes()))
+        return tuple(dict.fromkeys(spec for name in names for spec in parse_recorded(name).indexes()))
 
     def select(self, query, layer, ctx, state):
         """An engine never calls this: it asks `choose` first."""
@@ -195,7 +195,7 @@ def _why_unpriced(bound: Bound, name: str) -> str:
     """Why the bill cannot price steps of a policy on the mesh; "" if it can."""
     if not bound.bill.has_price(name):
         return f"{name} has no c1"
-    if bound.context > 1 and not chooses_over_devices(parse(name)):
+    if bound.context > 1 and not chooses_over_devices(parse_recorded(name)):
         return f"{name} does not choose over the devices of context"
     try:
         bound.bill.predict(bound.config, name, bound.page_size, **_mesh_sizes(bound))
@@ -258,4 +258,4 @@ def _choose(auto: Auto, mean: int, longest: int, batch: int, frames: FrameCounts
         why = f"{times}, no gain above the {asked:.1%} that is asked for"
     else:
         why = f"{times}; evidence: {', '.join(sorted({row.source for row in bound.evidence if row.policy == best}))}"
-    return Choice(parse(chosen), why, seconds[chosen], seconds["dense"], (*found[chosen].projection, *unknown))
+    return Choice(parse_recorded(chosen), why, seconds[chosen], seconds["dense"], (*found[chosen].projection, *unknown))

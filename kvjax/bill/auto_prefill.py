@@ -20,7 +20,7 @@ from kvjax.policies.choice import ByFields, Choice, ChoosesPrefill
 from kvjax.policies.prefill.base import indexes_of
 from kvjax.policies.prefill.dense import DensePrefill
 from kvjax.policies.prefill.lists import TileLists
-from kvjax.policies.prefill.naming import parse_prefill
+from kvjax.policies.prefill.naming import parse_recorded_prefill
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -116,7 +116,7 @@ class AutoPrefill(ByFields, ChoosesPrefill):
 
     @functools.cached_property
     def _indexes(self):
-        return tuple(dict.fromkeys(spec for name in self.candidates for spec in indexes_of(parse_prefill(name))))
+        return tuple(dict.fromkeys(spec for name in self.candidates for spec in indexes_of(parse_recorded_prefill(name))))
 
     def attend(self, query, layer, ctx):
         """An engine never calls this: it asks `choose` first."""
@@ -149,7 +149,7 @@ def _unusable(names, page_size: int) -> tuple[tuple[str, str], ...]:
     """Names of policies that refuse pages of `page_size` tokens, each with its message."""
     found = []
     for name in names:
-        policy = parse_prefill(name)
+        policy = parse_recorded_prefill(name)
         try:
             if isinstance(policy, TileLists):
                 policy.check_pages(page_size)
@@ -182,7 +182,7 @@ def _choose(auto: AutoPrefill, start: int, end: int) -> Choice:
     projected, error = [name for name, quote in priced.items() if quote.projection], max(quote.error for quote in priced.values())
     best, chosen = min(priced, key=share.__getitem__), worthwhile(share, error, projected)
     named = best if chosen == "dense" else chosen
-    quote, covered = priced[named], getattr(parse_prefill(named), "dense_tokens", 0)
+    quote, covered = priced[named], getattr(parse_recorded_prefill(named), "dense_tokens", 0)
     if covered >= end:
         why = f"{named}, the fastest on record as {level}, is itself dense up to {covered:,} tokens"
         return Choice(DensePrefill(), why, quote.dense_seconds, quote.dense_seconds)
@@ -194,7 +194,7 @@ def _choose(auto: AutoPrefill, start: int, end: int) -> Choice:
         asked = max(error, PROJECTED_GAIN if best in projected else 0)
         return Choice(DensePrefill(), f"{times}, no gain above the {asked:.1%} that is asked for", quote.dense_seconds, quote.dense_seconds)
     sources = ", ".join(sorted({row.source for row in bound.evidence if row.policy == chosen}))
-    return Choice(parse_prefill(chosen), f"{times}; evidence: {sources}", quote.seconds, quote.dense_seconds, quote.projection)
+    return Choice(parse_recorded_prefill(chosen), f"{times}; evidence: {sources}", quote.seconds, quote.dense_seconds, quote.projection)
 
 
 def _dense(why: str) -> Choice:

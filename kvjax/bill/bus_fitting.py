@@ -19,7 +19,7 @@ from kvjax.bill.fitting import Cell, Key, Parameters, launch_of, merged, read_ce
 from kvjax.bill.volume import StepBytes, step_bytes
 from kvjax.cache.spanning import FrameCounts
 from kvjax.model import ModelConfig
-from kvjax.policies.decode.naming import parse
+from kvjax.policies.decode.naming import parse_recorded
 
 OWN, RECORDED = "own", "recorded"
 """Kinds of lists of a row: those that the policy chooses itself, of random keys; those of the embedded model."""
@@ -105,7 +105,7 @@ def read_tier_cells(
         seconds = seconds_of(row, where)
         config, dtype = config_of(row["shape"], row["layers"]), row["dtype"]
         frames = None if row["frames"] is None else FrameCounts(*row["frames"])
-        sized = step_bytes(config, parse(row["name"]), row["mean_length"], dtype=dtype, frames=frames)
+        sized = step_bytes(config, parse_recorded(row["name"]), row["mean_length"], dtype=dtype, frames=frames)
         if abs(sized.kv / row["read_bytes"] - 1) > 0.02:
             raise ValueError(f"{where}: the step read {row['read_bytes']:,.0f} bytes, kvjax.bill counts {sized.kv:,}; measure it again")
         resident, tiered = groups.setdefault(Key(run["provenance"]["device"], row["shape"], row["layers"], dtype), ([], []))

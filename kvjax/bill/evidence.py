@@ -28,7 +28,7 @@ from typing import Any
 
 from kvjax.model import check_fingerprint
 from kvjax.policies.choice import ChoosesDecode
-from kvjax.policies.decode.naming import parse
+from kvjax.policies.decode.naming import parse_recorded
 from kvjax.policies.prefill.naming import built_in_name
 from pallas_kernels.bench.results import replacing
 
@@ -99,7 +99,7 @@ class Evidence:
         check_fingerprint(self.fingerprint, f"the evidence for {self.policy} from {self.source}", "measure it again with kvjax fidelity")
 
     def _check_policy(self) -> None:
-        if isinstance(parse(self.policy), ChoosesDecode):
+        if isinstance(parse_recorded(self.policy), ChoosesDecode):
             raise ValueError(f"evidence is about one policy, and {self.policy!r} chooses among several: record those")
 
     @property
@@ -216,7 +216,7 @@ def with_panel(rows: Sequence[Evidence], panel: Mapping[str, Any], source: str, 
 
 def _name_to_record(name: str) -> str:
     """The name of a built-in policy. ValueError for other policies, because another process could not make them from their names."""
-    policy = parse(name)
+    policy = parse_recorded(name)
     if not type(policy).__module__.startswith("kvjax.policies"):
         raise ValueError(f"policy {name!r} is not built in, and auto chooses among built-in policies: leave it out of the panel")
     return str(policy)

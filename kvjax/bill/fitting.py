@@ -19,7 +19,7 @@ from scipy.optimize import lsq_linear
 from kvjax.bill.step_bill import Bill, Price, interpolated, sizes_of
 from kvjax.bill.volume import StepBytes, step_bytes
 from kvjax.model import ModelConfig
-from kvjax.policies.decode.naming import parse
+from kvjax.policies.decode.naming import parse_recorded
 from pallas_kernels.bench.results import devices_of
 
 FORMS = {
@@ -65,7 +65,7 @@ class Parameters:
 
     def on_device(self, policy: str, moved: StepBytes) -> float:
         """Predicted time of a policy's step without bytes that come from elsewhere. KeyError as for `seconds`."""
-        price = self.c1.get(policy) or interpolated(parse(policy), self.c1)
+        price = self.c1.get(policy) or interpolated(parse_recorded(policy), self.c1)
         if price is None:
             raise KeyError(policy)
         return moved.from_device / self.bytes_per_s + self.c0 + price.fixed + price.per_byte * moved.index
@@ -128,7 +128,7 @@ def read_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelConfig]
             continue
         config = config_of(row["shape"], row["layers"])
         packed = {name: row.get(name) for name in ("weights", "cache_format")}
-        moved = step_bytes(config, parse(row["policy"]), row["tokens"], row["batch"], dtype=row["dtype"], **packed)
+        moved = step_bytes(config, parse_recorded(row["policy"]), row["tokens"], row["batch"], dtype=row["dtype"], **packed)
         where = f"{row['shape']}, {row['tokens']:,} tokens, batch {row['batch']}, {row['policy']}"
         counted = sum(row["bytes"].values())
         if moved.total != counted:

@@ -24,7 +24,7 @@ from kvjax.bill.fitting import Cell, Key, Parameters, launch_of, merged, relativ
 from kvjax.bill.mesh_terms import LAWS, Latency, MeshRange, MeshTerms, exchange_seconds
 from kvjax.bill.volume import StepBytes, step_bytes
 from kvjax.model import ModelConfig
-from kvjax.policies.decode.naming import parse
+from kvjax.policies.decode.naming import parse_recorded
 from pallas_kernels.bench.results import devices_of
 
 MESH_TERMS = {
@@ -83,7 +83,7 @@ def read_mesh_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelCo
             continue
         mesh = {name: row[name] for name in ("tensor", "context")}
         packed = {name: row.get(name) for name in ("weights", "cache_format")}
-        config, policy, dtype = config_of(row["shape"], row["layers"]), parse(row["policy"]), row["dtype"]
+        config, policy, dtype = config_of(row["shape"], row["layers"]), parse_recorded(row["policy"]), row["dtype"]
         place = f"{row['tokens']:,} tokens, batch {row['batch']}, {row['policy']}, tensor {row['tensor']} x context {row['context']}"
         where = f"{row['shape']}, {place}"
         moved = step_bytes(config, policy, row["tokens"], row["batch"], dtype=dtype, **packed, **mesh)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.model import ModelConfig
-from kvjax.policies.prefill.naming import built_in_name, parse_prefill
+from kvjax.policies.prefill.naming import built_in_name, parse_recorded_prefill
 
 
 class LayerSizes(NamedTuple):
@@ -84,7 +84,7 @@ class PrefillBill:
         timed = timed_as(policy)
         if timed not in points or (len(points[timed]) == 1 and end > points[timed][0][0]):
             return None
-        covered = end <= getattr(parse_prefill(policy), "dense_tokens", 0)
+        covered = end <= getattr(parse_recorded_prefill(policy), "dense_tokens", 0)
         longest = points["dense"][-1][0] if covered else min(points[name][-1][0] for name in ("dense", timed))
         shortest = points["dense"][0][0] if covered else max(points[name][0][0] for name in ("dense", timed))
         reasons = []
@@ -100,7 +100,7 @@ class PrefillBill:
 def timed_as(policy: str) -> str:
     """The name under which a built-in policy is timed: the policy's own name, without `dense_below`. That option does not change how long
     the lists take."""
-    found = parse_prefill(policy)
+    found = parse_recorded_prefill(policy)
     if not hasattr(found, "dense_below"):
         return policy
     return built_in_name(str(dataclasses.replace(found, dense_below=0))) or policy
@@ -171,7 +171,7 @@ def _name(row: Mapping[str, Any]) -> str | None:
     if name is None or name == "dense":
         return name
     # Rows of a model's layers run the policy as it is. If it attends to a prompt of this length densely, the row has no time of its lists.
-    was_dense = row["op"] == "layers" and row["tokens"] <= getattr(parse_prefill(name), "dense_tokens", 0)
+    was_dense = row["op"] == "layers" and row["tokens"] <= getattr(parse_recorded_prefill(name), "dense_tokens", 0)
     return None if was_dense else timed_as(name)
 
 

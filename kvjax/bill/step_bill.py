@@ -27,7 +27,7 @@ from kvjax.cache.spanning import FrameCounts
 from kvjax.model import ModelConfig, uniform_fields
 from kvjax.packing import FormatOf
 from kvjax.policies.decode.base import DecodePolicy
-from kvjax.policies.decode.naming import name_of, parse
+from kvjax.policies.decode.naming import name_of, parse, parse_recorded
 from kvjax.policies.decode.top_blocks import TopBlocks
 from pallas_kernels.bench.results import launch_text, packed_text
 
@@ -316,7 +316,7 @@ def interpolated(policy: DecodePolicy, prices: Mapping[str, Price]) -> Price | N
     if not isinstance(policy, TopBlocks):
         return None
     kind = dataclasses.replace(policy, k=0)
-    measured = [(parse(name), price) for name, price in prices.items()]
+    measured = [(parse_recorded(name), price) for name, price in prices.items()]
     others = [(each.k, price) for each, price in measured if isinstance(each, TopBlocks) and dataclasses.replace(each, k=0) == kind]
     below = max((point for point in others if point[0] <= policy.k), default=None)
     above = min((point for point in others if point[0] >= policy.k), default=None)

@@ -62,7 +62,7 @@ class DiskStore:
         try:
             self._open()
             self._load()
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the second where a message of SQLite quotes damaged text
             raise ValueError(f"the index of {self.folder} cannot be used: {error}; delete the folder, or name another") from error
         except OSError as error:
             raise ValueError(f"pages cannot be kept in {self.folder}: {error}; name a folder that can be written, with room") from error
@@ -86,6 +86,7 @@ class DiskStore:
                 )
             time.sleep(0.05)
         self._index = sqlite3.connect(self.folder / "index.sqlite", check_same_thread=False, isolation_level=None)
+        self._index.execute("PRAGMA trusted_schema=OFF")
         self._index.execute("PRAGMA journal_mode=WAL")
         self._index.execute("PRAGMA synchronous=NORMAL")
         self._index.execute("CREATE TABLE IF NOT EXISTS about (format TEXT, blocks TEXT)")

@@ -22,7 +22,7 @@ from kvjax.fidelity.statistics import (
     proportion,
     ratio_of_perplexities,
 )
-from kvjax.policies.decode import DecodePolicy, Dense, Window, parse
+from kvjax.policies.decode import DecodePolicy, Dense, Window, parse_recorded
 from pallas_kernels.bench.formats import estimate, span
 from pallas_kernels.bench.formats import table as terminal_table
 
@@ -459,7 +459,7 @@ def _cells(figures: dict[str, Any], row: dict[str, Any]) -> list[str]:
 
 def _policy(name: str) -> DecodePolicy:
     """The policy of a name in a panel, without its cache format."""
-    return parse(name.partition(OVER)[0])
+    return parse_recorded(name.partition(OVER)[0])
 
 
 def policy_and_keys(name: str) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvjax.models.fields import BELOW
 from kvjax.packing import TABLES, UNPACKED
 from pallas_kernels.matrices import MatrixFormat
 
@@ -81,12 +81,18 @@ def _names(target: str, module: str) -> bool:
 
 
 def _matches(pattern: str, module: str) -> bool:
+    """Whether a regular expression of a checkpoint matches the beginning of a module's name. ValueError if it does not end in a second."""
+    import regex  # here, because few checkpoints need it
+
+    remedy = "correct it, or download the model again"
     try:
-        return re.match(pattern, module) is not None
-    except re.error as error:
-        raise ValueError(
-            f"config.json: {pattern!r} in quantization_config is no regular expression ({error}): correct it, or download the model again"
-        ) from error
+        return regex.match(pattern, module, timeout=1) is not None
+    except (regex.error, RecursionError, OverflowError) as error:
+        said = f"{pattern!r:.200} in quantization_config is no regular expression ({error})"
+        raise ValueError(f"config.json: {said}: {remedy}") from error
+    except TimeoutError:
+        said = f"{pattern!r:.200} in quantization_config takes too long to match {module}"
+        raise ValueError(f"config.json: {said}: {remedy}") from None
 
 
 def _loosely(entry: str, module: str) -> bool:
@@ -111,18 +117,18 @@ def split(fields: Fields) -> tuple[Fields, Published | None]:
 def parse(config: Any) -> Published:
     """What a `quantization_config` says. The ValueError names what cannot be read."""
     if not isinstance(config, Mapping):
-        raise ValueError(f"config.json: quantization_config is {config!r}; it must be an object")
+        raise ValueError(f"config.json: quantization_config is {config!r:.200}; it must be an object")
     method = config.get("quant_method") or ("compressed-tensors" if "config_groups" in config else None)
     if not isinstance(method, str) or method not in _PARSERS:
         known = ", ".join(sorted(_PARSERS))
-        raise ValueError(f"config.json: quantization_config has quant_method {method!r}; supported: {known}. For others: {REMEDY}")
+        raise ValueError(f"config.json: quantization_config has quant_method {method!r:.200}; supported: {known}. For others: {REMEDY}")
     published = _PARSERS[method]({name: value for name, value in config.items() if value is not None})  # null is the default
     logger.info("config.json: weights are packed (%s); activations keep the compute dtype", method)
     return published
 
 
 def _unsupported(what: str, value: Any, supported: str) -> ValueError:
-    return ValueError(f"config.json: {what} of quantization_config is {value!r}; supported: {supported}. For others: {REMEDY}")
+    return ValueError(f"config.json: {what} of quantization_config is {value!r:.200}; supported: {supported}. For others: {REMEDY}")
 
 
 def _skipped(config: Fields, *names: str) -> tuple[str, ...]:
@@ -130,10 +136,14 @@ def _skipped(config: Fields, *names: str) -> tuple[str, ...]:
     found: list[str] = []
     for name in names:
         entries = config.get(name) or []
-        if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        if not _are_names(entries):
             raise _unsupported(name, entries, "a list of names")
         found += entries
     return tuple(found)
+
+
+def _are_names(entries: Any) -> bool:
+    return isinstance(entries, list) and all(isinstance(entry, str) for entry in entries)
 
 
 def _fp8(config: Fields) -> Published:
@@ -150,7 +160,12 @@ def _fp8(config: Fields) -> Published:
 
 
 def _is_block(block: Any) -> bool:
-    return isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
+    return isinstance(block, list | tuple) and len(block) == 2 and all(map(_is_size, block))
+
+
+def _is_size(value: Any) -> bool:
+    """Whether it is a number of rows or columns."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < BELOW
 
 
 def _awq(config: Fields) -> Published:
@@ -184,7 +199,7 @@ def _group(name: str, size: Any) -> int | None:
     """Columns of a group; None: whole rows."""
     if size == -1:
         return None
-    if not isinstance(size, int) or size < 2 or size % 2:
+    if not _is_size(size) or size % 2:
         raise _unsupported(name, size, "an even number of columns, or -1 for whole rows")
     return size
 
@@ -198,7 +213,8 @@ def _compressed(config: Fields) -> Published:
     for name in ("kv_cache_scheme", "transform_config"):
         if config.get(name):
             raise _unsupported(name, config[name], "null")
-    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+    sparsity = config.get("sparsity_config") or {}
+    if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
         raise _unsupported("sparsity_config", config["sparsity_config"], "null or format 'dense'")
     if config.get("quantization_status", "compressed") != "compressed":
         raise _unsupported("quantization_status", config["quantization_status"], "'compressed'")
@@ -214,9 +230,14 @@ def _compressed_rule(name: str, group: Any, outer: Any) -> Rule:
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         raise _unsupported(f"weights of {name}", weights, "an object")
+    weights = {field: value for field, value in weights.items() if value is not None}
     stored, kind, bits = group.get("format") or outer, weights.get("type", "int"), weights.get("num_bits")
+    if not isinstance(stored, str) or not isinstance(kind, str) or not isinstance(bits, int):
+        raise _unsupported(
+            f"weights of {name}", f"{kind} of {bits} bits in {stored}", "names of a type and of a format, and a number of bits"
+        )
     if stored not in _FORMATS or (_FORMATS[stored] not in (None, kind, "pack")):
-        raise _unsupported(f"format of {name}", stored, f"{', '.join(_FORMATS)}, which must agree with the type {kind!r}")
+        raise _unsupported(f"format of {name}", stored, f"{', '.join(_FORMATS)}, which must agree with the type {kind!r:.200}")
     packed = stored == "pack-quantized"
     if (kind, bits, packed) not in {("float", 8, False), ("int", 8, False), ("int", 8, True), ("int", 4, True)}:
         known = "float or int of 8 bits, int of 4 bits in pack-quantized"
@@ -227,6 +248,8 @@ def _compressed_rule(name: str, group: Any, outer: Any) -> Rule:
         raise _unsupported(f"dynamic of {name}", weights["dynamic"], "false")
     codes = {("float", 8): "fp8_e4m3", ("int", 8): "int8", ("int", 4): "int4"}[kind, bits]
     targets = group.get("targets") or ["Linear"]
+    if not _are_names(targets):
+        raise _unsupported(f"targets of {name}", targets, "a list of names")
     return Rule("words" if packed else "plain", _compressed_format(name, codes, weights), tuple(targets), bits=bits)
 
 

@@ -29,6 +29,7 @@ from kvjax.serving.cli.options import (
     token_count,
     whole,
 )
+from kvjax.serving.session.limits import MAX_HISTORY, MAX_POLICIES
 from kvjax.serving.session.pace import MESSAGES_PER_SECOND
 from pallas_kernels.extras import needs_extras
 
@@ -42,13 +43,57 @@ PoliciesOption = Annotated[
     typer.Option(
         "--policy",
         "-p",
-        help="What each decode step reads. Sessions may name others that need no other index; give it again for those that do.",
+        help="What each decode step reads. Give it again for others that sessions may name.",
         show_default=False,
     ),
 ]
+AllowedOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-policy",
+        help="A built-in policy that sessions may name, too, as top:32, or a form with '*', as 'window:*'. It must need no other index "
+        "than those of --policy. Give it again for more.",
+        show_default=False,
+    ),
+]
+MaxPoliciesOption = Annotated[
+    int, typer.Option(help="Distinct policies that sessions bring in by forms with '*'. Each compiles at its first use.", **whole())
+]
+WarmupOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Before listening, compile every policy's steps for histories of up to so many tokens, as 32k. Others wait while steps of "
+        "longer ones are compiled. [default: one page]",
+        show_default=False,
+        **token_count(),
+    ),
+]
+HistoryOption = Annotated[int, typer.Option(help="The most tokens of one session's history, as 4M.", **token_count())]
 MessagesOption = Annotated[
     float,
     typer.Option(help="Messages with tokens, in all streams together. Beyond that, a message has several tokens.", **number(above=0)),
+]
+DemoteOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Move pages of a session that has been idle for so long to host memory. [default: only when others need the room]",
+        show_default=False,
+        **number(above=0),
+    ),
+]
+HostMemoryOption = Annotated[
+    int | None,
+    typer.Option(
+        "--host-memory", help="Host memory for pages of idle sessions, as 64GB. [default: no limit]", show_default=False, **byte_count()
+    ),
+]
+WindowOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens of a history that stay in the cache, as 32k; older ones are dropped. [default: all]",
+        show_default=False,
+        **token_count(),
+    ),
 ]
 
 ClipOption = Annotated[
@@ -65,6 +110,9 @@ StallOption = Annotated[
 def serve_command(
     model: ModelOption,
     policy: PoliciesOption = None,
+    allow_policy: AllowedOption = None,
+    max_policies: MaxPoliciesOption = MAX_POLICIES,
+    warmup_tokens: WarmupOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on. One that other machines reach needs --token-file.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of gRPC; 0 chooses a free one.", **whole(0, 65_535))] = 50051,
     http_port: Annotated[
@@ -89,20 +137,8 @@ def serve_command(
         ),
     ] = None,
     idle_minutes: Annotated[float, typer.Option(help="An idle session ends after so long.", **number(above=0))] = 30.0,
-    demote_seconds: Annotated[
-        float | None,
-        typer.Option(
-            help="Move pages of a session that has been idle for so long to host memory. [default: only when others need the room]",
-            show_default=False,
-            **number(above=0),
-        ),
-    ] = None,
-    host_memory: Annotated[
-        int | None,
-        typer.Option(
-            "--host-memory", help="Host memory for pages of idle sessions, as 64GB. [default: no limit]", show_default=False, **byte_count()
-        ),
-    ] = None,
+    demote_seconds: DemoteOption = None,
+    host_memory: HostMemoryOption = None,
     disk: Annotated[
         Path | None,
         typer.Option(
@@ -110,14 +146,8 @@ def serve_command(
         ),
     ] = None,
     disk_size: Annotated[int | None, typer.Option(help="Its largest size, as 20GB.", show_default=False, **byte_count())] = None,
-    window: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of a history that stay in the cache, as 32k; older ones are dropped. [default: all]",
-            show_default=False,
-            **token_count(),
-        ),
-    ] = None,
+    window: WindowOption = None,
+    max_history: HistoryOption = MAX_HISTORY,
     max_tokens: Annotated[int, typer.Option(help="The most token ids in one call.", **token_count())] = 2**20,
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens that one call generates.", **token_count())] = 32_768,
     clip_max_tokens: ClipOption = False,
@@ -170,10 +200,14 @@ def serve_command(
     split = {"mesh": mesh, "cache_format": cache_format, "page_size": page_size, "prefill_chunk": prefill_chunk}
     engine = _engine(load_model(model, dtype, max_positions, mesh), policy or [None], max_batch, pages, device_memory, split)
     metrics = Metrics()
-    limits = {"capacity": capacity, "idle_ttl_s": 60 * idle_minutes, "demote_after_s": demote_seconds, "window": window}
+    limits = {"allow_policies": allow_policy or (), "max_policies": max_policies, "max_history": max_history}
+    limits |= {"capacity": capacity, "idle_ttl_s": 60 * idle_minutes, "demote_after_s": demote_seconds, "window": window}
     limits |= {"host_bytes": host_memory, "disk": disk, "disk_bytes": disk_size, "state": state}
     runtime = SessionRuntime(engine, slots=max_batch, max_gap_ms=max_gap_ms, observe=metrics.observe, **limits)
     server = Server(runtime, metrics, options)
+    for each in runtime.policies:  # so that no client waits for a compiler
+        typer.echo(f"compiling {each}", err=True)
+        runtime.warmup(each, warmup_tokens)
     typer.echo(f"{model}: {engine.policy.describe()}, {engine.allocators['full'].total:,} pages of {page_size} tokens", err=True)
     if state is not None:
         typer.echo(f"sessions from {state}: {runtime.gauges()['sessions']:,}", err=True)
@@ -198,23 +232,23 @@ def _engine(
 
 
 def _until_told(server: Server, drain_seconds: float) -> None:
-    """Serve until SIGTERM or Ctrl-C, and then end well."""
+    """Serve until SIGTERM or Ctrl-C, and then end well; at once after a second one."""
     from kvjax.serving.session.server import freeze_live_objects
 
     log = logging.getLogger("kvjax.server")
     log.addHandler(logging.StreamHandler(sys.stderr))
     log.setLevel(logging.INFO)
-    ended = threading.Event()
+    ended, hurry = threading.Event(), threading.Event()
     for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, lambda *_: ended.set())
+        signal.signal(each, lambda *_: (hurry if ended.is_set() else ended).set())
     freeze_live_objects()
     server.start()
     host = server.options.host
     http = "" if server.http_port is None else f", http{'s' if server.options.certificate else ''}://{host}:{server.http_port}"
     typer.echo(f"listening on {host}:{server.port}{http}", err=True)
     ended.wait()
-    typer.echo(f"ending: calls may run for {drain_seconds:g} s more", err=True)
-    server.stop(drain_seconds)
+    typer.echo(f"ending: calls may run for {drain_seconds:g} s more; a second Ctrl-C ends them now", err=True)
+    server.stop(drain_seconds, hurry)
 
 
 def _tokens(path: Path | None) -> tuple[str, ...]:

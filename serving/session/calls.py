@@ -30,6 +30,7 @@ class Calls:
 
     def __init__(self, runtime: SessionRuntime, options: ServerOptions, pace: Pace):
         self._runtime, self._max_tokens, self._max_new_tokens = runtime, options.max_tokens, options.max_new_tokens
+        self._max_stop_tokens = min(options.max_stop_tokens, runtime.engine.config.vocab_size)
         self._most_bytes, self._pace, self._types = options.max_message_bytes, pace, protocol()
 
     def CreateSession(self, request: Any, context: Any) -> Any:
@@ -37,9 +38,7 @@ class Calls:
         if request.history_mode not in (self._types.HISTORY_MODE_UNSPECIFIED, self._types.HISTORY_MODE_EXACT):
             raise InvalidArgument(f"there is no history mode {request.history_mode}", field="history_mode")
         tokens, policy = self._tokens(request.token_ids), request.policy or None
-        session = self._heard(
-            self._runtime.create(tokens, policy=policy, timeout=context.time_remaining(), active=context.is_active), context
-        )
+        session = self._heard(self._runtime.create(tokens, policy=policy, **_patience(context)), context)
         return self._types.CreateSessionResponse(session_id=session.id, history_mode=self._types.HISTORY_MODE_EXACT)
 
     def AppendTokens(self, request: Any, context: Any) -> Any:
@@ -79,15 +78,13 @@ class Calls:
 
     def GetSessionInfo(self, request: Any, context: Any) -> Any:
         """What is known of a session."""
-        info = self._runtime.session(request.session_id).info(timeout=context.time_remaining())
+        info = self._runtime.session(request.session_id).info(**_patience(context))
         fields = ("history_tokens", "cached_tokens", "dropped_tokens", "kv_live_bytes", "demoted", "generating", "policy", "violations")
         return self._types.GetSessionInfoResponse(**{name: getattr(info, name) for name in fields})
 
     def ForkSession(self, request: Any, context: Any) -> Any:
         """A second session with the same history."""
-        child = self._heard(
-            self._runtime.session(request.session_id).fork(timeout=context.time_remaining(), active=context.is_active), context
-        )
+        child = self._heard(self._runtime.session(request.session_id).fork(**_patience(context)), context)
         return self._types.ForkSessionResponse(session_id=child.id)
 
     def _heard(self, session: Session, context: Any) -> Session:
@@ -105,13 +102,13 @@ class Calls:
     def _append(self, session_id: str, request: Any, context: Any) -> Any:
         at = request.at if request.HasField("at") else None
         tokens = self._tokens(request.token_ids)
-        length = self._runtime.session(session_id).append(tokens, at=at, timeout=context.time_remaining(), active=context.is_active)
+        length = self._runtime.session(session_id).append(tokens, at=at, **_patience(context))
         return self._types.AppendTokensResponse(history_tokens=length)
 
     def _begin(self, session_id: str, request: Any) -> Generation:
-        stops, most = len(request.sampling.stop_tokens.token_ids), self._runtime.engine.config.vocab_size
+        stops, most = len(request.sampling.stop_tokens.token_ids), self._max_stop_tokens
         if stops > most:  # millions of them would take seconds to look at
-            raise InvalidArgument(f"{stops} stop tokens are more than the {most} of the vocabulary", field="stop_token_ids")
+            raise InvalidArgument(f"{stops:,} stop tokens in one call are more than the limit of {most:,}", field="stop_token_ids")
         fields = sampling_fields(request.sampling)
         if fields.get("max_new_tokens", 1) > self._max_new_tokens:
             raise InvalidArgument(f"max_new_tokens is above the server's limit of {self._max_new_tokens}", field="max_new_tokens")
@@ -150,6 +147,11 @@ class _Asked:
     def generates(self) -> bool:
         """Whether it asks for a generation."""
         return not isinstance(self.request, SessionError | None) and self.request.WhichOneof("action") == "generate"
+
+
+def _patience(context: Any) -> dict[str, Any]:
+    """How long a call's client waits: arguments of methods of a runtime."""
+    return {"timeout": context.time_remaining(), "active": context.is_active}
 
 
 class _Talk:

@@ -26,11 +26,14 @@ from kvjax.cache import OutOfPages
 from kvjax.client.errors import Cancelled, FailedPrecondition, InvalidArgument, ResourceExhausted, SessionError, SessionNotFound
 from kvjax.client.shared import SessionInfo
 from kvjax.engine import Engine
-from kvjax.policies.decode import DecodePolicy, name_of, parse
+from kvjax.policies.decode import DecodePolicy
 from kvjax.requests import Request
+from kvjax.sampling import Sampling
 from kvjax.scheduler import Scheduler
 from kvjax.sequences import CachedSequence
 from kvjax.serving.session.journal import Journal
+from kvjax.serving.session.limits import MAX_WAITING
+from kvjax.serving.session.policy_table import PolicyTable
 from kvjax.serving.session.records import Record, Violation, Window, check_invariants
 from kvjax.serving.session.shelf import Shelf
 from kvjax.serving.session.stores import Look, Stores
@@ -55,15 +58,18 @@ class Limits:
     demote_after_s: float | None
     host_bytes: int | None
     window: Window | None
+    history: int
 
 
 class SessionCore:
-    """Sessions and their generations. observe, clock: as in `SessionRuntime`. counts: events so far, by name."""
+    """Sessions and their generations. policies: those that sessions may have. observe, clock: as in `SessionRuntime`. counts: events so
+    far, by name."""
 
     def __init__(
         self,
         engine: Engine,
         limits: Limits,
+        policies: PolicyTable,
         *,
         slots: int | None,
         max_gap_ms: float | None,
@@ -72,7 +78,7 @@ class SessionCore:
         journal: Journal | None = None,
         shelf: Shelf | None = None,
     ):
-        self.engine, self.limits, self.observe, self.clock = engine, limits, observe, clock
+        self.engine, self.limits, self.policies, self.observe, self.clock = engine, limits, policies, observe, clock
         self.counts: collections.Counter[str] = collections.Counter()
         self.records: collections.OrderedDict[str, Record] = collections.OrderedDict()  # the one used longest ago first
         self._ended: collections.OrderedDict[str, str] = collections.OrderedDict()
@@ -91,20 +97,21 @@ class SessionCore:
                 raise
 
     def _restore(self, journal: Journal) -> None:
-        """Take the sessions that are on disk."""
-        for each in sorted(journal.load(), key=lambda stored: -stored.idle_s):
+        """Take the sessions that are on disk. Their idle time begins now: while no server ran, nobody could use them."""
+        for each in sorted(journal.load(), key=lambda stored: stored.written):
             try:
                 self.engine.check_tokens(each.history or [0])
             except ValueError as error:
                 raise ValueError(f"the file of session {each.id} is damaged: {error}; delete it, or restore it") from None
             try:
-                policy, used = self._policy(parse(each.policy)), self.clock() - each.idle_s
-            except (InvalidArgument, ValueError, TypeError):
+                policy = self.policies.find(each.policy)
+            except (InvalidArgument, ResourceExhausted):
+                own = ", if you know that file and trust it" if ".py:" in str(each.policy) else ""
                 raise ValueError(
                     f"session {each.id} on disk has the policy {each.policy!s:.60}, which this engine does not declare: give it, too, as "
-                    f"kvjax serve --policy {each.policy!s:.60}, or Engine(..., policies=[{each.policy!r:.60}]), or give another folder"
+                    f"kvjax serve --policy {each.policy!s:.60}, or Engine(..., policies=[{each.policy!r:.60}]){own}, or give another folder"
                 ) from None
-            self.records[each.id] = Record(each.id, policy, self.engine.new_sequence(), used, each.history, stored=True)
+            self.records[each.id] = Record(each.id, policy, self.engine.new_sequence(), self.clock(), each.history, stored=True)
 
     # Sessions
 
@@ -117,12 +124,11 @@ class SessionCore:
         self._touch(record)
         return record
 
-    def create(self, tokens: list[int], policy: str | DecodePolicy | None, kept: bool) -> Record:
+    def create(self, tokens: list[int], policy: DecodePolicy | None, kept: bool) -> Record:
         """A new session. At capacity, the idle one used longest ago ends. kept: whether it is on disk, where sessions are."""
-        chosen = None if policy is None else self._policy(policy)
         self._check_length(len(tokens))
         leaving = self._leaving_for_one()
-        record = Record(secrets.token_hex(16), chosen, self.engine.new_sequence(), self.clock(), stored=kept and self._journal is not None)
+        record = Record(secrets.token_hex(16), policy, self.engine.new_sequence(), self.clock(), stored=kept and self._journal is not None)
         record.history.extend(tokens)
         self._keep(record)  # which may fail, and then no other session ends for it
         for each in leaving:
@@ -140,6 +146,7 @@ class SessionCore:
         """A second session with the same history. It shares sealed pages."""
         for each in self._leaving_for_one(record):
             self.end(each, "lru")
+        self._look_for_damage(record)
         self._checked(record)
         if record.sequence.suspended is not None:
             self._with_room(lambda: self._promote(record), record)
@@ -160,6 +167,7 @@ class SessionCore:
     def audit(self, record: Record) -> None:
         """Prefill what the cache holds once more, and compare the next token's logits bit by bit (INV-3). A difference closes the
         session."""
+        self._look_for_damage(record)
         sequence = record.sequence
         self._checked(record)
         if sequence.logits is None:
@@ -212,6 +220,7 @@ class SessionCore:
             raise InvalidArgument(f"the caller takes the history to have {run.at} tokens, but it has {length}", field="at")
         if not length:
             raise FailedPrecondition("the history is empty: append at least one token first")
+        self._look_for_damage(record)
         self._checked(record)
         self._truncate(record, run)
         kept = record.kept(self.limits.window)
@@ -249,8 +258,10 @@ class SessionCore:
         record = self.records.get(session_id)
         if record is None or record.idle:
             self.answer(call, future)
-        else:
+        elif record.has_room_for_a_call(MAX_WAITING):
             record.waiting.append((call, future))
+        else:
+            self.answer(_refuse_to_wait, future)
 
     def answer(self, task: Callable[[], Any], future: Future) -> None:
         """Run a task, unless its caller has given up."""
@@ -260,6 +271,21 @@ class SessionCore:
             future.set_result(task())
         except BaseException as error:
             future.set_exception(error)
+
+    def warm_up(self, policy: DecodePolicy, tokens: int | None) -> None:
+        """Compile what generations under a policy run, for histories of up to so many tokens: greedy steps, and those that draw at random
+        for histories of a few pages."""
+        self.engine.warmup(tokens=tokens, policy=policy)
+        for temperature in (0.0, 1.0):
+            (sequence,) = self.engine.prefill([[0]])
+            try:
+                sampling = Sampling(max_new_tokens=2, temperature=temperature, ignore_eos=True)
+                run = Run("", sampling, None, over=True)  # nobody is told of its tokens
+                handle = self.scheduler.submit(Request([0], sampling, id=run, policy=policy), sequence)
+                while handle.completion is None:
+                    self.step()
+            finally:
+                self.engine.free(sequence)
 
     def end_all(self) -> None:
         """Stop everything, and free all pages. Sessions that are on disk stay there."""
@@ -340,7 +366,7 @@ class SessionCore:
         """A new session is there."""
         if record.stored:
             try:
-                self._journal.create(record.id, name_of(record.policy or self.scheduler.policy), record.history)
+                self._journal.create(record.id, self.policies.name(record.policy or self.scheduler.policy), record.history)
             except BaseException:
                 self.engine.free(record.sequence)
                 raise
@@ -360,14 +386,10 @@ class SessionCore:
         while record.waiting and record.run is None and record.id in self.records:
             self.answer(*record.waiting.popleft())
 
-    def _policy(self, name: str | DecodePolicy) -> DecodePolicy:
-        try:
-            return self.engine.declared(name)
-        except (ValueError, TypeError) as error:
-            raise InvalidArgument(str(error), field="policy") from None
-
     def _check_length(self, tokens: int) -> None:
-        """ResourceExhausted for a history that never fits, unless a window drops what is too much."""
+        """ResourceExhausted for a history above the limit, and for one that never fits, unless a window drops what is too much."""
+        if tokens > self.limits.history:
+            raise ResourceExhausted(f"a history of {tokens:,} tokens is above the limit of {self.limits.history:,} (--max-history)")
         if self.limits.window is None:
             self._told(lambda: self.engine.check_length(tokens))
 
@@ -459,6 +481,13 @@ class SessionCore:
         self.counts["truncated"] += 1
         self._begin_again(record)
 
+    def _look_for_damage(self, record: Record) -> None:
+        """Where a session's pages on disk are not those that were written, its history is prefilled again, with the same bits."""
+        if record.on_disk and not record.sequence.suspended.whole:
+            logger.error("session %s: its pages on disk are damaged; its history is prefilled again", record.id[:8])
+            self.counts["damaged"] += 1
+            self._begin_again(record)
+
     def _begin_again(self, record: Record) -> None:
         """Drop what the cache holds of a session. The next generation prefills its history."""
         if record.sequence in self.engine.sequences:
@@ -502,6 +531,8 @@ class SessionCore:
         """Take a generation from the scheduler, if it has not ended."""
         if run.over:
             return
+        if run.turn is not None:
+            run.turn.cancel()  # it waits no more, if it did
         if run.handle is not None:
             self._runs.pop(run.handle, None)
             self.scheduler.cancel(run.handle)
@@ -524,6 +555,10 @@ class SessionCore:
         engine = self.engine
         half_way = sequence.failed is not None or engine.slices_left(sequence) < engine.slices_left(None)
         return half_way or sequence not in engine.sequences
+
+
+def _refuse_to_wait() -> None:
+    raise ResourceExhausted(f"{MAX_WAITING:,} calls wait for the session already, the limit: try again later", reason="calls")
 
 
 def _pages_held(record: Record) -> int:

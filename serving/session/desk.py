@@ -18,11 +18,15 @@ from typing import Any
 
 from kvjax.checks import whole_number
 from kvjax.client.errors import Cancelled, ResourceExhausted, SessionError, Unauthenticated, Unavailable
+from kvjax.serving.session.limits import MAX_STOP_TOKENS
 from kvjax.serving.session.metrics import Metrics
 from kvjax.serving.session.pace import MESSAGES_PER_SECOND, Pace
 from kvjax.serving.session.runtime import SessionRuntime
 
 logger = logging.getLogger("kvjax.server")
+
+HURRY_S = 0.2
+"""How often a server that drains looks whether it is to hurry."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +41,7 @@ class ServerOptions:
         max_message_bytes: the largest message that it reads.
         max_tokens: the most token ids in one call.
         max_new_tokens: the most tokens that one call may generate.
+        max_stop_tokens: the most stop tokens of one call.
         max_calls: calls at once; each takes a thread.
         calls_per_second: of each token, on average, in bursts of up to ten seconds' worth; None: no limit. Each message of a
             Converse counts.
@@ -54,6 +59,7 @@ class ServerOptions:
     max_message_bytes: int = 16 * 2**20
     max_tokens: int = 2**20
     max_new_tokens: int = 32_768
+    max_stop_tokens: int = MAX_STOP_TOKENS
     max_calls: int = 256
     calls_per_second: float | None = None
     messages_per_second: float = MESSAGES_PER_SECOND
@@ -63,7 +69,7 @@ class ServerOptions:
     clip_max_tokens: bool = False
 
     def __post_init__(self):
-        for name in ("port", "max_message_bytes", "max_tokens", "max_new_tokens", "max_calls"):
+        for name in ("port", "max_message_bytes", "max_tokens", "max_new_tokens", "max_stop_tokens", "max_calls"):
             whole_number(name, getattr(self, name), 0 if name == "port" else 1)
         if any(len(token) < 16 or not token.isascii() for token in self.tokens):
             raise ValueError("a bearer token must have at least 16 characters, all of them ASCII")
@@ -176,11 +182,13 @@ class Desk:
         finally:
             self._sending.pop(call, None)
 
-    def drain(self, seconds: float) -> None:
-        """Refuse new calls, and wait for those under way to end, for so long at most."""
+    def drain(self, seconds: float, hurry: threading.Event | None = None) -> None:
+        """Refuse new calls, and wait for those under way to end, for so long at most, or until `hurry` is set."""
+        until = time.monotonic() + seconds
         with self._changed:
             self.ending = True
-            self._changed.wait_for(lambda: not self._under_way, min(seconds, threading.TIMEOUT_MAX))  # beyond it, Python refuses
+            while self._under_way and not (hurry and hurry.is_set()) and (left := until - time.monotonic()) > 0:
+                self._changed.wait(min(left, HURRY_S))
 
     def close(self) -> None:
         """Watch no more."""

@@ -1,10 +1,12 @@
 """Histories on disk, so that sessions outlive their server's process.
 
-A folder has one file for each session: a line of JSON, and then its tokens, in one record for each call that brought some. A record is
-their number, a checksum (CRC-32) of them, one of these two numbers, and the tokens, all as 32-bit integers. It is written before the call
-is answered. So a killed process loses no token that it has acknowledged, and of a call that it was writing down, the next process finds all
-tokens or none. A machine that loses power may lose tokens, because the file is not synced. Keys and values are not stored: the first
-generation after a restart prefills the history again, with the same bits.
+A folder has one file for each session: a line of JSON with its checksum, and then its tokens, in one record for each call that brought
+some. A record is their number, a checksum of them, one of these two numbers, and the tokens, all as 32-bit integers. Checksums are CRC-32,
+which finds damage, and no forger: who can write to the folder can write other histories. Each checksum goes on from the one before it, so
+that a record that is lost, doubled or from another file is found, too. A record is written before its call is answered. So a killed process
+loses no token that it has acknowledged, and of a call that it was writing down, the next process finds all tokens or none. A machine that
+loses power may lose tokens, because the file is not synced. Keys and values are not stored: the first generation after a restart prefills
+the history again, with the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import logging
 import os
 import struct
 import sys
-import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ from kvjax.client.errors import ResourceExhausted
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".session"
-VERSION = 3
+VERSION, FORMER = 4, 3
 NUMBERS = struct.Struct("<II")
 """Of a record: the number of its tokens, and their checksum."""
 HEAD = struct.Struct("<III")
@@ -38,12 +39,13 @@ half-written."""
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """One session of a folder. idle_s: seconds since it was written to."""
+    """One session of a folder. policy: the name of its policy. written: when its file was written to last, by the file system's clock. It
+    says which session is older, and no more: that clock may jump."""
 
     id: str
     policy: str
     history: array.array
-    idle_s: float
+    written: float
 
 
 class Journal:
@@ -54,7 +56,7 @@ class Journal:
 
     def __init__(self, folder: Path, model: str):
         self._folder, self._model = folder, model
-        self._ends: dict[str, int] = {}  # where the next record goes
+        self._ends: dict[str, tuple[int, int]] = {}  # where the next record goes, and the checksum so far
         self._left: set[str] = set()  # sessions that have ended, whose files could not be deleted
         folder.mkdir(0o700, parents=True, exist_ok=True)  # who can list it knows the sessions' ids, and can read what was said
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -65,8 +67,8 @@ class Journal:
             raise ValueError(f"another process has the sessions in {folder}: give each server a folder of its own") from None
 
     def load(self) -> Iterator[Stored]:
-        """The sessions that are there. A record that a kill left half-written is dropped. ValueError for a file that is no session, or one
-        of another model or version."""
+        """The sessions that are there. A record that a kill left half-written is dropped. ValueError, which names the file, for one that is
+        no session or is damaged, and for one of another model or version."""
         for path in self._folder.glob("*.partial"):  # of a session whose caller was not told of it
             path.unlink()
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):
@@ -74,26 +76,20 @@ class Journal:
                 content = path.read_bytes()
             except OSError as error:
                 raise ValueError(f"{path} cannot be read: {error.strerror}; delete it, or restore it") from None
-            line, _, tokens = content.partition(b"\n")
-            try:
-                header = json.loads(line)
-                made_with, policy = (header["version"], header["model"]), header["policy"]
-            except (ValueError, KeyError, TypeError, RecursionError):
-                raise ValueError(f"{path} is damaged: its first line is no header of a session; delete it, or restore it") from None
-            if made_with != (VERSION, self._model):
-                raise ValueError(f"{path} is a session of another model, or of another version of kvjax: give another folder, or delete it")
-            history, read = _records(tokens, path)
-            self._ends[path.stem] = len(line) + 1 + read
-            if read < len(tokens):
-                os.truncate(path, self._ends[path.stem])
-            yield Stored(path.stem, policy, history, max(0.0, time.time() - path.stat().st_mtime))
+            policy, start, checksum = self._header(content, path)
+            history, end, checksum = _records(content, start, checksum, path)
+            self._ends[path.stem] = end, checksum
+            if end < len(content):
+                os.truncate(path, end)
+            yield Stored(path.stem, policy, history, path.stat().st_mtime)
 
     def create(self, session_id: str, policy: str, history: array.array) -> None:
         """Write a new session. ResourceExhausted if the disk is full."""
-        line = json.dumps({"version": VERSION, "model": self._model, "policy": policy}).encode() + b"\n"
+        line = _line({"version": VERSION, "id": session_id, "model": self._model, "policy": policy})
+        record, checksum = _record(history, zlib.crc32(line))
         partial = self._path(session_id).with_suffix(".partial")
         with _disk_errors():
-            content = line + _record(history)
+            content = line + record
             try:
                 partial.write_bytes(content)
                 partial.replace(self._path(session_id))
@@ -101,13 +97,14 @@ class Journal:
                 with contextlib.suppress(OSError):
                     partial.unlink(missing_ok=True)
                 raise
-        self._ends[session_id] = len(content)
+        self._ends[session_id] = len(content), checksum
 
     def extend(self, session_id: str, tokens: list[int]) -> None:
         """Write tokens after those of a session. ResourceExhausted if the disk is full; then they count as not there."""
         if not tokens:
             return
-        start, content, written = self._ends[session_id], _record(array.array("i", tokens)), 0
+        start, checksum = self._ends[session_id]
+        (content, checksum), written = _record(array.array("i", tokens), checksum), 0
         with _disk_errors():
             handle = os.open(self._path(session_id), os.O_WRONLY)
             try:
@@ -119,7 +116,7 @@ class Journal:
                     raise
             finally:
                 os.close(handle)
-        self._ends[session_id] = start + len(content)
+        self._ends[session_id] = start + len(content), checksum
 
     def end(self, session_id: str) -> None:
         """Delete a session. Where the disk does not allow that, it is tried again when others end."""
@@ -140,6 +137,26 @@ class Journal:
             os.close(self._lock)
             self._lock = -1
 
+    def _header(self, content: bytes, path: Path) -> tuple[str, int, int]:
+        """The policy that a file's first line names, where its records begin, and the checksum so far."""
+        line, newline, _ = content.partition(b"\n")
+        text, _, given = line.rpartition(b" ")
+        try:
+            if given != b"%08x" % zlib.crc32(text) or not newline:
+                raise ValueError("another checksum")
+            header = json.loads(text)
+            made_with, session_id, policy = (header["version"], header["model"]), header["id"], header["policy"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            if line.startswith(b'{"version": %d,' % FORMER) and newline:
+                said = f"is a session of an earlier version of kvjax, whose first line had no checksum ({FORMER}): delete it"
+                raise ValueError(f"{path} {said}, or give another folder") from None
+            raise ValueError(f"{path} is damaged: its first line is no header of a session; delete it, or restore it") from None
+        if made_with != (VERSION, self._model):
+            raise ValueError(f"{path} is a session of another model, or of another version of kvjax: give another folder, or delete it")
+        if session_id != path.stem:
+            raise ValueError(f"{path} is the file of session {session_id!s:.40}: give it that name again, or delete it")
+        return policy, len(line) + 1, zlib.crc32(line + newline)
+
     def _path(self, session_id: str) -> Path:
         return self._folder / f"{session_id}{SUFFIX}"
 
@@ -152,30 +169,40 @@ def _disk_errors() -> Iterator[None]:
         raise ResourceExhausted(f"a session could not be written to disk: {error.strerror}") from error
 
 
-def _record(tokens: array.array) -> bytes:
-    """What is written of the tokens of one call; nothing for none."""
+def _line(header: dict[str, object]) -> bytes:
+    """The first line of a file: its header, and the header's checksum."""
+    text = json.dumps(header).encode()
+    return b"%b %08x\n" % (text, zlib.crc32(text))
+
+
+def _record(tokens: array.array, checksum: int) -> tuple[bytes, int]:
+    """What is written of the tokens of one call, nothing for none; and the checksum so far. checksum: of what stands before."""
     if sys.byteorder == "big":
         tokens = tokens[:]
         tokens.byteswap()
     content = tokens.tobytes()
-    numbers = NUMBERS.pack(len(tokens), zlib.crc32(content))
-    return HEAD.pack(*NUMBERS.unpack(numbers), zlib.crc32(numbers)) + content if content else b""
+    if not content:
+        return b"", checksum
+    checksum = zlib.crc32(content, checksum)
+    numbers = NUMBERS.pack(len(tokens), checksum)
+    return HEAD.pack(*NUMBERS.unpack(numbers), zlib.crc32(numbers)) + content, checksum
 
 
-def _records(content: bytes, path: Path) -> tuple[array.array, int]:
-    """The tokens of all whole records, and how many bytes these take. ValueError for a checksum that is wrong."""
-    history, at = array.array("i"), 0
+def _records(content: bytes, at: int, checksum: int, path: Path) -> tuple[array.array, int, int]:
+    """The tokens of all whole records from a place of a file on, where these end, and the checksum there. checksum: of what stands before.
+    ValueError for a checksum that is wrong."""
+    history = array.array("i")
     while len(content) - at >= HEAD.size:
-        count, checksum, head_checksum = HEAD.unpack_from(content, at)
+        count, given, head_checksum = HEAD.unpack_from(content, at)
         start, end = at + HEAD.size, at + HEAD.size + 4 * count
         good = count > 0 and zlib.crc32(content[at : at + NUMBERS.size]) == head_checksum
         if good and end > len(content):
             break
         tokens = content[start:end]
-        if not good or zlib.crc32(tokens) != checksum:
+        if not good or zlib.crc32(tokens, checksum) != given:
             raise ValueError(f"{path} is damaged: tokens after the first {len(history)} are not those written; delete it, or restore it")
         history.frombytes(tokens)
-        at = end
+        at, checksum = end, given
     if sys.byteorder == "big":
         history.byteswap()
-    return history, at
+    return history, at, checksum

@@ -44,6 +44,10 @@ def asked(body: Any, chat: bool, runtime: SessionRuntime, options: ServerOptions
     model = runtime.engine.model
     if not isinstance(body, Mapping):
         raise InvalidArgument("the body must be a JSON object")
+    prompt = body.get("prompt")
+    prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
+    if isinstance(prompt, list) and len(prompt) > options.max_tokens:  # before each of millions is looked at
+        raise _too_many(len(prompt), options)
     try:
         read = read_body(body, Fields.CHAT if chat else Fields.COMPLETIONS)
         _check_served(read)
@@ -53,7 +57,7 @@ def asked(body: Any, chat: bool, runtime: SessionRuntime, options: ServerOptions
         raise no_model(read.model, options.model_name)
     ids = _prompt(read, model)
     if len(ids) > options.max_tokens:
-        raise ResourceExhausted(f"{len(ids)} tokens of prompt are more than the server's limit of {options.max_tokens}")
+        raise _too_many(len(ids), options)
     sampling = {"temperature": 1.0, "seed": secrets.randbits(32)}
     sampling |= {name: value for name, value in read.sampling.items() if name in SHAPED}
     count = sampling.get("max_new_tokens", None if chat else COMPLETION_TOKENS)
@@ -92,6 +96,10 @@ def _with_room(count: Any, field: str, prompt: int, runtime: SessionRuntime, opt
         said += f"the server's pool of pages has room for {f'at most {room:,}' if room else 'none'} after it"
     remedy = "ask for fewer, or start the server with --clip-max-tokens" if room else "shorten the prompt"
     raise InvalidArgument(f"{said}; {remedy}", field=field, reason="context_length_exceeded")
+
+
+def _too_many(tokens: int, options: ServerOptions) -> ResourceExhausted:
+    return ResourceExhausted(f"{tokens} tokens of prompt are more than the server's limit of {options.max_tokens}")
 
 
 def no_model(given: Any, name: str) -> SessionNotFound:

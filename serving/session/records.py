@@ -88,6 +88,12 @@ class Record:
         """Whether no call is under way."""
         return self.run is None and not self.waiting
 
+    def has_room_for_a_call(self, most: int) -> bool:
+        """Whether fewer than `most` calls wait, not counting those that their callers have given up."""
+        if len(self.waiting) >= most:
+            self.waiting = collections.deque(each for each in self.waiting if not each[1].cancelled())
+        return len(self.waiting) < most
+
     def kept(self, window: Window | None, since: int = 0) -> array.array:
         """The tokens that belong into the cache, from position `since` of the cache on."""
         if not self.dropped:

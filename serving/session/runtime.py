@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set, Sized
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,17 @@ from kvjax.policies.decode import DecodePolicy
 from kvjax.sampling import Sampling
 from kvjax.serving.session.core import Limits, SessionCore
 from kvjax.serving.session.journal import Journal
+from kvjax.serving.session.limits import MAX_HISTORY, MAX_POLICIES
+from kvjax.serving.session.policy_table import PolicyTable
 from kvjax.serving.session.records import Record, check_window
 from kvjax.serving.session.shelf import Shelf
 from kvjax.serving.session.stream import Generation, Run
 
 logger = logging.getLogger(__name__)
 
+ANSWERS_S = 0.02
+"""Between two steps, calls are answered for so long; the others wait for the next step. Without a bound, clients that call without pause
+would stop the generations."""
 SWEEP_SECONDS = 1.0
 """How often idle sessions are looked at."""
 PUBLISH_SECONDS = 0.1
@@ -58,10 +63,12 @@ class SessionRuntime:
 
     Args:
         engine: the engine, with the decode policies that sessions may name.
+        allow_policies: built-in policies that they may name besides, as top:32, or forms of some, as window:*.
+        max_policies: how many distinct policies of forms sessions may bring in. Each compiles at its first use, and others wait meanwhile.
         capacity: sessions at once. At capacity, `create` ends the idle one that was used longest ago.
         slots: generations that run at once, as in `kvjax.Scheduler`. It fixes the batch bucket, on which bits depend. Others wait.
         max_gap_ms: as in `kvjax.Scheduler`.
-        idle_ttl_s: seconds after which an idle session ends.
+        idle_ttl_s: seconds after which an idle session ends. Only time in which a runtime has the session counts.
         demote_after_s: seconds after which the pages of an idle session are moved to host memory; None: only when others need the room.
             They come back, with the same bits, when the session is used.
         host_bytes: the most bytes of pages in host memory; None: no limit.
@@ -71,6 +78,7 @@ class SessionRuntime:
         window: the most tokens of a history that stay in the cache when a generation begins; None: all of them, and a history that is too
             long for the model or the pool is an error. The first page stays, and the oldest tokens after it are dropped, a quarter of the
             window at a time; the rest is then prefilled again.
+        max_history: the most tokens of one history, in the cache or not.
         state: a folder in which histories are kept, so that sessions outlive the process (`kvjax.serving.session.journal`); None: nowhere.
         observe: called in the runtime's thread with the name of a metric and a value (`kvjax.serving.session.metrics`).
         clock: seconds, for what is idle.
@@ -80,6 +88,8 @@ class SessionRuntime:
         self,
         engine: Engine,
         *,
+        allow_policies: Sequence[str] = (),
+        max_policies: int = MAX_POLICIES,
         capacity: int = 64,
         slots: int | None = None,
         max_gap_ms: float | None = None,
@@ -89,6 +99,7 @@ class SessionRuntime:
         disk: str | Path | None = None,
         disk_bytes: int | None = None,
         window: int | None = None,
+        max_history: int = MAX_HISTORY,
         state: str | Path | None = None,
         observe: Callable[[str, float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -107,7 +118,9 @@ class SessionRuntime:
         optional_function("observe", observe)
         if not callable(clock):
             raise ValueError(f"clock must be a function that gives seconds, got {clock!r:.60}")
-        limits = Limits(capacity, idle_ttl_s, demote_after_s, host_bytes, check_window(window, engine.page_size))
+        checked = check_window(window, engine.page_size), whole_number("max_history", max_history, 1)
+        limits = Limits(capacity, idle_ttl_s, demote_after_s, host_bytes, *checked)
+        self._policies = PolicyTable(engine, allow_policies, max_policies)
         if window is not None:
             try:
                 engine.check_length(window)
@@ -121,7 +134,7 @@ class SessionRuntime:
         journal = None if state is None else Journal(file_path(state), fingerprint(engine.model))
         options = {"slots": slots, "max_gap_ms": max_gap_ms, "observe": told, "clock": clock, "journal": journal, "shelf": shelf}
         try:
-            self._core = SessionCore(engine, limits, **options)
+            self._core = SessionCore(engine, limits, self._policies, **options)
         except BaseException:
             if journal is not None:
                 journal.close()
@@ -147,8 +160,19 @@ class SessionRuntime:
     @property
     def counts(self) -> dict[str, int]:
         """Events so far: sessions "closed", "evicted" and "failed"; "reason_close", "reason_ttl" and "reason_lru"; "demoted", of these
-        "shelved" on disk; "truncated"; violations "inv1", "inv2" and "inv3". Those that never happened are left out."""
+        "shelved" on disk, "damaged" there; "truncated"; violations "inv1", "inv2" and "inv3". Those that never happened are left out."""
         return dict(self._core.counts)
+
+    @property
+    def policies(self) -> tuple[DecodePolicy, ...]:
+        """The policies that sessions may name, but those of forms with '*'."""
+        return self._policies.fixed
+
+    def warmup(self, policy: DecodePolicy, tokens: int | None = None) -> None:
+        """Compile the steps of one of `policies`, for histories of up to `tokens` tokens (None: one page), so that its first session does
+        not wait for that. Steps with penalties, and those that draw at random in longer histories, are compiled when first used. Sessions
+        wait meanwhile. Raises as `Engine.warmup`."""
+        self._ask(lambda: self._core.warm_up(policy, tokens), None)
 
     def create(
         self,
@@ -161,15 +185,18 @@ class SessionRuntime:
     ) -> Session:
         """A new session with an initial history of token ids, possibly none.
 
-        policy: its decode policy, or its name; None: the engine's. kept: whether it is written to `state`. timeout: in seconds, as
+        policy: the name of its decode policy, one that the engine declares or `allow_policies` allows; or the policy itself; None: the
+        engine's. A name is only looked up: no file is loaded for it. kept: whether it is written to `state`. timeout: in seconds, as
         everywhere here: DeadlineExceeded after it, and then nothing was done. active: as everywhere here, asked about once a second while
         the call waits: once it says False, the call is given up with the error Cancelled, and nothing was done. InvalidArgument for wrong
-        arguments, bad tokens or a policy that the engine lacks, and nothing was done then either. ResourceExhausted if every session is in
+        arguments, bad tokens or a policy that is not there, and nothing was done then either. ResourceExhausted if every session is in
         the middle of a call, or the history can never fit.
         """
         given, kept = self._checked(tokens, least=0), arguments.yes_or_no("kept", kept)
         policy = arguments.instance("policy", policy, (str, DecodePolicy), "a decode policy, or the name of one")
-        return Session(self, self._ask(lambda: self._core.create(given, policy, kept), timeout, active).id)
+        chosen = None if policy is None else self._policies.resolve(policy)
+        with _emptied(given):
+            return Session(self, self._ask(lambda: self._core.create(given, chosen, kept), timeout, active).id)
 
     def session(self, session_id: str) -> Session:
         """The session of an id. Its methods raise SessionNotFound if there is none. InvalidArgument for anything but text."""
@@ -213,11 +240,12 @@ class SessionRuntime:
 
     def _append(self, session_id: str, tokens: Sequence[int], at: int | None, timeout: float | None, active: Active) -> int:
         given, at = self._checked(tokens, least=1), _checked_length(at)
-        return self._ask_in_turn(session_id, lambda record: self._core.append(record, given, at), timeout, active)
+        with _emptied(given):
+            return self._ask_in_turn(session_id, lambda record: self._core.append(record, given, at), timeout, active)
 
     def _generate(self, session_id: str, at: int | None, sampling: dict[str, Any]) -> Generation:
         run = Run(session_id, checked_sampling(sampling), _checked_length(at))
-        future: Future = Future()
+        run.turn = future = Future()
         future.add_done_callback(lambda done: _tell_failure(run, done))
         self._post(lambda: self._core.in_turn(session_id, lambda record: None if run.over else self._core.begin(record, run), future))
         return Generation(run, self._conclude)
@@ -229,7 +257,7 @@ class SessionRuntime:
         future: Future = Future()
         self._calls.put((lambda: self._core.conclude(run, keep), future))
         try:
-            return self._result(future, None) if wait else 0
+            return self._result(future, None, None) if wait else 0
         except Unavailable:  # the runtime was closed meanwhile, and has ended it
             return 0
 
@@ -260,8 +288,10 @@ class SessionRuntime:
             except TimeoutError:
                 if not self._thread.is_alive() and not future.done():
                     raise Unavailable("the runtime was closed before it came to this call") from None
-                if until is not None and time.monotonic() >= until and future.cancel():
-                    raise DeadlineExceeded(f"the session was busy for {timeout:g} s; nothing was done") from None
+                if until is not None and time.monotonic() >= until:
+                    if future.cancel():
+                        raise DeadlineExceeded(f"the session was busy for {timeout:g} s; nothing was done") from None
+                    until = None  # it runs now, and its result comes
                 if active is not None and not active() and future.cancel():
                     raise Cancelled("the caller has gone; nothing was done") from None
 
@@ -307,13 +337,17 @@ class SessionRuntime:
             logger.exception("idle sessions could not be looked at")
 
     def _answer(self, *, wait: bool) -> None:
-        """Run the calls that have come in. wait: for the first one, until the next sweep."""
+        """Run the calls that have come in; while generations run, for `ANSWERS_S`, and at least one. wait: for the first one, until the
+        next sweep."""
+        until = time.monotonic() + ANSWERS_S
         with contextlib.suppress(queue.Empty):
             while True:
                 call = self._calls.get(timeout=SWEEP_SECONDS) if wait else self._calls.get_nowait()
                 wait = False
                 if call is not None:
                     self._core.answer(*call)
+                if time.monotonic() > until and not self._core.scheduler.idle and not self._closing:
+                    return
 
 
 class Session:
@@ -354,10 +388,10 @@ class Session:
         runtime = self._runtime
         return Session(runtime, runtime._ask_in_turn(self.id, runtime._core.fork, timeout, active).id)
 
-    def info(self, *, timeout: float | None = None) -> SessionInfo:
-        """What is known of the session. Does not wait for its generation."""
+    def info(self, *, timeout: float | None = None, active: Active = None) -> SessionInfo:
+        """What is known of the session. Does not wait for its generation. timeout, active: as in `SessionRuntime.create`."""
         core = self._runtime._core
-        return self._runtime._ask(lambda: core.info(core.find(self.id)), timeout)
+        return self._runtime._ask(lambda: core.info(core.find(self.id)), timeout, active)
 
     def demote(self, *, timeout: float | None = None) -> None:
         """Move the session's pages to host memory now. They come back, with the same bits, when it is used."""
@@ -372,6 +406,16 @@ class Session:
         """End the session, and free its pages. A generation that runs ends with the error Cancelled."""
         core = self._runtime._core
         self._runtime._ask(lambda: core.end(core.find(self.id), "close"), timeout)
+
+
+@contextlib.contextmanager
+def _emptied(tokens: list[int]) -> Iterator[None]:
+    """Empty the tokens of a call that its caller has given up. The call itself stays in its queue, and does nothing there."""
+    try:
+        yield
+    except (DeadlineExceeded, Cancelled):
+        tokens.clear()
+        raise
 
 
 def checked_sampling(fields: dict[str, Any], known: tuple[str, ...] = SHAPED) -> Sampling:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -94,10 +95,10 @@ class Server:
 
             self._web = Web(self._desk)
 
-    def stop(self, drain_s: float = 10.0) -> None:
-        """Refuse new calls, let those under way end within `drain_s` seconds, and close the runtime."""
+    def stop(self, drain_s: float = 10.0, hurry: threading.Event | None = None) -> None:
+        """Refuse new calls, let those under way end within `drain_s` seconds, and close the runtime. hurry: once set, it ends that time."""
         self._health.enter_graceful_shutdown()
-        self._desk.drain(drain_s)
+        self._desk.drain(drain_s, hurry)
         stopped = self._server.stop(LAST_S)
         if self._web is not None:
             self._web.stop(LAST_S)
@@ -181,14 +182,14 @@ def _authorization(metadata: Any) -> str:
 
 def _gate(desk: Desk, refused: Callable[[str, Any], Iterator[Any]]) -> Any:
     """What turns away calls without a token before their messages are read: one that never comes would keep a thread. So that a balancer
-    can look, health is told to anybody."""
+    can look, `Check` of the health service is answered to anybody; its `Watch`, which never ends, is not."""
     import grpc
     from grpc_health.v1 import health
 
     class Gate(grpc.ServerInterceptor):
         def intercept_service(self, continuation: Any, details: Any) -> Any:
             service, _, name = details.method.strip("/").rpartition("/")
-            if service != health.SERVICE_NAME:
+            if (service, name) != (health.SERVICE_NAME, "Check"):
                 try:
                     desk.caller(_authorization(details.invocation_metadata))
                 except Unauthenticated:

@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from kvjax.client import arguments
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
 class Run:
     """What the runtime knows of a generation. The runtime's thread adds tokens; one other thread waits for them.
 
-    awaited: whether that thread waits for the next token. Only then does a token wake it, because a wake-up costs the runtime's thread
-    far more than a token. wakes: an entry for each wake-up. admitted: when the step began in which the scheduler turned to it. ended: when
-    its last token had come. told: whether the log says that nobody takes them.
+    awaited: whether that thread waits for the next token. Only then does a token wake it, because a wake-up costs the runtime's thread far
+    more than a token. turn: what the generation's turn is told by; cancelled when nobody waits for it any more. wakes: an entry for each
+    wake-up. admitted: when the step began in which the scheduler turned to it. ended: when its last token had come. told: whether the log
+    says that nobody takes them.
     """
 
     session_id: str
@@ -41,6 +43,7 @@ class Run:
     asked: float = dataclasses.field(default_factory=time.monotonic)
     admitted: float = 0.0
     latest: float | None = None
+    turn: Future | None = None
     over: bool = False
     ended: float = 0.0
     told: bool = False

@@ -13,6 +13,7 @@ from tiny_models import LEAST, altered, random_model
 import kvjax
 from kvjax.client import load_tokenizer
 from kvjax.models import FAMILIES, load, save
+from kvjax.prompts import encode
 from kvjax.tokenizer_loading import read_tokenizer
 
 VOCAB = {"<unk>": 0, "</s>": 3} | {f"w{n}": n for n in range(40) if n not in (0, 3)}
@@ -130,6 +131,26 @@ def test_a_tokenizer_without_tokenizer_json_is_read(asking):
     folder, _ = asking(None, {})
     (folder / "tokenizer_config.json").write_text("{}")
     assert read_tokenizer(folder).get_vocab()["w7"] == 7
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.system('touch ran') }}",
+        "{% for n in range(10 ** 12) %}x{% endfor %}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_a_chat_template_reaches_nothing_of_python(template, plain, tmp_path, monkeypatch):
+    """transformers renders it in jinja2's sandbox."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(plain, tmp_path / "m")
+    (tmp_path / "m" / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match="chat template does not take these messages"):
+        encode(read_tokenizer(tmp_path / "m"), [{"role": "user", "content": "w1"}])
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 # More ids than the embedding has rows.

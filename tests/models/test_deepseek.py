@@ -159,7 +159,7 @@ def test_fields_round_trip():
         ({"mlp_layer_types": ["dense", *["sparse"] * 60]}, r"mlp_layer_types is \['dense', 'sparse'.*no mixture of experts"),
         (
             {"layer_types": ["full_attention"] * 61},
-            "layer_types is .*it must be 'deepseek_sparse_attention' or 'indexed_attention' for each of 61 layers",
+            "layer_types is .*it must be a list of 'deepseek_sparse_attention' or 'indexed_attention', one for each of 61 layers",
         ),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"q_lora_rank": None}, "q_lora_rank is None; it must be an integer"),

@@ -13,7 +13,7 @@ from kvjax.serving.session.server import Server
 if __name__ == "__main__":
     engine = Engine(make_model(), "dense", pages=48, page_size=16, prefill_chunk=32, batch_buckets=(4,))
     metrics = Metrics()
-    runtime = SessionRuntime(engine, slots=4, capacity=8, window=128, state=sys.argv[1], observe=metrics.observe)
+    runtime = SessionRuntime(engine, slots=4, capacity=8, window=128, max_history=2**24, state=sys.argv[1], observe=metrics.observe)
     server = Server(runtime, metrics, ServerOptions(port=0))
     server.start()
     print(server.port, flush=True)

@@ -49,6 +49,9 @@ WRONG = [
     (SERVE + " --host 0.0.0.0", "--token-file"),
     (SERVE + " --window 100 --pages 8", "four pages"),
     (SERVE + " --stall-seconds 0", "0"),
+    (SERVE + " --pages 8 --allow-policy my.py:Mine", "no built-in name"),
+    (SERVE + " --max-policies 0", "0"),
+    (SERVE + " --max-history none", "none"),
     (SERVE + " --messages-per-second 0", "0"),
     # bench sessions
     (SESSIONS + " --history 10", "at least 64"),

@@ -311,7 +311,7 @@ def test_a_reader_that_takes_nothing_is_cut_off(engine, caplog):
 
 def stored(folder):
     """The histories on disk, by session, as the next server will read them. The server's process may have made other weights than this."""
-    (model, *others) = {json.loads(path.read_bytes().partition(b"\n")[0])["model"] for path in folder.glob("*.session")}
+    (model, *others) = {json.loads(path.read_bytes().partition(b"\n")[0].rpartition(b" ")[0])["model"] for path in folder.glob("*.session")}
     assert not others
     journal = Journal(folder, model)
     found = {each.id: each.history for each in journal.load()}

@@ -2,8 +2,11 @@
 
 import contextlib
 import dataclasses
+import gc
 import http.client
 import json
+import logging
+import signal
 import socket
 import threading
 import time
@@ -16,11 +19,15 @@ from character_tokenizer import make_tokenizer
 from session_servers import WAIT, serving, until
 from tiny_models import make_model
 
-from kvjax import Engine
+from kvjax import Engine, SessionRuntime
 from kvjax.client import Client
-from kvjax.client.errors import Unauthenticated
-from kvjax.client.wire import error_of, protocol
+from kvjax.client.errors import SessionError, Unauthenticated
+from kvjax.client.wire import SERVICE, error_of, protocol
+from kvjax.serving.cli.serve import _until_told
 from kvjax.serving.session import web
+from kvjax.serving.session.desk import ServerOptions
+from kvjax.serving.session.metrics import Metrics
+from kvjax.serving.session.server import Server
 
 CHUNK = 32
 CHUNKS = 20
@@ -286,3 +293,35 @@ def test_a_call_with_two_authorizations_is_refused(engine):
         assert server.runtime.gauges()["sessions"] == 0
         with Client(f"127.0.0.1:{server.port}", token=TOKENS[1]) as client, client.create_session() as session:
             assert session.info().history_tokens == 0
+
+
+def test_a_second_key_press_ends_a_server_at_once(engine, capsys):
+    """The first lets calls end, for as long as --drain-seconds says."""
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    metrics = Metrics()
+    server = Server(SessionRuntime(engine, slots=4, observe=metrics.observe), metrics, ServerOptions(port=0))
+
+    def pressing():
+        until(lambda: SERVICE in server._health._server_status)  # it has started
+        with Client(f"127.0.0.1:{server.port}", timeout_s=WAIT, retries=0) as client, contextlib.suppress(SessionError):
+            for _ in client.create_session([1, 2]).generate(max_new_tokens=600, stop_token_ids=()):
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                until(lambda: server._desk.ending)
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    presser = threading.Thread(target=pressing)
+    try:
+        presser.start()
+        began = time.monotonic()
+        _until_told(server, 1000.0)
+        assert time.monotonic() - began < WAIT
+    finally:
+        for each, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
+            signal.signal(each, handler)
+        presser.join(WAIT)
+        log = logging.getLogger("kvjax.server")
+        log.removeHandler(log.handlers[-1])
+        log.setLevel(logging.NOTSET)
+        gc.unfreeze()
+        gc.freeze()  # as tests/conftest.py did
+    assert "a second Ctrl-C ends them now" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from tiny_models import make_model
 
 from kvjax import Engine
 from kvjax.serving.session.core import Limits, SessionCore
+from kvjax.serving.session.policy_table import PolicyTable
 from kvjax.serving.session.runtime import checked_sampling
 from kvjax.serving.session.shelf import Shelf
 from kvjax.serving.session.stores import Stores
@@ -25,11 +26,10 @@ def engine():
 @pytest.fixture
 def core(engine, request):
     """Sessions of one page each, without a prefill, in the order of their last use. The test's parameters are limits."""
-    limits = {"capacity": 2 * MANY, "idle_ttl_s": 10_000.0, "demote_after_s": 1.0, "host_bytes": None, "window": None}
+    limits = {"capacity": 2 * MANY, "idle_ttl_s": 10_000.0, "demote_after_s": 1.0, "host_bytes": None, "window": None, "history": 10**6}
     now = [0.0]
-    made = SessionCore(
-        engine, Limits(**limits | request.param), slots=4, max_gap_ms=None, observe=lambda name, value: None, clock=lambda: now[0]
-    )
+    hooks = {"observe": lambda name, value: None, "clock": lambda: now[0]}
+    made = SessionCore(engine, Limits(**limits | request.param), PolicyTable(engine), slots=4, max_gap_ms=None, **hooks)
     made.now = now
     for _ in range(MANY):
         occupied(made)

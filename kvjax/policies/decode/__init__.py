@@ -16,7 +16,7 @@ from kvjax.policies.decode.cascade import Cascade
 from kvjax.policies.decode.dense import Dense
 from kvjax.policies.decode.heavy import HeavyPages, HeavyTokens
 from kvjax.policies.decode.mass import KeepsByMass, LearnsFromPrefill, MassContext, PrefillMass, largest_blocks, mass_of_step
-from kvjax.policies.decode.naming import FORMS, identity, name_of, parse, register
+from kvjax.policies.decode.naming import FORMS, built_in, identity, name_of, parse, parse_recorded, register
 from kvjax.policies.decode.top_blocks import TopBlocks
 from kvjax.policies.decode.top_tokens import TopTokens
 from kvjax.policies.decode.window import Window
@@ -42,12 +42,14 @@ __all__ = [
     "TopBlocks",
     "TopTokens",
     "Window",
+    "built_in",
     "check_budgets",
     "identity",
     "largest_blocks",
     "mass_of_step",
     "name_of",
     "parse",
+    "parse_recorded",
     "register",
     "select_and_attend",
 ]

@@ -58,6 +58,9 @@ _NAMES = Registry(
     read=_read,
 )
 register, name_of, identity, is_built_in = _NAMES.register, _NAMES.name_of, _NAMES.identity, _NAMES.is_built_in
+built_in, parse_recorded = _NAMES.built_in, _NAMES.parse_recorded
+WORDS = _NAMES.reserved
+"""First words of built-in names."""
 
 
 def parse(name: str | DecodePolicy) -> DecodePolicy:
@@ -65,5 +68,7 @@ def parse(name: str | DecodePolicy) -> DecodePolicy:
 
     The arguments of a file's class follow the second colon: Python literals with '/' between them, here Mine(8, r=4). A policy is returned
     as it is. The ValueError lists the known forms, or says in one sentence what is wrong with the user's own policy.
+
+    A file is run as code, so only names that the user typed may come here. Names that stand in data go to `parse_recorded`.
     """
     return _NAMES.parse(name)

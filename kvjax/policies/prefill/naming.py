@@ -70,12 +70,13 @@ _NAMES = Registry(
     read=_read,
     hint=_decode_hint,
 )
-register, name_of, identity = _NAMES.register, _NAMES.name_of, _NAMES.identity
+register, name_of, identity, parse_recorded_prefill = _NAMES.register, _NAMES.name_of, _NAMES.identity, _NAMES.parse_recorded
 
 
 def parse_prefill(name: str | PrefillPolicy) -> PrefillPolicy:
     """The prefill policy of a name: built in, registered (`kvjax.policies.prefill.register`), or a class in a file, named as in
     `decode.parse`. A policy is returned as it is. The ValueError lists the known forms, or says what is wrong with the user's own policy.
+    Names that stand in data go to `parse_recorded_prefill`, which loads no file.
     """
     return _NAMES.parse(name)
 
