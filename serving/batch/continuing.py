@@ -107,8 +107,9 @@ def check_same(
             continue
         if name == DIGEST:
             if before != earlier_digest:
+                new = "only lines at its end may be new" if isinstance(found.get(BYTES), int) else "none may be new in this job"
                 raise ValueError(
-                    f"{path} was begun with an input whose lines have changed since (only lines at its end may be new): "
+                    f"{path} was begun with an input whose lines have changed since ({new}): "
                     "give it as it was, or delete the file to start over"
                 )
             changed |= {DIGEST: value, BYTES: job[BYTES]}

@@ -12,10 +12,12 @@ has the same output as one that was not.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,6 +194,8 @@ def answer_records(
     wrong: deque[Result] = deque(refused(record, record.error) for record in records if record.error is not None)
     running: set[int] = set()
     positions = positions_of(engines[0])
+    with contextlib.suppress(Exception):  # the first call settles truncation and padding, which two threads must not do at once
+        model.tokenizer("a")
 
     def requests() -> Iterator[Request | None]:
         ordered = sorted((record for record in records if record.error is None), key=lambda record: -record.size)
@@ -232,21 +236,34 @@ def prepared(
             return error
 
     short, long = deque(record for record in records if record.size <= LONG), deque(record for record in records if record.size > LONG)
-    with ThreadPoolExecutor(1, "kvjax tokenizer") as pool:
-        apart: tuple[Record, Future[Request | ValueError]] | None = None
-        while short or long or apart is not None:
-            if apart is None and long:
-                record = long.popleft()
-                apart = record, pool.submit(tried, record)
-            if apart is not None and (apart[1].done() or not (short or busy())):
-                record, future = apart
-                apart = None
-                yield record, future.result()
-            elif short:
-                record = short.popleft()
-                yield record, tried(record)
-            else:
-                yield None, None
+    apart: tuple[Record, Future[Request | ValueError]] | None = None
+    while short or long or apart is not None:
+        if apart is None and long:
+            record = long.popleft()
+            apart = record, _in_thread(tried, record)
+        if apart is not None and (apart[1].done() or not (short or busy())):
+            record, future = apart
+            apart = None
+            yield record, future.result()
+        elif short:
+            record = short.popleft()
+            yield record, tried(record)
+        else:
+            yield None, None
+
+
+def _in_thread[T, R](work: Callable[[T], R], given: T) -> Future[R]:
+    """What `work` makes of `given`, in a thread for which nobody waits at the end: Ctrl-C ends a job though a tokenizer runs."""
+    future: Future[R] = Future()
+
+    def run_it() -> None:
+        try:
+            future.set_result(work(given))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run_it, name="kvjax tokenizer", daemon=True).start()
+    return future
 
 
 def _drain(results: deque[Result]) -> Iterator[Result]:

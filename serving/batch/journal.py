@@ -19,6 +19,7 @@ from pallas_kernels.bench.results import finite
 
 CONTINUED = "continued"
 """The key of an entry that says what a later run changed of the header."""
+LOCK_PAUSES = (0.05, 0.2)
 RUNNING = "{} is being written by another job that is still running"
 SYNC_SECONDS = 1.0
 """Seconds of entries that a power cut may lose at most. A killed process loses nothing that was written."""
@@ -81,10 +82,14 @@ class Journal:
             self._sync()
 
     def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BlockingIOError(RUNNING.format(self.path)) from None
+        for pause in (*LOCK_PAUSES, None):  # a command that looks at the file before it loads a model holds the lock for a moment
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if pause is None:
+                    raise BlockingIOError(RUNNING.format(self.path)) from None
+                time.sleep(pause)
 
     def _load(self, header: bytes) -> None:
         """Read the file, cut off an incomplete last line, and refuse another job's entries."""

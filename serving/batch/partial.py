@@ -76,6 +76,7 @@ class Partial(Journal):
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise BlockingIOError(RUNNING.format(path)) from None
+            fcntl.flock(file, fcntl.LOCK_UN)  # it only shows that no job runs, and must not stop one that begins
             header, lines = None, set()
             for entry, _, _ in cls.entries(file, path):
                 if header is None:

@@ -144,7 +144,8 @@ def batch_command(
     """Answer every record of a file.
 
     Answers are written to OUT.jsonl.partial, which is renamed to OUT.jsonl at the end. To continue a killed job, run the same command
-    again: it does only what is missing. A record that cannot be answered gets an error in its own output line.
+    again: it does only what is missing, also where lines were added at the end of the input. A record that cannot be answered gets an
+    error in its own output line. Equal lines with one id have one answer; a job whose lines with one id differ is refused.
     """
     from rich.console import Console
 

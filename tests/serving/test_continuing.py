@@ -120,6 +120,11 @@ def test_an_earlier_versions_job_goes_on_unless_what_is_left_draws(engine, tmp_p
     write(tmp_path / "in.jsonl", RECORDS)
     interrupt(monkeypatch, lambda: job(tmp_path, engine))
     edit_header(tmp_path, noise=noise, said=..., **{"input bytes": ..., "--cache-format": ..., "checkpoint": ...})
+    text = (tmp_path / "in.jsonl").read_text()
+    write(tmp_path / "in.jsonl", [*RECORDS, {"id": "new", "prompt": "amber"}])
+    with pytest.raises(ValueError, match=r"lines have changed since \(none may be new in this job\)"):
+        job(tmp_path, engine)
+    (tmp_path / "in.jsonl").write_text(text)
     assert job(tmp_path, engine).earlier == 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import gc
 import io
 import json
@@ -136,7 +137,17 @@ def test_two_jobs_cannot_share_it(path):
     with pytest.raises(BlockingIOError, match="still running"):
         Partial(path, JOB)
     first.close()
+    assert Partial.earlier_run(path).lines == set()
     Partial(path, JOB).close()
+
+
+def test_a_look_at_the_file_stops_no_job_that_begins(path, monkeypatch):
+    begin(path, 1)
+    looking = open(path, "rb")  # noqa: SIM115 (closed below)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr(journal.time, "sleep", lambda _: looking.close())
+    Partial(path, JOB).close()
+    assert looking.closed
 
 
 def test_the_output_is_replaced_whole(path, monkeypatch):

@@ -270,6 +270,20 @@ def test_answers_that_come_twice_or_not_at_all(setup, tmp_path, monkeypatch):
     assert [entry["line"] for entry in kept] == [5 + 1, 1, 2, 3], "the line that is not JSON, then each answer once"
 
 
+def test_a_job_that_may_not_go_on_is_refused_before_a_worker_starts(setup, tmp_path, monkeypatch):
+    source = write(tmp_path / "in.jsonl", records(4))
+    with monkeypatch.context() as patch:
+        patch.setattr(Partial, "append", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run_here(setup, source, tmp_path / "out.jsonl")
+    monkeypatch.setattr(on_ray, "_cluster", lambda *_: pytest.fail("a cluster was asked for"))
+    with pytest.raises(ValueError, match=r"was begun with --policy window:8\+24, and this run has --policy top:8"):
+        on_ray.run_on_ray(source, tmp_path / "out.jsonl", dataclasses.replace(setup, policy="top:8"), defaults=DEFAULTS)
+    write(source, [*records(4), {"id": "r0", "prompt": "other"}])
+    with pytest.raises(ValueError, match="the id 'r0' is given on line 1 and, with other content, on line 5"):
+        on_ray.run_on_ray(source, tmp_path / "new.jsonl", setup, defaults=DEFAULTS)
+
+
 def test_a_small_job_is_that_of_this_process(setup, tmp_path, monkeypatch):
     """A replica answers what this process would, block by block; the output has the order of the input, and a record that is wrong is an
     error of its own. `test_a_small_job_on_a_cluster` does it with processes of Ray."""
