@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvjax.layers import DeltaLayer, LongRope, RopeScaling
@@ -20,7 +20,7 @@ from kvjax.models.config_classes import unread
 from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.family import HARMLESS, ONLY, REMEDIES, Family
 from kvjax.models.fields import boolean as _boolean
-from kvjax.models.fields import check_layer_types, layer_count
+from kvjax.models.fields import check_layer_types, declared, layer_count
 from kvjax.models.fields import integer as _integer
 from kvjax.models.fields import number as _number
 from kvjax.models.fields import size as _size
@@ -125,7 +125,8 @@ def _without(fields: Fields, names: frozenset[str]) -> Fields:
 def to_fields(config: ModelConfig) -> dict[str, Any]:
     """The config.json of `config`, for transformers 4 and 5 alike.
 
-    ValueError for layers of several kinds, which config.json of these families cannot describe.
+    Each field has the type that the family's configuration class in transformers declares. ValueError for layers that config.json of the
+    family cannot describe, and for sizes that the class refuses.
     """
     family = FAMILIES[config.family]
     own = _uniform_fields(config, family) if family.fields_of is None else family.fields_of(config)
@@ -151,7 +152,40 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
     }
     only = (dict(ONLY) | dict(family.only)).items()
     fields |= own | {name: values[0] for name, values in only if values[0] is not None and name not in family.defaults}
+    fields = {name: declared(value, family.defaults.get(name), name, family.architecture) for name, value in fields.items()}
+    heads = fields["num_attention_heads"]
+    if family.heads_divide and config.hidden_size % heads:
+        raise ValueError(
+            f"hidden_size {config.hidden_size} is not a multiple of num_attention_heads {heads}: transformers opens no "
+            f"{family.architecture} with such sizes"
+        )
     return fields if family.fold is None else family.fold(fields)
+
+
+def check_described(config: ModelConfig) -> None:
+    """ValueError if config.json of `config` does not describe it: if `parse` reads another model from `to_fields`. It names the first
+    difference. The inner chunks of a recurrent layer are not the checkpoint's, so they may differ."""
+    again = parse(to_fields(config), to_generation_fields(config), config.max_positions, config.compute_dtype)
+    for place, ours, read in _differences(config, again, ""):
+        raise ValueError(
+            f"config.json of a {FAMILIES[config.family].architecture} cannot describe this model: {place} is {ours!r}, and {read!r} would "
+            "be read from it"
+        )
+
+
+def _differences(ours: Any, read: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
+    """What differs in two configurations: (field, ours, read)."""
+    if isinstance(ours, tuple) and isinstance(read, tuple) and len(ours) == len(read):
+        pairs = [(f"{place}[{number}]", *values) for number, values in enumerate(zip(ours, read, strict=True))]
+    elif dataclasses.is_dataclass(ours) and type(ours) is type(read):
+        names = [field.name for field in dataclasses.fields(ours) if (type(ours), field.name) != (DeltaLayer, "chunk")]
+        pairs = [(f"{place}.{name}".removeprefix("."), getattr(ours, name), getattr(read, name)) for name in names]
+    else:
+        if ours != read:
+            yield place, ours, read
+        return
+    for pair in pairs:
+        yield from _differences(pair[1], pair[2], pair[0])
 
 
 def _uniform_fields(config: ModelConfig, family: Family) -> dict[str, Any]:
@@ -402,12 +436,14 @@ def _rope_fields(scaling: RopeScaling | None) -> dict[str, Any] | None:
     fields = {"rope_type": scaling.kind, "factor": scaling.factor, "original_max_position_embeddings": scaling.original_max_positions}
     names = {
         "llama3": ("low_freq_factor", "high_freq_factor"),
-        "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate"),
+        "yarn": ("beta_fast", "beta_slow", "truncate"),
+        "longrope": (),
     }
+    fields |= {name: getattr(scaling, name) for name in names[scaling.kind]}
     if isinstance(scaling, LongRope):
-        factors = {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
-        return fields | factors | {"attention_factor": scaling.attention_factor}
-    return fields | {name: getattr(scaling, name) for name in names[scaling.kind]}
+        fields |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
+    # transformers warns of an integer here.
+    return fields if scaling.kind == "llama3" else fields | {"attention_factor": float(scaling.attention_factor)}
 
 
 def _head_dim(read: Fields, hidden: int, heads: int, family: Family) -> int:

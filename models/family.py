@@ -131,7 +131,7 @@ class Family:
     one kind; fold: the inverse. scaled_embedding: whether embeddings are multiplied by the square root of the width. layer_tensors: entries
     that extend or replace `LAYER_TENSORS`. within: the larger model that contains it as text part. unread: prefixes of tensor names that
     are ignored. window_switch: whether `sliding_window` holds only where `use_sliding_window` is true, and from layer `max_window_layers`
-    on.
+    on. heads_divide: whether transformers opens only models whose hidden_size is a multiple of their heads.
     """
 
     model_type: str
@@ -142,6 +142,7 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     window_switch: bool = False
+    heads_divide: bool = False
     layers_of: Callable[[Mapping[str, Any], float, RopeScaling | None], tuple[LayerConfig, ...]] | None = None
     fields_of: Callable[[ModelConfig], dict[str, Any]] | None = None
     spread: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,30 @@ def number(fields: Mapping[str, Any], name: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not -LARGEST <= value <= LARGEST:
         raise ValueError(f"config.json: {name} is {value!r:.200}; it must be a number of at most {LARGEST}")
     return float(value)
+
+
+def plain(value: Any) -> Any:
+    """A value of config.json with Python's own numbers, also inside lists and objects. NumPy's cannot be written."""
+    if isinstance(value, Mapping):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def declared(value: Any, default: Any, name: str, architecture: str) -> Any:
+    """A field's value as config.json holds it: a number has the type of `default`, which is the type that the family's configuration class
+    in transformers declares. ValueError for a number with a fraction where a whole number is declared."""
+    value = plain(value)
+    if isinstance(default, bool) or isinstance(value, bool) or not isinstance(value, int | float) or not isinstance(default, int | float):
+        return value
+    if isinstance(default, int) and value != int(value):
+        raise ValueError(
+            f"config.json of a {architecture} holds {name} as a whole number, and this model has {value!r}: transformers would not open it"
+        )
+    return type(default)(value)
 
 
 def boolean(fields: Mapping[str, Any], name: str) -> bool:

@@ -69,6 +69,8 @@ def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None
     types, head_dim, biased = _types(read), size(read, "head_dim"), boolean(read, "attention_bias")
     if scaling is not None and scaling.kind in ("dynamic", "longrope"):
         raise ValueError(f"config.json: RoPE has rope_type {scaling.kind!r}; supported for Gemma 3: default, linear, llama3, yarn")
+    if scaling is not None and not scaling.truncate:
+        raise ValueError("config.json: RoPE of type yarn has truncate false, which transformers does not read for Gemma 3: delete it")
     local, scalar = number(read, "rope_local_base_freq"), number(read, "query_pre_attn_scalar")
     if scalar <= 0:
         raise ValueError(f"config.json: query_pre_attn_scalar is {scalar}; it must be above 0")
@@ -121,8 +123,9 @@ def fields_of(config: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": first.mixer.num_kv_heads,
         "head_dim": first.mixer.head_dim,
         "attention_bias": first.mixer.o_bias,
-        "query_pre_attn_scalar": round(first.mixer.sm_scale**-2, 9),
-        "sliding_window": sliding.mixer.window if sliding else None,
+        "query_pre_attn_scalar": float(f"{first.mixer.sm_scale**-2:.12g}"),
+        # Without layers that have a window transformers makes the mask of one all the same, so it needs a length.
+        "sliding_window": sliding.mixer.window if sliding else FAMILY.defaults["sliding_window"],
         "rope_theta": full.mixer.rope.theta if full else THETA,
         "rope_local_base_freq": sliding.mixer.rope.theta if sliding else LOCAL_THETA,
     }
@@ -173,6 +176,7 @@ FAMILY = Family(
     spread=spread,
     fold=fold,
     norm_offset=1.0,
+    heads_divide=True,
     scaled_embedding=True,
     within=Within(
         "Gemma3ForConditionalGeneration",

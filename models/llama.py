@@ -26,4 +26,5 @@ FAMILY = Family(
         "eos_token_id": 2,
     },
     harmless=frozenset({"is_llama_config"}),
+    heads_divide=True,
 )

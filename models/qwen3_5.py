@@ -6,6 +6,7 @@ model. Tensors of the vision model and of multi-token prediction are ignored. `k
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,6 +59,15 @@ def _rotated(read: Mapping[str, Any], head_dim: int) -> int:
     return rotated
 
 
+def rotary_fraction(rotated: int, head_dim: int) -> float:
+    """The `partial_rotary_factor` from which `int(head_dim * factor)`, as transformers computes it, is `rotated` again.
+
+    The quotient may be rounded down: `int(44 * (30 / 44))` is 29. Then the next larger float is taken.
+    """
+    fraction = rotated / head_dim
+    return fraction if int(head_dim * fraction) == rotated else math.nextafter(fraction, math.inf)
+
+
 def _kinds(read: Mapping[str, Any], count: int) -> list[str]:
     types = read["layer_types"]
     if types is None:
@@ -85,7 +95,7 @@ def fields_of(config: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": attention.num_kv_heads,
         "head_dim": attention.head_dim,
         "attention_bias": attention.o_bias,
-        "partial_rotary_factor": attention.rope.dim / attention.head_dim,
+        "partial_rotary_factor": rotary_fraction(attention.rope.dim, attention.head_dim),
     }
     return fields | ({theirs: getattr(delta, ours) for ours, theirs in DELTA_FIELDS.items()} if delta else {})
 

@@ -13,10 +13,12 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from kvjax.model import Model, Params
+from kvjax.model import Model, ModelConfig, Params
 from kvjax.models import checkpoint, config_json
 from kvjax.models.checkpoint import MAX_SHARD_BYTES, Wanted
-from kvjax.models.quantization.writing import fields_of, tensors_of
+from kvjax.models.decoder import is_shape, param_shapes
+from kvjax.models.quantization.writing import check_writable, fields_of, tensors_of
+from kvjax.packing import FormatOf, place_of
 from pallas_kernels.matrices import PackedMatrix, is_packed
 
 
@@ -25,22 +27,27 @@ def save(model: Model, folder: str | Path, *, overwrite: bool = False, max_shard
 
     Packed matrices are written as compressed-tensors has them, with a `quantization_config`; `load` reads them back bit for bit.
 
-    The files are written to a folder beside `folder`, which is then renamed, so a folder of that name is always complete. overwrite:
-    replace `folder` and everything in it, if it holds a model. max_shard_bytes: the largest weights file; the host holds the tensors of one
-    file at a time. ValueError if `folder` exists and may not be replaced.
+    The files are written to a folder beside `folder`, which is then renamed, so a folder of that name is always complete. config.json is
+    written last: what an interrupted save leaves is no checkpoint. overwrite: replace `folder` and everything in it, if it holds a model.
+    max_shard_bytes: the largest weights file; the host holds the tensors of one file at a time.
+
+    Raises before anything is written: ValueError if `folder` exists and may not be replaced, and for a model that config.json of its family
+    cannot describe or that transformers would refuse; NotImplementedError for packed matrices that transformers cannot read.
     """
     folder = Path(folder).expanduser().absolute()
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be positive")
     check_target(folder, overwrite)
+    config_json.check_described(model.config)
+    fields = config_json.to_fields(model.config) | _packing_fields(model)
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         _write_weights(model, beside, max_shard_bytes)
-        _write_json(beside / "config.json", config_json.to_fields(model.config) | _packing_fields(model))
         _write_json(beside / "generation_config.json", config_json.to_generation_fields(model.config))
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(beside)
+        _write_json(beside / "config.json", fields)
         _rename(beside, folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -56,15 +63,29 @@ def check_target(folder: Path, overwrite: bool) -> None:
         raise ValueError(f"{folder} holds no config.json, so it is not a model to replace; choose another folder")
 
 
+def check_packing(config: ModelConfig, format_of: FormatOf) -> None:
+    """NotImplementedError if `save` would refuse this model's matrices in these formats (`kvjax.packing.FormatOf`)."""
+    named = jax.tree_util.tree_flatten_with_path(param_shapes(config), is_leaf=is_shape)[0]
+    formats = [format_of(*place_of(path), shape) for path, shape in named]
+    wanted = checkpoint.wanted_tensors(config)[0]
+    check_writable((w.name, own, w.shape, False) for w, own in zip(wanted, formats, strict=True) if own is not None)
+
+
 def _rename(beside: Path, folder: Path) -> None:
-    """Move `beside` to `folder`. The old folder is removed last."""
+    """Move `beside` to `folder`. The old folder is removed last, and put back if the new one cannot take its place."""
     _open_up(beside)
     if not folder.exists():
         os.replace(beside, folder)
         return
     old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-    os.replace(folder, old)
-    os.replace(beside, folder)
+    try:
+        os.replace(folder, old)
+        os.replace(beside, folder)
+    except BaseException:
+        if not folder.exists():
+            os.replace(old, folder)
+        shutil.rmtree(old, ignore_errors=True)
+        raise
     shutil.rmtree(old)
 
 
@@ -93,10 +114,11 @@ def _write_weights(model: Model, folder: Path, max_shard_bytes: int) -> None:
         [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))] if len(shards) > 1 else ["model.safetensors"]
     )
     weight_map: dict[str, str] = {}
+    tied = model.config.tie_embeddings
     for file, members in zip(files, shards, strict=True):
         host: dict[str, np.ndarray] = {}
         for n in members:
-            host |= tensors_of(wanted[n].name, leaves[n]) if is_packed(leaves[n]) else {wanted[n].name: np.asarray(leaves[n])}
+            host |= tensors_of(wanted[n].name, leaves[n], tied) if is_packed(leaves[n]) else {wanted[n].name: np.asarray(leaves[n])}
         try:
             save_file(host, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:
@@ -108,9 +130,10 @@ def _write_weights(model: Model, folder: Path, max_shard_bytes: int) -> None:
 
 
 def _packing_fields(model: Model) -> dict[str, Any]:
-    """The `quantization_config` of a model with packed matrices."""
+    """The `quantization_config` of a model with packed matrices. NotImplementedError if transformers could not read them."""
     wanted, structure = checkpoint.wanted_tensors(model.config)
     named = {w.name: leaf for w, leaf in zip(wanted, _leaves(model.params, wanted, structure), strict=True)}
+    check_writable((name, leaf.format, leaf.shape, leaf.zeros is not None) for name, leaf in named.items() if is_packed(leaf))
     return {"quantization_config": fields_of(named)} if any(map(is_packed, named.values())) else {}
 
 

@@ -95,6 +95,16 @@ def compute_capability() -> tuple[int, ...]:
     return tuple(map(int, numbers)) if all(map(str.isdecimal, numbers)) else ()
 
 
+H200_MULTIPROCESSORS = 132
+"""Multiprocessors of an H200 and of an H100 SXM."""
+
+
+def multiprocessors() -> int:
+    """Multiprocessors of this process's GPUs, among which kernels split their work. Without an NVIDIA GPU those of an H200, since kernels
+    are lowered for it there."""
+    return int(getattr(jax.local_devices()[0], "core_count", H200_MULTIPROCESSORS)) if compute_capability() else H200_MULTIPROCESSORS
+
+
 def has_wgmma() -> bool:
     """Whether a kernel may use Hopper's instruction `wgmma`: on Hopper GPUs, unless their successors' path is forced. Without an NVIDIA GPU
     too, since kernels are lowered for Hopper there."""

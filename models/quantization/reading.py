@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.models.checkpoint import Stored, Wanted, read_whole
+from kvjax.models.family import TENSORS
 from kvjax.models.quantization.schemes import Published, Rule
 from pallas_kernels.matrices import DTYPES, MatrixFormat, PackedMatrix, check_packed
 
@@ -138,7 +139,20 @@ def sources(published: Published, wanted: list[Wanted], tensors: dict[str, Store
         found[each.name] = PackedSource(module, rule, each.shape, {name: parts[name] for name in parts if name not in _OF_ACTIVATIONS})
         if rule.layout == "gptq":
             _drop_empty_bias(module, {w.name for w in wanted}, rest)
+    _drop_tied_head({w.name for w in wanted}, found, rest)
     return found, rest
+
+
+def _drop_tied_head(wanted: set[str], found: Mapping[str, PackedSource], rest: dict[str, Stored]) -> None:
+    """transformers stores what belongs to a packed embedding for the head too, if that is the same matrix. ValueError if it differs."""
+    embed, head = TENSORS["embed"], TENSORS["lm_head"].removesuffix(".weight")
+    if TENSORS["lm_head"] in wanted or embed not in found:
+        return
+    for part, stored in found[embed].parts.items():
+        if (again := rest.pop(f"{head}.{part}", None)) is None:
+            continue
+        if again.shape != stored.shape or again.dtype != stored.dtype or read_whole(again).tobytes() != read_whole(stored).tobytes():
+            raise ValueError(f"{again.name} differs from {stored.name}, and config.json says tie_word_embeddings: download the model again")
 
 
 def _drop_empty_bias(module: str, wanted: set[str], rest: dict[str, Stored]) -> None:

@@ -1,40 +1,63 @@
 """Writes packed matrices as compressed-tensors lays them out: `int-quantized`, `float-quantized` and `pack-quantized`.
 
-`kvjax.load` reads them back bit for bit. `reading` describes the layouts.
+`kvjax.load` reads them back bit for bit, and transformers opens them, which the tests compare. `reading` describes the layouts. What
+transformers cannot open is refused before anything is written (`check_writable`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from jaxtyping import Array
 
-from pallas_kernels.matrices import PackedMatrix, is_packed
+from kvjax.models.family import TENSORS
+from pallas_kernels.matrices import MatrixFormat, PackedMatrix, is_packed
 
 _FORMATS = {"int8": "int-quantized", "fp8_e4m3": "float-quantized", "int4": "pack-quantized"}
+EMBED, HEAD = TENSORS["embed"].removesuffix(".weight"), TENSORS["lm_head"].removesuffix(".weight")
+"""Modules of the embedding and the head."""
 
 
-def tensors_of(name: str, matrix: PackedMatrix) -> dict[str, np.ndarray]:
-    """The tensors that hold a matrix, by name. name: of the parameter. NotImplementedError for a format that has no words there."""
-    own, module = matrix.format, name.removesuffix(".weight")
-    codes, scales = np.asarray(matrix.codes), np.asarray(matrix.scales)
+def check_writable(matrices: Iterable[tuple[str, MatrixFormat, tuple[int, int], bool]]) -> None:
+    """NotImplementedError, with the first matrix and the remedy, if transformers could not read one of these as they would be written.
+
+    matrices: (name of the tensor, format, shape, whether its blocks have zeros of their own) of each.
+    """
+    for name, own, shape, zeros in matrices:
+        if reason := _unwritable(name.removesuffix(".weight"), own, shape, zeros):
+            raise NotImplementedError(f"{name.removesuffix('.weight')} {list(shape)} cannot be saved as {own}: {reason}")
+
+
+def _unwritable(module: str, own: MatrixFormat, shape: tuple[int, int], zeros: bool) -> str | None:
+    """Why transformers cannot read a matrix with compressed-tensors, and the remedy; None if it can."""
     if own.fp8_tokens:
-        raise NotImplementedError(f"{module} rounds tokens to fp8, and that is not stored: save the model loaded as fp8 instead")
+        return "it rounds tokens to fp8, and that is not stored: save the model loaded as fp8 instead"
     if own.rows > 1 and own.columns is None:
-        raise NotImplementedError(f"{module} has one scale for {own.rows} whole rows, which compressed-tensors cannot describe")
-    if own.codes != "int4":
-        return {name: codes, f"{module}.weight_scale": scales}
+        return f"one scale for {own.rows} whole rows cannot be described in compressed-tensors: pack it in blocks, as int8:128x128"
+    if zeros:
+        return "transformers cannot read zeros of its blocks in compressed-tensors: copy the checkpoint that it was loaded from"
+    if own.codes == "int4" and module == EMBED:
+        return "transformers cannot read an embedding of 4 bits: pack it as int8"
+    if own.rows == 1 and own.columns is not None and shape[1] % own.columns:
+        return (
+            f"compressed-tensors wants a multiple of {own.columns} inputs, and it has {shape[1]}: save int8 or fp8, or save the model "
+            "unpacked and pack it when it is loaded"
+        )
+    return None
+
+
+def tensors_of(name: str, matrix: PackedMatrix, tied: bool = False) -> dict[str, np.ndarray]:
+    """The tensors that hold a matrix, by name, if `check_writable` allows it. name: of the parameter. tied: whether the head is the
+    embedding, whose scales are then written for the head too, because transformers gives it its own."""
+    module = name.removesuffix(".weight")
+    codes, scales = np.asarray(matrix.codes), np.asarray(matrix.scales)
+    if matrix.format.codes != "int4":
+        found = {name: codes, f"{module}.weight_scale": scales}
+        return found | {f"{HEAD}.weight_scale": scales.copy()} if tied and module == EMBED else found
     shape = np.array(matrix.shape, np.int64)
-    found = {f"{module}.weight_packed": _words(codes), f"{module}.weight_scale": scales, f"{module}.weight_shape": shape}
-    if matrix.zeros is None:
-        return found
-    zeros = np.asarray(matrix.zeros)
-    if zeros.max() > 15:
-        raise NotImplementedError(f"{module} has a zero of {zeros.max()}, as GPTQ has; compressed-tensors has 4 bits for it")
-    along = np.pad(zeros, ((0, -len(zeros) % 2), (0, 0)))
-    return found | {f"{module}.weight_zero_point": np.ascontiguousarray(_words((along[0::2] | (along[1::2] << 4)).T).T)}
+    return {f"{module}.weight_packed": _words(codes), f"{module}.weight_scale": scales, f"{module}.weight_shape": shape}
 
 
 def _words(pairs: np.ndarray) -> np.ndarray:
@@ -43,22 +66,25 @@ def _words(pairs: np.ndarray) -> np.ndarray:
 
 
 def fields_of(named: Mapping[str, Array | PackedMatrix]) -> dict[str, Any]:
-    """`quantization_config` for these parameters, by the names of their tensors."""
-    kinds: dict[tuple, list[str]] = {}
-    for name, leaf in named.items():
+    """`quantization_config` for these parameters, by the names of their tensors. A head that is not among them is the embedding, and is
+    described too, because transformers has a module for it."""
+    modules = {name.removesuffix(".weight"): leaf for name, leaf in named.items()}
+    modules.setdefault(HEAD, modules[EMBED])
+    kinds: dict[MatrixFormat, list[str]] = {}
+    for module, leaf in modules.items():
         if is_packed(leaf):
-            kinds.setdefault((leaf.format, leaf.zeros is not None), []).append(name.removesuffix(".weight"))
-    largest = max(kinds, key=lambda kind: len(kinds[kind]))
+            kinds.setdefault(leaf.format, []).append(module)
+    largest = max(kinds, key=lambda own: len(kinds[own]))
     groups = {}
-    for number, ((own, zeros), modules) in enumerate(kinds.items()):
-        targets = ["Linear"] if (own, zeros) == largest else [module for module in modules if not module.endswith("embed_tokens")]
-        targets += ["Embedding"] if any(module.endswith("embed_tokens") for module in modules) else []
+    for number, (own, members) in enumerate(kinds.items()):
+        targets = ["Linear"] if own == largest else [module for module in members if module != EMBED]
+        targets += ["Embedding"] if EMBED in members else []
         weights = {"num_bits": 4 if own.codes == "int4" else 8, "type": "float" if own.codes == "fp8_e4m3" else "int"}
-        weights |= {"symmetric": not zeros, "dynamic": False, **_strategy(own.rows, own.columns)}
+        weights |= {"symmetric": True, "dynamic": False, **_strategy(own.rows, own.columns)}
         activations = {"input_activations": None, "output_activations": None}
         groups[f"group_{number}"] = {"targets": targets, "weights": weights, "format": _FORMATS[own.codes], **activations}
     formats = {group["format"] for group in groups.values()}
-    ignore = [name.removesuffix(".weight") for name, leaf in named.items() if not is_packed(leaf) and leaf.ndim == 2]
+    ignore = [module for module, leaf in modules.items() if not is_packed(leaf) and leaf.ndim == 2]
     return {
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",

@@ -30,28 +30,27 @@ from pallas_kernels.hopper import decode_tiles as tiles
 from pallas_kernels.hopper import decode_turns, lanes, packed_turns, split_merge
 from pallas_kernels.pages import as_rows, unlike
 
-SMS = 132
-"""Multiprocessors that the default splits fill. It is constant, so that bits do not depend on the GPU."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """How the work is cut; None: chosen from the shapes.
 
     tile_tokens: keys folded in at once, 64 or 128; only with `wgmma`. stages: tiles in flight; in `turns`, those of a warp. splits:
-    CTAs per (row, KV head). Naming any of them selects the form with spans. array_code: use no stages for single threads (`hopper.lanes`).
-    That is slower, but the interpreter of Mosaic GPU kernels can run it.
+    CTAs per (row, KV head); None: so many that together they give each multiprocessor one CTA. Naming any of them selects the form with
+    spans. array_code: use no stages for single threads (`hopper.lanes`). That is slower, but the interpreter of Mosaic GPU kernels can run
+    it. multiprocessors: of the GPU, for `splits`; None: this process's GPU has them, or an H200 where there is none.
     """
 
     tile_tokens: int | None = None
     stages: int | None = None
     splits: int | None = None
     array_code: bool = False
+    multiprocessors: int | None = None
 
     def __post_init__(self):
         if self.tile_tokens not in (None, 64, 128):
             raise ValueError(f"tile_tokens must be 64 or 128, got {self.tile_tokens!r}")
-        for name in ("stages", "splits"):
+        for name in ("stages", "splits", "multiprocessors"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value!r}")
@@ -108,7 +107,14 @@ def gather_attention(call: Call, q, pages, table, lengths, blocks, block_frames=
         elif not listed.unsupported(q, pages, **sizes):
             return tuple(listed.attend_listed(listed.shape_of(q, pages, **sizes, **logits), q, pages, table, lengths, blocks, block_frames))
     arrays = (q, pages, table, lengths, blocks, block_frames)
-    return _attend(dataclasses.replace(call, config=call.config or Config()), *arrays, interpret=interpret)
+    config = call.config or Config()
+    config = dataclasses.replace(config, multiprocessors=config.multiprocessors or dispatch.multiprocessors())
+    return _attend(dataclasses.replace(call, config=config), *arrays, interpret=interpret)
+
+
+def span_splits(config: Config, batch: int, num_kv_heads: int) -> int:
+    """CTAs among which the keys of each (row, KV head) are split: as named, or so many that all together give each multiprocessor one."""
+    return config.splits or max(1, config.multiprocessors // (batch * num_kv_heads))
 
 
 def queries_per_tile(num_queries: int, group: int, most: int = tiles.ROWS) -> int:
@@ -151,7 +157,7 @@ def _there(s: tiles.Shape, width: int, table, lengths, blocks, block_frames=None
 def _attend_turns(call: Call, q, pages, table, lengths, blocks, block_frames):
     """`_attend` by `turns`."""
     width = None if blocks is None else blocks.shape[2]
-    splits = call.config.splits or max(1, SMS // (q.shape[0] * pages.kv_heads))
+    splits = span_splits(call.config, q.shape[0], pages.kv_heads)
     s = turns.span_shape(call, q, pages, width=width, splits=splits, stages=call.config.stages)
     out, lse, *of_turns = turns.attend_spans(s, q, pages, table, lengths, blocks, block_frames, block_lse=call.return_block_lse)
     if not call.return_block_lse:
@@ -173,13 +179,13 @@ def _shape(call: Call, q, pages, blocks) -> tiles.Shape:
     if blocks is None and not call.return_block_lse:
         block_size = page_size
     tile = max(64, block_size) if call.return_block_lse else config.tile_tokens or (128 if blocks is None and head_dim <= 128 else 64)
-    splits = max(1, SMS // (batch * num_kv_heads))
-    if blocks is not None:
+    splits = span_splits(config, batch, num_kv_heads)
+    if blocks is not None and config.splits is None:
         splits = min(splits, -(-blocks.shape[2] * block_size // tile))
     stages = config.stages or max(1, min(3, (130 << 10) // (4 * tile * head_dim)))
     return tiles.Shape(
         *(batch, num_queries, num_heads, num_kv_heads, head_dim, page_size, block_size, None if blocks is None else blocks.shape[2]),
-        *(call.window, call.sm_scale, q.dtype, tile, stages, 1, config.splits or splits),
+        *(call.window, call.sm_scale, q.dtype, tile, stages, 1, splits),
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels.hopper import clusters, lanes
+from pallas_kernels import dispatch
+from pallas_kernels.hopper import lanes
 from pallas_kernels.matrices import MatrixFormat
 from pallas_kernels.project_tokens.digits import MOST_TOKENS, Digits
 from pallas_kernels.project_tokens.operands import Operands
@@ -49,7 +50,7 @@ class Shape:
     format: MatrixFormat | None = None
     scales: str | None = None
     zeros: bool = False
-    ctas: int = clusters.MULTIPROCESSORS
+    ctas: int = dataclasses.field(default_factory=lambda: dispatch.multiprocessors())
     warps: int = 8
     most_rows: int = MOST_ROWS[0]
     depth: int = 1

@@ -17,7 +17,8 @@ def quantize_command(
         Weights,
         typer.Option(
             help="int8 or fp8, with one scale for each output channel or block of 128 x 128; int4, with one for 128 inputs, and the "
-            "embedding and the head as int8. fp8:tokens is an option of loading: write fp8 for it.",
+            "embedding and the head as int8. int4 needs matrices whose inputs are a multiple of 128. fp8:tokens is an option of "
+            "loading: write fp8 for it.",
             **one_of(Weights),
         ),
     ] = Weights.int8,
@@ -26,13 +27,16 @@ def quantize_command(
 ) -> None:
     """Pack a model's weights, and write them with config and tokenizer. Every command's --model reads the folder.
 
-    The layout is that of compressed-tensors. The device holds the packed model, the host one file of it.
+    The layout is that of compressed-tensors, and transformers reads it. The device holds the packed model, the host one file of it.
     """
-    from kvjax.models.saving import check_target
+    from kvjax.models.loading import read_config
+    from kvjax.models.saving import check_packing, check_target
+    from kvjax.packing import scheme_of
 
     if weights == Weights.fp8_tokens:
         raise typer.BadParameter("fp8:tokens is how products are computed, not how weights are stored: write fp8", param_hint="--weights")
     check_target(out.expanduser().absolute(), overwrite)
+    check_packing(read_config(model), scheme_of(weights.value).format_of)
     loaded = load_model(model, dtype, None, weights=weights)
     loaded.save(out, overwrite=overwrite)
     size = sum(file.stat().st_size for file in out.expanduser().glob("*.safetensors"))

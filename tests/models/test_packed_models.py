@@ -91,7 +91,9 @@ def test_norms_biases_and_small_matrices_stay_arrays():
 @pytest.mark.parametrize("weights", STORED)
 def test_loading_packs_as_packing_what_was_loaded_does(weights, tmp_path, monkeypatch):
     """In pieces that cut no block, of tied and untied models; the plan counts the same bytes; saved and read again bit for bit."""
-    config = altered(LEAST, hidden_size=160, intermediate_size=272, vocab_size=300, tie_embeddings=weights == "int8")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32} if weights == "int4" else {}  # others are not saved
+    sizes = {"hidden_size": 160, "intermediate_size": 272} | sizes
+    config = altered(LEAST, vocab_size=300, tie_embeddings=weights == "int8", **sizes)
     model = random_model(jnp.bfloat16, config)
     save(model, tmp_path / "m")
     monkeypatch.setattr(loading, "READ_BYTES", 9000)
@@ -190,7 +192,7 @@ def test_packed_models_on_a_mesh_answer_as_on_one_device(family, weights, tmp_pa
 
 
 def test_config_says_how_weights_are_packed(tmp_path):
-    model = random_model(config=altered(LEAST, hidden_size=32))
+    model = random_model(config=altered(LEAST, hidden_size=128, intermediate_size=128, head_dim=32))
     save(dataclasses.replace(model, params=pack_params(model.params, "int4")), tmp_path / "m")
     said = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]
     assert said["quant_method"] == "compressed-tensors"

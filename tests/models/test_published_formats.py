@@ -206,6 +206,10 @@ def test_numbers_are_those_of_the_format(format, tmp_path):
     assert planned == ours
     assert len({leaf.format for leaf in extra}) == 1
     # Saved in our own words, it is the same model.
+    if any(leaf.zeros is not None for leaf in extra):
+        with pytest.raises(NotImplementedError, match=r"transformers cannot read zeros of its blocks.*copy the checkpoint"):
+            model.save(tmp_path / "again")
+        return
     model.save(tmp_path / "again")
     assert same_params(load(tmp_path / "again", tokenizer=False).params, model.params)
 
