@@ -27,6 +27,7 @@ from typing import Any
 from kvjax.checks import check_salt
 from kvjax.messages import chat_ids, checked_messages, rendered
 from kvjax.prompts import encode
+from kvjax.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from kvjax.token_bounds import check_text
 
 SHOWN = 80
@@ -226,10 +227,11 @@ def _sampling(given: Mapping[str, Any], form: Fields) -> dict[str, Any]:
         sampling["ignore_eos"] = boolean("ignore_eos", given["ignore_eos"])
     if "stop" in given:
         stop = given["stop"]
-        sampling["stop"] = tuple(text("stop", each) for each in (stop if isinstance(stop, list | tuple) else [stop]))
+        stop = stop if isinstance(stop, list | tuple) else [stop]
+        sampling["stop"] = tuple(text("stop", each) for each in _at_most("stop", stop, MAX_STOP_STRINGS))
     # vLLM's clients send its default, [], which there means no more than the model's own; ignore_eos is for none at all.
     if "stop_token_ids" in given and not (form is not Fields.PLAIN and _is([])(given["stop_token_ids"])):
-        sampling["stop_token_ids"] = token_ids("stop_token_ids", given["stop_token_ids"])
+        sampling["stop_token_ids"] = token_ids("stop_token_ids", _at_most("stop_token_ids", given["stop_token_ids"], MAX_STOP_TOKEN_IDS))
     return sampling | _logprobs(given, form)
 
 
@@ -241,6 +243,13 @@ def _logprobs(given: Mapping[str, Any], form: Fields) -> dict[str, Any]:
         return {"logprobs": True, "top_logprobs": whole("logprobs", given["logprobs"])}
     found: dict[str, Any] = {"logprobs": boolean("logprobs", given["logprobs"])} if "logprobs" in given else {}
     return found | ({"top_logprobs": whole("top_logprobs", given["top_logprobs"])} if "top_logprobs" in given else {})
+
+
+def _at_most(name: str, value: Any, most: int) -> Any:
+    """The value; WrongField for a longer list: checking each of millions takes seconds."""
+    if isinstance(value, list | tuple) and len(value) > most:
+        raise WrongField(f"{name} may have at most {most:,} entries, and has {len(value):,}", name)
+    return value
 
 
 def _salt(given: Mapping[str, Any]) -> str | None:

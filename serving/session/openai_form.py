@@ -58,6 +58,9 @@ def asked(body: Any, chat: bool, runtime: SessionRuntime, options: ServerOptions
     ids = _prompt(read, model)
     if len(ids) > options.max_tokens:
         raise _too_many(len(ids), options)
+    if (stops := len(read.sampling.get("stop_token_ids", ()))) > options.max_stop_tokens:
+        said = f"{stops:,} stop tokens in one call are more than the limit of {options.max_stop_tokens:,}"
+        raise InvalidArgument(said, field="stop_token_ids")
     sampling = {"temperature": 1.0, "seed": secrets.randbits(32)}
     sampling |= {name: value for name, value in read.sampling.items() if name in SHAPED}
     count = sampling.get("max_new_tokens", None if chat else COMPLETION_TOKENS)

@@ -74,6 +74,8 @@ REFUSED = [
     {"stop": ["\ud800"]},
     {"stop_token_ids": [-1]},
     {"stop_token_ids": 3},
+    {"stop": ["x"] * 1025},
+    {"stop_token_ids": [5] * (2**16 + 1)},
     {"ignore_eos": 1},
     {"n": True},
     {"cache_salt": 3},
@@ -147,7 +149,7 @@ def test_both_take_the_fields_of_ordinary_files(model, url, name):
 
 
 @pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize("fields", REFUSED, ids=str)
+@pytest.mark.parametrize("fields", REFUSED, ids=lambda fields: f"{fields!s:.60}")
 def test_both_refuse_the_others_in_the_same_words(model, url, fields):
     batch, http = both(fields, url, model)
     assert isinstance(batch, str)
@@ -205,6 +207,12 @@ def test_what_only_a_batch_job_does_is_named_by_the_server(model, fields):
     batch, http = both(fields, CHAT, model)
     assert not isinstance(batch, str)
     assert next(iter(fields)) in http
+
+
+def test_the_server_takes_fewer_stop_tokens(model):
+    batch, http = both({"stop_token_ids": [5] * 1025}, CHAT, model)
+    assert len(batch[1].stop_token_ids) == 1025
+    assert http == "1,025 stop tokens in one call are more than the limit of 1,024"
 
 
 def test_only_the_server_streams(model):
