@@ -57,6 +57,7 @@ CONFIG = [
         "config.json: weights of g of quantization_config",
     ),
     ({"x" * 5000: {"y" * 5000: 1}}, None),
+    ({f"x{n}": 1 for n in range(100_000)}, "config.json has 100000 fields that kvjax does not know; at most 200 are looked up"),
     ({"attention_chunk_size": ["z" * 5000]}, "config.json of a LlamaForCausalLM: attention_chunk_size is"),
 ]
 
