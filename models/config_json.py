@@ -43,6 +43,9 @@ _ROPE_KEYS = {
     "longrope": frozenset({"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"}),
 }
 
+MAX_UNKNOWN = 200
+"""Fields that are looked up in transformers: each takes some milliseconds."""
+
 _WINDOW = 4096
 """`sliding_window` of Qwen2 and Qwen3 if config.json leaves it out."""
 
@@ -214,7 +217,12 @@ def _check_fields(fields: Fields, family: Family) -> None:
     """Every field is read, supported, harmless, or not read by transformers either; otherwise one error for all that are not."""
     only = dict(ONLY) | dict(family.only)
     known = family.defaults.keys() | HARMLESS | family.harmless | _SLIDING
-    wrong, ignored = unread(family.model_type, {name: value for name, value in fields.items() if name not in known and name not in only})
+    unknown = {name: value for name, value in fields.items() if name not in known and name not in only}
+    if len(unknown) > MAX_UNKNOWN:
+        raise ValueError(
+            f"config.json has {len(unknown)} fields that kvjax does not know; at most {MAX_UNKNOWN} are looked up in transformers"
+        )
+    wrong, ignored = unread(family.model_type, unknown)
     problems = []
     for name, value in fields.items():
         if name in wrong:

@@ -76,8 +76,10 @@ def _packed(folder, quantization, parts_of):
     for wanted in checkpoint.wanted_tensors(config)[0]:
         module = wanted.name.removesuffix(".weight")
         matrix = len(wanted.shape) == 2 and "layers" in wanted.name
-        parts = parts_of(*wanted.shape) if matrix else {"weight": np.ones(wanted.shape, ml_dtypes.bfloat16)}
-        tensors |= {f"{module}.{name}": part for name, part in parts.items()}
+        if matrix:
+            tensors |= {f"{module}.{name}": part for name, part in parts_of(*wanted.shape).items()}
+        else:
+            tensors[wanted.name] = np.ones(wanted.shape, ml_dtypes.bfloat16)
     folder.mkdir(parents=True)
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config_json.to_fields(config) | {"quantization_config": quantization}))
@@ -132,6 +134,17 @@ PACKED = {
 }
 
 
+SETTINGS = {
+    "tokenizer_class": "Qwen2Tokenizer",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "model_max_length": 64,
+    "added_tokens_decoder": {"5": {"content": "<x>", "special": True, "lstrip": False}},
+    "additional_special_tokens": ["<x>"],
+    "clean_up_tokenization_spaces": False,
+}
+
+
 @functools.cache
 def originals():
     """The checkpoints by name, each as {file name: bytes}: every family, shards, packed formats."""
@@ -140,6 +153,12 @@ def originals():
     save(random_model(config=altered(LEAST, num_layers=1), tokenizer=tokenizer()), root / "single")
     for name, (quantization, parts_of) in PACKED.items():
         _packed(root / name, quantization, parts_of)
+    shutil.copytree(root / "single", root / "vocabulary")  # without tokenizer.json
+    (root / "vocabulary" / "tokenizer.json").unlink()
+    (root / "vocabulary" / "vocab.json").write_text(json.dumps({"<unk>": 0, "</s>": 3, "a": 1, "b": 2, "ab": 4}))
+    (root / "vocabulary" / "merges.txt").write_text("#version: 0.2\na b\n")
+    (root / "vocabulary" / "tokenizer_config.json").write_text(json.dumps(SETTINGS))
+    (root / "vocabulary" / "added_tokens.json").write_text(json.dumps({"<x>": 5}))
     for folder in root.iterdir():
         found[folder.name] = {path.name: path.read_bytes() for path in folder.iterdir()}
     shutil.rmtree(root)

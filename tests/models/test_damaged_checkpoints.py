@@ -6,13 +6,18 @@ import time
 
 import pytest
 from damaged_checkpoints import PACKED, damaged, originals, write
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 
 from kvjax.models import load, read_config
 from kvjax.models.loading import read_packing
 from kvjax.models.quantization.schemes import parse
 
 FILES = re.compile(r"config\.json|\.safetensors|tokenizer|chat_template|special_tokens|holds no|weights|_proj")
+
+
+def test_the_originals_load(tmp_path):
+    for name, files in originals().items():
+        assert load(write(tmp_path / "m", name, {}), tokenizer="tokenizer_config.json" in files).params
 
 
 def refusal(read):
@@ -27,7 +32,7 @@ def refusal(read):
 def check(folder, name, changes):
     """Read it in every way."""
     write(folder, name, changes)
-    has_tokenizer = "tokenizer.json" in originals()[name]
+    has_tokenizer = "tokenizer_config.json" in originals()[name]
     for read in (lambda: read_packing(folder, read_config(folder)), lambda: load(folder, tokenizer=has_tokenizer, dtype="float32")):
         started = time.monotonic()
         said = refusal(read)
@@ -52,6 +57,7 @@ CONFIG = [
         "config.json: weights of g of quantization_config",
     ),
     ({"x" * 5000: {"y" * 5000: 1}}, None),
+    ({f"x{n}": 1 for n in range(100_000)}, "config.json has 100000 fields that kvjax does not know; at most 200 are looked up"),
     ({"attention_chunk_size": ["z" * 5000]}, "config.json of a LlamaForCausalLM: attention_chunk_size is"),
 ]
 
@@ -114,7 +120,14 @@ def test_damaged_checkpoints(case, tmp_path_factory):
 
 
 @pytest.mark.long
-@settings(max_examples=10_000, **OPTIONS)
-@given(case=damaged())
-def test_ten_thousand_damaged_checkpoints(case, tmp_path_factory):
-    check(tmp_path_factory.getbasetemp() / "damaged", *case)
+@pytest.mark.parametrize("part", range(10))
+def test_ten_thousand_damaged_checkpoints(part, tmp_path):
+    """A thousand in each part."""
+
+    @seed(part)
+    @settings(max_examples=1000, **OPTIONS)
+    @given(case=damaged())
+    def run(case):
+        check(tmp_path / "m", *case)
+
+    run()
