@@ -1,7 +1,8 @@
 """A file of JSON lines that survives the job that writes it.
 
-Its first line names the job that it belongs to. Every other line is one entry, appended when it is made. A killed job leaves the file
-behind. At most its last line is incomplete, and that line is dropped when the job is run again.
+Its first line names the job that it belongs to. Every other line is one entry, appended when it is made. Each line ends with a checksum of
+the others of its fields. A killed job leaves the file behind. At most its last line is incomplete, and that line is dropped when the job is
+run again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import fcntl
 import json
 import os
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +21,7 @@ from pallas_kernels.bench.results import finite
 
 CONTINUED = "continued"
 """The key of an entry that says what a later run changed of the header."""
+CHECKSUM = b', "crc": "'
 LOCK_PAUSES = (0.05, 0.2)
 RUNNING = "{} is being written by another job that is still running"
 SYNC_SECONDS = 1.0
@@ -26,20 +29,22 @@ SYNC_SECONDS = 1.0
 
 
 class Journal:
-    """The entries of one job so far. job: what must be equal for a later run to continue; any JSON values.
+    """The entries of one job so far. job: what must be equal for a later run to continue; any JSON values, no name of which is `crc`.
 
-    A subclass defines its FORMAT, a description WHAT, the KEYS of every entry, and `_keep`, which remembers an entry. Raises ValueError if
-    the file is another job's or not a journal, and BlockingIOError if a running job holds it.
+    A subclass defines its FORMAT, EARLIER, the format of files without checksums, a description WHAT, the KEYS of every entry, and
+    `_keep`, which remembers an entry. Raises ValueError if the file is another job's or not a journal, and BlockingIOError if a running
+    job holds it.
     """
 
     FORMAT: str
+    EARLIER: str
     WHAT: str
     KEYS: frozenset[str]
 
     def __init__(self, path: Path, job: Mapping[str, Any]):
         self.path = path
         self._synced = 0.0
-        header = dump({"format": self.FORMAT, **job})  # raises before the file is made if it is not JSON
+        header = checked({"format": self.FORMAT, **job})  # raises before the file is made if it is not JSON
         self._file: IO[bytes] = open(path, "a+b")  # noqa: SIM115 (closed by close)
         try:
             self._lock()
@@ -76,7 +81,7 @@ class Journal:
     def _append(self, entry: Mapping[str, Any]) -> None:
         """Write one entry to disk. Figures that are not finite become null, and `error` names them."""
         entry = finite(dict(entry))
-        offset = self._write(dump(entry))
+        offset = self._write(checked(entry))
         self._keep(entry, offset, earlier=False)
         if time.monotonic() - self._synced > SYNC_SECONDS:
             self._sync()
@@ -103,7 +108,7 @@ class Journal:
             else:
                 self._keep(entry, begin, earlier=True)
         if found is not None:
-            changed = self._check(found, json.loads(header))
+            changed = self._check(found, {name: value for name, value in json.loads(header).items() if name not in ("format", "crc")})
         self._file.truncate(whole)
         if found is None:
             try:
@@ -114,7 +119,7 @@ class Journal:
                 raise
             sync_folder(self.path.parent)
         elif changed:
-            self._write(dump({CONTINUED: changed}))
+            self._write(checked({CONTINUED: changed}))
             self._sync()
 
     @classmethod
@@ -124,16 +129,17 @@ class Journal:
         An entry with the key `CONTINUED` holds what a later run changed of the header. ValueError for another file, and for a line that is
         damaged and not the last. path: for messages.
         """
-        end = 0
+        end, unchecked = 0, True
         for number, text in enumerate(iter(file.readline, b""), 1):
-            entry = _entry(text, {"format"} if number == 1 else cls.KEYS)
+            entry = _entry(text, {"format"} if number == 1 else cls.KEYS, unchecked=unchecked)
             if number == 1:
                 if entry is None and cls._torn_header(text):
                     return
-                if (entry or {}).get("format") != cls.FORMAT:
+                if (entry or {}).get("format") not in (cls.FORMAT, cls.EARLIER) or (entry["format"] == cls.FORMAT and not _is_whole(text)):
                     raise ValueError(f"{path} is not {cls.WHAT}; move it away, or choose another --out")
+                unchecked = entry["format"] == cls.EARLIER
             elif entry is None:
-                entry = _entry(text, {CONTINUED})
+                entry = _entry(text, {CONTINUED}, unchecked=unchecked)
                 if entry is None or not isinstance(entry[CONTINUED], dict):
                     if file.read(1):
                         raise ValueError(f"{path}, line {number}, is damaged; delete the file to start over")
@@ -179,6 +185,23 @@ def dump(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
+def checked(value: Mapping[str, Any]) -> bytes:
+    """An object as a line of JSON, with its checksum. ValueError as for `dump`."""
+    fields = dump(value)[:-2]
+    return fields + _end(fields)
+
+
+def _end(fields: bytes) -> bytes:
+    """The end of a line, behind these of its fields: their CRC-32."""
+    return CHECKSUM + b'%08x"}\n' % zlib.crc32(fields)
+
+
+def _is_whole(text: bytes) -> bool:
+    """Whether a line is as it was written."""
+    fields, found, _ = text.rpartition(CHECKSUM)
+    return bool(found) and text == fields + _end(fields)
+
+
 def sync_folder(folder: Path) -> None:
     """Make a new or renamed file survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
@@ -188,12 +211,15 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _entry(text: bytes, keys: set[str] | frozenset[str]) -> dict[str, Any] | None:
-    """The entry of a complete line, which has at least `keys`; None for an incomplete line."""
-    if not text.endswith(b"\n"):
+def _entry(text: bytes, keys: set[str] | frozenset[str], *, unchecked: bool) -> dict[str, Any] | None:
+    """The entry of a whole line, which has at least `keys`; None for another. unchecked: whether it may have no checksum."""
+    if not text.endswith(b"\n") or not (_is_whole(text) or (unchecked and CHECKSUM not in text)):
         return None
     try:
         entry = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return entry if isinstance(entry, dict) and keys <= entry.keys() else None
+    if not isinstance(entry, dict) or not keys <= entry.keys():
+        return None
+    entry.pop("crc", None)
+    return entry

@@ -44,7 +44,7 @@ class Partial(Journal):
         lines: the lines that the job has; results of others are dropped. None: all.
     """
 
-    FORMAT = "kvjax batch 2"
+    FORMAT, EARLIER = "kvjax batch 3", "kvjax batch 2"
     WHAT = "a partial result of a kvjax batch job"
     KEYS = frozenset(("line", "counts", "output"))
 
@@ -91,8 +91,7 @@ class Partial(Journal):
         from kvjax.model import check_fingerprint  # it imports JAX, and `kvjax --help` must be fast
 
         check_fingerprint(found.get("model"), str(self.path), "delete the file to start over")
-        job = {name: value for name, value in header.items() if name != "format"}
-        changed = check_same(self.path, found, job, **self._options)
+        changed = check_same(self.path, found, header, **self._options)
         self.slots = [*found.get(EARLIER_SLOTS, ()), found.get(SLOTS), *([changed[SLOTS]] if SLOTS in changed else [])]
         return changed | ({EARLIER_SLOTS: self.slots[:-1]} if SLOTS in changed else {})
 

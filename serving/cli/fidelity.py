@@ -42,7 +42,7 @@ TEXT_HASH = "text with SHA-256"
 class Records(Journal):
     """The finished units of a panel, each with its record."""
 
-    FORMAT = "kvjax fidelity 2"
+    FORMAT, EARLIER = "kvjax fidelity 3", "kvjax fidelity 2"
     WHAT = "the records of a kvjax fidelity panel"
     KEYS = frozenset(("unit", "record"))
 

@@ -10,6 +10,7 @@ import pytest
 from kvjax.models import loading
 from kvjax.serving.batch import file_jobs
 from kvjax.serving.batch.job import run_file
+from kvjax.serving.batch.journal import dump
 from kvjax.serving.batch.partial import Partial
 from kvjax.serving.batch.records import Defaults
 from kvjax.serving.batch.setup import Setup
@@ -49,10 +50,11 @@ def interrupt(monkeypatch, run, after=2):
 
 
 def edit_header(folder, **changes):
+    """Change a partial file's header. The file is then as versions without checksums wrote it."""
     path = folder / "out.jsonl.partial"
-    header, *rest = path.read_bytes().splitlines(keepends=True)
-    fields = {name: value for name, value in (json.loads(header) | changes).items() if value is not ...}
-    path.write_bytes(json.dumps(fields).encode() + b"\n" + b"".join(rest))
+    header, *rest = ({**json.loads(line), "crc": ...} for line in path.read_bytes().splitlines())
+    lines = [header | {"format": Partial.EARLIER} | changes, *rest]
+    path.write_bytes(b"".join(dump({name: value for name, value in line.items() if value is not ...}) for line in lines))
 
 
 @pytest.mark.parametrize("end", ["\n", "", "\r\n"])

@@ -108,6 +108,28 @@ def test_damage_in_the_middle_is_refused(path):
         Partial(path, JOB)
 
 
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.long)])
+def test_a_flipped_bit_gives_no_other_content(path, step):
+    """The file is refused, or a damaged last line is dropped, and its record runs again."""
+    begin(path, 1, 2)
+    content, dropped = path.read_bytes(), 0
+    last = content.rfind(b"\n", 0, -1) + 1
+    for bit in range(0, 8 * len(content), step):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            partial = Partial(path, JOB)
+        except ValueError:
+            continue
+        found = {line: json.loads(content.splitlines()[line])["output"] for line in partial.earlier}
+        assert bit // 8 >= last - 1
+        assert list(partial._outputs()) == list(found.values())
+        dropped += len(found) == 1
+        partial.close()
+    assert dropped > 20
+
+
 @pytest.mark.parametrize("other", [{"model": "n"}, {"policy": "top:8"}])
 def test_another_job_is_refused_and_nothing_is_lost(path, other):
     before = begin(path, 1).read_bytes()
