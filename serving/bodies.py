@@ -5,7 +5,8 @@ Batch jobs and the server read OpenAI's fields here and nowhere else, so both ta
 
 * `PLAIN`: kvjax's own records. `prompt` (text, or token ids) or `messages`, and `max_new_tokens` or `max_tokens`, `temperature`, `top_k`,
   `top_p`, `min_p`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`, `seed`, `n`, `stop`, `stop_token_ids`, `ignore_eos`,
-  `logprobs`, `top_logprobs`, `cache_salt`; beside `messages`, `chat_template_kwargs` for the model's chat template.
+  `logprobs`, `top_logprobs`, `cache_salt`, `clip` (true: an answer that the model has no room for is cut, and no error); beside `messages`,
+  `chat_template_kwargs` for the model's chat template, and `parse_special` (true: special tokens in messages are control tokens).
 * `CHAT`, `COMPLETIONS`: OpenAI's bodies. They may also hold those of the fields above that OpenAI's API does not have, and fields of that
   API, and of vLLM's, that kvjax does not have, at values that ask for nothing (`NEUTRAL`).
 
@@ -36,8 +37,8 @@ IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "pr
 """Fields for programs that store, bill and route requests; the model does not use them."""
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_SAMPLING = {*_NUMBERS, "top_k", "n", "seed", "stop", "stop_token_ids", "ignore_eos", "logprobs", "cache_salt", *IGNORED}
-_CHATS = {"messages", "chat_template_kwargs", "top_logprobs"}
+_SAMPLING = {*_NUMBERS, "top_k", "n", "seed", "stop", "stop_token_ids", "ignore_eos", "clip", "logprobs", "cache_salt", *IGNORED}
+_CHATS = {"messages", "chat_template_kwargs", "parse_special", "top_logprobs"}
 _OPENAI = {"model", "max_tokens", "stream", "stream_options", *_SAMPLING}
 _LIMITS = ("max_new_tokens", "max_tokens", "max_completion_tokens")
 _STREAM_OPTIONS = {"include_usage", "include_obfuscation"}
@@ -88,6 +89,7 @@ NEUTRAL: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "verbosity": (_is("medium"), '"medium"'),
     "suffix": (_is(""), '""'),
     "chat_template_kwargs": (_is({}), "{}"),
+    "parse_special": (_is(False), "false"),
 }
 """Fields of OpenAI's bodies that kvjax does not have: when a value asks for nothing, and such a value as JSON."""
 
@@ -107,6 +109,7 @@ class Body:
     sampling: Mapping[str, Any]
     limit_field: str
     template_options: Mapping[str, Any]
+    parse_special: bool
     cache_salt: str | None
     stream: bool
     usage: bool
@@ -141,6 +144,7 @@ def read_body(fields: Mapping[str, Any], form: Fields, where: str = "") -> Body:
         sampling=sampling,
         limit_field=limit_field,
         template_options=dict(options),
+        parse_special=messages is not None and boolean("parse_special", given.get("parse_special", False)),
         cache_salt=_salt(given),
         stream=stream,
         usage=usage,
@@ -155,11 +159,13 @@ def prompt_ids(
     options: Mapping[str, Any],
     tokenizer: Any,
     positions: int,
+    *,
+    parse_special: bool = False,
 ) -> list[int]:
     """Token ids of a request's prompt: of text, of ids, or of messages, which the chat template renders with `options`.
 
     positions: the model's; a text that is far longer is refused before it is tokenized, which would take minutes. ValueError says what is
-    wrong with the prompt.
+    wrong with the prompt. parse_special: whether special tokens in messages are control tokens, and not plain text.
     """
     try:
         if messages is None:
@@ -168,7 +174,7 @@ def prompt_ids(
             return encode(tokenizer, prompt)
         if sum(len(message["content"]) for message in messages) > positions:  # rendering twice costs little beside tokenizing
             check_text(tokenizer, rendered(messages, options, tokenizer, answer=True), positions)
-        return list(chat_ids(messages, tokenizer, options))
+        return list(chat_ids(messages, tokenizer, options, parse_special=parse_special))
     except RecursionError:
         raise ValueError("lists and objects of the messages or of chat_template_kwargs are nested too deeply") from None
 
@@ -223,8 +229,7 @@ def _sampling(given: Mapping[str, Any], form: Fields) -> dict[str, Any]:
     sampling |= {name: whole(name, given[name]) for name in ("top_k", "n") if name in given}
     if "seed" in given:
         sampling["seed"] = whole("seed", given["seed"], 2**63)
-    if "ignore_eos" in given:
-        sampling["ignore_eos"] = boolean("ignore_eos", given["ignore_eos"])
+    sampling |= {name: boolean(name, given[name]) for name in ("ignore_eos", "clip") if name in given}
     if "stop" in given:
         stop = given["stop"]
         stop = stop if isinstance(stop, list | tuple) else [stop]

@@ -274,7 +274,8 @@ def _drain(results: deque[Result]) -> Iterator[Result]:
 def _request(record: Record, tokenizer: Any, positions: int) -> Request:
     """The engine's request of a record: messages rendered, and text tokenised. ValueError says what is wrong with it."""
     sampling = Sampling(**record.sampling)
-    ids = prompt_ids(record.prompt, record.messages, record.template_options, tokenizer, positions)
+    options, parse_special = record.template_options, record.parse_special
+    ids = prompt_ids(record.prompt, record.messages, options, tokenizer, positions, parse_special=parse_special)
     return Request(ids, sampling, record.line, cache_salt=record.cache_salt)
 
 

@@ -46,8 +46,8 @@ class Record:
     """One line of the input. Exactly one of prompt (text or token ids), messages and error is set.
 
     line: its number in the input, from 1. endpoint: None for a plain record, else the OpenAI endpoint. sampling: arguments of
-    `kvjax.Sampling`. template_options: variables of the chat template. ignored: given fields that change nothing. cache_salt: the
-    request's own.
+    `kvjax.Sampling`. template_options: variables of the chat template. parse_special: as in `prompt_ids`. ignored: given
+    fields that change nothing. cache_salt: the request's own.
     """
 
     line: int
@@ -57,6 +57,7 @@ class Record:
     messages: tuple[dict[str, Any], ...] | None = None
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    parse_special: bool = False
     ignored: tuple[str, ...] = ()
     cache_salt: str | None = None
     error: str | None = None
@@ -147,6 +148,7 @@ def _fill(record: Record, fields: Mapping[str, Any], where: str, defaults: Defau
         messages=body.messages,
         sampling=_sampling(body.sampling, record, defaults),
         template_options=body.template_options,
+        parse_special=body.parse_special,
         ignored=body.ignored,
         cache_salt=body.cache_salt,
     )

@@ -64,7 +64,9 @@ def asked(body: Any, chat: bool, runtime: SessionRuntime, options: ServerOptions
     sampling = {"temperature": 1.0, "seed": secrets.randbits(32)}
     sampling |= {name: value for name, value in read.sampling.items() if name in SHAPED}
     count = sampling.get("max_new_tokens", None if chat else COMPLETION_TOKENS)
-    sampling["max_new_tokens"] = _with_room(count, read.limit_field if count is not None else "max_tokens", len(ids), runtime, options)
+    clips = options.clip_max_tokens or read.sampling.get("clip", False)
+    field = read.limit_field if count is not None else "max_tokens"
+    sampling["max_new_tokens"] = _with_room(count, field, len(ids), runtime, options.max_new_tokens, clips=clips)
     stop = read.sampling.get("stop", ())
     checked_sampling({**sampling, "stop": stop}, (*SHAPED, "stop"))
     return Asked(ids, sampling, stop, chat, read.stream, read.usage)
@@ -78,16 +80,17 @@ def _check_served(read: Body) -> None:
         raise WrongField("the server returns no log-probabilities, and a batch job does: leave logprobs out", "logprobs")
 
 
-def _with_room(count: Any, field: str, prompt: int, runtime: SessionRuntime, options: ServerOptions) -> Any:
-    """How many tokens a request may generate: `count`; where that is None, or the server clips, at most what there is room for.
+def _with_room(count: Any, field: str, prompt: int, runtime: SessionRuntime, limit: int, *, clips: bool) -> Any:
+    """How many tokens a request may generate: `count`; where that is None, or the answer is clipped, at most what there is room for.
 
-    field: the name of `count` in the request. prompt: how many tokens it has. InvalidArgument if there is too little room.
+    field: the name of `count` in the request. prompt: how many tokens it has. limit: of tokens of one call. clips: whether server or request
+    say so. InvalidArgument if there is too little room.
     """
     if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         return count  # the sampling's own check says what is wrong with it
-    positions, limit = runtime.engine.config.max_positions, options.max_new_tokens
+    positions = runtime.engine.config.max_positions
     room = runtime.room_after(prompt, limit if count is None else min(count, limit))
-    if count == room or (room and (count is None or options.clip_max_tokens)):
+    if count == room or (room and (count is None or clips)):
         return room
     asks = "" if count is None else f" and {field} asks for {count:,}"
     said = f"the prompt has {prompt:,} tokens{asks}: "
@@ -97,7 +100,7 @@ def _with_room(count: Any, field: str, prompt: int, runtime: SessionRuntime, opt
         said += f"the model has {positions:,} positions, so {f'at most {room:,}' if room else 'none'} can be generated"
     else:
         said += f"the server's pool of pages has room for {f'at most {room:,}' if room else 'none'} after it"
-    remedy = "ask for fewer, or start the server with --clip-max-tokens" if room else "shorten the prompt"
+    remedy = "ask for fewer, or send clip: true" if room else "shorten the prompt"
     raise InvalidArgument(f"{said}; {remedy}", field=field, reason="context_length_exceeded")
 
 
@@ -114,7 +117,8 @@ def _prompt(read: Body, model: Model) -> list[int]:
     if model.tokenizer is None:
         raise InvalidArgument("the model has no tokenizer, so this server answers over gRPC only")
     try:
-        return prompt_ids(read.prompt, read.messages, read.template_options, model.tokenizer, model.config.max_positions)
+        given = read.prompt, read.messages, read.template_options, model.tokenizer, model.config.max_positions
+        return prompt_ids(*given, parse_special=read.parse_special)
     except ValueError as error:
         field = "prompt" if read.messages is None else "messages"
         raise InvalidArgument(str(error), field="chat_template_kwargs" if "chat_template_kwargs" in str(error) else field) from None

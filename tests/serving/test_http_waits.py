@@ -233,7 +233,7 @@ def test_too_little_room_is_named(engine, server):
     with client_of(server) as client:
         for tokens, most, said in (
             (696, 8, "prompt has 696 tokens and max_tokens asks for 8: the model has 700 positions, so at most 4 can be generated; ask for "
-             "fewer, or start the server with --clip-max-tokens"),
+             "fewer, or send clip: true"),
             (700, 1, "prompt has 700 tokens and max_tokens asks for 1: the model has 700 positions, so none can be generated; shorten the"),
             (5, 40_000, "prompt has 5 tokens and max_tokens asks for 40,000: the model has 700 positions, so at most 695"),
         ):  # fmt: skip
@@ -242,6 +242,8 @@ def test_too_little_room_is_named(engine, server):
             assert said in str(caught.value)
             assert (caught.value.param, caught.value.code) == ("max_tokens", "context_length_exceeded")
         assert client.completions.create(model="tiny", prompt="x" * 696, max_tokens=4).usage.completion_tokens <= 4
+        clipped = client.completions.create(model="tiny", prompt="x" * 696, max_tokens=8, extra_body={"clip": True, "ignore_eos": True})
+        assert (clipped.usage.completion_tokens, clipped.choices[0].finish_reason) == (4, "length")
 
 
 def test_a_server_that_clips_generates_what_there_is_room_for(engine):
