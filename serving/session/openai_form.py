@@ -83,8 +83,8 @@ def _check_served(read: Body) -> None:
 def _with_room(count: Any, field: str, prompt: int, runtime: SessionRuntime, limit: int, *, clips: bool) -> Any:
     """How many tokens a request may generate: `count`; where that is None, or the answer is clipped, at most what there is room for.
 
-    field: the name of `count` in the request. prompt: how many tokens it has. limit: of tokens of one call. clips: whether server or request
-    say so. InvalidArgument if there is too little room.
+    field: the name of `count` in the request. prompt: how many tokens it has. limit: of tokens of one call. clips: whether to cut.
+    InvalidArgument if there is too little room.
     """
     if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         return count  # the sampling's own check says what is wrong with it
