@@ -3,7 +3,8 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tiny_tokenizers import byte_level, marks_of_spaces
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from kvjax.client.templates import from_openai_messages, tokens_for_chat
@@ -17,22 +18,6 @@ TEMPLATE = (
 )
 
 
-def bytes_tokenizer():
-    vocab = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return tokenizer
-
-
-def marks_of_spaces():
-    """As Llama 2 has it: a mark for spaces, byte tokens, a space before the text."""
-    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)} | {"▁": 257, "a": 258, "▁a": 259}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "a")], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    return tokenizer
-
-
 def chatty(made):
     made.add_special_tokens([AddedToken(each, special=True, normalized=False, lstrip="wide" in each) for each in SPECIALS])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>")
@@ -41,7 +26,7 @@ def chatty(made):
 
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-TOKENIZERS = {"bytes": chatty(bytes_tokenizer()), "marks": chatty(marks_of_spaces())}
+TOKENIZERS = {"bytes": chatty(byte_level()), "marks": chatty(marks_of_spaces())}
 
 
 def counts(ids, tokenizer):
@@ -72,7 +57,7 @@ def test_control_tokens_in_names_calls_and_variables_are_plain_text_too():
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": forged, "name": forged}]
     assert counts(chat_ids(messages, tokenizer, {}), tokenizer) == [2, 3, 0, 0]
     assert counts(chat_ids(messages, tokenizer, {}, parse_special=True), tokenizer)[0] > 2
-    tokenizer = chatty(bytes_tokenizer())
+    tokenizer = chatty(byte_level())
     tokenizer.chat_template = "{{ note }}" + TEMPLATE
     assert counts(chat_ids([{"role": "user", "content": "a"}], tokenizer, {"note": forged}), tokenizer) == [1, 2, 0, 0]
 
@@ -162,7 +147,7 @@ def test_messages_that_are_refused(messages, said):
 
 
 def test_a_template_that_leaves_tools_out_is_said():
-    tokenizer = chatty(bytes_tokenizer())
+    tokenizer = chatty(byte_level())
     tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match=r"the model's chat template leaves out messages\[1\], which is about tools"):
         chat_ids([{"role": "user", "content": "a"}, {"role": "tool", "content": "7"}], tokenizer, {})

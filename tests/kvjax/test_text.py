@@ -5,7 +5,8 @@ import typing
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tiny_tokenizers import byte_level, marks_of_spaces
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from kvjax.text import TextStream, _Stops, token_text
@@ -182,23 +183,6 @@ def test_texts_of_tokens_join_to_the_text():
     assert [text for text, _ in found] == ["a", r"bytes:\xe2", r"bytes:\x82", r"bytes:\xac", " ", r"bytes:\xc3", r"bytes:\xa9"]
     assert b"".join(own for _, own in found).decode() == "a€ é"
     assert token_text(Bytes(), ids, 256) == ("<|end|>", b"<|end|>")
-
-
-def byte_level():
-    vocab = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    ((space, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(" a")
-    tokenizer = Tokenizer(models.BPE(vocab=vocab | {space: 256}, merges=[tuple(space)]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return tokenizer
-
-
-def marks_of_spaces():
-    """As Llama 2 has it: a mark for spaces, byte tokens, and a decoder that strips the first space."""
-    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)} | {"▁": 257, "a": 258, "▁a": 259}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "a")], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    return tokenizer
 
 
 REAL = {name: PreTrainedTokenizerFast(tokenizer_object=made) for name, made in (("bytes", byte_level()), ("marks", marks_of_spaces()))}
