@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
+import logging
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,6 +16,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXTS = ("name", "reasoning_content", "tool_call_id")
 _EMPTY = {"refusal": (None,), "audio": (None,), "function_call": (None,), "annotations": (None, []), "tool_calls": (None, [])}
 """Fields that clients send back as they got them, and that say nothing at these values."""
+logger = logging.getLogger(__name__)
+
 _SHORT = reprlib.Repr(maxstring=60, maxother=60, maxlist=3, maxtuple=3, maxdict=3, maxlevel=3)
 
 
@@ -101,8 +105,8 @@ def chat_ids(
 
     template_options: variables of the template, such as {"enable_thinking": False}. parse_special: whether special tokens that the messages
     or the variables hold are control tokens; False: they are plain text, so that nobody who writes a message can end it. ValueError for an
-    option that is an argument of `apply_chat_template` itself, for messages that the template does not accept, and for those that it
-    leaves out.
+    option that is an argument of `apply_chat_template` itself, for messages that the template does not accept, and if it leaves out what a
+    tool returned.
     """
     if tokenizer is None:
         raise ValueError("the model has no tokenizer: give prompt as token ids")
@@ -111,8 +115,7 @@ def chat_ids(
     for name in inspect.signature(tokenizer.apply_chat_template).parameters.keys() & template_options.keys():
         raise ValueError(f"chat_template_kwargs may hold only variables of the model's chat template, and {name!r} is not one")
     given = list(checked_messages(messages))
-    if (place := _left_out(given, template_options, tokenizer)) is not None:
-        raise ValueError(f"the model's chat template leaves out messages[{place}], which is about tools: take it out of the messages")
+    _check_tools(given, template_options, tokenizer)
     if parse_special:  # the template writes the special tokens at the beginning and the end itself
         return tuple(tokenizer(rendered(given, template_options, tokenizer, answer=True), add_special_tokens=False)["input_ids"])
     plain = PlainTexts(tokenizer, given, template_options)
@@ -129,28 +132,39 @@ def rendered(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], 
         raise ValueError(f"the model's chat template does not take these messages: {error}") from error
 
 
-def _left_out(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], tokenizer: Any) -> int | None:
-    """The place of a message with tool calls or a tool's result that the template does not show, as older ones do not; None if it shows
-    all."""
-    named, names = [], []
-    for place, message in enumerate(messages):
-        if message["role"] == "tool":
-            message = {**message, "content": f"result{place}"}
-            names.append((place, message["content"]))
-        for number, call in enumerate(message.get("tool_calls", ())):
-            name = f"call{place}_{number}"
-            calls = [*message["tool_calls"]]
-            calls[number] = {**call, "function": {**call["function"], "name": name}}
-            message = {**message, "tool_calls": calls}
-            names.append((place, name))
-        named.append(message)
-    if not names:
-        return None
+def _check_tools(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], tokenizer: Any) -> None:
+    """ValueError if the template leaves out what a tool returned. Logs a warning if it leaves out which tools were called, as older ones
+    do."""
+    results = {place: f"result{place}" for place, message in enumerate(messages) if message["role"] == "tool"}
+    calls = {
+        (place, number): f"call{place}_{number}"
+        for place, message in enumerate(messages)
+        for number, _ in enumerate(message.get("tool_calls", ()))
+    }
+    if not results and not calls:
+        return
+    named = [{**message, "content": results.get(place, message["content"])} for place, message in enumerate(messages)]
+    for place, message in enumerate(named):
+        if "tool_calls" in message:
+            message["tool_calls"] = [
+                {**call, "function": {**call["function"], "name": calls[place, number]}}
+                for number, call in enumerate(message["tool_calls"])
+            ]
     try:
         text = rendered(named, options, tokenizer, answer=True)
-    except ValueError:  # it took the messages themselves, and looks into what tools return
-        return None
-    return next((place for place, name in names if name not in text), None)
+    except ValueError:  # it looks into what tools return, or knows their names
+        return
+    for place, name in results.items():
+        if name not in text:
+            raise ValueError(f"the model's chat template leaves out messages[{place}], what a tool returned: give it as a user's message")
+    if not all(name in text for name in calls.values()):
+        _warn_of_calls(tokenizer)
+
+
+@functools.lru_cache(maxsize=16)
+def _warn_of_calls(tokenizer: Any) -> None:
+    """Say it once for a tokenizer: a job may have a million such records."""
+    logger.warning("the model's chat template does not show which tools earlier answers called (tool_calls): the model will not see it")
 
 
 def _show(value: Any) -> str:

@@ -146,8 +146,15 @@ def test_messages_that_are_refused(messages, said):
         checked_messages(messages)
 
 
-def test_a_template_that_leaves_tools_out_is_said():
+def test_a_template_that_leaves_tools_out_is_said(caplog):
     tokenizer = chatty(byte_level())
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "7"}]
+    chat_ids(messages, tokenizer, {})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert not caplog.messages
+    for _ in range(2):
+        assert chat_ids(messages, tokenizer, {}) == tuple(tokenizer("a7", add_special_tokens=False)["input_ids"])
+    assert caplog.messages == [message for message in caplog.messages if "does not show which tools" in message][:1]
     tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match=r"the model's chat template leaves out messages\[1\], which is about tools"):
-        chat_ids([{"role": "user", "content": "a"}, {"role": "tool", "content": "7"}], tokenizer, {})
+    with pytest.raises(ValueError, match=r"the model's chat template leaves out messages\[2\], what a tool returned"):
+        chat_ids(messages, tokenizer, {})
