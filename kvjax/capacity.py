@@ -63,8 +63,9 @@ class Capacity:
         try:
             self.check_length(prompt_tokens + asked - 1, policy)
         except ValueError as error:
-            said = f"the prompt has {prompt_tokens:,}, {asked:,} new ones are asked for, and there is room for {room:,}"
-            raise ValueError(f"{error}: {said}; lower max_new_tokens, or pass clip=True to cut the answer there") from None
+            said = f"the prompt has {prompt_tokens:,} tokens and {asked:,} new ones are asked for, the last of which needs no position"
+            remedy = "ask for fewer, or for clip, which cuts the answer there"
+            raise ValueError(f"{error}: {said}. There is room for {room:,}: {remedy}") from None
         return sampling
 
     def _positions(self, policy: DecodePolicy | PrefillPolicy | None) -> int:

@@ -112,7 +112,8 @@ def chat_ids(
         raise ValueError("the model has no tokenizer: give prompt as token ids")
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("the model has no chat template for messages: give prompt, or put a chat_template.jinja in the model's folder")
-    for name in inspect.signature(tokenizer.apply_chat_template).parameters.keys() & template_options.keys():
+    reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    for name in reserved & template_options.keys():
         raise ValueError(f"chat_template_kwargs may hold only variables of the model's chat template, and {name!r} is not one")
     given = list(checked_messages(messages))
     _check_tools(given, template_options, tokenizer)

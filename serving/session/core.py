@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import logging
 import secrets
 import time
@@ -98,6 +99,7 @@ class SessionCore:
 
     def _restore(self, journal: Journal) -> None:
         """Take the sessions that are on disk. Their idle time begins now: while no server ran, nobody could use them."""
+        missing: dict[str, str] = {}
         for each in sorted(journal.load(), key=lambda stored: stored.written):
             try:
                 self.engine.check_tokens(each.history or [0])
@@ -106,12 +108,17 @@ class SessionCore:
             try:
                 policy = self.policies.find(each.policy)
             except (InvalidArgument, ResourceExhausted):
-                own = ", if you know that file and trust it" if ".py:" in str(each.policy) else ""
-                raise ValueError(
-                    f"session {each.id} on disk has the policy {each.policy!s:.60}, which this engine does not declare: give it, too, as "
-                    f"kvjax serve --policy {each.policy!s:.60}, or Engine(..., policies=[{each.policy!r:.60}]){own}, or give another folder"
-                ) from None
+                missing.setdefault(f"{each.policy!s:.60}", each.id)
+                continue
             self.records[each.id] = Record(each.id, policy, self.engine.new_sequence(), self.clock(), each.history, stored=True)
+        if missing:
+            named = ", ".join(f"{policy} (session {session})" for policy, session in itertools.islice(missing.items(), 8))
+            options = " ".join(f"--policy {policy}" for policy in itertools.islice(missing, 8))
+            own = ", if you know these files and trust them" if any(".py:" in policy for policy in missing) else ""
+            raise ValueError(
+                f"sessions on disk have policies that this server does not have: {named}. Start it with {options}{own}, or with the "
+                "--allow-policy that it had, or give another folder; a session that is not needed ends when its file is deleted"
+            )
 
     # Sessions
 

@@ -71,6 +71,8 @@ class ServerOptions:
     def __post_init__(self):
         for name in ("port", "max_message_bytes", "max_tokens", "max_new_tokens", "max_stop_tokens", "max_calls"):
             whole_number(name, getattr(self, name), 0 if name == "port" else 1)
+        if self.port and self.port == self.http_port:
+            raise ValueError(f"--port and --http-port are both {self.port}: gRPC and HTTP need a port each")
         if any(len(token) < 16 or not token.isascii() for token in self.tokens):
             raise ValueError("a bearer token must have at least 16 characters, all of them ASCII")
         if not is_loopback(self.host) and not self.tokens:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvjax.client.errors import InvalidArgument, ResourceExhausted, SessionNotFound
+from kvjax.client.errors import InvalidArgument, SessionNotFound
 from kvjax.serving.bodies import Body, Fields, WrongField, prompt_ids, read_body
 from kvjax.serving.session.runtime import SHAPED, checked_sampling
 
@@ -40,14 +40,14 @@ class Asked:
 
 def asked(body: Any, chat: bool, runtime: SessionRuntime, options: ServerOptions) -> Asked:
     """What a request asks for. chat: whether it came to /v1/chat/completions. InvalidArgument names the field; SessionNotFound for another
-    model, ResourceExhausted above a limit of the server."""
+    model."""
     model = runtime.engine.model
     if not isinstance(body, Mapping):
         raise InvalidArgument("the body must be a JSON object")
     prompt = body.get("prompt")
     prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
     if isinstance(prompt, list) and len(prompt) > options.max_tokens:  # before each of millions is looked at
-        raise _too_many(len(prompt), options)
+        raise _too_many(len(prompt), options, chat)
     try:
         read = read_body(body, Fields.CHAT if chat else Fields.COMPLETIONS)
         _check_served(read)
@@ -57,7 +57,7 @@ def asked(body: Any, chat: bool, runtime: SessionRuntime, options: ServerOptions
         raise no_model(read.model, options.model_name)
     ids = _prompt(read, model)
     if len(ids) > options.max_tokens:
-        raise _too_many(len(ids), options)
+        raise _too_many(len(ids), options, chat)
     if (stops := len(read.sampling.get("stop_token_ids", ()))) > options.max_stop_tokens:
         said = f"{stops:,} stop tokens in one call are more than the limit of {options.max_stop_tokens:,}"
         raise InvalidArgument(said, field="stop_token_ids")
@@ -96,7 +96,7 @@ def _with_room(count: Any, field: str, prompt: int, runtime: SessionRuntime, lim
     said = f"the prompt has {prompt:,} tokens{asks}: "
     if room == limit:
         said += f"one call of this server generates at most {limit:,}"
-    elif room >= positions - prompt:
+    elif room > positions - prompt:
         said += f"the model has {positions:,} positions, so {f'at most {room:,}' if room else 'none'} can be generated"
     else:
         said += f"the server's pool of pages has room for {f'at most {room:,}' if room else 'none'} after it"
@@ -104,8 +104,9 @@ def _with_room(count: Any, field: str, prompt: int, runtime: SessionRuntime, lim
     raise InvalidArgument(f"{said}; {remedy}", field=field, reason="context_length_exceeded")
 
 
-def _too_many(tokens: int, options: ServerOptions) -> ResourceExhausted:
-    return ResourceExhausted(f"{tokens} tokens of prompt are more than the server's limit of {options.max_tokens}")
+def _too_many(tokens: int, options: ServerOptions, chat: bool) -> InvalidArgument:
+    said = f"the prompt has {tokens:,} tokens, and this server takes at most {options.max_tokens:,} in one call (--max-tokens): shorten it"
+    return InvalidArgument(said, field="messages" if chat else "prompt", reason="context_length_exceeded")
 
 
 def no_model(given: Any, name: str) -> SessionNotFound:

@@ -222,7 +222,7 @@ class SessionRuntime:
                 return True
             return False
 
-        most = max(0, min(most, engine.config.max_positions - kept))
+        most = max(0, min(most, engine.config.max_positions - kept + 1))  # the last token needs no position
         return most if not lacks(most) else bisect.bisect_left(range(1, most), True, key=lacks)
 
     def close(self, *, drain_s: float = 0.0) -> None:

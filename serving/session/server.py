@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -71,6 +72,11 @@ class Server:
         except RuntimeError as error:
             raise OSError(f"cannot listen on {host}:{options.port}: choose another --port ({error})") from None
         self._web: Web | None = None
+        self._http: socket.socket | None = None
+        if options.http_port is not None:  # so that a port that is taken is said before anything is compiled
+            from kvjax.serving.session.web import bound_socket
+
+            self._http = bound_socket(options.host, options.http_port)
 
     def _bind(self, address: str) -> int:
         import grpc
@@ -83,17 +89,17 @@ class Server:
     @property
     def http_port(self) -> int | None:
         """The port of HTTP; None where there is none."""
-        return None if self._web is None else self._web.port
+        return None if self._http is None else self._http.getsockname()[1]
 
     def start(self) -> None:
         """Listen."""
         self._server.start()
         for name in ("", SERVICE):
             self._health.set(name, self._serving.SERVING)
-        if self.options.http_port is not None:
+        if self._http is not None:
             from kvjax.serving.session.web import Web
 
-            self._web = Web(self._desk)
+            self._web = Web(self._desk, self._http)
 
     def stop(self, drain_s: float = 10.0, hurry: threading.Event | None = None) -> None:
         """Refuse new calls, let those under way end within `drain_s` seconds, and close the runtime. hurry: once set, it ends that time."""
@@ -102,6 +108,8 @@ class Server:
         stopped = self._server.stop(LAST_S)
         if self._web is not None:
             self._web.stop(LAST_S)
+        elif self._http is not None:
+            self._http.close()
         stopped.wait(LAST_S + 1)
         self.runtime.close()
         self._desk.close()

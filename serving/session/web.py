@@ -65,17 +65,18 @@ QUIET_S = 5.0
 
 
 class Web:
-    """The HTTP server, in a thread of its own, which listens from here on. port: the one that it listens on.
+    """The HTTP server, in a thread of its own, which listens from here on.
 
-    desk: who may call, limits, logs and metrics, which are those of the gRPC server. Needs the extra `server`. OSError if it cannot listen.
+    desk: who may call, limits, logs and metrics, which are those of the gRPC server. bound: a socket of `bound_socket`. Needs the extra
+    `server`.
     """
 
-    def __init__(self, desk: Desk):
+    def __init__(self, desk: Desk, bound: socket.socket):
         import uvicorn
 
         options = desk.options
-        self._socket = _listening(options.host.strip("[]"), options.http_port)
-        self.port = self._socket.getsockname()[1]
+        self._socket = bound
+        bound.listen(2048)
         self._routes = _Routes(desk)
         config = uvicorn.Config(
             self._routes.app(), http=_impatient(options.stall_s), log_config=None, access_log=False, lifespan="off", ws="none",
@@ -116,12 +117,16 @@ def _impatient(seconds: float) -> type:
     return Impatient
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket that has its port, and does not listen yet. OSError if it cannot have the port."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        bound.bind((host.strip("[]"), port))
     except OSError as error:
+        bound.close()
         raise OSError(f"cannot listen on {host}:{port}: choose another --http-port ({error.strerror})") from None
+    return bound
 
 
 class _Routes:

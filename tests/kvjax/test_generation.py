@@ -415,7 +415,7 @@ def test_everything_the_front_door_promises_is_there():
 def test_an_answer_that_does_not_fit_is_named_or_clipped(model_factory):
     engine = Engine(model_factory(max_positions=64), pages=16, page_size=16, prefill_chunk=32, batch_buckets=(2,))
     long = [1] * 60
-    said = "67 tokens is longer than the model's 64 positions: the prompt has 60, 8 new ones are asked for, and there is room for 5; lower"
+    said = "67 tokens is longer than the model's 64 positions: the prompt has 60 tokens and 8 new ones.* There is room for 5: ask"
     with pytest.raises(ValueError, match=said):
         generate(engine, long, max_new_tokens=8, ignore_eos=True)
     answers = [

@@ -232,27 +232,28 @@ def test_every_piece_but_the_last_has_a_usage_of_null(server, chat):
 def test_too_little_room_is_named(engine, server):
     with client_of(server) as client:
         for tokens, most, said in (
-            (696, 8, "prompt has 696 tokens and max_tokens asks for 8: the model has 700 positions, so at most 4 can be generated; ask for "
+            (696, 8, "prompt has 696 tokens and max_tokens asks for 8: the model has 700 positions, so at most 5 can be generated; ask for "
              "fewer, or send clip: true"),
-            (700, 1, "prompt has 700 tokens and max_tokens asks for 1: the model has 700 positions, so none can be generated; shorten the"),
-            (5, 40_000, "prompt has 5 tokens and max_tokens asks for 40,000: the model has 700 positions, so at most 695"),
+            (700, 2, "prompt has 700 tokens and max_tokens asks for 2: the model has 700 positions, so at most 1 can be generated; ask"),
+            (701, 1, "prompt has 701 tokens and max_tokens asks for 1: the model has 700 positions, so none can be generated; shorten the"),
+            (5, 40_000, "prompt has 5 tokens and max_tokens asks for 40,000: the model has 700 positions, so at most 696"),
         ):  # fmt: skip
             with pytest.raises(openai.BadRequestError) as caught:
                 client.completions.create(model="tiny", prompt="x" * tokens, max_tokens=most)
             assert said in str(caught.value)
             assert (caught.value.param, caught.value.code) == ("max_tokens", "context_length_exceeded")
-        assert client.completions.create(model="tiny", prompt="x" * 696, max_tokens=4).usage.completion_tokens <= 4
+        assert client.completions.create(model="tiny", prompt="x" * 696, max_tokens=5).usage.completion_tokens <= 5
         clipped = client.completions.create(model="tiny", prompt="x" * 696, max_tokens=8, extra_body={"clip": True, "ignore_eos": True})
-        assert (clipped.usage.completion_tokens, clipped.choices[0].finish_reason) == (4, "length")
+        assert (clipped.usage.completion_tokens, clipped.choices[0].finish_reason) == (5, "length")
 
 
 def test_a_server_that_clips_generates_what_there_is_room_for(engine):
     with serving(engine, http_port=0, model_name="tiny", clip_max_tokens=True, max_new_tokens=9) as server, client_of(server) as client:
-        for tokens, room in ((696, 4), (5, 9)):
+        for tokens, room in ((696, 5), (700, 1), (5, 9)):
             answer = client.completions.create(model="tiny", prompt="x" * tokens, max_tokens=800, temperature=0)
             assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (room, "length")
         with pytest.raises(openai.BadRequestError, match="none can be generated; shorten the prompt"):
-            client.completions.create(model="tiny", prompt="x" * 700, max_tokens=8)
+            client.completions.create(model="tiny", prompt="x" * 701, max_tokens=8)
         with pytest.raises(openai.BadRequestError):  # no value is guessed for one that is wrong
             client.completions.create(model="tiny", prompt="x", max_tokens=0)
 
