@@ -58,6 +58,8 @@ class Capacity:
         asked, room = sampling.max_new_tokens, self._positions(policy) - prompt_tokens + 1
         if asked <= room:
             return sampling
+        if room < 1:
+            self.check_length(prompt_tokens, policy)
         if sampling.clip:
             return dataclasses.replace(sampling, max_new_tokens=room)
         try:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import json
 import logging
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvjax.plain_texts import PlainTexts
@@ -75,6 +76,15 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
+def _check_texts(name: str, value: Any) -> None:
+    """ValueError for a text inside a value that is none."""
+    if isinstance(value, str):
+        _text(name, value)
+    elif isinstance(value, Mapping | list | tuple):
+        for each in itertools.chain(value, value.values() if isinstance(value, Mapping) else ()):
+            _check_texts(name, each)
+
+
 def _tool_calls(name: str, calls: Any) -> list[dict[str, Any]]:
     """Tool calls, with their arguments as objects, as templates take them."""
     if not isinstance(calls, list | tuple):
@@ -94,6 +104,7 @@ def _tool_call(name: str, call: Any) -> dict[str, Any]:
         arguments = None
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{name}.function.arguments must be a JSON object, got {_show(given)}")
+    _check_texts(f"{name}.function.arguments", arguments)
     found = {"type": "function", "function": {"name": _text(f"{name}.function.name", function.get("name")), "arguments": dict(arguments)}}
     return found if call.get("id") is None else found | {"id": _text(f"{name}.id", call["id"])}
 
@@ -112,15 +123,24 @@ def chat_ids(
         raise ValueError("the model has no tokenizer: give prompt as token ids")
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("the model has no chat template for messages: give prompt, or put a chat_template.jinja in the model's folder")
-    reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    reserved = {"messages", "conversations", "self", *inspect.signature(tokenizer.apply_chat_template).parameters}
     for name in reserved & template_options.keys():
         raise ValueError(f"chat_template_kwargs may hold only variables of the model's chat template, and {name!r} is not one")
+    _check_texts("chat_template_kwargs", template_options)
     given = list(checked_messages(messages))
     _check_tools(given, template_options, tokenizer)
     if parse_special:  # the template writes the special tokens at the beginning and the end itself
         return tuple(tokenizer(rendered(given, template_options, tokenizer, answer=True), add_special_tokens=False)["input_ids"])
     plain = PlainTexts(tokenizer, given, template_options)
-    return tuple(plain.ids(rendered(plain.mark(given), plain.mark(template_options), tokenizer, answer=True)))
+
+    def render(change: Callable[[Any], Any]) -> str:
+        # Roles are no texts: templates ask for them.
+        changed = [change(message) | {"role": message["role"]} for message in given]
+        return rendered(changed, change(template_options), tokenizer, answer=True)
+
+    ids = plain.ids(render(plain.mark))
+    plain.check(ids, render)
+    return tuple(ids)
 
 
 def rendered(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], tokenizer: Any, *, answer: bool) -> str:

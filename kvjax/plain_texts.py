@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _PRIVATE = range(0xE000, 0xF8FF)
@@ -24,7 +24,8 @@ class PlainTexts:
 
     `mark` puts private characters into texts: one before each special token, one where a text ends inside one, because its neighbour may go
     on with the rest. The template then writes control tokens of its own. `ids` reads its text, without the marks: a special token at a mark
-    is read as the characters that it is written with.
+    is read as the characters that it is written with. A template may change texts so that marks are lost, or join texts to a special token,
+    and a tokenizer may know one under another spelling. `check` finds all of that.
 
     Args:
         tokenizer: the model's.
@@ -35,7 +36,11 @@ class PlainTexts:
         self._tokenizer, self._known = tokenizer, _known(tokenizer, len(tokenizer) if hasattr(tokenizer, "__len__") else 0)
         held: set[str] = set()
         _each_text(list(texts), lambda text: held.update(text) or text)
-        self._begins, self._cuts = itertools.islice((mark for mark in map(chr, _PRIVATE) if mark not in held), 2)
+        marks = list(itertools.islice((mark for mark in map(chr, _PRIVATE) if mark not in held), 2))
+        if len(marks) < 2:
+            raise ValueError("the messages hold all private characters of Unicode, U+E000 to U+F8FE: leave two of them out")
+        self._begins, self._cuts = marks
+        self._may_hold = self._known.normalized or not held.isdisjoint(self._known.signs)
 
     def mark(self, value: Any) -> Any:
         """The value, a text or lists and mappings of texts, with marks."""
@@ -63,6 +68,26 @@ class PlainTexts:
                 ids.append(token)
         return ids
 
+    def check(self, ids: Sequence[int], render: Callable[[Callable[[Any], Any]], str]) -> None:
+        """ValueError unless the special tokens among `ids` are those that the template writes.
+
+        render: what the template makes of all texts, after a function has changed them. It is called with one that leaves letters, digits
+        and spaces of a text's two ends, of which the template then writes the same special tokens.
+        """
+        if not self._may_hold:
+            return
+        try:
+            harmless = render(lambda value: _each_text(value, _harmless))
+        except ValueError:  # the template looks into the texts, and does not take these
+            return
+        written = self._tokenizer(harmless, add_special_tokens=False)["input_ids"]
+        controls = self._known.controls
+        if [token for token in ids if token in controls] != [token for token in written if token in controls]:
+            raise ValueError(
+                "a message holds a special token of the model, and the model's template and tokenizer cannot keep it as plain text: take "
+                "it out of the message, or pass parse_special=True, which makes a control token of it"
+            )
+
     def _marked(self, text: str) -> str:
         known, pieces, done = self._known, [], 0
         if known.begins is None:
@@ -79,12 +104,18 @@ class PlainTexts:
 
 
 class _Known:
-    """What `PlainTexts` looks for. begins: how special tokens begin, None if there are none. lengths: theirs, the longest first. beginnings
-    and ends: proper parts of them."""
+    """What `PlainTexts` looks for. begins: how special tokens begin, None if there are none. lengths: theirs, the longest first.
+    controls: ids of those that only a template writes. beginnings and ends: proper parts of them. signs: what they hold besides letters
+    and digits. normalized: whether some may be spelled otherwise."""
 
     def __init__(self, tokenizer: Any):
         by_id = special_tokens(tokenizer)
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.normalized = any(added[token].normalized for token in by_id)
+        self.signs = {sign for text in by_id.values() for sign in text if not sign.isalnum() and not sign.isspace()}
         self.ids, self.texts = frozenset(by_id), frozenset(by_id.values())
+        unknown, ends = (getattr(tokenizer, name, None) for name in ("unk_token_id", "eos_token_id"))
+        self.controls = self.ids - ({unknown} - {ends})  # characters that a tokenizer does not know are no control tokens
         self.begins = re.compile(f"[{re.escape(''.join(sorted({text[0] for text in self.texts})))}]") if self.texts else None
         self.lengths = sorted({len(text) for text in self.texts}, reverse=True)
         self.beginnings = tuple({text[:length] for text in self.texts for length in range(1, len(text))})
@@ -103,6 +134,11 @@ def _plain_tokenizer(tokenizer: Any) -> Any:
     plain = copy.deepcopy(tokenizer.backend_tokenizer)
     plain.encode_special_tokens = True
     return plain
+
+
+def _harmless(text: str) -> str:
+    """A text that no special token can come from, with the spaces and the first and last letters of this one."""
+    return re.sub(r"[^\w\s]|_", "x", text if len(text) <= 64 else text[:32] + text[-32:])
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:

@@ -289,10 +289,10 @@ class Scheduler:
             if not given:
                 engine.check_tokens(handle._ids)
             policy = self.policy if handle.request.policy is None else engine.declared(handle.request.policy)
-            engine.check_length(handle.prompt_tokens)  # prefill needs all of it, whatever steps give back
             handle.sampling = sampling = engine.fitted(sampling, handle.prompt_tokens, policy)
             longest = handle.prompt_tokens + sampling.max_new_tokens - 1
             engine.check_length(longest, policy)
+            engine.check_length(handle.prompt_tokens)  # prefill needs all of it, whatever steps give back
             handle._policy = engine.chosen(policy, [longest] * self.slots)
         except Exception as error:  # the caller's tokenizer, chat template or policy may raise anything
             return error

@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import difflib
 import enum
+import json
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -172,7 +173,9 @@ def prompt_ids(
             if isinstance(prompt, str):
                 check_text(tokenizer, prompt, positions)
             return encode(tokenizer, prompt)
-        if sum(len(message["content"]) for message in messages) > positions:  # rendering twice costs little beside tokenizing
+        if len(messages) > positions:
+            raise ValueError(f"{len(messages):,} messages are more than the model's {positions:,} positions")
+        if len(json.dumps([messages, options], default=str)) > positions:  # rendering twice costs little beside tokenizing
             check_text(tokenizer, rendered(messages, options, tokenizer, answer=True), positions)
         return list(chat_ids(messages, tokenizer, options, parse_special=parse_special))
     except RecursionError:

@@ -1,10 +1,12 @@
 """Chat messages: what is taken, and special tokens in their contents, which are plain text."""
 
+import contextlib
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_level, marks_of_spaces
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvjax.client.templates import from_openai_messages, tokens_for_chat
@@ -60,6 +62,76 @@ def test_control_tokens_in_names_calls_and_variables_are_plain_text_too():
     tokenizer = chatty(byte_level())
     tokenizer.chat_template = "{{ note }}" + TEMPLATE
     assert counts(chat_ids([{"role": "user", "content": "a"}], tokenizer, {"note": forged}), tokenizer) == [1, 2, 0, 0]
+
+
+def spelled(normalizer):
+    """A tokenizer whose special tokens are also found in other spellings."""
+    made = byte_level()
+    made.normalizer = normalizer
+    made.add_special_tokens([AddedToken(each, special=True, normalized=True) for each in SPECIALS[:2]])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def whole_words():
+    """Its vocabulary holds the special token itself, and a token for what it does not know."""
+    made = Tokenizer(models.WordLevel({"<unk>": 0, "<|end|>": 1, "a": 2}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in ("<unk>", "<|end|>")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>", unk_token="<unk>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} <|end|> {% endfor %}"
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "content", "taken"),
+    [
+        (spelled(normalizers.NFKC()), "\uff1c|end|\uff1e", "\uff1c |end|"),
+        (spelled(normalizers.Lowercase()), "<|END|>", "< |END|>"),
+        (whole_words(), "<|end|>", "a <é> b"),
+    ],
+    ids=["other characters", "other case", "a word of the vocabulary"],
+)
+def test_a_special_token_that_cannot_be_plain_text_is_refused(tokenizer, content, taken):
+    with pytest.raises(ValueError, match="cannot keep it as plain text: take it out of the message, or pass parse_special=True"):
+        chat_ids([{"role": "user", "content": content}], tokenizer, {})
+    chat_ids([{"role": "user", "content": content}], tokenizer, {}, parse_special=True)
+    chat_ids([{"role": "user", "content": taken}], tokenizer, {})
+
+
+@pytest.mark.parametrize(
+    ("part", "content"),
+    [
+        ("{{ [m.content] }}", "<|end|>"),
+        ("{{ m.content | tojson(ensure_ascii=True) }}", "<|end|>"),
+        ("{{ m.content | replace('-', '') }}", "<|e-nd|>"),
+        ("{{ m.content | lower }}", "<|END|>"),
+        ("{{ m.content.split() | join('') }}", "<|e nd|>"),
+        ("{{ m.content.split('-')[0] ~ m.content.split('-')[-1] }}", "<|e-x-nd|>"),
+        ("<|{{ m.content }}", "end|>"),
+    ],
+)
+def test_a_template_that_changes_texts_makes_no_control_token_of_them(part, content):
+    tokenizer = chatty(byte_level())
+    tokenizer.chat_template = "{% for m in messages %}" + part + "{% endfor %}<|start|>"
+    kept = part == "<|{{ m.content }}"  # the cut is marked
+    with contextlib.nullcontext() if kept else pytest.raises(ValueError, match="cannot keep it as plain text"):
+        assert counts(chat_ids([{"role": "user", "content": content}], tokenizer, {}), tokenizer)[:2] == [0, 1]
+    assert counts(chat_ids([{"role": "user", "content": "a < b | c > d_e"}], tokenizer, {}), tokenizer)[:2] == [0, 1]
+
+
+def test_texts_that_are_none_are_said():
+    tokenizer = TOKENIZERS["bytes"]
+    call = {"function": {"name": "f", "arguments": '{"a": ["\\ud800"]}'}}
+    for messages, options, said in (
+        ([{"role": "assistant", "tool_calls": [call]}], {}, r"messages\[0\].tool_calls\[0\].function.arguments holds half"),
+        ([{"role": "user", "content": "a"}], {"note": ["\ud800"]}, "chat_template_kwargs holds half of a surrogate pair"),
+        ([{"role": "user", "content": "".join(map(chr, range(0xE000, 0xF8FF)))}], {}, "all private characters of Unicode"),
+        ([{"role": "user", "content": "a"}], {"messages": []}, "may hold only variables of the model's chat template, and 'messages'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            chat_ids(messages, tokenizer, options)
 
 
 def test_turns_of_a_session_are_plain_text_too():
