@@ -168,11 +168,14 @@ class SessionRuntime:
         """The policies that sessions may name, but those of forms with '*'."""
         return self._policies.fixed
 
-    def warmup(self, policy: DecodePolicy, tokens: int | None = None) -> None:
+    def warmup(self, policy: str | DecodePolicy, tokens: int | None = None) -> None:
         """Compile the steps of one of `policies`, for histories of up to `tokens` tokens (None: one page), so that its first session does
         not wait for that. Steps with penalties, and those that draw at random in longer histories, are compiled when first used. Sessions
-        wait meanwhile. Raises as `Engine.warmup`."""
-        self._ask(lambda: self._core.warm_up(policy, tokens), None)
+        wait meanwhile. InvalidArgument for another policy; raises as `Engine.warmup`."""
+        if policy is None or not isinstance(policy, str | DecodePolicy):
+            raise InvalidArgument(f"policy must be one of the runtime's policies, or its name, got {policy!r:.60}", field="policy")
+        chosen = self._policies.resolve(policy)
+        self._ask(lambda: self._core.warm_up(chosen, tokens), None)
 
     def create(
         self,
