@@ -8,7 +8,7 @@ import inspect
 import itertools
 import json
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import flax.struct
@@ -107,12 +107,11 @@ class Sampling:
         return super().__new__(cls)
 
     def __post_init__(self):
-        given = (self.stop,) if isinstance(self.stop, str) else self.stop
-        stops = tuple(given) if isinstance(given, Iterable) else (None,)
-        if any(not isinstance(text, str) or not text for text in stops):
+        stops = (self.stop,) if isinstance(self.stop, str) else _items(self.stop, MAX_STOP_STRINGS)
+        if stops is None or any(not isinstance(text, str) or not text for text in stops):
             raise ValueError(f"stop must be strings that are not empty, got {self.stop!r:.60}; leave it out, or give (), for none")
         if len(stops) > MAX_STOP_STRINGS:
-            raise ValueError(f"stop has {len(stops):,} strings, and {MAX_STOP_STRINGS:,} are the most: give fewer")
+            raise ValueError(f"stop has more than {MAX_STOP_STRINGS:,} strings, the most that are taken: give fewer")
         if (characters := sum(map(len, stops))) > MAX_STOP_CHARACTERS:
             raise ValueError(f"the stop strings have {characters:,} characters, and {MAX_STOP_CHARACTERS:,} are the most: cut them")
         object.__setattr__(self, "stop", stops)
@@ -177,10 +176,18 @@ def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+def _items(given: object, most: int) -> tuple[Any, ...] | None:
+    """The items of an iterable, which may never end, and at most one more than `most`; None for anything else."""
+    try:
+        return tuple(itertools.islice(given, most + 1))  # an array of no dimension says that it is iterable, and is not
+    except TypeError:
+        return None
+
+
 def _stop_token_ids(given: object) -> tuple[int, ...]:
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+    ids = None if isinstance(given, str | bytes) else _items(given, MAX_STOP_TOKEN_IDS)
+    if ids is None:
         raise ValueError(f"stop_token_ids must be a list of token ids, got {given!r:.60}")
-    ids = tuple(itertools.islice(given, MAX_STOP_TOKEN_IDS + 1))  # it may never end
     if len(ids) > MAX_STOP_TOKEN_IDS:
         raise ValueError(f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS:,} ids, the most that are taken: give fewer")
     return tuple(whole_number("a stop token id", token) for token in ids)
