@@ -103,7 +103,7 @@ class Partial(Journal):
     def finish(self, out: Path) -> None:
         """Write the outputs in input order, rename them to `out`, and remove this file."""
         self._sync()
-        with replacing(out, ".tmp") as ordered, open(ordered, "wb") as file:
+        with replacing(out) as ordered, open(ordered, "wb") as file:
             write_outputs(file, self._outputs(), out)
             file.flush()
             os.fsync(file.fileno())

@@ -187,6 +187,19 @@ def test_the_output_is_replaced_whole(path, monkeypatch):
     assert sorted(Partial(path, JOB).earlier) == [1]
 
 
+def test_no_file_beside_the_output_is_touched(path):
+    names = [f"out.jsonl{end}" for end in (".tmp", "~", ".partial.tmp")]
+    for name in names:
+        (path.parent / name).write_text("mine")
+    begin(path, 1)
+    partial = Partial(path, JOB)
+    outputs(path, partial)
+    assert sorted(os.listdir(path.parent)) == sorted(["out.jsonl", *names])
+    assert {(path.parent / name).read_text() for name in names} == {"mine"}
+    (path.parent / "plain").write_text("")
+    assert path.with_name("out.jsonl").stat().st_mode == (path.parent / "plain").stat().st_mode
+
+
 def test_a_journal_holds_no_nan(tmp_path):
     """Measured figures may be anything; JSON has no word for NaN and infinity."""
     journal = Records(tmp_path / "records.jsonl", JOB)
