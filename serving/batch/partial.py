@@ -100,14 +100,21 @@ class Partial(Journal):
         counts = [getattr(result, name) for name in COUNTS]
         self._append({"line": result.line, "counts": counts, "output": result.output})
 
-    def finish(self, out: Path) -> None:
-        """Write the outputs in input order, rename them to `out`, and remove this file."""
+    def finish(self, out: Path, *, overwrite: bool = False) -> None:
+        """Write the outputs in input order, rename them to `out`, and remove this file. ValueError, and this file stays, if `out` is there
+        and `overwrite` is not given."""
         self._sync()
-        with replacing(out) as ordered, open(ordered, "wb") as file:
-            write_outputs(file, self._outputs(), out)
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(out.parent)
+        try:
+            with replacing(out, overwrite=overwrite) as ordered, open(ordered, "wb") as file:
+                write_outputs(file, self._outputs(), out)
+                file.flush()
+                os.fsync(file.fileno())
+        except FileExistsError:
+            raise ValueError(
+                f"{out} has appeared while the job ran, and is kept; all answers are in {self.path}: move {out} away and run the same "
+                "command again, which only writes them, or pass --overwrite, too"
+            ) from None
+        sync_folder(out.resolve().parent)
         self.path.unlink()
 
     def _outputs(self) -> Iterator[dict[str, Any]]:
