@@ -115,7 +115,7 @@ def complete(
                     partial.append(result)
                     summary.add(result)
                     progress.result(result)
-        partial.finish(job.out, overwrite=job.overwrite)
+        partial.finish(job.out, overwrite=job.overwrite, taken=reading.taken)
     finally:
         partial.close()
     summary.seconds = time.monotonic() - started

@@ -14,7 +14,7 @@ import pytest
 from kvjax.models import loading
 from kvjax.serving.batch.file_jobs import FileJob
 from kvjax.serving.batch.files import lines
-from kvjax.serving.batch.job import run_file, run_records
+from kvjax.serving.batch.job import run_batch, run_file, run_records
 from kvjax.serving.batch.partial import Partial
 from kvjax.serving.batch.paths import check_paths
 from kvjax.serving.batch.records import Defaults
@@ -188,3 +188,12 @@ def test_an_output_that_appears_before_or_while_the_job_runs_is_kept(engine, sou
     assert run_file(source, tmp_path / "moved", engine, overwrite=True).errors == 0
     assert (tmp_path / "moved").read_bytes() == out.read_bytes()
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "moved", "out.jsonl"]
+
+
+def test_ids_of_an_output_are_those_of_one_line_each(engine, tmp_path):
+    rows = ['{"id": 2, "prompt": "a", "max_new_tokens": 1}', '{"prompt": "b", "max_new_tokens": 1}', "nonsense", '{"id": 3, "n": 0}']
+    (tmp_path / "in.jsonl").write_text("\n".join(rows))
+    run_file(tmp_path / "in.jsonl", tmp_path / "out.jsonl", engine)
+    written = [json.loads(line)["id"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert written == [2, "line 2", "line 3", 3]
+    assert {answer["id"] for answer in run_batch(rows, engine)} == set(written)
