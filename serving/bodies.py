@@ -23,6 +23,7 @@ import enum
 import json
 import math
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -180,6 +181,26 @@ def prompt_ids(
         return list(chat_ids(messages, tokenizer, options, parse_special=parse_special))
     except RecursionError:
         raise ValueError("lists and objects of the messages or of chat_template_kwargs are nested too deeply") from None
+
+
+def from_json(content: bytes | str) -> tuple[Any, list[tuple[dict[str, Any], str]]]:
+    """The value of a JSON text, and (object, name) of each field that one of its objects gives twice: the object has the last value, where
+    nobody knows which was meant. ValueError or RecursionError for other texts."""
+    twice: list[tuple[dict[str, Any], str]] = []
+
+    def counted(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            twice.extend((fields, name) for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        return fields
+
+    return json.loads(content, object_pairs_hook=counted), twice
+
+
+def check_once(twice: Sequence[tuple[dict[str, Any], str]]) -> None:
+    """WrongField if there is a field that was given twice. twice: of `from_json`."""
+    if twice:
+        raise WrongField(f"field {show(twice[0][1])} is given twice", twice[0][1])
 
 
 def check_known(fields: Mapping[str, Any], known: Iterable[str], where: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import importlib.metadata
 import json
 import math
 import os
 import platform
+import secrets
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -93,25 +95,55 @@ def finite(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, suffix: str = ".partial") -> Iterator[Path]:
-    """A file beside `path`, with a suffix added to its name, to write to in the block.
+def replacing(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
+    """A new file beside `path`, of a hidden name that no other file has, to write to in the block.
 
     At the end of the block it is renamed to `path`. If the block fails, for example on a full disk, it is removed. A link is followed.
+    overwrite: whether to replace a file that is there at the end of the block; False: FileExistsError, and that file stays.
 
     Raises ValueError if `path` exists and is not a file, for example a device or a folder: it would be replaced by one.
     """
     path = path.resolve()
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} exists and is not a file; name another file to write to")
-    partial = path.with_name(path.name + suffix)
+    partial = None
     try:
+        partial = _new_file(path.parent)
         yield partial
-        os.replace(partial, path)
+        if overwrite:
+            os.replace(partial, path)
+        else:
+            _rename_to_new(partial, path)
     except BaseException as error:
-        partial.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno and error.filename is None:  # errors of open files do not name the file
+        if partial is not None:
+            partial.unlink(missing_ok=True)
+        # Errors of open files do not name the file, and nobody knows the hidden name.
+        if isinstance(error, OSError) and error.errno and error.filename in (None, str(partial)):
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def _new_file(folder: Path) -> Path:
+    """An empty file that did not exist, with the permissions that `open` gives. `tempfile` would let only its owner read it."""
+    while True:
+        path = folder / f".kvjax-{secrets.token_hex(8)}.tmp"
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+            return path
+
+
+def _rename_to_new(partial: Path, path: Path) -> None:
+    """Rename a file. FileExistsError, and nothing changes, if there is a `path`."""
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        raise
+    except OSError:  # some file systems have no links
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        os.replace(partial, path)
+    else:
+        partial.unlink()
 
 
 def check_writable(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -14,7 +15,7 @@ from kvjax.guard import interrupts
 from kvjax.serving.batch.continuing import check_noise, check_same, check_setup, draws
 from kvjax.serving.batch.inputs import BYTES, Reading
 from kvjax.serving.batch.partial import Partial
-from kvjax.serving.batch.paths import check_paths, partial_path
+from kvjax.serving.batch.paths import EXISTS, check_paths, partial_path
 from kvjax.serving.batch.records import Defaults, Record
 from kvjax.serving.batch.results import Result, Summary
 from kvjax.serving.progress import JobProgress, Work
@@ -49,6 +50,7 @@ class FileJob:
     ):
         check_paths(source, out, overwrite)
         self.source, self.out, self.defaults, self.anyway = source, out, defaults, anyway
+        self.overwrite = overwrite
         self.partial = partial_path(out)
         self._earlier = Partial.earlier_run(self.partial)
         header = {} if self._earlier is None else self._earlier.header
@@ -100,6 +102,8 @@ def complete(
     """
     started, reading = time.monotonic(), job.reading
     header = {**described, **reading.described()}
+    if not job.overwrite and os.path.lexists(job.out.resolve()):  # since the paths were checked, the model was loaded
+        raise ValueError(EXISTS.format(job.out))
     partial = Partial(job.partial, header, earlier_digest=reading.earlier_digest, anyway=job.anyway, lines=job.work)
     summary = Summary(ignored=dict(job.ignored), repeated=len(reading.repeated), slots=partial.slots)
     try:
@@ -111,7 +115,7 @@ def complete(
                     partial.append(result)
                     summary.add(result)
                     progress.result(result)
-        partial.finish(job.out)
+        partial.finish(job.out, overwrite=job.overwrite, taken=reading.taken)
     finally:
         partial.close()
     summary.seconds = time.monotonic() - started

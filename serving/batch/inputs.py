@@ -18,20 +18,21 @@ class Reading:
     """One pass over an input.
 
     source: the file. earlier: how many bytes of it an earlier run read, uncompressed; None: no run did, or it does not say. offset: where
-    the latest line began, in bytes. repeated: lines that are equal to an earlier one with the same id. `described` and `earlier_digest`
-    are right when all records were read.
+    the latest line began, in bytes. repeated: lines that are equal to an earlier one with the same id. taken: as in `records.read`.
+    `described` and `earlier_digest` are right when all records were read.
     """
 
     def __init__(self, source: Path, earlier: int | None = None):
         self.source, self.offset = source, 0
         self.repeated: list[int] = []
+        self.taken: list[int] = []
         self.earlier_digest: str | None = None
         """The digest of the earlier run's bytes; None if they are not there, or the last of their lines has become longer."""
         self._earlier, self._read, self._digest = earlier, 0, hashlib.sha256()
 
     def records(self, defaults: Defaults) -> Iterator[Record]:
         """The records, in order; see `records.read`."""
-        return read(self._lines(), defaults, self.repeated)
+        return read(self._lines(), defaults, self.repeated, self.taken)
 
     def described(self) -> dict[str, Any]:
         """What a job's header says of the input. A Parquet file is one whole, so its rows have no bytes of their own."""

@@ -36,7 +36,7 @@ from kvjax.sampling import Sampling
 from kvjax.serving.batch.continuing import CHECKPOINT, SAID, checkpoint_of, of_defaults
 from kvjax.serving.batch.file_jobs import FileJob, complete
 from kvjax.serving.batch.records import Defaults, Record, read
-from kvjax.serving.batch.results import Result, Summary, answered, refused
+from kvjax.serving.batch.results import Result, Summary, answered, named, refused
 from kvjax.serving.bodies import prompt_ids
 from kvjax.serving.progress import JobProgress
 from kvjax.token_bounds import LONG, check_text
@@ -64,8 +64,9 @@ def run_batch(
     """
     engines = engines_of(engine, "run_batch")
     options = {"policy": policy, "slots": slots, "steps_per_launch": steps_per_launch}
-    results = answer_records(list(read(records, defaults)), engines, on_token=on_token, **options)
-    return (result.output for result in results)
+    taken: list[int] = []
+    results = answer_records(list(read(records, defaults, taken=taken)), engines, on_token=on_token, **options)
+    return (named(result.output, result.line, taken) for result in results)
 
 
 def run_file(

@@ -48,6 +48,8 @@ class Journal:
         self._file: IO[bytes] = open(path, "a+b")  # noqa: SIM115 (closed by close)
         try:
             self._lock()
+            if not self._is_there():
+                raise BlockingIOError(f"{path} was removed by another job, which has just ended: look at its output before you run this")
             self._load(header)
         except BaseException:
             self._let_go()
@@ -95,6 +97,13 @@ class Journal:
                 if pause is None:
                     raise BlockingIOError(RUNNING.format(self.path)) from None
                 time.sleep(pause)
+
+    def _is_there(self) -> bool:
+        """Whether the locked file is still the one of this name: a job that ends removes its file while others may wait for it."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
+        except FileNotFoundError:
+            return False
 
     def _load(self, header: bytes) -> None:
         """Read the file, cut off an incomplete last line, and refuse another job's entries."""

@@ -17,7 +17,7 @@ from typing import Any
 from kvjax.serving.batch.continuing import EARLIER_SLOTS, SLOTS, check_same
 from kvjax.serving.batch.files import write_outputs
 from kvjax.serving.batch.journal import CONTINUED, RUNNING, Journal, sync_folder
-from kvjax.serving.batch.results import Result
+from kvjax.serving.batch.results import Result, named
 from pallas_kernels.bench.results import replacing
 
 COUNTS = ("failed", "prompt_tokens", "generated_tokens", "blocks_per_step", "keys_per_step", "samples")
@@ -100,20 +100,27 @@ class Partial(Journal):
         counts = [getattr(result, name) for name in COUNTS]
         self._append({"line": result.line, "counts": counts, "output": result.output})
 
-    def finish(self, out: Path) -> None:
-        """Write the outputs in input order, rename them to `out`, and remove this file."""
+    def finish(self, out: Path, *, overwrite: bool = False, taken: Collection[int] = ()) -> None:
+        """Write the outputs in input order, rename them to `out`, and remove this file. ValueError, and this file stays, if `out` is there
+        and `overwrite` is not given. taken: as in `results.named`."""
         self._sync()
-        with replacing(out, ".tmp") as ordered, open(ordered, "wb") as file:
-            write_outputs(file, self._outputs(), out)
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(out.parent)
+        try:
+            with replacing(out, overwrite=overwrite) as ordered, open(ordered, "wb") as file:
+                write_outputs(file, self._outputs(frozenset(taken)), out)
+                file.flush()
+                os.fsync(file.fileno())
+        except FileExistsError:
+            raise ValueError(
+                f"{out} has appeared while the job ran, and is kept; all answers are in {self.path}: move {out} away and run the same "
+                "command again, which only writes them, or pass --overwrite, too"
+            ) from None
+        sync_folder(out.resolve().parent)
         self.path.unlink()
 
-    def _outputs(self) -> Iterator[dict[str, Any]]:
+    def _outputs(self, taken: Collection[int] = ()) -> Iterator[dict[str, Any]]:
         for line in sorted(self._spans):
             self._file.seek(self._spans[line])
-            yield json.loads(self._file.readline())["output"]
+            yield named(json.loads(self._file.readline())["output"], line, taken)
 
     def _keep(self, entry: dict[str, Any], offset: int, *, earlier: bool) -> None:
         if self._lines is not None and entry["line"] not in self._lines:

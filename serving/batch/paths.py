@@ -11,6 +11,8 @@ from pathlib import Path
 from kvjax.serving.batch.files import check_extras, check_form
 from kvjax.serving.batch.partial import Partial
 
+EXISTS = "{} exists; pass --overwrite to replace it, or choose another output"
+
 
 def partial_path(out: Path) -> Path:
     """The file in which a job keeps its answers until all are complete."""
@@ -54,7 +56,7 @@ def _check_output(source: Path, out: Path, overwrite: bool) -> None:
         if path.samefile(source):
             raise ValueError(f"{path} is the input; choose another output")
     if given is not None and not overwrite:
-        raise ValueError(f"{out} exists; pass --overwrite to replace it, or choose another output")
+        raise ValueError(EXISTS.format(out))
     for folder in {out.parent, out.resolve().parent}:  # of the partial file, and of the output itself where `out` is a link
         try:
             with tempfile.TemporaryFile(dir=folder):

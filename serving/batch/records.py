@@ -2,7 +2,7 @@
 
 There are two formats; each line may have either:
 
-* plain: `id` (text or whole number; the line number where there is none), and the fields of `bodies.Fields.PLAIN`.
+* plain: `id` (text or whole number; the line number where there is none, see `read`), and the fields of `bodies.Fields.PLAIN`.
 * OpenAI's batch file format: `custom_id`, `body`, and `method`, `url` where given; chat completions and completions.
 
 `kvjax.serving.bodies` says which fields there are, which of them change nothing, and which values ask for nothing.
@@ -18,11 +18,10 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from kvjax.serving.bodies import Fields, WrongField, check_known, kind, read_body, show, text
+from kvjax.serving.bodies import Fields, WrongField, check_known, check_once, from_json, kind, read_body, show, text
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -45,13 +44,15 @@ class Defaults:
 class Record:
     """One line of the input. Exactly one of prompt (text or token ids), messages and error is set.
 
-    line: its number in the input, from 1. endpoint: None for a plain record, else the OpenAI endpoint. sampling: arguments of
-    `kvjax.Sampling`. template_options: variables of the chat template. parse_special: as in `prompt_ids`. ignored: given
-    fields that change nothing. cache_salt: the request's own.
+    line: its number in the input, from 1. id: None only for an OpenAI request without a usable one. numbered: whether the id is the line's
+    number, because the line gives none that can be used. endpoint: None for a plain record, else the OpenAI endpoint. sampling: arguments
+    of `kvjax.Sampling`. template_options: variables of the chat template. parse_special: as in `prompt_ids`. ignored: given fields that
+    change nothing. cache_salt: the request's own.
     """
 
     line: int
     id: str | int | None
+    numbered: bool = False
     endpoint: str | None = None
     prompt: str | tuple[int, ...] | None = None
     messages: tuple[dict[str, Any], ...] | None = None
@@ -73,21 +74,28 @@ class Record:
 
 
 def read(
-    lines: Iterable[bytes | str | Mapping[str, Any]], defaults: Defaults = Defaults(), repeated: list[int] | None = None
+    lines: Iterable[bytes | str | Mapping[str, Any]],
+    defaults: Defaults = Defaults(),
+    repeated: list[int] | None = None,
+    taken: list[int] | None = None,
 ) -> Iterator[Record]:
     """Records of the lines (JSON text, or objects already parsed), in order; blank lines are skipped but counted.
 
     A bad line gives a record with `error`. A line that is equal to an earlier one with the same id is the same record: it is skipped, and
     its number is added to `repeated`. ValueError at the end of the lines if some with the same id differ: which of them an answer with this
-    id belongs to, nobody could tell.
+    id belongs to, nobody could tell. A line without an id has its number, which no line may have given as its id: at the end of the lines,
+    `taken` gets the numbers for which one did, and `results.named` gives their answers another id.
     """
     seen: dict[str | int, tuple[int, bytes]] = {}
     differ: list[tuple[str | int, int, int]] = []
+    numbered: list[int] = []
     for number, line in enumerate(lines, 1):
         if isinstance(line, bytes | str) and not line.strip():
             continue
         record = parse(line, number, defaults)
-        if record.id is not None:
+        if record.numbered:
+            numbered.append(number)
+        elif record.id is not None:
             first, digest = seen.setdefault(record.id, (number, _digest(line)))
             if first != number:
                 if digest != _digest(line):
@@ -101,8 +109,19 @@ def read(
         others = f", and {len(differ) - 1:,} more lines repeat an id" if len(differ) > 1 else ""
         raise ValueError(
             f"the id {show(name)} is given on line {first} and, with other content, on line {second}{others}: give each record an id "
-            "of its own (one without an id has the number of its line). Nothing was run"
+            "of its own. Nothing was run"
         )
+    clashing = [number for number in numbered if number in seen]
+    if (both := next((number for number in clashing if by_line(number) in seen), None)) is not None:
+        said = f"line {both} has no id, and both {both} and {by_line(both)!r} are ids of other lines: give it one. Nothing was run"
+        raise ValueError(said)
+    if taken is not None:
+        taken.extend(clashing)
+
+
+def by_line(number: int) -> str:
+    """The id of a line without one, if another line has its number as id."""
+    return f"line {number}"
 
 
 def _digest(line: bytes | str | Mapping[str, Any]) -> bytes:
@@ -120,22 +139,27 @@ def parse(line: bytes | str | Mapping[str, Any], number: int, defaults: Defaults
     """The record of one line. If something is wrong with it, `Record.error` says what."""
     record = Record(number, None)
     try:
-        fields = line if isinstance(line, Mapping) else _load(line)
+        fields, twice = (line, []) if isinstance(line, Mapping) else _load(line)
         openai = "custom_id" in fields or "body" in fields
         record = dataclasses.replace(record, endpoint=_endpoint(fields)) if openai else record
-        record = dataclasses.replace(record, id=_custom_id(fields) if openai else _plain_id(fields, number))
+        check_once([each for each in twice if each[0] is fields and each[1] in ("id", "custom_id")])  # else the error has the line's id
+        record = dataclasses.replace(record, id=_custom_id(fields) if openai else _plain_id(fields))
+        record = _numbered(record) if record.id is None else record
+        check_once(twice)
         body = _unwrap(fields) if openai else {name: value for name, value in fields.items() if name != "id"}
         return _fill(record, body, "body." if openai else "", defaults)
     except WrongField as wrong:
         error = str(wrong)
     except RecursionError:
         error = "lists and objects of the line are nested too deeply"
-    # Without an id, only the line number identifies the record.
-    return _refused(record, f"input line {number}: {error}" if record.id is None else error)
+    if record.id is None:  # only the line number identifies the record
+        error = f"input line {number}: {error}"
+        record = _numbered(record) if record.endpoint is None else record
+    return Record(record.line, record.id, record.numbered, record.endpoint, error=error)
 
 
-def _refused(record: Record, error: str) -> Record:
-    return Record(record.line, record.id, record.endpoint, error=error)
+def _numbered(record: Record) -> Record:
+    return dataclasses.replace(record, id=record.line, numbered=True)
 
 
 def _fill(record: Record, fields: Mapping[str, Any], where: str, defaults: Defaults) -> Record:
@@ -161,21 +185,10 @@ def _sampling(given: Mapping[str, Any], record: Record, defaults: Defaults) -> d
     return job | {"seed": seed_of(record.id, defaults.seed)} | dict(given)
 
 
-def _load(line: bytes | str) -> dict[str, Any]:
-    """The JSON object of a line. A key given twice is an error, because JSON would silently keep the last."""
-
-    def unique(pairs):
-        counted = dict(pairs)
-        if len(counted) < len(pairs):
-            twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-            raise WrongField(f"field {show(twice)} is given twice")
-        return counted
-
+def _load(line: bytes | str) -> tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]:
+    """The JSON object of a line, and its fields that are given twice, as `from_json`."""
     try:
-        decoded = line.decode("utf-8-sig") if isinstance(line, bytes) else line
-        fields = json.loads(decoded, object_pairs_hook=unique)
-    except WrongField:
-        raise
+        fields, twice = from_json(line.decode("utf-8-sig") if isinstance(line, bytes) else line)
     except UnicodeDecodeError as error:
         raise WrongField(f"the line is not UTF-8 text: {error.reason} at byte {error.start}") from None
     except json.JSONDecodeError as error:
@@ -184,14 +197,14 @@ def _load(line: bytes | str) -> dict[str, Any]:
         raise WrongField(f"the line is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise WrongField(f"the line must be a JSON object, got {kind(fields)}")
-    return fields
+    return fields, twice
 
 
-def _plain_id(fields: Mapping[str, Any], number: int) -> str | int:
-    """The id of a plain record, or its line number."""
+def _plain_id(fields: Mapping[str, Any]) -> str | int | None:
+    """The id of a plain record; None if it has none."""
     value = fields.get("id")
     if value is None:
-        return number
+        return None
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise WrongField(f"id must be text or a whole number, got {show(value)}")
     return text("id", value) if isinstance(value, str) else value

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvjax.cache import OutOfPages
-from kvjax.serving.batch.records import CHAT, Record
+from kvjax.serving.batch.records import CHAT, Record, by_line
 from kvjax.text import CONTEXT, token_text
 from pallas_kernels.bench.results import finite
 
@@ -67,6 +67,11 @@ def error_of(output: Mapping[str, Any]) -> str | None:
     """The error in an output line, or None."""
     error = output.get("error")
     return error["message"] if isinstance(error, Mapping) else error
+
+
+def named(output: dict[str, Any], line: int, taken: Collection[int]) -> dict[str, Any]:
+    """An output line with its id. taken: the lines without an id whose number is the id of another line (`records.read`)."""
+    return output | {"id": by_line(line)} if line in taken else output
 
 
 def shortened(error: str) -> str:

@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvjax.client.errors import Cancelled, DeadlineExceeded, InvalidArgument, ResourceExhausted, SessionError
+from kvjax.serving.bodies import WrongField, check_once, from_json
 from kvjax.serving.session.desk import only_authorization, tls_context
 from kvjax.serving.session.openai_form import Form, asked, no_model, usage_of
 from kvjax.serving.session.shots import Shot
@@ -350,9 +351,14 @@ async def _body(request: Request, most: int) -> Any:
     except ClientDisconnect:
         raise Cancelled("the client has gone") from None
     try:
-        return json.loads(content)
+        value, twice = from_json(bytes(content))
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"the body is no JSON: {error}") from None
+    try:
+        check_once(twice)
+    except WrongField as error:
+        raise InvalidArgument(str(error), field=error.field) from None
+    return value
 
 
 def _event(content: dict[str, Any]) -> bytes:

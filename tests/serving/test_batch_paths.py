@@ -12,9 +12,12 @@ import time
 import pytest
 
 from kvjax.models import loading
+from kvjax.serving.batch.file_jobs import FileJob
 from kvjax.serving.batch.files import lines
-from kvjax.serving.batch.job import run_file
+from kvjax.serving.batch.job import run_batch, run_file, run_records
+from kvjax.serving.batch.partial import Partial
 from kvjax.serving.batch.paths import check_paths
+from kvjax.serving.batch.records import Defaults
 
 RECORD = json.dumps({"id": "a", "prompt": "amber", "max_new_tokens": 2}) + "\n"
 
@@ -89,8 +92,6 @@ def test_a_folder_that_may_not_be_written_to(source, tmp_path, monkeypatch):
 
 
 def test_a_job_that_runs_is_seen_before_the_model_is_loaded(source, tmp_path, engine):
-    from kvjax.serving.batch.partial import Partial
-
     running = Partial(tmp_path / "out.jsonl.partial", {"model": "m"})
     with pytest.raises(BlockingIOError, match="still running"):
         check_paths(source, tmp_path / "out.jsonl", False)
@@ -162,3 +163,37 @@ def test_an_id_given_twice_is_one_answer_or_no_job(kvjax, model_folder, tmp_path
     status, _, err = kvjax(*words)
     assert (status, sorted(path.name for path in tmp_path.iterdir())) == (2, ["in.jsonl"])
     assert "the id 'x' is given on line 1 and, with other content, on line 2" in err
+
+
+def test_an_output_that_appears_before_or_while_the_job_runs_is_kept(engine, source, tmp_path, monkeypatch):
+    out, append = tmp_path / "out.jsonl", Partial.append
+    job = FileJob(source, out, Defaults())
+    out.write_text("mine")
+    with pytest.raises(ValueError, match=r"out\.jsonl exists; pass --overwrite"):
+        run_records(job, list(job.records()), [engine])
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.jsonl"]
+    out.unlink()
+
+    def appended(self, result):
+        append(self, result)
+        out.write_text("theirs")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Partial, "append", appended)
+        with pytest.raises(ValueError, match=r"out\.jsonl has appeared while the job ran"):
+            run_file(source, out, engine)
+    assert out.read_text() == "theirs"
+    out.rename(tmp_path / "moved")
+    assert run_file(source, out, engine).earlier == 1
+    assert run_file(source, tmp_path / "moved", engine, overwrite=True).errors == 0
+    assert (tmp_path / "moved").read_bytes() == out.read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "moved", "out.jsonl"]
+
+
+def test_ids_of_an_output_are_those_of_one_line_each(engine, tmp_path):
+    rows = ['{"id": 2, "prompt": "a", "max_new_tokens": 1}', '{"prompt": "b", "max_new_tokens": 1}', "nonsense", '{"id": 3, "n": 0}']
+    (tmp_path / "in.jsonl").write_text("\n".join(rows))
+    run_file(tmp_path / "in.jsonl", tmp_path / "out.jsonl", engine)
+    written = [json.loads(line)["id"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert written == [2, "line 2", "line 3", 3]
+    assert {answer["id"] for answer in run_batch(rows, engine)} == set(written)

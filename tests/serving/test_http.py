@@ -24,6 +24,7 @@ from tiny_models import make_model
 
 from kvjax import Engine, SessionRuntime
 from kvjax.client import Client, chat
+from kvjax.serving.batch.records import parse
 from kvjax.serving.session.desk import Call, ServerOptions
 from kvjax.serving.session.metrics import Metrics
 from kvjax.serving.session.server import Server
@@ -285,6 +286,16 @@ def test_bodies_that_are_none_are_refused(server, client):
         cut = raw(server, body)
         assert b" 400 " in cut.recv(100)
         cut.close()
+
+
+def test_a_field_given_twice_is_refused_as_in_a_batch_job(server):
+    line = '{"model": "tiny", "prompt": "x", "prompt": "y", "max_tokens": 1}'
+    request = urllib.request.Request(f"http://127.0.0.1:{server.http_port}/v1/completions", line.encode())
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request)
+    error = json.load(caught.value)["error"]
+    assert (caught.value.code, error["param"]) == (400, "prompt")
+    assert error["message"] == parse(f'{{"custom_id": "a", "body": {line}}}', 1).error == "field 'prompt' is given twice"
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")

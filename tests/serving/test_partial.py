@@ -180,11 +180,61 @@ def test_the_output_is_replaced_whole(path, monkeypatch):
     partial = Partial(path, JOB)
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk")))
     with pytest.raises(OSError, match="disk"):
-        partial.finish(out)
+        partial.finish(out, overwrite=True)
     partial.close()
     monkeypatch.undo()
     assert out.read_text() == "old"
     assert sorted(Partial(path, JOB).earlier) == [1]
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("through", ["itself", "a link", "a link that leads nowhere yet"])
+def test_an_output_that_appears_while_the_job_runs_is_kept(path, monkeypatch, links, through):
+    out, real = path.with_name("out.jsonl"), path.with_name("real.jsonl")
+    if through != "itself":
+        out.symlink_to(real.name)
+    begin(path, 1)
+    held, before = path.read_bytes(), sorted(os.listdir(path.parent))
+    partial = Partial(path, JOB)
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(errno.EPERM, "no links here")))
+    if through != "a link that leads nowhere yet":
+        out.write_text("mine")
+        with pytest.raises(ValueError, match=r"out\.jsonl has appeared while the job ran, and is kept; all answers are in .*partial: move"):
+            partial.finish(out)
+        assert (out.read_text(), path.read_bytes()) == ("mine", held)
+        assert sorted(os.listdir(path.parent)) == sorted({*before, out.name, out.resolve().name})
+        out.resolve().unlink()
+    assert outputs(path, partial) == [{"id": 1, "text": "é\u2028"}]
+    assert sorted(os.listdir(path.parent)) == sorted({out.name, out.resolve().name})
+
+
+def test_a_job_that_waited_for_the_file_of_one_that_ends_does_not_go_on_in_it(path, monkeypatch):
+    begin(path, 1)
+    first = Partial(path, JOB)
+    waits = []
+
+    def end_first(_):
+        waits.append(outputs(path, first))
+
+    monkeypatch.setattr(journal.time, "sleep", end_first)
+    with pytest.raises(BlockingIOError, match="was removed by another job, which has just ended"):
+        Partial(path, JOB)
+    assert len(waits) == 1
+    assert os.listdir(path.parent) == ["out.jsonl"]
+
+
+def test_no_file_beside_the_output_is_touched(path):
+    names = [f"out.jsonl{end}" for end in (".tmp", "~", ".partial.tmp")]
+    for name in names:
+        (path.parent / name).write_text("mine")
+    begin(path, 1)
+    partial = Partial(path, JOB)
+    outputs(path, partial)
+    assert sorted(os.listdir(path.parent)) == sorted(["out.jsonl", *names])
+    assert {(path.parent / name).read_text() for name in names} == {"mine"}
+    (path.parent / "plain").write_text("")
+    assert path.with_name("out.jsonl").stat().st_mode == (path.parent / "plain").stat().st_mode
 
 
 def test_a_journal_holds_no_nan(tmp_path):

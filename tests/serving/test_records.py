@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvjax.sampling import Sampling
 from kvjax.serving.batch.records import CHAT, COMPLETIONS, Defaults, Record, parse, read
+from kvjax.serving.batch.results import named, refused
 
 
 def plain(**fields):
@@ -251,6 +252,33 @@ def test_a_line_that_is_no_record(line, said):
     assert said in parse(line, 1).error
 
 
+@pytest.mark.parametrize(
+    ("line", "name", "endpoint"),
+    [
+        ('{"custom_id": "c", "body": {"prompt": "x", "prompt": "x"}}', "c", "/v1/completions"),
+        ('{"custom_id": "c", "body": {"prompt": "x"}, "body": {"messages": []}}', "c", "/v1/chat/completions"),
+        ('{"custom_id": "c", "body": {"prompt": "x", "custom_id": 1, "custom_id": 2}}', "c", "/v1/completions"),
+        ('{"custom_id": "c", "custom_id": "d", "body": {"prompt": "x"}}', None, "/v1/completions"),
+        ('{"custom_id": 3, "body": {"prompt": "x", "prompt": "x"}}', None, "/v1/completions"),
+        ('{"id": "a", "prompt": "x", "prompt": "x"}', "a", None),
+        ('{"id": "a", "id": "b", "prompt": "x"}', 7, None),
+        ('{"prompt": "x", "prompt": "x"}', 7, None),
+    ],
+)
+def test_an_error_of_a_field_given_twice_has_the_lines_id(line, name, endpoint):
+    record = parse(line, 7)
+    assert (record.id, record.endpoint) == (name, endpoint)
+    assert "is given twice" in record.error or "custom_id must be text" in record.error
+    assert json.loads(json.dumps(refused(record, record.error).output)).get("custom_id" if endpoint else "id") == name
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", b"\xff", b"nonsense", '{"id": 1.5, "prompt": "x"}'])
+def test_a_line_without_an_id_that_can_be_read_has_its_number(line):
+    record = parse(line, 7)
+    assert record.error.startswith("input line 7: ")
+    assert refused(record, record.error).output == {"id": 7, "error": record.error}
+
+
 def test_equal_lines_are_one_record_and_blank_lines_count():
     lines = ["\n", '{"id": "a", "prompt": "x"}\n', "  \r\n", '{"id": "b", "prompt": "x"}', ' {"id": "a", "prompt": "x"}', '{"prompt": "z"}']
     repeated = []
@@ -274,7 +302,10 @@ def test_equal_lines_are_one_record_and_blank_lines_count():
             ['{"id": "a", "prompt": "x"}'] * 2 + ['{"custom_id": "a", "body": {"prompt": "x"}}'],
             "on line 1 and, with other content, on line 3",
         ),
-        (['{"id": 2, "prompt": "x"}', '{"prompt": "x"}'], "the id 2 is given on line 1 .* the number of its line"),
+        (
+            ['{"id": 3, "prompt": "x"}', '{"id": "line 3", "prompt": "x"}', '{"prompt": "x"}'],
+            "line 3 has no id, and both 3 and 'line 3' are ids of other lines: give it one",
+        ),
         ([json.dumps({"id": "a", "prompt": str(n)}) for n in range(40)], "line 2, and 38 more lines repeat an id"),
         ([json.dumps({"id": "a" * 10**6, "prompt": str(n)}) for n in range(2)], "^.{,300}$"),
     ],
@@ -282,6 +313,21 @@ def test_equal_lines_are_one_record_and_blank_lines_count():
 def test_an_id_of_two_records_is_refused_before_anything_runs(lines, said):
     with pytest.raises(ValueError, match=said):
         list(read(lines))
+
+
+def test_a_line_without_an_id_does_not_take_that_of_another():
+    lines = [
+        '{"id": 3, "prompt": "x"}',
+        '{"prompt": "x"}',
+        "nonsense",
+        '{"prompt": "x"}',
+        '{"id": 4, "prompt": "x"}',
+        '{"id": "2", "prompt": "x"}',
+    ]
+    taken = []
+    assert [record.id for record in read(lines, taken=taken)] == [3, 2, 3, 4, 4, "2"]
+    assert taken == [3, 4]
+    assert [named({"id": number, "error": None}, number, taken)["id"] for number in (2, 3, 4)] == [2, "line 3", "line 4"]
 
 
 def test_a_byte_order_mark_is_no_part_of_the_line():
