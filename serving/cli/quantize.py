@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from kvjax.serving.cli.options import DtypeOption, Weights, load_model, one_of
+from kvjax.serving.cli.options import DtypeOption, ModelOption, Weights, load_model, one_of
 
 
 def quantize_command(
-    model: Annotated[str, typer.Argument(help="Model folder, Hugging Face hub id, or 'needle'.", show_default=False)],
+    model: ModelOption,
     out: Annotated[str, typer.Argument(help="Folder to write.", show_default=False)],
     weights: Annotated[
         Weights,
@@ -22,7 +22,7 @@ def quantize_command(
         ),
     ] = Weights.int8,
     dtype: DtypeOption = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model in OUT, if it holds one.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model in OUT, if it holds one and nothing else.")] = False,
 ) -> None:
     """Pack a model's weights, and write them with config and tokenizer. Every command's --model reads the folder.
 
