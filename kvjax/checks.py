@@ -28,10 +28,11 @@ def optional_function(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a function, or None, got {value!r:.60}")
 
 
-def file_path(path: object) -> Path:
-    """The path of a file, `~` expanded; ValueError for anything that is no path."""
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in str(path):
-        raise ValueError(f"the path of a file is needed, as a string or a pathlib.Path, got {path!r:.60}")
+def file_path(path: object, what: str = "file") -> Path:
+    """The path of a file, `~` expanded; ValueError for anything that is no path. what: for the message, what it leads to."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ValueError(f"the path of a {what} is needed, as a string or a pathlib.Path, got {path!r:.60}")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:  # ~ of an unknown user

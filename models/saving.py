@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,13 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from kvjax.checks import whole_number
 from kvjax.model import Model, ModelConfig, Params
 from kvjax.models import checkpoint, config_json
 from kvjax.models.checkpoint import MAX_SHARD_BYTES, Wanted
 from kvjax.models.decoder import is_shape, param_shapes
 from kvjax.models.quantization.writing import check_writable, fields_of, tensors_of
+from kvjax.models.save_targets import check_target, hidden_beside
 from kvjax.packing import FormatOf, place_of
 from pallas_kernels.matrices import PackedMatrix, is_packed
 
@@ -28,39 +29,30 @@ def save(model: Model, folder: str | Path, *, overwrite: bool = False, max_shard
     Packed matrices are written as compressed-tensors has them, with a `quantization_config`; `load` reads them back bit for bit.
 
     The files are written to a folder beside `folder`, which is then renamed, so a folder of that name is always complete. config.json is
-    written last: what an interrupted save leaves is no checkpoint. overwrite: replace `folder` and everything in it, if it holds a model.
-    max_shard_bytes: the largest weights file; the host holds the tensors of one file at a time.
+    written last: what an interrupted save leaves is no checkpoint. Missing parents are made, and links to folders followed.
+    overwrite: replace the model in `folder`. Only a folder that holds a model and nothing else is replaced
+    (`kvjax.models.save_targets.MODEL_FILES`). max_shard_bytes: the largest weights file; the host holds the tensors of one file at a time.
 
-    Raises before anything is written: ValueError if `folder` exists and may not be replaced, and for a model that config.json of its family
-    cannot describe or that transformers would refuse; NotImplementedError for packed matrices that transformers cannot read.
+    Raises before anything is written: ValueError if `folder` cannot be written or may not be replaced, if it is the current folder, and for
+    a model that config.json of its family cannot describe or that transformers would refuse; NotImplementedError for packed matrices that
+    transformers cannot read.
     """
-    folder = Path(folder).expanduser().absolute()
-    if max_shard_bytes <= 0:
-        raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be positive")
-    check_target(folder, overwrite)
+    most = whole_number("max_shard_bytes", max_shard_bytes, 1, 2**63)
+    target = check_target(folder, overwrite)
     config_json.check_described(model.config)
     fields = config_json.to_fields(model.config) | _packing_fields(model)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = hidden_beside(target)
     try:
-        _write_weights(model, beside, max_shard_bytes)
+        _write_weights(model, beside, most)
         _write_json(beside / "generation_config.json", config_json.to_generation_fields(model.config))
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(beside)
         _write_json(beside / "config.json", fields)
-        _rename(beside, folder)
+        check_target(target, overwrite)  # again: others may have written there meanwhile
+        _rename(beside, target)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-
-
-def check_target(folder: Path, overwrite: bool) -> None:
-    """ValueError if `folder` exists and may not be replaced, as `save` raises it."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    if not overwrite:
-        raise ValueError(f"{folder} exists already; choose another folder, or replace the model there (overwrite=True, or --overwrite)")
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} holds no config.json, so it is not a model to replace; choose another folder")
 
 
 def check_packing(config: ModelConfig, format_of: FormatOf) -> None:
@@ -77,7 +69,7 @@ def _rename(beside: Path, folder: Path) -> None:
     if not folder.exists():
         os.replace(beside, folder)
         return
-    old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+    old = hidden_beside(folder, "old.")
     try:
         os.replace(folder, old)
         os.replace(beside, folder)
@@ -90,12 +82,11 @@ def _rename(beside: Path, folder: Path) -> None:
 
 
 def _open_up(folder: Path) -> None:
-    """Give a folder and its files the default modes. tempfile and safetensors make theirs readable only by the owner."""
+    """Give a folder and what is in it the default modes. tempfile and safetensors make theirs readable only by the owner."""
     masked = os.umask(0)
     os.umask(masked)
-    folder.chmod(0o777 & ~masked)
-    for file in folder.iterdir():
-        file.chmod(0o666 & ~masked)
+    for each in (folder, *folder.rglob("*")):
+        each.chmod((0o777 if each.is_dir() else 0o666) & ~masked)
 
 
 def _write_weights(model: Model, folder: Path, max_shard_bytes: int) -> None:

@@ -177,6 +177,7 @@ def generate_command(
         loaded, ids = load_model(model, dtype, max_positions, devices, weights), []
         messages = [*([{"role": "system", "content": system}] if system is not None else []), {"role": "user", "content": text}]
         if first:
+            _check_chat(chat, model, loaded)
             ids = list(chat_ids(messages, loaded.tokenizer, {})) if chat else encode(loaded.tokenizer, text)
         ids = ids if job is None else job.share(ids)
         sizes = pages, page_size, prefill_chunk, cache_format
@@ -378,12 +379,21 @@ def _check_fits(plan: MemoryPlan, tokens: int, pages: int) -> None:
 
 def _prompt_text(given: str | None, file: Path | None, argument: str = "PROMPT", option: str = "--file") -> str:
     """Text from an argument, standard input ('-') or a file. Exactly one must be given, and not be empty."""
-    if (given is None) == (file is None):
+    if given is None and file is None:
+        raise typer.BadParameter(f"there is no {argument.lower()}: give {argument}, or {option}", param_hint=argument)
+    if given is not None and file is not None:
         raise typer.BadParameter(f"give either {argument} or {option}", param_hint=argument)
     text = read_text(file, option) if file is not None else sys.stdin.read() if given == "-" else given
     if not text:
         raise typer.BadParameter("is empty", param_hint=argument if file is None else option)
     return text
+
+
+def _check_chat(chat: bool, name: str, model: Model) -> None:
+    """Refuses --chat for a model that has no chat template."""
+    if chat and model.tokenizer is not None and getattr(model.tokenizer, "chat_template", None) is None:
+        remedy = "leave out --chat, or put a chat_template.jinja in the model's folder"
+        raise typer.BadParameter(f"{name} has no chat template: {remedy}", param_hint="--chat")
 
 
 def _one_line(error: Exception) -> str:

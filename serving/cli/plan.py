@@ -15,7 +15,6 @@ from kvjax.serving.cli.options import (
     CacheFormatOption,
     ChunkOption,
     ContextOption,
-    DeviceMemoryOption,
     DtypeOption,
     HostMemoryOption,
     MaxPositionsOption,
@@ -60,7 +59,14 @@ def plan_command(
             **gibibytes(),
         ),
     ] = None,
-    device_memory: DeviceMemoryOption = None,
+    device_memory: Annotated[
+        int | None,
+        typer.Option(
+            help="What the cache takes on the device, as 8GB. [default: what --memory leaves beside the weights]",
+            show_default=False,
+            **byte_count(),
+        ),
+    ] = None,
     reuse: ReuseOption = None,
     host_memory: HostMemoryOption = None,
     disk_size: Annotated[int | None, typer.Option(help="Disk for kept pages, as 200GB.", show_default=False, **byte_count())] = None,

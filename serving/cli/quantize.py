@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvjax.serving.cli.options import DtypeOption, Weights, load_model, one_of
+from kvjax.serving.cli.options import DtypeOption, ModelOption, Weights, load_model, one_of
 
 
 def quantize_command(
-    model: Annotated[str, typer.Argument(help="Model folder, Hugging Face hub id, or 'needle'.", show_default=False)],
-    out: Annotated[Path, typer.Argument(help="Folder to write.", file_okay=False, show_default=False)],
+    model: ModelOption,
+    out: Annotated[str, typer.Argument(help="Folder to write.", show_default=False)],
     weights: Annotated[
         Weights,
         typer.Option(
@@ -23,21 +22,22 @@ def quantize_command(
         ),
     ] = Weights.int8,
     dtype: DtypeOption = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model in OUT, if it holds one.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model in OUT, if it holds one and nothing else.")] = False,
 ) -> None:
     """Pack a model's weights, and write them with config and tokenizer. Every command's --model reads the folder.
 
     The layout is that of compressed-tensors, and transformers reads it. The device holds the packed model, the host one file of it.
     """
     from kvjax.models.loading import read_config
-    from kvjax.models.saving import check_packing, check_target
+    from kvjax.models.save_targets import check_target
+    from kvjax.models.saving import check_packing
     from kvjax.packing import scheme_of
 
     if weights == Weights.fp8_tokens:
         raise typer.BadParameter("fp8:tokens is how products are computed, not how weights are stored: write fp8", param_hint="--weights")
-    check_target(out.expanduser().absolute(), overwrite)
+    folder = check_target(out, overwrite)
     check_packing(read_config(model), scheme_of(weights.value).format_of)
     loaded = load_model(model, dtype, None, weights=weights)
     loaded.save(out, overwrite=overwrite)
-    size = sum(file.stat().st_size for file in out.expanduser().glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     typer.echo(f"{out}: {loaded.config.num_params:,} weights in {size:,} bytes, {size / loaded.config.num_params:.2f} each")

@@ -122,7 +122,7 @@ def test_save_replaces_only_models_and_only_when_told(tmp_path):
     with pytest.raises(ValueError, match="exists already"):
         save(model, folder)
     changed = dataclasses.replace(model, params=model.params | {"final_norm": model.params["final_norm"] * 2})
-    (folder / "stale.txt").write_text("old")
+    (folder / "tokenizer.json").write_text("old")
     save(changed, folder, overwrite=True)
     assert same_params(load(folder, tokenizer=False).params, changed.params)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]
@@ -158,7 +158,7 @@ def test_save_refuses_what_does_not_fit(tmp_path):
     for params, message in ((lost, "structure"), (bent, "embed_tokens.weight has shape"), (mixed, "dtypes")):
         with pytest.raises(ValueError, match=message):
             save(dataclasses.replace(model, params=params), tmp_path / "bad")
-    with pytest.raises(ValueError, match="max_shard_bytes is 0"):
+    with pytest.raises(ValueError, match="max_shard_bytes must be at least 1, got 0"):
         save(model, tmp_path / "bad", max_shard_bytes=0)
     assert not any(tmp_path.iterdir())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import io
 import json
 import os
@@ -87,7 +89,7 @@ def test_version(kvjax):
         (["generate", "x", "--model", "{model}", "--prefill", "momo:4/8"], "k_exact 8 exceeds k 4"),
         (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--max-batch", "0"], "--max-batch"),
         (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--pages", "0"], "--pages"),
-        (["generate", "--model", "{model}"], "PROMPT"),
+        (["generate", "--model", "{model}"], "there is no prompt: give PROMPT, or --file"),
         (["generate", "x", "--file", "{in}", "--model", "{model}"], "give either"),
         (["generate", "", "--model", "{model}"], "is empty"),
         (["generate", "x", "--model", "{model}", "--system", "s"], "--chat"),
@@ -96,7 +98,7 @@ def test_version(kvjax):
         (["generate", "x", "--model", "{model}", "--max-new-tokens", "600"], "512 positions"),
         (["generate", "--file", "{none}", "--model", "{model}"], "no file"),
         (["generate", "x", "--model", "{model}", "--pages", "1", *PAGES], "out of pages"),
-        (["score", "x", "--model", "{model}"], "CONTINUATION"),
+        (["score", "x", "--model", "{model}"], "there is no continuation: give CONTINUATION, or --continuation-file"),
         (["score", "x", "", "--model", "{model}"], "is empty"),
         (["plan", "--model", "{none}"], "none"),
         (["plan", "--model", "{model}", "--memory", "0"], "--memory"),
@@ -224,6 +226,21 @@ def test_generate_through_the_chat_template(kvjax, model_folder, loaded):
     assert status == 0
     assert out == generate(loaded, "<system>s\n<user>umber\n<assistant>", max_new_tokens=6) + "\n"
     assert out != kvjax("generate", "umber", "--model", model_folder, "--max-new-tokens", 6)[1]
+
+
+def test_a_chat_without_a_template_says_to_leave_it_out(kvjax, model, tmp_path):
+    plain = copy.deepcopy(model.tokenizer)
+    plain.chat_template = None
+    dataclasses.replace(model, tokenizer=plain).save(tmp_path / "m")
+    status, out, err = kvjax("generate", "umber", "--chat", "--model", tmp_path / "m")
+    assert (status, out) == (2, "")
+    assert "has no chat template: leave out --chat, or put" in err
+
+
+def test_the_help_of_plan_names_only_its_own_options(kvjax):
+    out = kvjax("plan", "--help")[1]
+    assert "--pages" not in out
+    assert "[default: what --memory leaves beside the weights]" in " ".join(out.split())
 
 
 @pytest.mark.quick_but("dense")
