@@ -30,7 +30,7 @@ from typing import Any
 from kvjax.checks import check_salt
 from kvjax.messages import chat_ids, checked_messages, rendered
 from kvjax.prompts import encode
-from kvjax.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from kvjax.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from kvjax.token_bounds import check_text
 
 SHOWN = 80
@@ -242,7 +242,10 @@ def _limit(given: Mapping[str, Any]) -> tuple[str, int | None]:
         raise WrongField(
             f"{' and '.join(f'{name} {limit}' for name, limit in limits.items())} are both given; give one", next(iter(limits))
         )
-    return next(iter(limits.items()), ("max_new_tokens", None))
+    name, limit = next(iter(limits.items()), ("max_new_tokens", None))
+    if limit is not None and limit < 1:
+        raise WrongField(f"{name} must be at least 1, got {limit}", name)
+    return name, limit
 
 
 def _sampling(given: Mapping[str, Any], form: Fields) -> dict[str, Any]:
@@ -267,7 +270,10 @@ def _logprobs(given: Mapping[str, Any], form: Fields) -> dict[str, Any]:
     if form is Fields.COMPLETIONS:
         if given.get("logprobs", False) is False:
             return {}
-        return {"logprobs": True, "top_logprobs": whole("logprobs", given["logprobs"])}
+        most = whole("logprobs", given["logprobs"])
+        if not 0 <= most <= MAX_TOP_LOGPROBS:
+            raise WrongField(f"logprobs must be a number from 0 to {MAX_TOP_LOGPROBS}, got {most}", "logprobs")
+        return {"logprobs": True, "top_logprobs": most}
     found: dict[str, Any] = {"logprobs": boolean("logprobs", given["logprobs"])} if "logprobs" in given else {}
     return found | ({"top_logprobs": whole("top_logprobs", given["top_logprobs"])} if "top_logprobs" in given else {})
 

@@ -59,6 +59,8 @@ OUTPUTS = {
     "read-only": (lambda folder: "/proc/out.jsonl", "the folder /proc cannot be written to"),
     "link to a read-only folder": (lambda folder: made(folder / "link", lambda path: path.symlink_to("/proc/out")), "folder /proc cannot"),
     "long name": (lambda folder: folder / ("x" * 250), "File name too long"),
+    "no name": (lambda folder: "", "the output has no name; name a file to write, for example --out answers.jsonl"),
+    "root": (lambda folder: "/", "the output / is a folder; name a file to write"),
     "input": (lambda folder: folder / "in.jsonl", "is the input"),
     "link to the input": (lambda folder: made(folder / "link", lambda path: path.symlink_to("in.jsonl")), "is the input"),
     "input as partial": (
@@ -197,3 +199,9 @@ def test_ids_of_an_output_are_those_of_one_line_each(engine, tmp_path):
     written = [json.loads(line)["id"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert written == [2, "line 2", "line 3", 3]
     assert {answer["id"] for answer in run_batch(rows, engine)} == set(written)
+
+
+def test_an_answer_too_long_for_the_model_is_named_as_its_limit_was(engine):
+    for name in ("max_new_tokens", "max_tokens"):
+        (answer,) = run_batch([{"prompt": "a", name: 10**6}], engine)
+        assert f'lower {name}, or give "clip": true to cut the answer there' in answer["error"]

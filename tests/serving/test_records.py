@@ -245,6 +245,14 @@ def test_what_is_wrong_is_said(fields, said):
         (b'{"custom_id": "a", "body": {"prompt": "x", "model": 3}}', "body.model must be text"),
         (b'{"custom_id": "a", "body": {"prompt": ["x", "y"]}}', "prompt is a list of 2; a record has one prompt"),
         (b'{"custom_id": "a", "body": {"prompt": "x", "logprobs": true}}', "logprobs must be a whole number"),
+        (b'{"custom_id": "a", "body": {"prompt": "x", "logprobs": 21}}', "logprobs must be a number from 0 to 20, got 21"),
+        (b'{"custom_id": "a", "body": {"prompt": "x", "logprobs": -1}}', "logprobs must be a number from 0 to 20, got -1"),
+        (b'{"custom_id": "a", "body": {"prompt": "x", "max_tokens": 0}}', "max_tokens must be at least 1, got 0"),
+        (
+            b'{"custom_id": "a", "body": {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": -3}}',
+            "max_completion_tokens must",
+        ),
+        (b'{"prompt": "x", "max_new_tokens": 0}', "max_new_tokens must be at least 1, got 0"),
         (b'{"custom_id": "a", "url": "/v1/chat/completions", "body": {}}', "body.messages is missing"),
     ],
 )
