@@ -137,6 +137,9 @@ def read_body(fields: Mapping[str, Any], form: Fields, where: str = "") -> Body:
         raise WrongField(f"chat_template_kwargs must be a JSON object, got {kind(options)}", "chat_template_kwargs")
     if options and messages is None:
         raise WrongField("chat_template_kwargs are for messages, but this record has a prompt", "chat_template_kwargs")
+    parse_special = boolean("parse_special", given.get("parse_special", False))
+    if parse_special and messages is None:
+        raise WrongField("parse_special is for messages, but this record has a prompt", "parse_special")
     limit_field, limit = _limit(given)
     sampling = _sampling(given, form) | ({} if limit is None else {"max_new_tokens": limit})
     stream, usage = _streaming(given)
@@ -146,7 +149,7 @@ def read_body(fields: Mapping[str, Any], form: Fields, where: str = "") -> Body:
         sampling=sampling,
         limit_field=limit_field,
         template_options=dict(options),
-        parse_special=messages is not None and boolean("parse_special", given.get("parse_special", False)),
+        parse_special=parse_special,
         cache_salt=_salt(given),
         stream=stream,
         usage=usage,

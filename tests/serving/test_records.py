@@ -215,6 +215,9 @@ def test_a_plain_field_that_is_not_known_is_named(field):
         ({"min_p": "0.1"}, "min_p must be a number"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty must be a number"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs are for messages"),
+        ({"parse_special": "no"}, "parse_special must be true or false, got 'no'"),
+        ({"parse_special": 0}, "parse_special must be true or false, got 0"),
+        ({"parse_special": True}, "parse_special is for messages, but this record has a prompt"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be a JSON object"),
     ],
 )
@@ -321,6 +324,11 @@ def test_equal_lines_are_one_record_and_blank_lines_count():
 def test_an_id_of_two_records_is_refused_before_anything_runs(lines, said):
     with pytest.raises(ValueError, match=said):
         list(read(lines))
+
+
+def test_a_prompt_may_say_that_it_parses_no_special_tokens():
+    assert plain(parse_special=False).error is None
+    assert parse({"messages": [{"role": "user", "content": "x"}], "parse_special": True}, 1).parse_special
 
 
 def test_a_line_without_an_id_does_not_take_that_of_another():
