@@ -119,9 +119,9 @@ class Body:
     ignored: tuple[str, ...]
 
 
-def read_body(fields: Mapping[str, Any], form: Fields, where: str = "") -> Body:
-    """What these fields ask for. where: comes before the names of unknown fields in errors, as in "body.". WrongField if something is
-    wrong."""
+def read_body(fields: Mapping[str, Any], form: Fields, where: str = "", *, over_http: bool = False) -> Body:
+    """What these fields ask for. where: comes before the names of unknown fields in errors, as in "body.". over_http: whether they are a
+    request's, and not a record's. WrongField if something is wrong."""
     optional = {} if form is Fields.PLAIN else {name: each for name, each in NEUTRAL.items() if name not in form.value}
     check_known(fields, form.value | optional.keys(), where)
     given = {name: value for name, value in fields.items() if value is not None}
@@ -131,7 +131,7 @@ def read_body(fields: Mapping[str, Any], form: Fields, where: str = "") -> Body:
             raise WrongField(f"{where}{name} {show(given[name])} is not supported; leave it out or give {example}", name)
     if not given.keys() & {"prompt", "messages"}:
         raise WrongField(f"{where}{_PROMPTS[form]} is missing", "messages" if form is Fields.CHAT else "prompt")
-    prompt, messages = _prompt(given)
+    prompt, messages = _prompt(given, over_http)
     options = given.get("chat_template_kwargs", {})
     if not isinstance(options, Mapping):
         raise WrongField(f"chat_template_kwargs must be a JSON object, got {kind(options)}", "chat_template_kwargs")
@@ -214,7 +214,7 @@ def check_known(fields: Mapping[str, Any], known: Iterable[str], where: str) -> 
         raise WrongField(f"unknown or unsupported field {', '.join(show(where + name) for name in unknown[:3])}{more}{meant}", unknown[0])
 
 
-def _prompt(given: Mapping[str, Any]) -> tuple[str | tuple[int, ...] | None, tuple[dict[str, Any], ...] | None]:
+def _prompt(given: Mapping[str, Any], over_http: bool) -> tuple[str | tuple[int, ...] | None, tuple[dict[str, Any], ...] | None]:
     """(prompt, messages): one of the two is None."""
     if {"prompt", "messages"} <= given.keys():
         raise WrongField("prompt and messages are both given; a record needs exactly one of them", "prompt")
@@ -223,7 +223,12 @@ def _prompt(given: Mapping[str, Any]) -> tuple[str | tuple[int, ...] | None, tup
     prompt = given["prompt"]
     if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str | list | tuple):
         if len(prompt) > 1:
-            raise WrongField(f"prompt is a list of {len(prompt):,}; a record has one prompt, so give each a record of its own", "prompt")
+            remedy = (
+                "request has one prompt, so send a request for each"
+                if over_http
+                else "record has one prompt, so give each a record of its own"
+            )
+            raise WrongField(f"prompt is a list of {len(prompt):,}; a {remedy}", "prompt")
         prompt = prompt[0]
     prompt = token_ids("prompt", prompt) if isinstance(prompt, list | tuple) else text("prompt", prompt)
     if not prompt:
