@@ -14,6 +14,7 @@ and a job that is run again gives the same ones. `model` in an OpenAI body is no
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import hashlib
 import json
@@ -91,7 +92,7 @@ def read(
     differ: list[tuple[str | int, int, int]] = []
     numbered: list[int] = []
     for number, line in enumerate(lines, 1):
-        if isinstance(line, bytes | str) and not line.strip():
+        if isinstance(line, bytes | str) and _is_blank(line):
             continue
         record = parse(line, number, defaults)
         if record.numbered:
@@ -118,6 +119,13 @@ def read(
         raise ValueError(said)
     if taken is not None:
         taken.extend(clashing)
+
+
+def _is_blank(line: bytes | str) -> bool:
+    """Whether a line holds nothing, but perhaps the byte order mark at the beginning of a file."""
+    if isinstance(line, bytes):
+        return not line.removeprefix(codecs.BOM_UTF8).strip()
+    return not line.removeprefix("\ufeff").strip()
 
 
 def by_line(number: int) -> str:
