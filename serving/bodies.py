@@ -30,7 +30,7 @@ from typing import Any
 from kvjax.checks import check_salt
 from kvjax.messages import chat_ids, checked_messages, rendered
 from kvjax.prompts import encode
-from kvjax.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from kvjax.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from kvjax.token_bounds import check_text
 
 SHOWN = 80
@@ -119,9 +119,9 @@ class Body:
     ignored: tuple[str, ...]
 
 
-def read_body(fields: Mapping[str, Any], form: Fields, where: str = "") -> Body:
-    """What these fields ask for. where: comes before the names of unknown fields in errors, as in "body.". WrongField if something is
-    wrong."""
+def read_body(fields: Mapping[str, Any], form: Fields, where: str = "", *, over_http: bool = False) -> Body:
+    """What these fields ask for. where: comes before the names of unknown fields in errors, as in "body.". over_http: whether they are a
+    request's, and not a record's. WrongField if something is wrong."""
     optional = {} if form is Fields.PLAIN else {name: each for name, each in NEUTRAL.items() if name not in form.value}
     check_known(fields, form.value | optional.keys(), where)
     given = {name: value for name, value in fields.items() if value is not None}
@@ -131,12 +131,15 @@ def read_body(fields: Mapping[str, Any], form: Fields, where: str = "") -> Body:
             raise WrongField(f"{where}{name} {show(given[name])} is not supported; leave it out or give {example}", name)
     if not given.keys() & {"prompt", "messages"}:
         raise WrongField(f"{where}{_PROMPTS[form]} is missing", "messages" if form is Fields.CHAT else "prompt")
-    prompt, messages = _prompt(given)
+    prompt, messages = _prompt(given, over_http)
     options = given.get("chat_template_kwargs", {})
     if not isinstance(options, Mapping):
         raise WrongField(f"chat_template_kwargs must be a JSON object, got {kind(options)}", "chat_template_kwargs")
     if options and messages is None:
         raise WrongField("chat_template_kwargs are for messages, but this record has a prompt", "chat_template_kwargs")
+    parse_special = boolean("parse_special", given.get("parse_special", False))
+    if parse_special and messages is None:
+        raise WrongField("parse_special is for messages, but this record has a prompt", "parse_special")
     limit_field, limit = _limit(given)
     sampling = _sampling(given, form) | ({} if limit is None else {"max_new_tokens": limit})
     stream, usage = _streaming(given)
@@ -146,7 +149,7 @@ def read_body(fields: Mapping[str, Any], form: Fields, where: str = "") -> Body:
         sampling=sampling,
         limit_field=limit_field,
         template_options=dict(options),
-        parse_special=messages is not None and boolean("parse_special", given.get("parse_special", False)),
+        parse_special=parse_special,
         cache_salt=_salt(given),
         stream=stream,
         usage=usage,
@@ -213,7 +216,7 @@ def check_known(fields: Mapping[str, Any], known: Iterable[str], where: str) -> 
         raise WrongField(f"unknown or unsupported field {', '.join(show(where + name) for name in unknown[:3])}{more}{meant}", unknown[0])
 
 
-def _prompt(given: Mapping[str, Any]) -> tuple[str | tuple[int, ...] | None, tuple[dict[str, Any], ...] | None]:
+def _prompt(given: Mapping[str, Any], over_http: bool) -> tuple[str | tuple[int, ...] | None, tuple[dict[str, Any], ...] | None]:
     """(prompt, messages): one of the two is None."""
     if {"prompt", "messages"} <= given.keys():
         raise WrongField("prompt and messages are both given; a record needs exactly one of them", "prompt")
@@ -222,7 +225,12 @@ def _prompt(given: Mapping[str, Any]) -> tuple[str | tuple[int, ...] | None, tup
     prompt = given["prompt"]
     if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str | list | tuple):
         if len(prompt) > 1:
-            raise WrongField(f"prompt is a list of {len(prompt):,}; a record has one prompt, so give each a record of its own", "prompt")
+            remedy = (
+                "request has one prompt, so send a request for each"
+                if over_http
+                else "record has one prompt, so give each a record of its own"
+            )
+            raise WrongField(f"prompt is a list of {len(prompt):,}; a {remedy}", "prompt")
         prompt = prompt[0]
     prompt = token_ids("prompt", prompt) if isinstance(prompt, list | tuple) else text("prompt", prompt)
     if not prompt:
@@ -244,7 +252,10 @@ def _limit(given: Mapping[str, Any]) -> tuple[str, int | None]:
         raise WrongField(
             f"{' and '.join(f'{name} {limit}' for name, limit in limits.items())} are both given; give one", next(iter(limits))
         )
-    return next(iter(limits.items()), ("max_new_tokens", None))
+    name, limit = next(iter(limits.items()), ("max_new_tokens", None))
+    if limit is not None and limit < 1:
+        raise WrongField(f"{name} must be at least 1, got {limit}", name)
+    return name, limit
 
 
 def _sampling(given: Mapping[str, Any], form: Fields) -> dict[str, Any]:
@@ -269,7 +280,10 @@ def _logprobs(given: Mapping[str, Any], form: Fields) -> dict[str, Any]:
     if form is Fields.COMPLETIONS:
         if given.get("logprobs", False) is False:
             return {}
-        return {"logprobs": True, "top_logprobs": whole("logprobs", given["logprobs"])}
+        most = whole("logprobs", given["logprobs"])
+        if not 0 <= most <= MAX_TOP_LOGPROBS:
+            raise WrongField(f"logprobs must be a number from 0 to {MAX_TOP_LOGPROBS}, got {most}", "logprobs")
+        return {"logprobs": True, "top_logprobs": most}
     found: dict[str, Any] = {"logprobs": boolean("logprobs", given["logprobs"])} if "logprobs" in given else {}
     return found | ({"top_logprobs": whole("top_logprobs", given["top_logprobs"])} if "top_logprobs" in given else {})
 

@@ -29,6 +29,8 @@ OPTIONS = {
 """Names in a header whose values are not what was typed: the option of each."""
 SAID_ONLY = ("--weights", "--cache-format", "--reuse-any")
 """Options that a header has as they were typed."""
+WITH_DEFAULT = (SLOTS, "--max-new-tokens", "--seed", "--page-size", "--prefill-chunk")
+"""Options that have a value where they are left out."""
 DTYPES = ("float32", "bfloat16", "float16")
 START_OVER = "run it as it was begun, or delete the file to start over"
 ANYWAY = "--continue-anyway goes on, and then the last bits of answers may differ from those of one run"
@@ -125,20 +127,18 @@ def _other(path: Path, name: str, found: Mapping[str, Any], job: Mapping[str, An
     if name == "tokenizer":
         return f"{path} was begun with another tokenizer or chat template of the model: {START_OVER}"
     option = OPTIONS.get(name, name)
-    before, now = (said_of(header).get(option, header.get(name)) for header in (found, job))
+    before, now = (_words(option, said_of(header).get(option, header.get(name)), header.get(name)) for header in (found, job))
     if before == now and name in ("policy", "prefill"):  # a name may stand for several policies
-        before, now = found.get(name), job.get(name)
+        before, now = (_words(option, header.get(name)) for header in (found, job))
     if before == now:  # the same words, and another thing behind them
-        return f"{path} was begun with {_words(option, before)}, which has changed since: {START_OVER}"
-    return f"{path} was begun with {_words(option, before)}, and this run has {_words(option, now)}: " + (
-        f"{START_OVER}; {ANYWAY}" if name == SLOTS else START_OVER
-    )
+        return f"{path} was begun with {before}, which has changed since: {START_OVER}"
+    return f"{path} was begun with {before}, and this run has {now}: " + (f"{START_OVER}; {ANYWAY}" if name == SLOTS else START_OVER)
 
 
-def _words(option: str, value: object) -> str:
-    """An option and its value as they are typed."""
+def _words(option: str, value: object, meant: object = None) -> str:
+    """An option and its value as they are typed. meant: the value of an option that was left out."""
     if value is None or value is False:
-        return f"no {option}"
+        return f"no {option} ({meant})" if option in WITH_DEFAULT and meant is not None else f"no {option}"
     return option if value is True else f"{option} {value}"
 
 

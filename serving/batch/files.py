@@ -6,6 +6,7 @@ A row of a Parquet input is a record whose fields are the columns; null means th
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import itertools
 import json
@@ -43,10 +44,15 @@ OTHERS = {
     b"BZh": "bzip2",
     b"PK\x03\x04": "zip",
     b"PAR1": "Parquet, whose name must end in .parquet",
+    b"\xff\xfe\0\0": "UTF-32 text",
+    b"\0\0\xfe\xff": "UTF-32 text",
     b"\xff\xfe": "UTF-16 text",
     b"\xfe\xff": "UTF-16 text",
 }
 """The beginnings of files that hold no lines of UTF-8, and what they are."""
+BEGINNING = 512
+TAR = 257, b"ustar"
+"""Where the mark of a tar file is, and the mark."""
 
 
 def is_gzip(path: Path) -> bool:
@@ -57,13 +63,41 @@ def is_gzip(path: Path) -> bool:
 
 def check_form(path: Path) -> None:
     """ValueError if an input is neither lines, nor compressed by gzip, nor Parquet, as far as its beginning and its name tell."""
-    with open(path, "rb") as file:
-        begin = file.read(8)
-    form = next((name for mark, name in OTHERS.items() if begin.startswith(mark)), None)
-    if form is not None and not is_parquet(path):
+    if is_parquet(path):
+        return
+    packed = is_gzip(path)
+    with gzip.open(path) if packed else open(path, "rb") as file, _whole_gzip(path):
+        form = _form(file.read(BEGINNING))
+    if form is not None:
+        form = f"{form.partition(',')[0]} inside gzip" if packed else form
         raise ValueError(f"{path} is {form}; give its lines as UTF-8 text, or compressed by gzip")
-    if path.suffix.lower() == ".gz" and not begin.startswith(GZIP):
+    if path.suffix.lower() == ".gz" and not packed:
         raise ValueError(f"{path} is not compressed by gzip, though its name ends in .gz")
+
+
+def _form(begin: bytes) -> str | None:
+    """What a file or the content of a gzip file is, by its beginning; None if it may be lines of UTF-8."""
+    form = next((name for mark, name in {**OTHERS, GZIP: "gzip"}.items() if begin.startswith(mark)), None)
+    if form is not None:
+        return form
+    if begin.startswith(TAR[1], TAR[0]):
+        return "tar"
+    first = begin[:64]
+    if first.count(0) * 3 < len(first) or not first:  # a line that is damaged is an error of its own
+        return None
+    # JSON begins with a character of ASCII, and mostly goes on with others.
+    zeros = tuple(not byte for byte in first[:4])
+    wide = {(False, True, True, True): 32, (True, True, True, False): 32, (False, True, False, True): 16, (True, False, True, False): 16}
+    return f"UTF-{wide[zeros]} text" if zeros in wide else "binary data, with NUL bytes"
+
+
+@contextlib.contextmanager
+def _whole_gzip(path: Path) -> Iterator[None]:
+    """An error of gzip names the file and what is wrong with it."""
+    try:
+        yield
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is damaged: gzip cannot read it to its end ({error})") from None
 
 
 def check_extras(*paths: Path) -> None:
@@ -81,14 +115,11 @@ def numbered(path: Path, first: int = 1, offset: int = 0) -> Iterator[tuple[int,
     if is_parquet(path):
         yield from ((number, 0, row) for number, row in _rows(path, first))
         return
-    with gzip.open(path) if is_gzip(path) else open(path, "rb") as file:
-        try:
-            file.seek(offset)
-            for number, line in enumerate(file, first):
-                yield number, offset, line
-                offset += len(line)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path} is damaged: gzip cannot read it to its end ({error})") from None
+    with gzip.open(path) if is_gzip(path) else open(path, "rb") as file, _whole_gzip(path):
+        file.seek(offset)
+        for number, line in enumerate(file, first):
+            yield number, offset, line
+            offset += len(line)
 
 
 def lines(path: Path) -> Iterator[bytes | dict[str, Any]]:

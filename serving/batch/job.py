@@ -88,7 +88,7 @@ def run_file(
     Answers are written to `out` + ".partial" as they complete. A killed job that is run again does only what is missing. ValueError if
     model, tokenizer, policy, prefill policy, page size, prefill chunk, dtype, cache format, defaults or slots are not those it began with
     (slots may differ with continue_anyway: the last bits of answers may then, too), or if the input has other lines than the earlier run
-    read, but for new ones at its end. `out` appears complete at the end; ValueError if it exists already, unless overwrite. Lines that are
+    read, but for new ones at its end. `out` appears complete at the end; ValueError if it exists by then, unless overwrite. Lines that are
     equal, with one id, have one answer; ValueError before anything runs if lines with one id differ. engine: one, or several replicas;
     their number may change between runs. console: where to show progress; None: nowhere. stores: show what pages are kept where, and where
     those of the pool lie, too. steps_per_launch: as in `kvjax.Scheduler`; it may change between runs.

@@ -41,7 +41,8 @@ def check_paths(source: Path, out: Path, overwrite: bool) -> None:
 
 def _check_output(source: Path, out: Path, overwrite: bool) -> None:
     if not out.name:
-        raise ValueError(f"{str(out)!r} is not the name of a file; name a file to write")
+        said = "the output has no name" if str(out) == "." else f"the output {out} is a folder"
+        raise ValueError(f"{said}; name a file to write, for example --out answers.jsonl")
     if not out.parent.is_dir():
         raise ValueError(f"there is no folder {out.parent} to write {out.name} to")
     given = _status(out)

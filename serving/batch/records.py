@@ -14,6 +14,7 @@ and a job that is run again gives the same ones. `model` in an OpenAI body is no
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import hashlib
 import json
@@ -47,7 +48,7 @@ class Record:
     line: its number in the input, from 1. id: None only for an OpenAI request without a usable one. numbered: whether the id is the line's
     number, because the line gives none that can be used. endpoint: None for a plain record, else the OpenAI endpoint. sampling: arguments
     of `kvjax.Sampling`. template_options: variables of the chat template. parse_special: as in `prompt_ids`. ignored: given fields that
-    change nothing. cache_salt: the request's own.
+    change nothing. cache_salt: the request's own. limit_field: the name under which it gives its limit of tokens.
     """
 
     line: int
@@ -61,6 +62,7 @@ class Record:
     parse_special: bool = False
     ignored: tuple[str, ...] = ()
     cache_salt: str | None = None
+    limit_field: str = "max_new_tokens"
     error: str | None = None
 
     @property
@@ -90,7 +92,7 @@ def read(
     differ: list[tuple[str | int, int, int]] = []
     numbered: list[int] = []
     for number, line in enumerate(lines, 1):
-        if isinstance(line, bytes | str) and not line.strip():
+        if isinstance(line, bytes | str) and _is_blank(line):
             continue
         record = parse(line, number, defaults)
         if record.numbered:
@@ -117,6 +119,13 @@ def read(
         raise ValueError(said)
     if taken is not None:
         taken.extend(clashing)
+
+
+def _is_blank(line: bytes | str) -> bool:
+    """Whether a line holds nothing, but perhaps the byte order mark at the beginning of a file."""
+    if isinstance(line, bytes):
+        return not line.removeprefix(codecs.BOM_UTF8).strip()
+    return not line.removeprefix("\ufeff").strip()
 
 
 def by_line(number: int) -> str:
@@ -175,6 +184,7 @@ def _fill(record: Record, fields: Mapping[str, Any], where: str, defaults: Defau
         parse_special=body.parse_special,
         ignored=body.ignored,
         cache_salt=body.cache_salt,
+        limit_field=body.limit_field,
     )
 
 

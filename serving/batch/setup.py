@@ -30,7 +30,8 @@ class Setup:
     model: folder, hub id or "needle". dtype, weights, max_positions: as in `kvjax.load`. slots: sequences decoded together.
     steps_per_launch: as in `kvjax.Scheduler`. stores: where pages may lie besides the device, and whether they are kept. tensor, context:
     of a mesh (`kvjax.mesh`). data: how many engines, each on devices of its own (`kvjax.replicas`). The others: as in `Engine`. pages,
-    device_bytes: if both are None, the pool has the pages that the job needs, or as many as fit.
+    device_bytes: if both are None, the pool has the pages that the job needs, or as many as fit. left_out: options of the command line that
+    were not typed and have a value by default.
     """
 
     model: str
@@ -50,6 +51,7 @@ class Setup:
     stores: StoreOptions = dataclasses.field(default_factory=dict)
     weights: str | None = None
     cache_format: str | None = None
+    left_out: tuple[str, ...] = ()
 
     def mesh(self) -> Mesh | None:
         """The mesh of the engine, or of the first of several; None for one engine on one device."""
@@ -69,7 +71,7 @@ class Setup:
         """The options on which answers depend, as they were typed; None for those that were not."""
         typed = {"--model": self.model, "--policy": self.policy, "--prefill": self.prefill, "--dtype": self.dtype}
         typed |= {"--weights": self.weights, "--cache-format": self.cache_format, "--max-positions": self.max_positions}
-        return typed | {"--reuse-any": self.stores.get("reuse") == "any" or None}
+        return typed | {"--reuse-any": self.stores.get("reuse") == "any" or None, **dict.fromkeys(self.left_out)}
 
     def sized(self, model: Model, records: Iterable[Record]) -> Setup:
         """This, with the number of pages, where it is not given: as the records need them, if they fit beside the weights."""

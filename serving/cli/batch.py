@@ -34,6 +34,7 @@ from kvjax.serving.cli.options import (
     in_first,
     joined,
     named_as_options,
+    not_typed,
     number,
     stores,
     whole,
@@ -73,6 +74,7 @@ ContinueAnywayOption = Annotated[
 
 
 def batch_command(
+    ctx: typer.Context,
     source: SourceArgument,
     out: OutOption,
     model: ModelOption,
@@ -149,6 +151,7 @@ def batch_command(
     """
     from rich.console import Console
 
+    from kvjax.serving.batch.continuing import WITH_DEFAULT
     from kvjax.serving.batch.paths import check_paths, partial_path
     from kvjax.serving.batch.records import Defaults
     from kvjax.serving.batch.setup import Setup
@@ -164,6 +167,7 @@ def batch_command(
     sizes = {"pages": pages, "device_bytes": device_memory, "page_size": page_size, "prefill_chunk": prefill_chunk}
     sizes |= {"stores": kept, "weights": weights and weights.value, "steps_per_launch": steps_per_launch}
     sizes |= {"tensor": tensor, "context": context, "data": data, "cache_format": cache_format}
+    sizes["left_out"] = not_typed(ctx, *WITH_DEFAULT)
     setup = Setup(model, dtype and dtype.value, max_positions, policy, prefill, max_batch, **sizes)
     options = {"defaults": Defaults(max_new_tokens, temperature, seed), "overwrite": overwrite, "console": Console(stderr=True)}
     options["continue_anyway"] = continue_anyway
@@ -226,7 +230,7 @@ def _run_here(
         records = list(files.records())
     with named_as_options():
         if job is not None:  # the model may lie in another folder there; what it holds is compared when it is loaded
-            job.agree({name: value for name, value in vars(setup).items() if name != "model"})
+            job.agree({name: value for name, value in vars(setup).items() if name not in ("model", "left_out")})
     loaded = setup.load()
     with named_as_options():
         setup = setup.sized(loaded, records) if first else setup

@@ -113,6 +113,12 @@ def one_of(choices: type[enum.StrEnum]) -> Any:
     return {"parser": parsed, "metavar": f"<{'|'.join(names)}>"}
 
 
+def not_typed(ctx: typer.Context, *options: str) -> tuple[str, ...]:
+    """Those of these options, for example "--max-batch", that the command line does not give."""
+    names = {option: option.removeprefix("--").replace("-", "_") for option in options}
+    return tuple(option for option, name in names.items() if getattr(ctx.get_parameter_source(name), "name", "") != "COMMANDLINE")
+
+
 def refuse_given(ctx: typer.Context, why: str, *names: str) -> None:
     """BadParameter for the first of these parameters of a command that was given on the command line. why: what the message says of it."""
     for name in names:

@@ -49,7 +49,7 @@ def asked(body: Any, chat: bool, runtime: SessionRuntime, options: ServerOptions
     if isinstance(prompt, list) and len(prompt) > options.max_tokens:  # before each of millions is looked at
         raise _too_many(len(prompt), options, chat)
     try:
-        read = read_body(body, Fields.CHAT if chat else Fields.COMPLETIONS)
+        read = read_body(body, Fields.CHAT if chat else Fields.COMPLETIONS, over_http=True)
         _check_served(read)
     except WrongField as error:
         raise InvalidArgument(str(error), field=error.field) from None

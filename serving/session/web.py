@@ -56,8 +56,8 @@ STATUS = {
     "DEADLINE_EXCEEDED": 504,
 }
 """HTTP statuses of errors; others are 500."""
-FIELDS = {"tokens": "prompt", "max_new_tokens": "max_tokens"}
-"""OpenAI's names of fields that the runtime calls otherwise."""
+FIELDS = {"tokens": "prompt"}
+"""OpenAI's names of fields that the runtime calls otherwise. What a request names itself is called as it was typed."""
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 """OpenAI's types of errors, by status; others are invalid_request_error below 500, and server_error from there on."""
 IDLE_CONNECTION_S = 5
@@ -370,8 +370,6 @@ def error_body(error: SessionError) -> tuple[int, dict[str, Any]]:
     status = 413 if error.reason == "bytes" else STATUS.get(error.code, 500)
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     param, said = _plain(FIELDS.get(error.field, error.field)) or None, _plain(str(error))
-    if error.field == "max_new_tokens":  # the client knows it by another name
-        said = said.replace(error.field, FIELDS[error.field])
     return status, {"error": {"message": said[:1000], "type": kind, "param": param, "code": error.reason or None}}
 
 

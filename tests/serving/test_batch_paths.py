@@ -13,7 +13,7 @@ import pytest
 
 from kvjax.models import loading
 from kvjax.serving.batch.file_jobs import FileJob
-from kvjax.serving.batch.files import lines
+from kvjax.serving.batch.files import check_form, lines
 from kvjax.serving.batch.job import run_batch, run_file, run_records
 from kvjax.serving.batch.partial import Partial
 from kvjax.serving.batch.paths import check_paths
@@ -59,6 +59,8 @@ OUTPUTS = {
     "read-only": (lambda folder: "/proc/out.jsonl", "the folder /proc cannot be written to"),
     "link to a read-only folder": (lambda folder: made(folder / "link", lambda path: path.symlink_to("/proc/out")), "folder /proc cannot"),
     "long name": (lambda folder: folder / ("x" * 250), "File name too long"),
+    "no name": (lambda folder: "", "the output has no name; name a file to write, for example --out answers.jsonl"),
+    "root": (lambda folder: "/", "the output / is a folder; name a file to write"),
     "input": (lambda folder: folder / "in.jsonl", "is the input"),
     "link to the input": (lambda folder: made(folder / "link", lambda path: path.symlink_to("in.jsonl")), "is the input"),
     "input as partial": (
@@ -106,6 +108,20 @@ def test_a_job_that_runs_is_seen_before_the_model_is_loaded(source, tmp_path, en
         (b"BZh91AY", "in.jsonl", "is bzip2"),
         (b"PAR1....", "in.jsonl", r"is Parquet, whose name must end in \.parquet"),
         (RECORD.encode("utf-16"), "in.jsonl", "is UTF-16 text"),
+        (RECORD.encode("utf-16-le"), "in.jsonl", "in.jsonl is UTF-16 text;"),
+        (RECORD.encode("utf-16-be"), "in.jsonl", "is UTF-16 text"),
+        (RECORD.encode("utf-32"), "in.jsonl", "is UTF-32 text"),
+        (RECORD.encode("utf-32-le"), "in.jsonl", "is UTF-32 text"),
+        (RECORD.encode("utf-32-be"), "in.jsonl", "is UTF-32 text"),
+        (bytes(100) + RECORD.encode(), "in.jsonl", "is binary data, with NUL bytes"),
+        (gzip.compress(RECORD.encode("utf-16")), "in.jsonl.gz", "is UTF-16 text inside gzip"),
+        (gzip.compress(RECORD.encode("utf-16-le")), "in.jsonl", "is UTF-16 text inside gzip"),
+        (gzip.compress(b"PK\x03\x04...."), "in.jsonl.gz", "is zip inside gzip"),
+        (gzip.compress(b"\x28\xb5\x2f\xfd...."), "in.jsonl.gz", "is zstd inside gzip"),
+        (gzip.compress(b"PAR1...."), "in.jsonl.gz", "is Parquet inside gzip"),
+        (gzip.compress(gzip.compress(RECORD.encode())), "in.jsonl.gz", "is gzip inside gzip"),
+        (gzip.compress(b"in.jsonl".ljust(257, b"\0") + b"ustar  \0"), "in.tar.gz", "is tar inside gzip"),
+        (gzip.compress(RECORD.encode() * 99)[:15], "in.jsonl.gz", "is damaged: gzip cannot read it"),
         (RECORD.encode(), "in.jsonl.gz", r"is not compressed by gzip, though its name ends in \.gz"),
         (b"", "in.jsonl", "is empty"),
     ],
@@ -114,6 +130,22 @@ def test_an_input_that_holds_no_lines_is_named(tmp_path, content, name, said):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=said):
         check_paths(tmp_path / name, tmp_path / "out.jsonl", False)
+
+
+@pytest.mark.parametrize("content", [b"\xef\xbb\xbf\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf \r\n\n", gzip.compress(b"\xef\xbb\xbf\n")])
+def test_a_byte_order_mark_is_no_record(tmp_path, content):
+    (tmp_path / "in.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match="holds no records"):
+        list(FileJob(tmp_path / "in.jsonl", tmp_path / "out.jsonl", Defaults()).records())
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"a":1}\x00\n', b"\x00 not JSON\n", RECORD.encode(), "\ufeff".encode() + RECORD.encode(), b"1\n", b""]
+)
+def test_lines_that_are_only_bad_are_no_other_form(tmp_path, content):
+    for packed in (content, gzip.compress(content)):
+        (tmp_path / "in.jsonl").write_bytes(packed)
+        check_form(tmp_path / "in.jsonl")
 
 
 def test_an_input_that_can_be_read_once_is_refused_and_not_waited_for(tmp_path):
@@ -197,3 +229,9 @@ def test_ids_of_an_output_are_those_of_one_line_each(engine, tmp_path):
     written = [json.loads(line)["id"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert written == [2, "line 2", "line 3", 3]
     assert {answer["id"] for answer in run_batch(rows, engine)} == set(written)
+
+
+def test_an_answer_too_long_for_the_model_is_named_as_its_limit_was(engine):
+    for name in ("max_new_tokens", "max_tokens"):
+        (answer,) = run_batch([{"prompt": "a", name: 10**6}], engine)
+        assert f'lower {name}, or give "clip": true to cut the answer there' in answer["error"]

@@ -173,7 +173,7 @@ REFUSALS = [
     (("--reuse-any",), "with no --reuse-any, and this run has --reuse-any"),
     (("--max-new-tokens", 5), "with --max-new-tokens 4, and this run has --max-new-tokens 5"),
     (("--temperature", 0.5), "with no --temperature, and this run has --temperature 0.5"),
-    (("--seed", -7), "with --seed 0, and this run has --seed -7"),
+    (("--seed", -7), "with no --seed (0), and this run has --seed -7"),
     (
         ("--max-batch", 2),
         "with --max-batch 3, and this run has --max-batch 2: run it as it was begun, or delete the file to start over; --cont",
@@ -201,6 +201,8 @@ def test_refusals_come_before_the_model_and_in_the_words_that_were_typed(kvjax, 
         assert (tmp_path / "out.jsonl.partial").read_bytes() == kept
     without = [word for word in begun if word not in ("--policy", "window:8+24")]
     assert "was begun with --policy window:8+24, and this run has no --policy" in kvjax(*without)[2]
+    without = [word for word in begun if word not in ("--max-batch", 3)]
+    assert "was begun with --max-batch 3, and this run has no --max-batch (8): run it as it was begun" in kvjax(*without)[2]
     monkeypatch.undo()
     model.save(tmp_path / "moved")
     status, out, err = kvjax(*begun, "--model", tmp_path / "moved", "--dtype", "float32", "--max-batch", 2, "--continue-anyway")

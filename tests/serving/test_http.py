@@ -288,6 +288,19 @@ def test_bodies_that_are_none_are_refused(server, client):
         cut.close()
 
 
+def test_errors_name_fields_as_they_were_typed(client):
+    for given, said, param in (
+        ({"extra_body": {"max_new_tokens": 6}}, "'max_new_tokens'; did you mean 'max_tokens'?", "max_new_tokens"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0", "max_tokens"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model="tiny", prompt="Hi", **given)
+        assert (said in str(caught.value), caught.value.param) == (True, param), caught.value
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tiny", messages=TALK, max_completion_tokens=-1)
+    assert caught.value.param == "max_completion_tokens"
+
+
 def test_a_field_given_twice_is_refused_as_in_a_batch_job(server):
     line = '{"model": "tiny", "prompt": "x", "prompt": "y", "max_tokens": 1}'
     request = urllib.request.Request(f"http://127.0.0.1:{server.http_port}/v1/completions", line.encode())

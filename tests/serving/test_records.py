@@ -215,6 +215,9 @@ def test_a_plain_field_that_is_not_known_is_named(field):
         ({"min_p": "0.1"}, "min_p must be a number"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty must be a number"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs are for messages"),
+        ({"parse_special": "no"}, "parse_special must be true or false, got 'no'"),
+        ({"parse_special": 0}, "parse_special must be true or false, got 0"),
+        ({"parse_special": True}, "parse_special is for messages, but this record has a prompt"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be a JSON object"),
     ],
 )
@@ -245,6 +248,14 @@ def test_what_is_wrong_is_said(fields, said):
         (b'{"custom_id": "a", "body": {"prompt": "x", "model": 3}}', "body.model must be text"),
         (b'{"custom_id": "a", "body": {"prompt": ["x", "y"]}}', "prompt is a list of 2; a record has one prompt"),
         (b'{"custom_id": "a", "body": {"prompt": "x", "logprobs": true}}', "logprobs must be a whole number"),
+        (b'{"custom_id": "a", "body": {"prompt": "x", "logprobs": 21}}', "logprobs must be a number from 0 to 20, got 21"),
+        (b'{"custom_id": "a", "body": {"prompt": "x", "logprobs": -1}}', "logprobs must be a number from 0 to 20, got -1"),
+        (b'{"custom_id": "a", "body": {"prompt": "x", "max_tokens": 0}}', "max_tokens must be at least 1, got 0"),
+        (
+            b'{"custom_id": "a", "body": {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": -3}}',
+            "max_completion_tokens must",
+        ),
+        (b'{"prompt": "x", "max_new_tokens": 0}', "max_new_tokens must be at least 1, got 0"),
         (b'{"custom_id": "a", "url": "/v1/chat/completions", "body": {}}', "body.messages is missing"),
     ],
 )
@@ -313,6 +324,11 @@ def test_equal_lines_are_one_record_and_blank_lines_count():
 def test_an_id_of_two_records_is_refused_before_anything_runs(lines, said):
     with pytest.raises(ValueError, match=said):
         list(read(lines))
+
+
+def test_a_prompt_may_say_that_it_parses_no_special_tokens():
+    assert plain(parse_special=False).error is None
+    assert parse({"messages": [{"role": "user", "content": "x"}], "parse_special": True}, 1).parse_special
 
 
 def test_a_line_without_an_id_does_not_take_that_of_another():
