@@ -409,7 +409,7 @@ def test_stop_tokens_of_a_call_are_counted_before_they_are_read():
 
     sampling = SimpleNamespace(stop_tokens=SimpleNamespace(token_ids=Ids()))
     large = SimpleNamespace(engine=SimpleNamespace(config=SimpleNamespace(vocab_size=150_000)))
-    calls = Calls(large, ServerOptions(), Pace(1.0))
+    calls = Calls(large, ServerOptions(), Pace(1.0), contextlib.nullcontext)
     said = refused(lambda: calls._begin("s", SimpleNamespace(sampling=sampling)))
     assert said == "10,000,000 stop tokens in one call are more than the limit of 1,024"
     with pytest.raises(ValueError, match="max_stop_tokens"):

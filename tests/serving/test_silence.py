@@ -1,0 +1,100 @@
+"""Clients that open calls or connections, and then say nothing."""
+
+import contextlib
+import queue
+import time
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from session_servers import WAIT, serving, until
+from tiny_models import make_model
+
+from kvjax import Engine
+from kvjax.client import Client, ResourceExhausted
+from kvjax.client.wire import SERVICE, protocol
+
+TOKEN = "a-token-of-the-tests"
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine(make_model(num_layers=1), "dense", pages=48, page_size=16, prefill_chunk=32, batch_buckets=(4,))
+
+
+@contextlib.contextmanager
+def silent_calls(server, method, count, metadata=()):
+    """Calls that are open, and whose messages never come."""
+    never = queue.SimpleQueue()
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}", (("grpc.use_local_subchannel_pool", 1),)) as channel:
+        opened = channel.stream_stream(method)
+        calls = [opened(iter(never.get, None), timeout=WAIT, metadata=metadata) for _ in range(count)]
+        try:
+            yield calls
+        finally:
+            for each in calls:
+                each.cancel()
+                never.put(None)
+
+
+def places(server):
+    return server._desk._places
+
+
+@pytest.mark.parametrize("tokens", [(), (TOKEN,)], ids=["open", "token"])
+def test_health_calls_that_say_nothing_keep_nobody_out(engine, tokens):
+    with serving(engine, max_calls=4, tokens=tokens) as server, silent_calls(server, "/grpc.health.v1.Health/Check", 60) as held:
+        until(lambda: sum(each.done() for each in held) >= 50)
+        with Client(f"127.0.0.1:{server.port}", token=tokens[0] if tokens else None, timeout_s=WAIT) as client:
+            assert client.create_session([1, 2]).info().history_tokens == 2
+        with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            found = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=WAIT)
+        assert found.status == health_pb2.HealthCheckResponse.SERVING
+        until(lambda: not server._desk._asking)  # the others are cut off, too
+
+
+@pytest.mark.parametrize("name", ["Converse", "Generate", "GetSessionInfo"])
+def test_a_call_whose_first_message_does_not_come_is_cut_off(engine, name):
+    bearer = (("authorization", f"Bearer {TOKEN}"),)
+    with serving(engine, max_calls=2, tokens=(TOKEN,), stall_s=0.5) as server:
+        with silent_calls(server, f"/{SERVICE}/{name}", 2, bearer) as held:
+            until(lambda: places(server) == 0)
+            until(lambda: all(each.done() for each in held) and places(server) == 2)
+            assert {each.code() for each in held} == {grpc.StatusCode.CANCELLED}
+        assert 'code="CANCELLED"' in server.metrics.text().decode()
+
+
+def test_watches_that_say_nothing_are_cut_off(engine):
+    with serving(engine, max_calls=2, stall_s=0.5) as server, silent_calls(server, "/grpc.health.v1.Health/Watch", 2) as held:
+        until(lambda: all(each.done() for each in held))
+        assert places(server) == 2
+
+
+def test_a_call_gets_the_place_of_the_stream_that_has_been_silent_longest(engine):
+    types = protocol()
+    method = types.methods["Converse"]
+    with serving(engine, max_calls=2, stall_s=1.0) as server, contextlib.ExitStack() as stack:
+        address = f"127.0.0.1:{server.port}"
+        client = stack.enter_context(Client(address, timeout_s=WAIT))
+        session = client.create_session([1, 2])
+        call = stack.enter_context(grpc.insecure_channel(address)).stream_stream(
+            method.path, request_serializer=method.request.SerializeToString, response_deserializer=method.response.FromString
+        )
+        append = types.ConverseRequest(session_id=session.id, append=types.Append(token_ids=[3]))
+        asked = [queue.SimpleQueue() for _ in range(2)]
+        talks = [call(iter(each.get, None), timeout=WAIT) for each in asked]
+        for each, talk in zip(asked, talks, strict=True):
+            each.put(append)
+            assert next(talk).WhichOneof("event") == "appended"
+        until(lambda: len(server._desk._silent) == 2)
+        with pytest.raises(ResourceExhausted, match="max-calls"):
+            session.info()  # both were heard a moment ago
+        time.sleep(1.2)
+        assert session.info().history_tokens == 4
+        with pytest.raises(grpc.RpcError) as cut:
+            next(talks[0])
+        assert cut.value.code() == grpc.StatusCode.CANCELLED
+        asked[1].put(append)
+        assert next(talks[1]).appended.history_tokens == 5
+        for each in asked:
+            each.put(None)
