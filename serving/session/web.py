@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvjax.client.errors import Cancelled, DeadlineExceeded, InvalidArgument, ResourceExhausted, SessionError
+from kvjax.serving.session.connections import impatient
 from kvjax.serving.session.desk import only_authorization, tls_context
 from kvjax.serving.session.openai_form import Form, asked, no_model, usage_of
 from kvjax.serving.session.shots import Shot
@@ -79,8 +80,8 @@ class Web:
         bound.listen(2048)
         self._routes = _Routes(desk)
         config = uvicorn.Config(
-            self._routes.app(), http=_impatient(options.stall_s), log_config=None, access_log=False, lifespan="off", ws="none",
-            server_header=False, proxy_headers=False, timeout_keep_alive=IDLE_CONNECTION_S, limit_concurrency=2 * options.max_calls + 16,
+            self._routes.app(), http=impatient(options.stall_s, 2 * options.max_calls + 16), log_config=None, access_log=False,
+            lifespan="off", ws="none", server_header=False, proxy_headers=False, timeout_keep_alive=IDLE_CONNECTION_S,
         )  # fmt: skip
         if options.certificate is not None:
             config.ssl_context_factory = lambda config, default: tls_context(*options.certificate)
@@ -95,26 +96,6 @@ class Web:
         self._thread.join(drain_s + 5)
         self._socket.close()
         self._routes.close()
-
-
-def _impatient(seconds: float) -> type:
-    """uvicorn's protocol of HTTP, which closes a connection whose next request is not complete in its headers for so long."""
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    class Impatient(H11Protocol):
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._look(None)
-
-        def _look(self, before: Any) -> None:
-            # Nothing happened between two looks if the latest request is the same, and has been answered, or there is none.
-            answered = self.cycle is None or self.cycle.response_complete
-            if before is not None and answered and before[0] is self.cycle:
-                self.transport.close()
-            elif not self.transport.is_closing():
-                self.loop.call_later(seconds, self._look, (self.cycle,) if answered else None)
-
-    return Impatient
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -133,7 +114,7 @@ class _Routes:
     """The pages. What waits for the runtime does so in threads, one for each request; /metrics and /healthz wait for neither."""
 
     def __init__(self, desk: Desk):
-        self._desk, self._running = desk, 0
+        self._desk, self._running, self._reading = desk, 0, 0
         # A request that is cut off keeps its thread for a moment.
         self._threads = ThreadPoolExecutor(2 * desk.options.max_calls + 4, thread_name_prefix="kvjax http")
         self._ending: set[asyncio.Future] = set()
@@ -211,10 +192,15 @@ class _Routes:
         from starlette.responses import JSONResponse
 
         options, runtime = self._desk.options, self._desk.runtime
+        if self._reading >= options.max_calls:
+            raise ResourceExhausted(f"{self._reading} bodies are under way, the server's limit: try again later", reason="calls")
+        self._reading += 1
         try:
             body = await asyncio.wait_for(_body(request, options.max_message_bytes), options.stall_s)
         except TimeoutError:
             raise DeadlineExceeded(f"the body did not come within {options.stall_s:g} s", reason="stalled") from None
+        finally:
+            self._reading -= 1
         if self._running >= options.max_calls:
             raise ResourceExhausted(f"{self._running} requests are under way, the server's limit: try again later", reason="calls")
         self._running += 1
@@ -385,8 +371,7 @@ def error_response(error: SessionError) -> Response:
 async def _missing(request: Request, error: Any) -> Response:
     from starlette.responses import JSONResponse
 
-    said = (
-        f"there is no {request.method} {request.url.path}: there are /v1/completions, /v1/chat/completions, /v1/models, /metrics, /healthz"
-    )
+    asked = f"{request.method} {request.url.path[:80]}"
+    said = f"there is no {asked}: there are /v1/completions, /v1/chat/completions, /v1/models, /metrics, /healthz"
     body = {"error": {"message": said, "type": "invalid_request_error", "param": None, "code": None}}
     return JSONResponse(body, error.status_code, NOTICE if request.url.path.startswith("/v1") else None)

@@ -1,8 +1,12 @@
 """Clients that open calls or connections, and then say nothing."""
 
 import contextlib
+import json
 import queue
+import socket
 import time
+import urllib.error
+import urllib.request
 
 import grpc
 import pytest
@@ -13,6 +17,7 @@ from tiny_models import make_model
 from kvjax import Engine
 from kvjax.client import Client, ResourceExhausted
 from kvjax.client.wire import SERVICE, protocol
+from kvjax.serving.session import connections
 
 TOKEN = "a-token-of-the-tests"
 
@@ -43,7 +48,10 @@ def places(server):
 
 @pytest.mark.parametrize("tokens", [(), (TOKEN,)], ids=["open", "token"])
 def test_health_calls_that_say_nothing_keep_nobody_out(engine, tokens):
-    with serving(engine, max_calls=4, tokens=tokens) as server, silent_calls(server, "/grpc.health.v1.Health/Check", 60) as held:
+    with (
+        serving(engine, max_calls=4, tokens=tokens, stall_s=2.0) as server,
+        silent_calls(server, "/grpc.health.v1.Health/Check", 60) as held,
+    ):
         until(lambda: sum(each.done() for each in held) >= 50)
         with Client(f"127.0.0.1:{server.port}", token=tokens[0] if tokens else None, timeout_s=WAIT) as client:
             assert client.create_session([1, 2]).info().history_tokens == 2
@@ -98,3 +106,59 @@ def test_a_call_gets_the_place_of_the_stream_that_has_been_silent_longest(engine
         assert next(talks[1]).appended.history_tokens == 5
         for each in asked:
             each.put(None)
+
+
+def http(server):
+    return socket.create_connection(("127.0.0.1", server.http_port), timeout=WAIT)
+
+
+def test_a_name_of_megabytes_is_cut_in_the_answer_and_in_the_log(engine, caplog):
+    name = "n" * 2**20
+    with serving(engine, http_port=0) as server, caplog.at_level("INFO", "kvjax.server"):
+        made = urllib.request.Request(
+            f"http://127.0.0.1:{server.http_port}/v1/completions", json.dumps({"model": "kvjax", "prompt": "a", name: 1}).encode()
+        )
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(made, timeout=WAIT)
+        error = json.loads(refused.value.read())["error"]
+    assert error["param"] == "n" * 77 + "..."
+    assert len(error["message"]) <= 1000
+    assert "nnn..." in caplog.text
+    assert "n" * 100 not in caplog.text
+
+
+def test_a_client_that_takes_no_answers_is_cut_off(engine):
+    """Answers that are not streamed. It asks many times without reading, until nothing more fits between it and the server."""
+    asked = b"GET /deprecation HTTP/1.1\r\nHost: x\r\n\r\n" * 1000
+    with serving(engine, http_port=0, stall_s=0.5) as server, contextlib.closing(socket.socket()) as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(("127.0.0.1", server.http_port))
+        reader.settimeout(WAIT)
+        with pytest.raises(ConnectionError):
+            reader.sendall(asked * 1000)
+        assert urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/healthz", timeout=WAIT).read() == b"ok\n"
+
+
+def test_connections_on_which_nothing_comes_keep_nobody_out(engine, monkeypatch):
+    monkeypatch.setattr(connections, "FIRST_S", 1.0)
+    with serving(engine, http_port=0, max_calls=2) as server, contextlib.ExitStack() as stack:
+        held = [stack.enter_context(http(server)) for _ in range(60)]
+        for _ in range(5):
+            assert urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/healthz", timeout=WAIT).read() == b"ok\n"
+        ended = []
+        for each in held:
+            with contextlib.suppress(ConnectionError):
+                ended.append(each.recv(1))
+        assert set(ended) <= {b""}  # all of them are closed, long before stall_s
+
+
+def test_bodies_that_do_not_end_are_counted_and_leave_the_pages_that_have_none(engine):
+    with serving(engine, http_port=0, max_calls=2) as server, contextlib.ExitStack() as stack:
+        begun = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+        for _ in range(2):
+            stack.enter_context(http(server)).sendall(begun)
+        until(lambda: server._web._routes._reading == 2)
+        third = stack.enter_context(http(server))
+        third.sendall(begun)
+        assert b" 429 " in third.recv(100)
+        assert urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/healthz", timeout=WAIT).read() == b"ok\n"
