@@ -61,6 +61,8 @@ FIELDS = {"tokens": "prompt", "max_new_tokens": "max_tokens"}
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 """OpenAI's types of errors, by status; others are invalid_request_error below 500, and server_error from there on."""
 IDLE_CONNECTION_S = 5
+QUICK_JSON = 64 * 1024
+"""Bytes of a body that is parsed between other things."""
 QUIET_S = 5.0
 """A stream that has sent nothing for so long sends a comment, because proxies close connections on which nothing comes."""
 
@@ -117,11 +119,13 @@ class _Routes:
         self._desk, self._running, self._reading = desk, 0, 0
         # A request that is cut off keeps its thread for a moment.
         self._threads = ThreadPoolExecutor(2 * desk.options.max_calls + 4, thread_name_prefix="kvjax http")
+        self._parser = ThreadPoolExecutor(1, thread_name_prefix="kvjax json")
         self._ending: set[asyncio.Future] = set()
 
     def close(self) -> None:
         """Let threads end."""
         self._threads.shutdown(wait=False)
+        self._parser.shutdown(wait=False, cancel_futures=True)
 
     def app(self) -> Any:
         """The ASGI application."""
@@ -196,7 +200,7 @@ class _Routes:
             raise ResourceExhausted(f"{self._reading} bodies are under way, the server's limit: try again later", reason="calls")
         self._reading += 1
         try:
-            body = await asyncio.wait_for(_body(request, options.max_message_bytes), options.stall_s)
+            content = await asyncio.wait_for(_body(request, options.max_message_bytes), options.stall_s)
         except TimeoutError:
             raise DeadlineExceeded(f"the body did not come within {options.stall_s:g} s", reason="stalled") from None
         finally:
@@ -206,6 +210,7 @@ class _Routes:
         self._running += 1
         begun, streams = None, False
         try:
+            body = _json(content) if len(content) <= QUICK_JSON else await self._parsed(content)
             wanted = await self._in_thread(asked, body, chat, runtime, options)
             begun, form = asyncio.ensure_future(self._in_thread(Shot, runtime, wanted, self._desk.pace)), Form(wanted, options.model_name)
             if wanted.stream:
@@ -275,6 +280,11 @@ class _Routes:
         finally:
             self._running -= 1
 
+    async def _parsed(self, content: bytes) -> Any:
+        """The JSON of a large body. One thread parses them all, one after the other: Python runs nothing else meanwhile, and so whoever
+        looks at /healthz waits for one of them at most."""
+        return await asyncio.get_running_loop().run_in_executor(self._parser, _json, content)
+
     async def _in_thread(self, work: Callable, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
@@ -323,8 +333,8 @@ async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
             task.cancel()
 
 
-async def _body(request: Request, most: int) -> Any:
-    """The JSON of a request's body."""
+async def _body(request: Request, most: int) -> bytearray:
+    """A request's body."""
     from starlette.requests import ClientDisconnect
 
     content = bytearray()
@@ -335,6 +345,11 @@ async def _body(request: Request, most: int) -> Any:
                 raise ResourceExhausted(f"the body has more than {most} bytes, the server's limit", reason="bytes")
     except ClientDisconnect:
         raise Cancelled("the client has gone") from None
+    return content
+
+
+def _json(content: bytes) -> Any:
+    """The JSON of a body."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:

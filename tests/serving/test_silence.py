@@ -4,6 +4,7 @@ import contextlib
 import json
 import queue
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -17,7 +18,7 @@ from tiny_models import make_model
 from kvjax import Engine
 from kvjax.client import Client, ResourceExhausted
 from kvjax.client.wire import SERVICE, protocol
-from kvjax.serving.session import connections
+from kvjax.serving.session import connections, web
 
 TOKEN = "a-token-of-the-tests"
 
@@ -162,3 +163,26 @@ def test_bodies_that_do_not_end_are_counted_and_leave_the_pages_that_have_none(e
         third.sendall(begun)
         assert b" 429 " in third.recv(100)
         assert urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/healthz", timeout=WAIT).read() == b"ok\n"
+
+
+def test_large_bodies_are_parsed_one_after_the_other_beside_other_pages(engine, monkeypatch):
+    parsing, most, go_on = [], [], threading.Event()
+
+    def slowly(content):
+        parsing.append(content)
+        most.append(len(parsing))
+        assert go_on.wait(WAIT)
+        parsing.pop()
+        return json.loads(content)
+
+    monkeypatch.setattr(web, "_json", slowly)
+    large = b"[" + b"[]," * 2**16 + b"[]]"
+    with serving(engine, http_port=0) as server, contextlib.ExitStack() as stack:
+        posts = [stack.enter_context(http(server)) for _ in range(3)]
+        for each in posts:
+            each.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(large), large))
+        until(lambda: parsing and server._web._routes._running == 3)
+        assert urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/healthz", timeout=WAIT).read() == b"ok\n"
+        go_on.set()
+        assert all(b" 400 " in each.recv(100) for each in posts)
+    assert most == [1, 1, 1]
