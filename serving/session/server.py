@@ -110,7 +110,7 @@ class Server:
         """Refuse new calls, let those under way end within `drain_s` seconds, and close the runtime. hurry: once set, it ends that time."""
         self._health.enter_graceful_shutdown()
         self._desk.drain(drain_s, hurry)
-        stopped = self._server.stop(LAST_S)
+        stopped = self._server.stop(None if hurry is not None and hurry.is_set() else LAST_S)
         if self._web is not None:
             self._web.stop(LAST_S)
         elif self._http is not None:

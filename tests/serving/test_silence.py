@@ -19,6 +19,7 @@ from kvjax import Engine
 from kvjax.client import Client, ResourceExhausted
 from kvjax.client.wire import SERVICE, protocol
 from kvjax.serving.session import connections, web
+from kvjax.serving.session import server as server_module
 
 TOKEN = "a-token-of-the-tests"
 
@@ -186,3 +187,15 @@ def test_large_bodies_are_parsed_one_after_the_other_beside_other_pages(engine, 
         go_on.set()
         assert all(b" 400 " in each.recv(100) for each in posts)
     assert most == [1, 1, 1]
+
+
+def test_a_server_in_a_hurry_waits_for_no_call(engine, monkeypatch):
+    monkeypatch.setattr(server_module, "LAST_S", WAIT)
+    with serving(engine) as server, silent_calls(server, f"/{SERVICE}/Converse", 1) as held:
+        until(lambda: len(server._desk._silent) == 1)
+        hurry = threading.Event()
+        hurry.set()
+        began = time.monotonic()
+        server.stop(WAIT, hurry)
+        assert time.monotonic() - began < WAIT / 4
+        until(held[0].done)
