@@ -40,6 +40,10 @@ def own_policies(config: ModelConfig) -> tuple[DecodePolicy, PrefillPolicy]:
     return TopTokens(k), TopTokensPrefill(k)
 
 
+class IndexNotBuilt(ValueError):
+    """A policy scans an index that the engine's pages do not have."""
+
+
 class DeclaredPolicies:
     """Decode policies and the prefill policy of an engine, and the indexes that sealing builds for them.
 
@@ -106,7 +110,7 @@ class DeclaredPolicies:
         chosen = self.policy if policy is None else self._bound(policy)
         missing = [spec for spec in chosen.indexes() if not any(built.covers(spec) for built in self.indexes)]
         if missing:
-            raise ValueError(
+            raise IndexNotBuilt(
                 f"policy {chosen} needs the index {' and the index '.join(map(str, missing))}, which this engine of "
                 f"{', '.join(map(str, self.policies))} does not build: make the engine with Engine(..., policies=[{str(chosen)!r}])"
             )

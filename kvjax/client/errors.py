@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+MOST_OF_A_FIELD = 80
+"""Characters of a field's name in an error."""
+
 
 class SessionError(Exception):
     """The base of all. code: the name of the gRPC status. field: the field of the call that is wrong, "" for none. reason: for an ended
@@ -16,7 +19,8 @@ class SessionError(Exception):
 
     def __init__(self, message: str, *, field: str = "", reason: str = ""):
         super().__init__(message)
-        self.field, self.reason = field, reason
+        # A name that a client made up may be megabytes long, and is logged and sent back.
+        self.field, self.reason = field if len(field) <= MOST_OF_A_FIELD else f"{field[: MOST_OF_A_FIELD - 3]}...", reason
 
 
 class SessionNotFound(SessionError):

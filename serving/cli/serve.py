@@ -103,7 +103,10 @@ RateOption = Annotated[
     float | None, typer.Option(help="Calls per second of each bearer token. [default: no limit]", show_default=False, **number(above=0))
 ]
 StallOption = Annotated[
-    float, typer.Option(help="A client that takes nothing of what is sent to it for so long is cut off.", **number(above=0))
+    float,
+    typer.Option(
+        help="A client that takes nothing of what is sent to it, or does not send its request, for so long is cut off.", **number(above=0)
+    ),
 ]
 
 

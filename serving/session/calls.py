@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from kvjax.client.errors import Cancelled, InvalidArgument, ResourceExhausted, SessionError
@@ -25,13 +26,15 @@ REQUEST_BYTES = 256
 class Calls:
     """One method for each call, by its name. They take a message and the call's context, and raise `SessionError`s.
 
-    options: of the server, of which these are limits. pace: of all streams.
+    options: of the server, of which these are limits. pace: of all streams. silent: the block in which a Converse waits for its client, and
+    nothing is done for it; it is given what cuts the call off.
     """
 
-    def __init__(self, runtime: SessionRuntime, options: ServerOptions, pace: Pace):
+    def __init__(self, runtime: SessionRuntime, options: ServerOptions, pace: Pace, silent: Callable[..., AbstractContextManager]):
         self._runtime, self._max_tokens, self._max_new_tokens = runtime, options.max_tokens, options.max_new_tokens
         self._max_stop_tokens = min(options.max_stop_tokens, runtime.engine.config.vocab_size)
         self._most_bytes, self._pace, self._types = options.max_message_bytes, pace, protocol()
+        self._silent = silent
 
     def CreateSession(self, request: Any, context: Any) -> Any:
         """A new session."""
@@ -58,7 +61,11 @@ class Calls:
         """Appends and generations of one session, in the order in which they come."""
         talk = _Talk(requests, self._most_bytes)
         context.add_callback(talk.end)
-        while (request := talk.next()) is not None:
+        while True:
+            with self._silent(context.cancel):
+                request = talk.next()
+            if request is None:
+                return
             action = request.WhichOneof("action")
             if action == "append":
                 yield self._types.ConverseResponse(appended=self._append(talk.session_id, request.append, context))

@@ -27,6 +27,10 @@ logger = logging.getLogger("kvjax.server")
 
 HURRY_S = 0.2
 """How often a server that drains looks whether it is to hurry."""
+ASKING, ASKING_S = 8, 5.0
+"""How many calls of health's `Check`, which need no token, may wait for their message, and for how long."""
+MAKE_ROOM_S = 1.0
+"""How long a call waits for the place of a stream that is cut off for it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +50,9 @@ class ServerOptions:
         calls_per_second: of each token, on average, in bursts of up to ten seconds' worth; None: no limit. Each message of a
             Converse counts.
         messages_per_second: of tokens, in all streams together; beyond that, a message has several tokens (`kvjax.serving.session.pace`).
-        stall_s: seconds after which a client is cut off that takes none of what is sent to it, or does not finish its request over HTTP.
+        stall_s: seconds after which a client is cut off that takes none of what is sent to it, does not finish its request over HTTP, or
+            sends no first message of its call over gRPC. A Converse that has been silent for so long gives its place to another call
+            where all places are taken.
         http_port: for /v1, /metrics and /healthz; None: none; 0 chooses a free one.
         model_name: the model's name in /v1.
         clip_max_tokens: whether max_tokens of a request to /v1 is lowered to what there is room for; False: the request is refused.
@@ -148,7 +154,10 @@ class Desk:
         self._allowance = None if options.calls_per_second is None else Allowance(options.calls_per_second)
         self._under_way: set[Call] = set()
         self._changed = threading.Condition()
-        self._sending: dict[Call, tuple[float, Callable[[], object]]] = {}
+        self._limited: dict[object, tuple[float, Callable[[], object]]] = {}
+        self._silent: dict[object, tuple[float, Callable[[], object]]] = {}
+        self._asking: dict[object, Callable[[], object]] = {}
+        self._places = options.max_calls
         self._ended = threading.Event()
         threading.Thread(target=self._cut_stalled, name="kvjax stalled", daemon=True).start()
 
@@ -178,11 +187,92 @@ class Desk:
     @contextlib.contextmanager
     def sending(self, call: Call, cut: Callable[[], object]) -> Iterator[None]:
         """While a call's message waits for its reader. cut: called from another thread if that takes too long."""
-        self._sending[call] = time.monotonic(), cut
+
+        def stalled() -> None:
+            call.end(Cancelled("the client takes nothing of what is sent to it", reason="stalled"))
+            cut()
+
+        with self._within(self.options.stall_s, stalled):
+            yield
+
+    @contextlib.contextmanager
+    def coming(self, call: Call | None, cut: Callable[[], object]) -> Iterator[None]:
+        """While the first message of a call is awaited. call: None for one that is not noted. cut: as in `sending`."""
+
+        def stalled() -> None:
+            if call is not None:
+                call.end(Cancelled("the client sends no message", reason="stalled"))
+            cut()
+
+        with self._within(self.options.stall_s, stalled):
+            yield
+
+    @contextlib.contextmanager
+    def asking(self, cut: Callable[[], object]) -> Iterator[None]:
+        """While the message of a call of health's `Check` is awaited. The one that has waited longest is cut off where there are too many,
+        so that silent ones keep nobody out."""
+        key, oldest = object(), None
+        with self._changed:
+            if len(self._asking) >= ASKING:
+                oldest = self._asking.pop(next(iter(self._asking)))
+            self._asking[key] = cut
+        if oldest is not None:
+            oldest()
+        try:
+            with self._within(min(ASKING_S, self.options.stall_s), cut):
+                yield
+        finally:
+            with self._changed:
+                self._asking.pop(key, None)
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """One of the places of calls over gRPC. ResourceExhausted where all are taken, and no silent stream can be cut off."""
+        with self._changed:
+            if not self._places:
+                self._changed.wait_for(lambda: self._places, MAKE_ROOM_S if self._cut_silent() else 0)
+            if not self._places:
+                most = self.options.max_calls
+                raise ResourceExhausted(f"{most} calls are under way, the server's limit (--max-calls): try again later", reason="calls")
+            self._places -= 1
         try:
             yield
         finally:
-            self._sending.pop(call, None)
+            with self._changed:
+                self._places += 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def silent(self, cut: Callable[[], object]) -> Iterator[None]:
+        """While a stream waits for its client, and nothing is done for it. Cancelled if its place went to another call."""
+        key = object()
+        with self._changed:
+            self._silent[key] = time.monotonic(), cut
+        try:
+            yield
+        finally:
+            with self._changed:
+                mine = self._silent.pop(key, None)
+        if mine is None:
+            raise Cancelled(f"the client sent nothing for {self.options.stall_s:g} s, and others wait for a place", reason="stalled")
+
+    def _cut_silent(self) -> bool:
+        """Cut off the stream that has been silent longest, if that is too long."""
+        key = next(iter(self._silent), None)  # in the order in which they fell silent
+        if key is None or time.monotonic() - self._silent[key][0] <= self.options.stall_s:
+            return False
+        self._silent.pop(key)[1]()
+        return True
+
+    @contextlib.contextmanager
+    def _within(self, seconds: float, cut: Callable[[], object]) -> Iterator[None]:
+        """The block may take so long; then `cut` is called, from another thread."""
+        key = object()
+        self._limited[key] = time.monotonic() + seconds, cut
+        try:
+            yield
+        finally:
+            self._limited.pop(key, None)
 
     def drain(self, seconds: float, hurry: threading.Event | None = None) -> None:
         """Refuse new calls, and wait for those under way to end, for so long at most, or until `hurry` is set."""
@@ -198,10 +288,8 @@ class Desk:
 
     def _cut_stalled(self) -> None:
         while not self._ended.wait(min(1.0, self.options.stall_s / 4)):
-            now = time.monotonic()
-            for call, (since, cut) in self._sending.copy().items():
-                if now - since > self.options.stall_s and self._sending.pop(call, None):
-                    call.end(Cancelled("the client takes nothing of what is sent to it", reason="stalled"))
+            for key, (until, cut) in self._limited.copy().items():
+                if time.monotonic() > until and self._limited.pop(key, None):
                     cut()
 
     def begin(self, name: str) -> Call:

@@ -4,7 +4,8 @@ A folder has one file for each session: a line of JSON with its checksum, and th
 some. A record is their number, a checksum of them, one of these two numbers, and the tokens, all as 32-bit integers. Checksums are CRC-32,
 which finds damage, and no forger: who can write to the folder can write other histories. Each checksum goes on from the one before it, so
 that a record that is lost, doubled or from another file is found, too. A record is written before its call is answered. So a killed process
-loses no token that it has acknowledged, and of a call that it was writing down, the next process finds all tokens or none. A machine that
+loses no token that it has acknowledged, and of a call that it was writing down, the next process finds all tokens or none: the bytes of
+half a record at the end are moved to a file beside it, `.torn`, and the log says so. A file that was cut looks the same. A machine that
 loses power may lose tokens, because the file is not synced. Keys and values are not stored: the first generation after a restart prefills
 the history again, with the same bits.
 """
@@ -28,7 +29,7 @@ from kvjax.client.errors import ResourceExhausted
 
 logger = logging.getLogger(__name__)
 
-SUFFIX = ".session"
+SUFFIX, TORN = ".session", ".torn"
 VERSION, FORMER = 4, 3
 NUMBERS = struct.Struct("<II")
 """Of a record: the number of its tokens, and their checksum."""
@@ -59,7 +60,10 @@ class Journal:
         self._ends: dict[str, tuple[int, int]] = {}  # where the next record goes, and the checksum so far
         self._left: set[str] = set()  # sessions that have ended, whose files could not be deleted
         folder.mkdir(0o700, parents=True, exist_ok=True)  # who can list it knows the sessions' ids, and can read what was said
-        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise ValueError(f"{folder / 'lock'} cannot be opened: {error.strerror}; delete it, or give another folder") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -67,10 +71,13 @@ class Journal:
             raise ValueError(f"another process has the sessions in {folder}: give each server a folder of its own") from None
 
     def load(self) -> Iterator[Stored]:
-        """The sessions that are there. A record that a kill left half-written is dropped. ValueError, which names the file, for one that is
-        no session or is damaged, and for one of another model or version."""
+        """The sessions that are there. A record that a kill left half-written is moved to a file of its own. ValueError, which names the
+        file, for one that is no session or is damaged, and for one of another model or version."""
         for path in self._folder.glob("*.partial"):  # of a session whose caller was not told of it
-            path.unlink()
+            try:
+                path.unlink()
+            except OSError as error:
+                raise ValueError(f"{path} cannot be deleted: {error.strerror}; delete it, or give another folder") from None
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):
             try:
                 content = path.read_bytes()
@@ -80,7 +87,7 @@ class Journal:
             history, end, checksum = _records(content, start, checksum, path)
             self._ends[path.stem] = end, checksum
             if end < len(content):
-                os.truncate(path, end)
+                _tear(path, content, end, len(history))
             yield Stored(path.stem, policy, history, path.stat().st_mtime)
 
     def create(self, session_id: str, policy: str, history: array.array) -> None:
@@ -124,6 +131,7 @@ class Journal:
         self._left.add(session_id)
         for each in tuple(self._left):
             try:
+                self._path(each).with_suffix(TORN).unlink(missing_ok=True)
                 self._path(each).unlink(missing_ok=True)
                 self._left.discard(each)
             except OSError as error:
@@ -159,6 +167,19 @@ class Journal:
 
     def _path(self, session_id: str) -> Path:
         return self._folder / f"{session_id}{SUFFIX}"
+
+
+def _tear(path: Path, content: bytes, end: int, tokens: int) -> None:
+    """Move what stands after the last whole record of a session's file to a file beside it. tokens: of the whole records."""
+    torn = path.with_suffix(TORN)
+    try:
+        with open(os.open(torn, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as kept:
+            kept.write(content[end:])
+        os.truncate(path, end)
+    except OSError as error:
+        raise ValueError(f"{path} ends in half a record, which cannot be moved to {torn.name}: {error.strerror}") from None
+    said = "session %s: its file ends in half a record, as after a kill; its history has the %d tokens before, and the %d bytes are in %s"
+    logger.warning(said, path.stem[:8], tokens, len(content) - end, torn)
 
 
 @contextlib.contextmanager

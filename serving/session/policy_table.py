@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvjax.checks import listed, whole_number
 from kvjax.client.errors import InvalidArgument, ResourceExhausted
+from kvjax.declared import IndexNotBuilt
 from kvjax.policies.decode.naming import WORDS, built_in, name_of
 from kvjax.serving.session.limits import MAX_NAME, MAX_POLICIES
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from kvjax.policies.decode import DecodePolicy
 
 _FORM = re.compile(r"[a-z-]+(:[\w.+/*=,:-]+)?")
+TRIED = ("1", "2", "8", "64", "512", "64+64", "8/all", "8+cache", "8+8bit", "p0.9")
+"""What may stand in the place of '*', to see whether any policy of a form can run."""
 _IN_FILE = re.compile(r"(?:.*[/\\])?(?P<short>[^/\\]+\.py:.*)", re.DOTALL)
 
 
@@ -51,9 +54,14 @@ class PolicyTable:
         self._forms = []
         for form in listed(allowed, "allow_policies", "built-in names, as top:32, or forms, as window:*"):
             if "*" in _checked_form(form):
+                self._check_runs(form)
                 self._forms.append(form)
             else:
-                self._enter(form, engine.declared(built_in(form)))
+                try:
+                    self._enter(form, engine.declared(built_in(form)))
+                except IndexNotBuilt:
+                    said = "needs an index that no policy of the engine builds: name it with --policy"
+                    raise ValueError(f"allowed policy {form!r:.80} {said} {form}") from None
         self.fixed = tuple(dict.fromkeys(self._by_name.values()))
 
     def find(self, name: object) -> DecodePolicy:
@@ -61,16 +69,22 @@ class PolicyTable:
         one policy more than `most`."""
         if not isinstance(name, str):
             raise InvalidArgument(f"a policy's name is text, got {type(name).__name__}", field="policy")
-        text = name[: MAX_NAME + 1].strip()
+        text = name[: MAX_NAME + 1].strip(" ")
         if (policy := self._by_name.get(text)) is not None:
             return policy
-        if len(text) > MAX_NAME or not any(fnmatch.fnmatchcase(text, form) for form in self._forms):
+        plain = text.isascii() and text.isprintable() and len(text) <= MAX_NAME
+        if not plain or not any(fnmatch.fnmatchcase(text, form) for form in self._forms):
             raise InvalidArgument(f"policy {text[:80]!r} is none of the server's: name {self}", field="policy")
         try:
+            if "*" in text:
+                raise ValueError(f"policy {text[:80]!r} is a form of names: put numbers in the place of *")
             policy = built_in(text)
             if policy is None:
                 raise ValueError(f"policy {text[:80]!r} is not built in: name {self}")
             return self._brought(policy)
+        except IndexNotBuilt:
+            said = f"policy {text[:80]} needs an index that this server does not build: name {self}"
+            raise InvalidArgument(said, field="policy") from None
         except (ValueError, TypeError, NotImplementedError) as error:
             raise InvalidArgument(str(error), field="policy") from None
 
@@ -89,7 +103,25 @@ class PolicyTable:
 
     def __str__(self) -> str:
         """The names, for errors."""
-        return ", ".join(dict.fromkeys((*self._shown.values(), *self._forms)))[:800]
+        names = ", ".join(dict.fromkeys((*self._shown.values(), *self._forms)))[:800]
+        return f"{names} (* stands for numbers)" if self._forms else names
+
+    def _check_runs(self, form: str) -> None:
+        """ValueError for a form of which no name can run, because the engine builds no index for it."""
+        lacking = None
+        for numbers in TRIED:
+            name = form.replace("*", numbers)
+            try:
+                if (policy := built_in(name)) is not None:
+                    self._engine.declared(policy)
+                    return
+            except IndexNotBuilt:
+                lacking = lacking or name
+            except (ValueError, TypeError, NotImplementedError):
+                pass  # for other reasons than an index: other numbers may do
+        if lacking is not None:
+            said = "needs an index that no policy of the engine builds: name one of them with --policy, as --policy"
+            raise ValueError(f"allowed policy {form!r:.80} {said} {lacking}")
 
     def _enter(self, name: str | None, policy: DecodePolicy) -> None:
         if name is None:

@@ -9,6 +9,8 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from kvjax.client.errors import Cancelled, InvalidArgument, SessionError, Unauthenticated
@@ -26,6 +28,9 @@ logger = logging.getLogger("kvjax.server")
 
 MOST_HEADERS = 16 * 1024
 """Bytes of a call's metadata."""
+
+BESIDE = 32
+"""Calls beside those of the limit: health's `Check`, and those that are being refused."""
 
 LAST_S = 0.5
 """After draining, for what is still being sent."""
@@ -53,13 +58,13 @@ class Server:
         self.runtime, self.metrics, self.options = runtime, metrics, options
         metrics.runtime = runtime
         self._desk = Desk(runtime, metrics, options)
-        self._calls = Calls(runtime, options, self._desk.pace)
+        self._calls = Calls(runtime, options, self._desk.pace, self._desk.silent)
         sizes = [("grpc.max_receive_message_length", options.max_message_bytes), ("grpc.max_metadata_size", MOST_HEADERS)]
         self._server = grpc.server(
-            ThreadPoolExecutor(options.max_calls + 8, thread_name_prefix="kvjax call"),
+            ThreadPoolExecutor(options.max_calls + BESIDE, thread_name_prefix="kvjax call"),
             interceptors=[_gate(self._desk, self._refused)],
             options=[*sizes, ("grpc.so_reuseport", 0)],
-            maximum_concurrent_rpcs=options.max_calls,
+            maximum_concurrent_rpcs=options.max_calls + BESIDE,  # the desk has places for max_calls of the service
         )
         handlers = {name: self._handler(method) for name, method in protocol().methods.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
@@ -105,7 +110,7 @@ class Server:
         """Refuse new calls, let those under way end within `drain_s` seconds, and close the runtime. hurry: once set, it ends that time."""
         self._health.enter_graceful_shutdown()
         self._desk.drain(drain_s, hurry)
-        stopped = self._server.stop(LAST_S)
+        stopped = self._server.stop(None if hurry is not None and hurry.is_set() else LAST_S)
         if self._web is not None:
             self._web.stop(LAST_S)
         elif self._http is not None:
@@ -120,36 +125,51 @@ class Server:
 
         behaviour = getattr(self._calls, method.name)
         kinds = {
-            (False, False): (grpc.unary_unary_rpc_method_handler, self._unary),
-            (False, True): (grpc.unary_stream_rpc_method_handler, self._streaming),
+            (False, False): (grpc.stream_unary_rpc_method_handler, self._unary),
+            (False, True): (grpc.stream_stream_rpc_method_handler, self._streaming),
             (True, True): (grpc.stream_stream_rpc_method_handler, self._streaming),
         }
         make, wrap = kinds[method.streams]
-        # Messages are parsed inside the call, so that one that is none is an error like others, and not a traceback in the log.
+        # Messages are parsed inside the call, so that one that is none is an error like others, and not a traceback in the log. They are
+        # awaited there, too, also where there is only one: gRPC itself would wait for it without end.
         return make(
             lambda content, context: wrap(method, behaviour, content, context), response_serializer=method.response.SerializeToString
         )
 
-    def _unary(self, method: Method, behaviour: Any, content: bytes, context: Any) -> Any:
-        with self._watched(method.name, context) as call:
-            answer = behaviour(_parsed(method, content, call), context)
+    def _unary(self, method: Method, behaviour: Any, content: Iterator[bytes], context: Any) -> Any:
+        with self._watched(method.name, context) as call, self._desk.place():
+            answer = behaviour(_parsed(method, self._first(content, call, context), call), context)
             call.session = call.session or getattr(answer, "session_id", "")  # a new session's
             return answer
 
-    def _streaming(self, method: Method, behaviour: Any, content: Any, context: Any) -> Iterator[Any]:
-        with self._watched(method.name, context) as call:
-            given = self._requests(method, content, call) if method.streams[0] else _parsed(method, content, call)
+    def _streaming(self, method: Method, behaviour: Any, content: Iterator[bytes], context: Any) -> Iterator[Any]:
+        with self._watched(method.name, context) as call, self._desk.place():
+            if method.streams[0]:
+                given = self._requests(method, content, call, context)
+            else:
+                given = _parsed(method, self._first(content, call, context), call)
             with contextlib.closing(behaviour(given, context)) as responses:
                 for response in responses:
                     with self._desk.sending(call, context.cancel):
                         yield response
 
-    def _requests(self, method: Method, content: Iterator[bytes], call: Call) -> Iterator[Any]:
+    def _first(self, content: Iterator[bytes], call: Call, context: Any) -> bytes:
+        """The message of a call. InvalidArgument if it ends without one; a client that sends nothing is cut off."""
+        with self._desk.coming(call, context.cancel):
+            found = next(content, None)
+        if found is None:
+            raise InvalidArgument("the call has no message: send one")
+        return found
+
+    def _requests(self, method: Method, content: Iterator[bytes], call: Call, context: Any) -> Iterator[Any]:
         """The messages of a call. Each counts as one, the first of them together with the call."""
-        for number, each in enumerate(content):
-            if number:
-                self._desk.spend(call.caller)
+        with self._desk.coming(call, context.cancel):
+            each = next(content, None)
+        while each is not None:
             yield _parsed(method, each, call)
+            each = next(content, None)
+            if each is not None:
+                self._desk.spend(call.caller)
 
     def _refused(self, name: str, context: Any) -> Iterator[Any]:
         """A call without a token."""
@@ -190,19 +210,46 @@ def _authorization(metadata: Any) -> str:
 
 def _gate(desk: Desk, refused: Callable[[str, Any], Iterator[Any]]) -> Any:
     """What turns away calls without a token before their messages are read: one that never comes would keep a thread. So that a balancer
-    can look, `Check` of the health service is answered to anybody; its `Watch`, which never ends, is not."""
+    can look, `Check` of the health service is answered to anybody, beside the places of other calls; its `Watch`, which never ends, takes
+    one of them, and so does reflection."""
     import grpc
     from grpc_health.v1 import health
+
+    def check(handler: Any, requests: Iterator[Any], context: Any) -> Any:
+        with desk.asking(context.cancel):
+            request = next(requests, None)
+        if request is None:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message: send one")
+        return handler.unary_unary(request, context)
+
+    def other(handler: Any, requests: Iterator[Any], context: Any) -> Iterator[Any]:
+        try:
+            with desk.place():
+                with desk.coming(None, context.cancel):
+                    first = next(requests, None)
+                if first is None:
+                    return
+                if handler.request_streaming:
+                    yield from handler.stream_stream(chain((first,), requests), context)
+                else:
+                    yield from handler.unary_stream(first, context)
+        except SessionError as error:
+            context.abort(grpc.StatusCode[error.code], str(error))
 
     class Gate(grpc.ServerInterceptor):
         def intercept_service(self, continuation: Any, details: Any) -> Any:
             service, _, name = details.method.strip("/").rpartition("/")
-            if (service, name) != (health.SERVICE_NAME, "Check"):
+            checks = (service, name) == (health.SERVICE_NAME, "Check")
+            if not checks:
                 try:
                     desk.caller(_authorization(details.invocation_metadata))
                 except Unauthenticated:
                     return grpc.stream_stream_rpc_method_handler(lambda requests, context: refused(name, context))
-            return continuation(details)
+            handler = continuation(details)
+            if handler is None or service == SERVICE or not (checks or handler.response_streaming):
+                return handler
+            make, behaviour = (grpc.stream_unary_rpc_method_handler, check) if checks else (grpc.stream_stream_rpc_method_handler, other)
+            return make(partial(behaviour, handler), handler.request_deserializer, handler.response_serializer)
 
     return Gate()
 

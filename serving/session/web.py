@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.client.errors import Cancelled, DeadlineExceeded, InvalidArgument, ResourceExhausted, SessionError
 from kvjax.serving.bodies import WrongField, check_once, from_json
+from kvjax.serving.session.connections import impatient
 from kvjax.serving.session.desk import only_authorization, tls_context
 from kvjax.serving.session.openai_form import Form, asked, no_model, usage_of
 from kvjax.serving.session.shots import Shot
@@ -61,6 +62,8 @@ FIELDS = {"tokens": "prompt"}
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 """OpenAI's types of errors, by status; others are invalid_request_error below 500, and server_error from there on."""
 IDLE_CONNECTION_S = 5
+QUICK_JSON = 64 * 1024
+"""Bytes of a body that is parsed between other things."""
 QUIET_S = 5.0
 """A stream that has sent nothing for so long sends a comment, because proxies close connections on which nothing comes."""
 
@@ -80,8 +83,8 @@ class Web:
         bound.listen(2048)
         self._routes = _Routes(desk)
         config = uvicorn.Config(
-            self._routes.app(), http=_impatient(options.stall_s), log_config=None, access_log=False, lifespan="off", ws="none",
-            server_header=False, proxy_headers=False, timeout_keep_alive=IDLE_CONNECTION_S, limit_concurrency=2 * options.max_calls + 16,
+            self._routes.app(), http=impatient(options.stall_s, 2 * options.max_calls + 16), log_config=None, access_log=False,
+            lifespan="off", ws="none", server_header=False, proxy_headers=False, timeout_keep_alive=IDLE_CONNECTION_S,
         )  # fmt: skip
         if options.certificate is not None:
             config.ssl_context_factory = lambda config, default: tls_context(*options.certificate)
@@ -96,26 +99,6 @@ class Web:
         self._thread.join(drain_s + 5)
         self._socket.close()
         self._routes.close()
-
-
-def _impatient(seconds: float) -> type:
-    """uvicorn's protocol of HTTP, which closes a connection whose next request is not complete in its headers for so long."""
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    class Impatient(H11Protocol):
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._look(None)
-
-        def _look(self, before: Any) -> None:
-            # Nothing happened between two looks if the latest request is the same, and has been answered, or there is none.
-            answered = self.cycle is None or self.cycle.response_complete
-            if before is not None and answered and before[0] is self.cycle:
-                self.transport.close()
-            elif not self.transport.is_closing():
-                self.loop.call_later(seconds, self._look, (self.cycle,) if answered else None)
-
-    return Impatient
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -134,14 +117,16 @@ class _Routes:
     """The pages. What waits for the runtime does so in threads, one for each request; /metrics and /healthz wait for neither."""
 
     def __init__(self, desk: Desk):
-        self._desk, self._running = desk, 0
+        self._desk, self._running, self._reading = desk, 0, 0
         # A request that is cut off keeps its thread for a moment.
         self._threads = ThreadPoolExecutor(2 * desk.options.max_calls + 4, thread_name_prefix="kvjax http")
+        self._parser = ThreadPoolExecutor(1, thread_name_prefix="kvjax json")
         self._ending: set[asyncio.Future] = set()
 
     def close(self) -> None:
         """Let threads end."""
         self._threads.shutdown(wait=False)
+        self._parser.shutdown(wait=False, cancel_futures=True)
 
     def app(self) -> Any:
         """The ASGI application."""
@@ -212,15 +197,21 @@ class _Routes:
         from starlette.responses import JSONResponse
 
         options, runtime = self._desk.options, self._desk.runtime
+        if self._reading >= options.max_calls:
+            raise ResourceExhausted(f"{self._reading} bodies are under way, the server's limit: try again later", reason="calls")
+        self._reading += 1
         try:
-            body = await asyncio.wait_for(_body(request, options.max_message_bytes), options.stall_s)
+            content = await asyncio.wait_for(_body(request, options.max_message_bytes), options.stall_s)
         except TimeoutError:
             raise DeadlineExceeded(f"the body did not come within {options.stall_s:g} s", reason="stalled") from None
+        finally:
+            self._reading -= 1
         if self._running >= options.max_calls:
             raise ResourceExhausted(f"{self._running} requests are under way, the server's limit: try again later", reason="calls")
         self._running += 1
         begun, streams = None, False
         try:
+            body = _json(content) if len(content) <= QUICK_JSON else await self._parsed(content)
             wanted = await self._in_thread(asked, body, chat, runtime, options)
             begun, form = asyncio.ensure_future(self._in_thread(Shot, runtime, wanted, self._desk.pace)), Form(wanted, options.model_name)
             if wanted.stream:
@@ -290,6 +281,11 @@ class _Routes:
         finally:
             self._running -= 1
 
+    async def _parsed(self, content: bytes) -> Any:
+        """The JSON of a large body. One thread parses them all, one after the other: Python runs nothing else meanwhile, and so whoever
+        looks at /healthz waits for one of them at most."""
+        return await asyncio.get_running_loop().run_in_executor(self._parser, _json, content)
+
     async def _in_thread(self, work: Callable, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
@@ -338,8 +334,8 @@ async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
             task.cancel()
 
 
-async def _body(request: Request, most: int) -> Any:
-    """The JSON of a request's body."""
+async def _body(request: Request, most: int) -> bytearray:
+    """A request's body."""
     from starlette.requests import ClientDisconnect
 
     content = bytearray()
@@ -350,6 +346,11 @@ async def _body(request: Request, most: int) -> Any:
                 raise ResourceExhausted(f"the body has more than {most} bytes, the server's limit", reason="bytes")
     except ClientDisconnect:
         raise Cancelled("the client has gone") from None
+    return content
+
+
+def _json(content: bytes) -> Any:
+    """The JSON of a body."""
     try:
         value, twice = from_json(bytes(content))
     except (ValueError, RecursionError) as error:
@@ -389,8 +390,7 @@ def error_response(error: SessionError) -> Response:
 async def _missing(request: Request, error: Any) -> Response:
     from starlette.responses import JSONResponse
 
-    said = (
-        f"there is no {request.method} {request.url.path}: there are /v1/completions, /v1/chat/completions, /v1/models, /metrics, /healthz"
-    )
+    asked = f"{request.method} {request.url.path[:80]}"
+    said = f"there is no {asked}: there are /v1/completions, /v1/chat/completions, /v1/models, /metrics, /healthz"
     body = {"error": {"message": said, "type": "invalid_request_error", "param": None, "code": None}}
     return JSONResponse(body, error.status_code, NOTICE if request.url.path.startswith("/v1") else None)

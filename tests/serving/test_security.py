@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -409,7 +410,7 @@ def test_stop_tokens_of_a_call_are_counted_before_they_are_read():
 
     sampling = SimpleNamespace(stop_tokens=SimpleNamespace(token_ids=Ids()))
     large = SimpleNamespace(engine=SimpleNamespace(config=SimpleNamespace(vocab_size=150_000)))
-    calls = Calls(large, ServerOptions(), Pace(1.0))
+    calls = Calls(large, ServerOptions(), Pace(1.0), contextlib.nullcontext)
     said = refused(lambda: calls._begin("s", SimpleNamespace(sampling=sampling)))
     assert said == "10,000,000 stop tokens in one call are more than the limit of 1,024"
     with pytest.raises(ValueError, match="max_stop_tokens"):
@@ -530,3 +531,28 @@ def test_policies_that_are_known_before_the_first_session_compile_nothing_later(
         finally:
             jax.monitoring.unregister_event_duration_listener(heard)
     assert (known, len(compiled) > 0) == (0, True), compiled
+
+
+@pytest.mark.parametrize("name", ["window:١٦+٦٤", "window:16+64\n", "dense\n", "window:16+6٤", "window:16\n+64"])
+def test_names_of_clients_are_ascii_of_one_line(engine, name):
+    table = PolicyTable(engine, ["window:*"])
+    assert "is none of the server's" in refused(lambda: table.find(name))
+    assert table.find(" window:16+64 ") == Window(16, 64)
+
+
+def test_a_policy_whose_index_is_not_built_is_said_to_clients_and_to_the_operator():
+    sizes = {"pages": 8, "page_size": 128, "prefill_chunk": 128, "batch_buckets": (1,)}
+    dense = Engine(make_model(num_layers=1), "dense", **sizes)
+    for form, remedy in (("top:32", "--policy top:32"), ("quest:*", "--policy quest:1"), ("top:*", "--policy top:1")):
+        with pytest.raises(ValueError, match=re.escape(f"allowed policy {form!r} needs an index")) as said:
+            PolicyTable(dense, [form])
+        assert str(said.value).endswith(remedy)
+    top = Engine(make_model(num_layers=1), "top:1", **sizes)
+    with pytest.raises(ValueError, match=r"allowed policy 'quest:.*' needs an index"):  # of blocks of 16; that of top has 128
+        PolicyTable(top, ["quest:*"])
+    assert PolicyTable(top, ["top:*"]).find("top:2").k == 2
+    table = PolicyTable(dense, ["window:*"])
+    table._forms.append("quest:*")  # as for a form of which some names can run
+    found = refused(lambda: table.find("quest:64"))
+    assert found == ("policy quest:64 needs an index that this server does not build: name dense, window:*, quest:* (* stands for numbers)")
+    assert refused(lambda: table.find("quest:*")).endswith("is a form of names: put numbers in the place of *")

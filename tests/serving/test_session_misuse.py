@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_used_says_so(model, engine, tmp_path):
         session = runtime.create([1, 2], policy=top)
     path = tmp_path / f"{session.id}.session"
     whole = path.read_bytes()
-    with pytest.raises(ValueError, match=f"session {session.id} on disk has the policy"):
+    with pytest.raises(ValueError, match=f"policies that this server does not have: .*session {session.id}"):
         SessionRuntime(engine, state=tmp_path)
     for damaged in (b"[" * 100_000 + b"\n", whole.replace(b'"policy": "', b'"policy": 5, "p": "')):
         path.write_bytes(damaged)
@@ -378,3 +378,37 @@ def test_a_client_of_the_shim_that_goes_or_sends_halves_of_characters_is_no_fail
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert b"deprecation" in answer.lower()
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["param"] == "?"
+
+
+def test_a_torn_end_of_a_session_is_kept_and_said(tmp_path, caplog):
+    session_id = "a" * 32
+    journal = Journal(tmp_path, "model")
+    journal.create(session_id, "dense", array.array("i", [1, 2, 3]))
+    journal.extend(session_id, [4, 5])
+    journal.close()
+    path, torn = tmp_path / f"{session_id}.session", tmp_path / f"{session_id}.torn"
+    whole = path.read_bytes()
+    for lost in (3, 15):  # in the tokens, and in the numbers before them
+        path.write_bytes(whole[:-lost])
+        torn.unlink(missing_ok=True)
+        caplog.clear()
+        journal = Journal(tmp_path, "model")
+        (stored,) = journal.load()
+        assert list(stored.history) == [1, 2, 3]
+        assert path.read_bytes() + torn.read_bytes() == whole[:-lost]
+        assert f"has the 3 tokens before, and the {len(torn.read_bytes())} bytes are in {torn}" in caplog.text
+        journal.close()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # complete, and damaged
+    journal = Journal(tmp_path, "model")
+    with pytest.raises(ValueError, match="tokens after the first 3 are not those written"):
+        list(journal.load())
+    journal.end(session_id)
+    journal.close()
+    assert [each.name for each in tmp_path.iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize("name", ["lock", "x.session", "x.partial"])
+def test_a_folder_in_the_place_of_a_file_of_sessions_is_said(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=rf"{name} cannot be .*; delete it"):
+        list(Journal(tmp_path, "model").load())
