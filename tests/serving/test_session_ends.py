@@ -68,9 +68,11 @@ def test_the_log_tells_of_calls_that_wait_for_a_generation_that_nobody_reads(mon
 
 def test_a_session_whose_policy_is_not_declared_any_more_names_it(tmp_path):
     folder = tmp_path / "state"
-    with SessionRuntime(make_engine(["top:2"]), state=folder) as first:
+    with SessionRuntime(make_engine(["top:2", "window:4+20"]), state=folder) as first:
         session = first.create([1, 2, 3], policy="top:2")
-    said = f"session {session.id} on disk has the policy top:2, which this engine does not declare: give it, too, as kvjax serve --policy"
-    with pytest.raises(ValueError, match=re.escape(said)):
+        first.create([1, 2], policy="window:4+20")
+    with pytest.raises(ValueError, match=re.escape(f"top:2 (session {session.id})")) as caught:
         SessionRuntime(make_engine(), state=folder)
+    assert "Start it with --policy" in str(caught.value)
+    assert {"--policy top:2", "--policy window:4+20"} == set(re.findall(r"--policy \S+?(?=[ ,])", str(caught.value)))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700  # nobody else sees ids and histories
