@@ -48,7 +48,7 @@ class Record:
     line: its number in the input, from 1. id: None only for an OpenAI request without a usable one. numbered: whether the id is the line's
     number, because the line gives none that can be used. endpoint: None for a plain record, else the OpenAI endpoint. sampling: arguments
     of `kvjax.Sampling`. template_options: variables of the chat template. parse_special: as in `prompt_ids`. ignored: given fields that
-    change nothing. cache_salt: the request's own. limit_field: the name under which it gives its limit of tokens.
+    change nothing. cache_salt: the request's own.
     """
 
     line: int
@@ -62,7 +62,6 @@ class Record:
     parse_special: bool = False
     ignored: tuple[str, ...] = ()
     cache_salt: str | None = None
-    limit_field: str = "max_new_tokens"
     error: str | None = None
 
     @property
@@ -184,7 +183,6 @@ def _fill(record: Record, fields: Mapping[str, Any], where: str, defaults: Defau
         parse_special=body.parse_special,
         ignored=body.ignored,
         cache_salt=body.cache_salt,
-        limit_field=body.limit_field,
     )
 
 

@@ -16,8 +16,6 @@ from pallas_kernels.bench.results import finite
 if TYPE_CHECKING:
     from kvjax.requests import Completion
 
-TOO_LONG = "lower max_new_tokens, or pass clip=True"
-"""The engine's remedy, in the words of Python; a record's are others."""
 FIRST_ERRORS = 3
 ERROR_CHARACTERS = 1000
 INVALID = "invalid_request_error"
@@ -46,8 +44,7 @@ class Result:
 def answered(record: Record, completion: Completion, *, model: str, tokenizer: Any) -> Result:
     """The result of a completion. If it has an error, or log-probabilities that are not finite, the result is that of `refused`."""
     if completion.error is not None:
-        said = str(completion.error).replace(TOO_LONG, f'lower {record.limit_field}, or give "clip": true')
-        return dataclasses.replace(refused(record, said), out_of_pages=isinstance(completion.error, OutOfPages))
+        return dataclasses.replace(refused(record, str(completion.error)), out_of_pages=isinstance(completion.error, OutOfPages))
     choices = completion.choices or (completion,)
     generated = sum(len(choice.token_ids) for choice in choices)
     blocks, keys = (_per_step(choices, field) for field in ("blocks_per_step", "keys_per_step"))

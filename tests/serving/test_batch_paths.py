@@ -231,7 +231,9 @@ def test_ids_of_an_output_are_those_of_one_line_each(engine, tmp_path):
     assert {answer["id"] for answer in run_batch(rows, engine)} == set(written)
 
 
-def test_an_answer_too_long_for_the_model_is_named_as_its_limit_was(engine):
-    for name in ("max_new_tokens", "max_tokens"):
-        (answer,) = run_batch([{"prompt": "a", name: 10**6}], engine)
-        assert f'lower {name}, or give "clip": true to cut the answer there' in answer["error"]
+def test_an_answer_too_long_for_the_model_names_prompt_limit_and_room(engine):
+    (answer,) = run_batch([{"prompt": "a", "max_tokens": 10**6}], engine)
+    assert "the prompt has 1 tokens and 1,000,000 new ones are asked for" in answer["error"]
+    assert "There is room for 512: ask for fewer, or for clip, which cuts the answer there" in answer["error"]
+    (cut,) = run_batch([{"prompt": "a", "max_tokens": 10**6, "clip": True, "stop_token_ids": [0]}], engine)
+    assert cut["error"] is None
