@@ -133,9 +133,9 @@ def chat_ids(
         return tuple(tokenizer(rendered(given, template_options, tokenizer, answer=True), add_special_tokens=False)["input_ids"])
     plain = PlainTexts(tokenizer, given, template_options)
 
-    def render(change: Callable[[Any], Any]) -> str:
+    def render(change: Callable[..., Any]) -> str:
         # Roles are no texts: templates ask for them.
-        changed = [change(message) | {"role": message["role"]} for message in given]
+        changed = [change(message, answer=message["role"] == "assistant") | {"role": message["role"]} for message in given]
         return rendered(changed, change(template_options), tokenizer, answer=True)
 
     ids = plain.ids(render(plain.mark))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,10 +22,11 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
 class PlainTexts:
     """Texts that go through a chat template, and whose special tokens are plain text afterwards.
 
-    `mark` puts private characters into texts: one before each special token, one where a text ends inside one, because its neighbour may go
-    on with the rest. The template then writes control tokens of its own. `ids` reads its text, without the marks: a special token at a mark
-    is read as the characters that it is written with. A template may change texts so that marks are lost, or join texts to a special token,
-    and a tokenizer may know one under another spelling. `check` finds all of that.
+    `mark` puts private characters into texts: one before each special token, one where a text ends inside one, because its neighbour may
+    go on with the rest. The template then writes control tokens of its own. `ids` reads its text, without the marks: a special token at a
+    mark is read as the characters that it is written with. Added tokens that the template writes count too, outside answers, where they
+    are often marks of a thought. A template may change texts so that marks are lost, or join texts to a special token, and a tokenizer
+    may know one under another spelling. `check` finds all of that.
 
     Args:
         tokenizer: the model's.
@@ -33,7 +34,8 @@ class PlainTexts:
     """
 
     def __init__(self, tokenizer: Any, *texts: Any):
-        self._tokenizer, self._known = tokenizer, _known(tokenizer, len(tokenizer) if hasattr(tokenizer, "__len__") else 0)
+        size, template = len(tokenizer) if hasattr(tokenizer, "__len__") else 0, str(getattr(tokenizer, "chat_template", None))
+        self._tokenizer, self._known = tokenizer, _known(tokenizer, size, template)
         held: set[str] = set()
         _each_text(list(texts), lambda text: held.update(text) or text)
         marks = list(itertools.islice((mark for mark in map(chr, _PRIVATE) if mark not in held), 2))
@@ -42,9 +44,9 @@ class PlainTexts:
         self._begins, self._cuts = marks
         self._may_hold = self._known.normalized or not held.isdisjoint(self._known.signs)
 
-    def mark(self, value: Any) -> Any:
-        """The value, a text or lists and mappings of texts, with marks."""
-        return _each_text(value, self._marked)
+    def mark(self, value: Any, *, answer: bool = False) -> Any:
+        """The value, a text or lists and mappings of texts, with marks. answer: whether it is an answer of the model."""
+        return _each_text(value, lambda text: _marked(text, self._known.special if answer else self._known.all, self._begins, self._cuts))
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a text with marks. ValueError if a special token is marked, and the tokenizer does not tell places of tokens."""
@@ -62,13 +64,13 @@ class PlainTexts:
         encoding, ids = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True), []
         for token, (start, stop) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
             # A special token may take spaces beside it, so its beginning is anywhere in its span.
-            if token in self._known.ids and (not begins.isdisjoint(range(start, stop)) or not cuts.isdisjoint(range(start + 1, stop))):
+            if token in self._known.all.ids and (not begins.isdisjoint(range(start, stop)) or not cuts.isdisjoint(range(start + 1, stop))):
                 ids += _plain_tokenizer(self._tokenizer).encode(whole[start:stop], add_special_tokens=False).ids
             else:
                 ids.append(token)
         return ids
 
-    def check(self, ids: Sequence[int], render: Callable[[Callable[[Any], Any]], str]) -> None:
+    def check(self, ids: Sequence[int], render: Callable[[Callable[..., Any]], str]) -> None:
         """ValueError unless the special tokens among `ids` are those that the template writes.
 
         render: what the template makes of all texts, after a function has changed them. It is called with one that leaves letters, digits
@@ -77,7 +79,7 @@ class PlainTexts:
         if not self._may_hold:
             return
         try:
-            harmless = render(lambda value: _each_text(value, _harmless))
+            harmless = render(lambda value, **_: _each_text(value, _harmless))
         except ValueError:  # the template looks into the texts, and does not take these
             return
         written = self._tokenizer(harmless, add_special_tokens=False)["input_ids"]
@@ -88,52 +90,64 @@ class PlainTexts:
                 "it out of the message, or pass parse_special=True, which makes a control token of it"
             )
 
-    def _marked(self, text: str) -> str:
-        known, pieces, done = self._known, [], 0
-        if known.begins is None:
-            return text
-        for match in known.begins.finditer(text):
-            if (start := match.start()) < done:
-                continue
-            length = next((length for length in known.lengths if text[start : start + length] in known.texts), 0)
-            if length:
-                pieces += [text[done:start], self._begins, text[start : start + length]]
-                done = start + length
-        before, after = (self._cuts * cut for cut in (text.startswith(known.ends), text.endswith(known.beginnings)))
-        return before + "".join(pieces) + text[done:] + after
+
+def _marked(text: str, tokens: _Tokens, begins: str, cuts: str) -> str:
+    """A text with marks: before each of these tokens, and where it begins or ends inside one."""
+    if tokens.begins is None:
+        return text
+    pieces, done = [], 0
+    for match in tokens.begins.finditer(text):
+        if (start := match.start()) < done:
+            continue
+        length = next((length for length in tokens.lengths if text[start : start + length] in tokens.texts), 0)
+        if length:
+            pieces += [text[done:start], begins, text[start : start + length]]
+            done = start + length
+    before, after = (cuts * cut for cut in (text.startswith(tokens.ends), text.endswith(tokens.beginnings)))
+    return before + "".join(pieces) + text[done:] + after
 
 
-class _Known:
-    """What `PlainTexts` looks for. begins: how special tokens begin, None if there are none. lengths: theirs, the longest first.
-    controls: ids of those that only a template writes. beginnings and ends: proper parts of them. signs: what they hold besides letters
-    and digits. normalized: whether some may be spelled otherwise."""
+class _Tokens:
+    """Tokens that `PlainTexts` looks for, by their ids. begins: how they begin, None if there are none. lengths: theirs, the longest first.
+    beginnings and ends: proper parts of them."""
 
-    def __init__(self, tokenizer: Any):
-        by_id = special_tokens(tokenizer)
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        self.normalized = any(added[token].normalized for token in by_id)
-        self.signs = {sign for text in by_id.values() for sign in text if not sign.isalnum() and not sign.isspace()}
+    def __init__(self, by_id: Mapping[int, str]):
         self.ids, self.texts = frozenset(by_id), frozenset(by_id.values())
-        unknown, ends = (getattr(tokenizer, name, None) for name in ("unk_token_id", "eos_token_id"))
-        self.controls = self.ids - ({unknown} - {ends})  # characters that a tokenizer does not know are no control tokens
         self.begins = re.compile(f"[{re.escape(''.join(sorted({text[0] for text in self.texts})))}]") if self.texts else None
         self.lengths = sorted({len(text) for text in self.texts}, reverse=True)
         self.beginnings = tuple({text[:length] for text in self.texts for length in range(1, len(text))})
         self.ends = tuple({text[length:] for text in self.texts for length in range(1, len(text))})
 
 
+class _Known:
+    """What is known of a tokenizer. special, all: its special tokens, and with them the added tokens that its template writes. controls:
+    ids of those that only a template writes. signs: what special tokens hold besides letters and digits. normalized: whether some may be
+    spelled otherwise."""
+
+    def __init__(self, tokenizer: Any):
+        added, template = getattr(tokenizer, "added_tokens_decoder", {}), str(getattr(tokenizer, "chat_template", None) or "")
+        by_id = special_tokens(tokenizer)
+        written = {number: token.content for number, token in added.items() if token.content and token.content in template}
+        self.special, self.all = _Tokens(by_id), _Tokens(by_id | written)
+        self.normalized = any(added[token].normalized for token in by_id)
+        self.signs = {sign for text in by_id.values() for sign in text if not sign.isalnum() and not sign.isspace()}
+        unknown, ends = (getattr(tokenizer, name, None) for name in ("unk_token_id", "eos_token_id"))
+        self.controls = self.special.ids - ({unknown} - {ends})  # characters that a tokenizer does not know are no control tokens
+
+
 @functools.lru_cache(maxsize=8)
-def _known(tokenizer: Any, size: int) -> _Known:
-    """size: of its vocabulary, which changes with tokens that are added later."""
+def _known(tokenizer: Any, size: int, template: str) -> _Known:
+    """size, template: of its vocabulary, and its chat template, which may change."""
     return _Known(tokenizer)
 
 
 @functools.lru_cache(maxsize=8)
 def _plain_tokenizer(tokenizer: Any) -> Any:
-    """A copy of the tokenizer that reads special tokens as plain text. The setting is one of the whole tokenizer, which threads share."""
-    plain = copy.deepcopy(tokenizer.backend_tokenizer)
-    plain.encode_special_tokens = True
-    return plain
+    """The tokenizer without its added tokens, which reads them as plain text."""
+    from tokenizers import Tokenizer
+
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    return Tokenizer.from_str(json.dumps(parts | {"added_tokens": []}))
 
 
 def _harmless(text: str) -> str:

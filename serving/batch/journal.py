@@ -1,8 +1,8 @@
 """A file of JSON lines that survives the job that writes it.
 
-Its first line names the job that it belongs to. Every other line is one entry, appended when it is made. Each line ends with a checksum of
-the others of its fields. A killed job leaves the file behind. At most its last line is incomplete, and that line is dropped when the job is
-run again.
+Its first line names the job that it belongs to. Every other line is one entry, appended when it is made. Each line ends with a checksum
+of the first line and of its own other fields. A killed job leaves the file behind. At most its last line is incomplete, and that line is
+dropped when the job is run again.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Journal:
     def _append(self, entry: Mapping[str, Any]) -> None:
         """Write one entry to disk. Figures that are not finite become null, and `error` names them."""
         entry = finite(dict(entry))
-        offset = self._write(checked(entry))
+        offset = self._write(checked(entry, self._first))
         self._keep(entry, offset, earlier=False)
         if time.monotonic() - self._synced > SYNC_SECONDS:
             self._sync()
@@ -108,6 +108,8 @@ class Journal:
     def _load(self, header: bytes) -> None:
         """Read the file, cut off an incomplete last line, and refuse another job's entries."""
         self._file.seek(0)
+        self._first = self._file.readline()
+        self._file.seek(0)
         found, changed, whole = None, {}, 0
         for entry, begin, whole in self.entries(self._file, self.path):  # noqa: B007 (read below)
             if found is None:
@@ -120,6 +122,7 @@ class Journal:
             changed = self._check(found, {name: value for name, value in json.loads(header).items() if name not in ("format", "crc")})
         self._file.truncate(whole)
         if found is None:
+            self._first = header
             try:
                 self._write(header)
                 self._sync()
@@ -128,7 +131,7 @@ class Journal:
                 raise
             sync_folder(self.path.parent)
         elif changed:
-            self._write(checked({CONTINUED: changed}))
+            self._write(checked({CONTINUED: changed}, self._first))
             self._sync()
 
     @classmethod
@@ -138,17 +141,17 @@ class Journal:
         An entry with the key `CONTINUED` holds what a later run changed of the header. ValueError for another file, and for a line that is
         damaged and not the last. path: for messages.
         """
-        end, unchecked = 0, True
+        end, first, unchecked = 0, b"", True
         for number, text in enumerate(iter(file.readline, b""), 1):
-            entry = _entry(text, {"format"} if number == 1 else cls.KEYS, unchecked=unchecked)
+            entry = _entry(text, {"format"} if number == 1 else cls.KEYS, first, unchecked=unchecked)
             if number == 1:
                 if entry is None and cls._torn_header(text):
                     return
                 if (entry or {}).get("format") not in (cls.FORMAT, cls.EARLIER) or (entry["format"] == cls.FORMAT and not _is_whole(text)):
                     raise ValueError(f"{path} is not {cls.WHAT}; move it away, or choose another --out")
-                unchecked = entry["format"] == cls.EARLIER
+                first, unchecked = text, entry["format"] == cls.EARLIER
             elif entry is None:
-                entry = _entry(text, {CONTINUED}, unchecked=unchecked)
+                entry = _entry(text, {CONTINUED}, first, unchecked=unchecked)
                 if entry is None or not isinstance(entry[CONTINUED], dict):
                     if file.read(1):
                         raise ValueError(f"{path}, line {number}, is damaged; delete the file to start over")
@@ -194,21 +197,21 @@ def dump(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
-def checked(value: Mapping[str, Any]) -> bytes:
-    """An object as a line of JSON, with its checksum. ValueError as for `dump`."""
+def checked(value: Mapping[str, Any], header: bytes = b"") -> bytes:
+    """An object as a line of JSON, with the checksum of it and of the file's first line. ValueError as for `dump`."""
     fields = dump(value)[:-2]
-    return fields + _end(fields)
+    return fields + _end(fields, header)
 
 
-def _end(fields: bytes) -> bytes:
-    """The end of a line, behind these of its fields: their CRC-32."""
-    return CHECKSUM + b'%08x"}\n' % zlib.crc32(fields)
+def _end(fields: bytes, header: bytes) -> bytes:
+    """The end of a line, behind these of its fields: the CRC-32 of the first line and of them. A line of another file has another one."""
+    return CHECKSUM + b'%08x"}\n' % zlib.crc32(fields, zlib.crc32(header))
 
 
-def _is_whole(text: bytes) -> bool:
-    """Whether a line is as it was written."""
+def _is_whole(text: bytes, header: bytes = b"") -> bool:
+    """Whether a line is as it was written, in the file of this first line."""
     fields, found, _ = text.rpartition(CHECKSUM)
-    return bool(found) and text == fields + _end(fields)
+    return bool(found) and text == fields + _end(fields, header)
 
 
 def sync_folder(folder: Path) -> None:
@@ -220,9 +223,10 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _entry(text: bytes, keys: set[str] | frozenset[str], *, unchecked: bool) -> dict[str, Any] | None:
-    """The entry of a whole line, which has at least `keys`; None for another. unchecked: whether it may have no checksum."""
-    if not text.endswith(b"\n") or not (_is_whole(text) or (unchecked and CHECKSUM not in text)):
+def _entry(text: bytes, keys: set[str] | frozenset[str], first: bytes, *, unchecked: bool) -> dict[str, Any] | None:
+    """The entry of a whole line, which has at least `keys`; None for another. first: the file's first line. unchecked: whether it may have
+    no checksum."""
+    if not text.endswith(b"\n") or not (_is_whole(text, first) or (unchecked and CHECKSUM not in text)):
         return None
     try:
         entry = json.loads(text)

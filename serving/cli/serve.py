@@ -236,7 +236,7 @@ def _engine(
 
 def _until_told(server: Server, drain_seconds: float) -> None:
     """Serve until SIGTERM or Ctrl-C, and then end well; at once after a second one."""
-    from kvjax.serving.session.server import freeze_live_objects
+    from kvjax.serving.session.server import allow_open_files, freeze_live_objects
 
     log = logging.getLogger("kvjax.server")
     log.addHandler(logging.StreamHandler(sys.stderr))
@@ -244,6 +244,7 @@ def _until_told(server: Server, drain_seconds: float) -> None:
     ended, hurry = threading.Event(), threading.Event()
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: (hurry if ended.is_set() else ended).set())
+    allow_open_files()
     freeze_live_objects()
     server.start()
     host = server.options.host

@@ -7,6 +7,8 @@ from typing import Any
 
 FIRST_S = 5.0
 """A connection on which the headers of no request have come for so long is closed."""
+MAX_PIECES = 4096
+"""A connection is cut off whose request has a body in more pieces."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +29,15 @@ def impatient(stall_s: float, most: int) -> type:
     off one whose client takes nothing of an answer for so long. most: connections at once; beyond it, the oldest one is cut off on which no
     request is under way. So connections on which nothing comes keep nobody out.
     """
-    from uvicorn.protocols.http.h11_impl import H11Protocol
+    from uvicorn.protocols.http.h11_impl import H11Protocol, h11
 
     opened: dict[Any, None] = {}  # the oldest first
 
     class Impatient(H11Protocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            self._events, self._next_event = 0, self.conn.next_event
+            self.conn.next_event = self._counted_event
             self._taken, opened[self] = 0, None
             if len(opened) > most:
                 oldest = next((each for each in opened if each is not self and each.quiet), None)
@@ -49,6 +53,14 @@ def impatient(stall_s: float, most: int) -> type:
         def resume_writing(self) -> None:
             self._taken += 1
             super().resume_writing()
+
+        def _counted_event(self) -> Any:
+            event = self._next_event()
+            self._events = 0 if isinstance(event, h11.Request) else self._events + isinstance(event, h11.Data)
+            if self._events > MAX_PIECES:  # each costs the loop time in which it answers nobody
+                self.transport.abort()
+                return h11.NEED_DATA
+            return event
 
         @property
         def quiet(self) -> bool:

@@ -36,6 +36,10 @@ LAST_S = 0.5
 """After draining, for what is still being sent."""
 
 
+IDLE_CONNECTION_MS = 60_000
+"""A connection of gRPC without a call is closed after so long. Clients connect again at their next call."""
+
+
 def freeze_live_objects() -> None:
     """Collect garbage, and leave all objects that are there now out of later collections.
 
@@ -44,6 +48,14 @@ def freeze_live_objects() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def allow_open_files() -> None:
+    """Let the process have as many open files as it may: each connection takes one, and many systems begin with 1,024."""
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class Server:
@@ -63,7 +75,7 @@ class Server:
         self._server = grpc.server(
             ThreadPoolExecutor(options.max_calls + BESIDE, thread_name_prefix="kvjax call"),
             interceptors=[_gate(self._desk, self._refused)],
-            options=[*sizes, ("grpc.so_reuseport", 0)],
+            options=[*sizes, ("grpc.so_reuseport", 0), ("grpc.max_connection_idle_ms", IDLE_CONNECTION_MS)],
             maximum_concurrent_rpcs=options.max_calls + BESIDE,  # the desk has places for max_calls of the service
         )
         handlers = {name: self._handler(method) for name, method in protocol().methods.items()}
@@ -229,10 +241,11 @@ def _gate(desk: Desk, refused: Callable[[str, Any], Iterator[Any]]) -> Any:
                     first = next(requests, None)
                 if first is None:
                     return
-                if handler.request_streaming:
-                    yield from handler.stream_stream(chain((first,), requests), context)
-                else:
-                    yield from handler.unary_stream(first, context)
+                with desk.silent(context.cancel):  # it never ends by itself, so its place goes to others that wait
+                    if handler.request_streaming:
+                        yield from handler.stream_stream(chain((first,), requests), context)
+                    else:
+                        yield from handler.unary_stream(first, context)
         except SessionError as error:
             context.abort(grpc.StatusCode[error.code], str(error))
 
@@ -246,9 +259,10 @@ def _gate(desk: Desk, refused: Callable[[str, Any], Iterator[Any]]) -> Any:
                 except Unauthenticated:
                     return grpc.stream_stream_rpc_method_handler(lambda requests, context: refused(name, context))
             handler = continuation(details)
-            if handler is None or service == SERVICE or not (checks or handler.response_streaming):
+            if handler is None or service == SERVICE:
                 return handler
-            make, behaviour = (grpc.stream_unary_rpc_method_handler, check) if checks else (grpc.stream_stream_rpc_method_handler, other)
+            streams = handler.response_streaming
+            make, behaviour = (grpc.stream_stream_rpc_method_handler, other) if streams else (grpc.stream_unary_rpc_method_handler, check)
             return make(partial(behaviour, handler), handler.request_deserializer, handler.response_serializer)
 
     return Gate()

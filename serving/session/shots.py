@@ -22,10 +22,10 @@ class Shot:
         model, self._pace = runtime.engine.model, pace
         self.prompt_tokens, self.generated = len(request.ids), 0
         self.finish_reason: str | None = None
-        self._text = TextStream(model.tokenizer, request.stop, request.ids)
         self._ends = frozenset(model.config.eos_token_ids)
-        self.session = runtime.create(request.ids, kept=False)
+        self.session = runtime.create(request.ids, kept=False)  # which checks the ids
         try:
+            self._text = TextStream(model.tokenizer, request.stop, request.ids)
             self._generation = self.session.generate(**request.sampling)
         except BaseException:
             self.close()

@@ -117,7 +117,8 @@ class _Routes:
     """The pages. What waits for the runtime does so in threads, one for each request; /metrics and /healthz wait for neither."""
 
     def __init__(self, desk: Desk):
-        self._desk, self._running, self._reading = desk, 0, 0
+        self._desk, self._running = desk, 0
+        self._bodies: dict[asyncio.Future, None] = {}  # that are being read, the oldest first
         # A request that is cut off keeps its thread for a moment.
         self._threads = ThreadPoolExecutor(2 * desk.options.max_calls + 4, thread_name_prefix="kvjax http")
         self._parser = ThreadPoolExecutor(1, thread_name_prefix="kvjax json")
@@ -197,15 +198,23 @@ class _Routes:
         from starlette.responses import JSONResponse
 
         options, runtime = self._desk.options, self._desk.runtime
-        if self._reading >= options.max_calls:
-            raise ResourceExhausted(f"{self._reading} bodies are under way, the server's limit: try again later", reason="calls")
-        self._reading += 1
+        reading = asyncio.ensure_future(_body(request, options.max_message_bytes))
+        self._bodies[reading] = None
+        if len(self._bodies) > options.max_calls:  # one that never comes keeps nobody out
+            oldest = next(iter(self._bodies))
+            del self._bodies[oldest]
+            oldest.cancel()
         try:
-            content = await asyncio.wait_for(_body(request, options.max_message_bytes), options.stall_s)
+            content = await asyncio.wait_for(reading, options.stall_s)
         except TimeoutError:
             raise DeadlineExceeded(f"the body did not come within {options.stall_s:g} s", reason="stalled") from None
+        except asyncio.CancelledError:
+            if reading in self._bodies:
+                raise
+            said = f"{options.max_calls} bodies are under way, the server's limit, and this one is the slowest: try again later"
+            raise ResourceExhausted(said, reason="calls") from None
         finally:
-            self._reading -= 1
+            self._bodies.pop(reading, None)
         if self._running >= options.max_calls:
             raise ResourceExhausted(f"{self._running} requests are under way, the server's limit: try again later", reason="calls")
         self._running += 1

@@ -130,6 +130,17 @@ def test_a_flipped_bit_gives_no_other_content(path, step):
     assert dropped > 20
 
 
+def test_a_line_of_another_jobs_file_is_refused(path, tmp_path):
+    lines = begin(path, 1, 2, 3).read_bytes().splitlines(keepends=True)
+    other = tmp_path / "other.partial"
+    partial = Partial(other, JOB | {"input bytes": "x"})
+    partial.append(result(1, "of the other job"))
+    partial.close()
+    path.write_bytes(lines[0] + other.read_bytes().splitlines(keepends=True)[1] + b"".join(lines[2:]))
+    with pytest.raises(ValueError, match="line 2, is damaged"):
+        Partial(path, JOB)
+
+
 @pytest.mark.parametrize("other", [{"model": "n"}, {"policy": "top:8"}])
 def test_another_job_is_refused_and_nothing_is_lost(path, other):
     before = begin(path, 1).read_bytes()

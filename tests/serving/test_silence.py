@@ -1,6 +1,7 @@
 """Clients that open calls or connections, and then say nothing."""
 
 import contextlib
+import itertools
 import json
 import queue
 import socket
@@ -153,16 +154,65 @@ def test_connections_on_which_nothing_comes_keep_nobody_out(engine, monkeypatch)
         assert set(ended) <= {b""}  # all of them are closed, long before stall_s
 
 
-def test_bodies_that_do_not_end_are_counted_and_leave_the_pages_that_have_none(engine):
+def test_a_body_that_does_not_end_keeps_nobody_out(engine):
     with serving(engine, http_port=0, max_calls=2) as server, contextlib.ExitStack() as stack:
         begun = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
-        for _ in range(2):
-            stack.enter_context(http(server)).sendall(begun)
-        until(lambda: server._web._routes._reading == 2)
-        third = stack.enter_context(http(server))
-        third.sendall(begun)
-        assert b" 429 " in third.recv(100)
+        slow = [stack.enter_context(http(server)) for _ in range(3)]
+        for number, each in enumerate(slow, start=1):
+            each.sendall(begun)
+            until(lambda number=number: len(server._web._routes._bodies) == min(2, number))
+        assert b" 429 " in slow[0].recv(100), "the slowest gives way"
+        slow[2].sendall(b" " * 98 + b"}")
+        assert b" 400 " in slow[2].recv(100)
         assert urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/healthz", timeout=WAIT).read() == b"ok\n"
+
+
+def test_a_body_in_many_pieces_is_cut_off(engine):
+    """Each piece costs the loop time in which it answers nobody."""
+    with serving(engine, http_port=0, max_calls=2) as server, contextlib.ExitStack() as stack:
+        for request in (b"GET /healthz", b"POST /v1/completions"):
+            connection = stack.enter_context(http(server))
+            connection.sendall(request + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            with pytest.raises(ConnectionError):
+                connection.sendall(b"1\r\n \r\n" * 2**20)
+        few = stack.enter_context(http(server))
+        few.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 100 + b"0\r\n\r\n")
+        assert b" 200 " in few.recv(100)
+
+
+def test_health_calls_of_every_kind_are_cut_off(engine):
+    with serving(engine, max_calls=2, stall_s=0.5) as server, silent_calls(server, "/grpc.health.v1.Health/List", 40) as held:
+        until(lambda: all(each.done() for each in held))
+        assert Client(f"127.0.0.1:{server.port}", timeout_s=WAIT).create_session([1]).info().history_tokens == 1
+
+
+def test_reflection_that_is_silent_gives_its_place_away(engine):
+    """It never ends by itself."""
+    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+    with serving(engine, max_calls=2, stall_s=0.5) as server, contextlib.ExitStack() as stack:
+        never, held = queue.SimpleQueue(), []
+        for _ in range(2):
+            channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{server.port}"))
+            first = reflection_pb2.ServerReflectionRequest(list_services="")
+            requests = itertools.chain([first], iter(never.get, None))
+            held.append(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(requests, timeout=WAIT))
+            next(held[-1])
+        until(lambda: places(server) == 0 and len(server._desk._silent) == 2)
+        time.sleep(0.6)
+        with Client(f"127.0.0.1:{server.port}", timeout_s=WAIT) as client:
+            assert client.create_session([1]).info().history_tokens == 1
+        for _ in range(2):
+            never.put(None)
+
+
+def test_a_token_id_beyond_all_vocabularies_is_a_400(engine):
+    with serving(engine, http_port=0, model_name="tiny") as server:
+        for ids in ([2**32], [2**40]):
+            body = json.dumps({"model": "tiny", "prompt": ids, "max_tokens": 1}).encode()
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/v1/completions", body, timeout=WAIT)
+            assert caught.value.code == 400
 
 
 def test_large_bodies_are_parsed_one_after_the_other_beside_other_pages(engine, monkeypatch):
