@@ -73,15 +73,17 @@ class PlainTexts:
     def check(self, ids: Sequence[int], render: Callable[[Callable[..., Any]], str]) -> None:
         """ValueError unless the special tokens among `ids` are those that the template writes.
 
-        render: what the template makes of all texts, after a function has changed them. It is called with one that leaves letters, digits
-        and spaces of a text's two ends, of which the template then writes the same special tokens.
+        render: what the template makes of all texts, after a function has changed them. It is called with one that leaves only
+        spaces of a text's two ends, of which the template then writes the same special tokens.
         """
-        if not self._may_hold:
+        if not self._known.special.ids:
             return
         try:
-            harmless = render(lambda value, **_: _each_text(value, _harmless))
+            harmless = render(lambda value, **_: _harmless(value))
         except ValueError:  # the template looks into the texts, and does not take these
-            return
+            if not self._may_hold:
+                return
+            harmless = ""
         written = self._tokenizer(harmless, add_special_tokens=False)["input_ids"]
         controls = self._known.controls
         if [token for token in ids if token in controls] != [token for token in written if token in controls]:
@@ -150,9 +152,14 @@ def _plain_tokenizer(tokenizer: Any) -> Any:
     return Tokenizer.from_str(json.dumps(parts | {"added_tokens": []}))
 
 
-def _harmless(text: str) -> str:
-    """A text that no special token can come from, with the spaces and the first and last letters of this one."""
-    return re.sub(r"[^\w\s]|_", "x", text if len(text) <= 64 else text[:32] + text[-32:])
+def _harmless(value: Any) -> Any:
+    """The value, with texts that no special token can come from: the spaces of each are left, and its length if that is short. Names of
+    fields stay, because templates ask for them."""
+    if isinstance(value, str):
+        return re.sub(r"\S", "x", value if len(value) <= 64 else value[:32] + value[-32:])
+    if isinstance(value, Mapping):
+        return {key if str(key).isidentifier() else _harmless(key): _harmless(each) for key, each in value.items()}
+    return [_harmless(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:

@@ -110,15 +110,18 @@ def test_a_special_token_that_cannot_be_plain_text_is_refused(tokenizer, content
         ("{{ m.content.split() | join('') }}", "<|e nd|>"),
         ("{{ m.content.split('-')[0] ~ m.content.split('-')[-1] }}", "<|e-x-nd|>"),
         ("<|{{ m.content }}", "end|>"),
+        ("<|{{ m.content }}|>", "end"),
+        ("{{ raise_exception('no') if m.content[0] == 'x' }}{{ m.content | lower }}", "!<|END|>"),
     ],
 )
 def test_a_template_that_changes_texts_makes_no_control_token_of_them(part, content):
     tokenizer = chatty(byte_level())
     tokenizer.chat_template = "{% for m in messages %}" + part + "{% endfor %}<|start|>"
-    kept = part == "<|{{ m.content }}"  # the cut is marked
+    kept = part.startswith("<|{{ m.content }}")  # the cut is marked
     with contextlib.nullcontext() if kept else pytest.raises(ValueError, match="cannot keep it as plain text"):
         assert counts(chat_ids([{"role": "user", "content": content}], tokenizer, {}), tokenizer)[:2] == [0, 1]
-    assert counts(chat_ids([{"role": "user", "content": "a < b | c > d_e"}], tokenizer, {}), tokenizer)[:2] == [0, 1]
+    harmless = "a b" if "raise" in part else "a < b | c > d_e"
+    assert counts(chat_ids([{"role": "user", "content": harmless}], tokenizer, {}), tokenizer)[:2] == [0, 1]
 
 
 def test_added_tokens_that_the_template_writes_are_plain_text_outside_answers():
