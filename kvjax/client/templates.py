@@ -59,7 +59,7 @@ def tokens_for_chat(
     given, options = list(checked_messages([*after, *messages])), template_options
     plain = PlainTexts(tokenizer, given, options)
     if not parse_special:
-        given, options = plain.mark(given), plain.mark(options)
+        given, options = [plain.mark(each, answer=each["role"] == "assistant") for each in given], plain.mark(options)
     held = given[: len(after)]
     before, both = rendered(held, options, tokenizer, answer=False), rendered(given, options, tokenizer, answer=True)
     if not both.startswith(before):
