@@ -116,8 +116,8 @@ class Turn:
 
 class Agent(threading.Thread):
     """One agent, until `stop` is set. turns, errors: what happened. sessions: how many it began. tokens: of its session's history, at least
-    as many as the server has prefilled; 0 for none. It prefills the history that it begins with, and then waits at `start`, so that it is
-    in the middle of its session when the clock starts."""
+    as many as the server holds (what a call may add counts before the call); 0 for none. It prefills the history that it begins with, and
+    then waits at `start`, so that it is in the middle of its session when the clock starts."""
 
     def __init__(self, number: int, address: str, work: Work, start: threading.Barrier, stop: threading.Event):
         super().__init__(name=f"agent {number}", daemon=True)
@@ -135,10 +135,12 @@ class Agent(threading.Thread):
             while not self._stopped.is_set():
                 try:
                     self.sessions += 1
+                    self.tokens = first
                     with client.create_session(self._tokens(first)) as session:
                         self.tokens = session.length
                         if began is None:
                             list(session.generate(max_new_tokens=2, ignore_eos=True))
+                            self.tokens = session.length
                             self._start_all.wait(LONGEST_START_S)
                             began, turn = time.monotonic(), 0
                         while session.length < 0.95 * work.history and not self._stopped.is_set():
@@ -160,7 +162,8 @@ class Agent(threading.Thread):
         appended = min(this.appended, max(1, room // 2))
         output = min(this.output, max(1, room - appended))
         began = latest = time.monotonic()
-        self.tokens = session.append(self._tokens(appended))
+        self.tokens = session.length + appended + output
+        session.append(self._tokens(appended))
         stream, gaps = session.generate(max_new_tokens=output, ignore_eos=True), []
         for _ in stream:
             now = time.monotonic()
