@@ -1,4 +1,7 @@
-"""The files of a Hugging Face checkpoint: where they are, which tensors they hold, and whether these are the ones that a model needs."""
+"""Checkpoints: where they are, what they hold, and whether their tensors are the ones that a model needs.
+
+A checkpoint is a folder of Hugging Face's files (`Folder`). `open_checkpoint` finds it, here or on the Hub.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,9 @@ import re
 import struct
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from kvjax.checkpoint_files import AGAIN, check_pointer, first_line, is_file, read_json
 from kvjax.checks import file_path
@@ -23,6 +24,8 @@ from kvjax.model import ModelConfig
 from kvjax.models import needle
 from kvjax.models.decoder import param_shapes
 from kvjax.models.families import FAMILIES
+from kvjax.models.tensors import DTYPES, Stored, Tensor
+from kvjax.tokenizer_loading import read_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -45,30 +48,8 @@ MAX_SHARD_BYTES = 5 * 10**9
 OTHER_FORMATS = ("pytorch_model*.bin", "*.gguf", "consolidated*.pth", "*.pt", "*.safetensors", "tf_model.h5", "flax_model.msgpack")
 """Formats of weights that cannot be read."""
 
-DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Stored types that can be read: safetensors' name -> numpy's name."""
-
-_ANY_DTYPES = {name: jnp.dtype(dtype) for name, dtype in DTYPES.items()} | {
-    "F8_E4M3": jnp.dtype(jnp.float8_e4m3fn),
-    "F8_E8M0": jnp.dtype(jnp.float8_e8m0fnu),
-    "I8": jnp.dtype(jnp.int8),
-    "I32": jnp.dtype(jnp.int32),
-    "I64": np.dtype(np.int64),
-}
-"""Stored types of the tensors of packed matrices."""
-
 _COMPUTED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Buffers that old checkpoints store; they are computed instead."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """One tensor as a file holds it, under the name `name`."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-    name: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +58,68 @@ class Wanted:
 
     name: str
     shape: tuple[int, ...]
+
+
+class Checkpoint(Protocol):
+    """What `load` needs of a checkpoint, whatever its format. Its functions raise ValueError for what is missing or damaged."""
+
+    @property
+    def config_name(self) -> str:
+        """What holds the configuration, for errors."""
+
+    def fields(self) -> dict[str, Any]:
+        """The configuration, as config.json has it."""
+
+    def generation(self) -> dict[str, Any] | None:
+        """Defaults of generation, as generation_config.json has them; None: there are none."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor, by its name in Hugging Face's checkpoints. Reads no numbers."""
+
+    def tokenizer(self) -> Any:
+        """The tokenizer, as transformers has it."""
+
+    def digest(self) -> str:
+        """What tells this checkpoint from another."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """A folder with config.json, safetensors files and tokenizer (see `Checkpoint`)."""
+
+    path: Path
+
+    @property
+    def config_name(self) -> str:
+        """config.json, with its folder."""
+        return str(self.path / "config.json")
+
+    def fields(self) -> dict[str, Any]:
+        """config.json."""
+        return read_json(self.path / "config.json")
+
+    def generation(self) -> dict[str, Any] | None:
+        """generation_config.json."""
+        path = self.path / "generation_config.json"
+        return read_json(path) if is_file(path) else None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of its safetensors files."""
+        return dict(stored_tensors(self.path))
+
+    def tokenizer(self) -> Any:
+        """Its tokenizer."""
+        return read_tokenizer(self.path)
+
+    def digest(self) -> str:
+        """Of config.json, and of each weight file its size, its header, and some bytes of the beginning, the middle and the end of each
+        tensor. It reads little, so a copy in which other bytes are damaged has the same one."""
+        return _digest(self.path)
+
+
+def open_checkpoint(path_or_id: str | Path, patterns: tuple[str, ...]) -> Checkpoint:
+    """The checkpoint that a path or a Hub id names. patterns, errors: as `find_folder`."""
+    return Folder(find_folder(path_or_id, patterns))
 
 
 EMBEDDED = "needle"
@@ -129,7 +172,7 @@ def _embedded(repo_id: str) -> str:
 
 
 SAMPLE = 1024
-"""Bytes that `digest` reads at a place of a tensor."""
+"""Bytes that `Folder.digest` reads at a place of a tensor."""
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
@@ -187,9 +230,7 @@ def _of_shards(folder: Path, index: Path, weight_map: Mapping[str, str]) -> dict
     return tensors
 
 
-def digest(folder: Path) -> str:
-    """What tells one checkpoint from another: of config.json, and of each weight file its size, its header, and some bytes of the
-    beginning, the middle and the end of each tensor. It reads little, so a copy in which other bytes are damaged has the same one."""
+def _digest(folder: Path) -> str:
     found = hashlib.sha256((folder / "config.json").read_bytes())
     for file in sorted({each.file for each in stored_tensors(folder).values()}):
         with open(file, "rb") as opened:
@@ -219,19 +260,6 @@ def _headers(file: Path) -> dict[str, Stored]:
         raise ValueError(f"{file} cannot be read ({first_line(error)}); make it readable, or {AGAIN}") from error
 
 
-def read_whole(stored: Stored) -> np.ndarray:
-    """A tensor, in the stored type. safetensors reads those of 8-bit floats only for other frameworks, so the file is read."""
-    dtype = _ANY_DTYPES.get(stored.dtype)
-    if dtype is None:
-        raise ValueError(f"{stored.name} is stored in {stored.dtype}; {', '.join(_ANY_DTYPES)} can be read")
-    with open(stored.file, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        begin, end = json.loads(file.read(size))[stored.name]["data_offsets"]
-        file.seek(8 + size + begin)
-        found = np.fromfile(file, np.uint8, end - begin)
-    return found.view(dtype).reshape(stored.shape)
-
-
 def wanted_tensors(config: ModelConfig) -> tuple[list[Wanted], Any]:
     """What the parameter pytree of `config` is filled from: its leaves in order, and its structure."""
     names, structure = jax.tree.flatten(FAMILIES[config.family].tensor_names(config))
@@ -239,7 +267,7 @@ def wanted_tensors(config: ModelConfig) -> tuple[list[Wanted], Any]:
     return [Wanted(name, shape) for name, shape in zip(names, shapes, strict=True)], structure
 
 
-def check_tensors(config: ModelConfig, tensors: Mapping[str, Stored], packed: Collection[str] = ()) -> None:
+def check_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], packed: Collection[str] = ()) -> None:
     """Raises ValueError that lists every tensor that is missing, extra, misshapen or of a type that cannot be read. packed: names of
     parameters that are stored in other tensors."""
     wanted = {w.name: w.shape for w in wanted_tensors(config)[0] if w.name not in packed}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import DTypeLike
 
-from kvjax.models.checkpoint import DTYPES
+from kvjax.models.tensors import DTYPES
 
 DtypeName = Literal["auto", "float32", "fp32", "float", "bfloat16", "bf16", "float16", "fp16", "half"]
 """Names that `dtype` may have; "auto" is the stored type."""

@@ -20,21 +20,20 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike
 
-from kvjax.checkpoint_files import is_file, read_json
 from kvjax.model import ModelConfig
 from kvjax.models import checkpoint, config_json
 from kvjax.models.causal_lm import CausalLM
-from kvjax.models.checkpoint import CONFIG_FILES, DTYPES, TOKENIZER_FILES, WEIGHT_FILES, Stored, Wanted
+from kvjax.models.checkpoint import CONFIG_FILES, TOKENIZER_FILES, WEIGHT_FILES, Checkpoint, Wanted, open_checkpoint
 from kvjax.models.decoder import TransformerDecoder, is_shape, param_shapes
 from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.family import TENSORS
 from kvjax.models.load_options import DtypeName, named_dtype, refuse
 from kvjax.models.quantization.reading import PackedSource, sources
 from kvjax.models.quantization.schemes import REMEDY, Published, split
+from kvjax.models.tensors import DTYPES, Tensor
 from kvjax.packing import FormatOf, place_of, scheme_of
 from kvjax.processes import check_alike
 from kvjax.sharding import Shards, place_tree, several_processes
-from kvjax.tokenizer_loading import read_tokenizer
 from pallas_kernels.matrices import MatrixFormat, PackedMatrix, pack
 
 logger = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ def read_config(path_or_id: str | Path, *, dtype: DTypeLike | DtypeName | None =
     (default bfloat16). The ValueError names what is unknown or unsupported.
     """
     chosen = _chosen(dtype)
-    return _config(checkpoint.find_folder(path_or_id, CONFIG_FILES), max_positions, None if chosen is None else chosen.name)[0]
+    return _config(open_checkpoint(path_or_id, CONFIG_FILES), max_positions, None if chosen is None else chosen.name)[0]
 
 
 def read_packing(path_or_id: str | Path, config: ModelConfig) -> FormatOf | None:
@@ -58,7 +57,7 @@ def read_packing(path_or_id: str | Path, config: ModelConfig) -> FormatOf | None
 
     config: what `read_config` gives. Raises ValueError for a scheme that cannot be read, with its name.
     """
-    _, published = _fields(checkpoint.find_folder(path_or_id, CONFIG_FILES))
+    _, published = _fields(open_checkpoint(path_or_id, CONFIG_FILES))
     if published is None:
         return None
     names = FAMILIES[config.family].tensor_names(config)
@@ -102,20 +101,20 @@ def load(
     if unknown:
         refuse(unknown)
     chosen = _chosen(dtype)
-    folder = checkpoint.find_folder(path_or_id, CONFIG_FILES + WEIGHT_FILES + (TOKENIZER_FILES if tokenizer else ()))
-    config, published = _config(folder, max_positions, "float32")
-    config, tensors = _tied_as_stored(config, _own_tensors(config, checkpoint.stored_tensors(folder)))
+    opened = open_checkpoint(path_or_id, CONFIG_FILES + WEIGHT_FILES + (TOKENIZER_FILES if tokenizer else ()))
+    config, published = _config(opened, max_positions, "float32")
+    config, tensors = _tied_as_stored(config, _own_tensors(config, opened.tensors()))
     wanted, structure = checkpoint.wanted_tensors(config)
     packed, tensors = ({}, tensors) if published is None else sources(published, wanted, tensors)
     if packed and weights is not None:
         raise ValueError(f"{path_or_id} holds packed weights ({published.method}) already: leave weights={weights!r} out, or {REMEDY}")
     checkpoint.check_tensors(config, tensors, packed)
-    own_tokenizer = _tokenizer(folder, config) if tokenizer else None
+    own_tokenizer = _tokenizer(opened, str(path_or_id), config) if tokenizer else None
     chosen = _stored_dtype([w for w in wanted if w.name not in packed], tensors) if chosen is None else chosen
     config = dataclasses.replace(config, compute_dtype=chosen.name)
     if several_processes(mesh):
         given = {"dtype": chosen.name, "weights": str(weights), "max_positions": str(max_positions), "mesh": str(dict(mesh.shape))}
-        check_alike(mesh, given | {"checkpoint": checkpoint.digest(folder)})
+        check_alike(mesh, given | {"checkpoint": opened.digest()})
     decoder = TransformerDecoder(config)
     formats = _formats(config, None if weights is None else scheme_of(weights).format_of)
     ways = [packed.get(w.name, own) for w, own in zip(wanted, formats, strict=True)]
@@ -126,22 +125,21 @@ def load(
     return CausalLM(decoder, params, own_tokenizer, str(path_or_id))
 
 
-def _config(folder: Path, max_positions: int | None, dtype: str | None) -> tuple[ModelConfig, Published | None]:
+def _config(opened: Checkpoint, max_positions: int | None, dtype: str | None) -> tuple[ModelConfig, Published | None]:
     """The configuration, and which matrices are stored packed."""
-    generation = folder / "generation_config.json"
-    fields, published = _fields(folder)
-    given = read_json(generation) if is_file(generation) else None
+    fields, published = _fields(opened)
+    given = opened.generation()
     try:
         return config_json.parse(fields, given, max_positions, dtype), published
     except ValueError as error:
         if "config.json" in str(error):
             raise
-        raise ValueError(f"{folder / 'config.json'}: {error}") from error
+        raise ValueError(f"{opened.config_name}: {error}") from error
 
 
-def _fields(folder: Path) -> tuple[config_json.Fields, Published | None]:
-    """config.json without what it says of packed matrices, and that."""
-    fields, published = split(read_json(folder / "config.json"))
+def _fields(opened: Checkpoint) -> tuple[config_json.Fields, Published | None]:
+    """The configuration's fields without what they say of packed matrices, and that."""
+    fields, published = split(opened.fields())
     within = family_of(fields).within
     if published is None or within is None:
         return fields, published
@@ -156,7 +154,7 @@ def _chosen(dtype: DTypeLike | DtypeName | None) -> np.dtype | None:
     return named if isinstance(named, np.dtype) else None
 
 
-def _stored_dtype(wanted: list[Wanted], tensors: dict[str, Stored]) -> np.dtype:
+def _stored_dtype(wanted: list[Wanted], tensors: dict[str, Tensor]) -> np.dtype:
     """The common type of all stored tensors."""
     stored = {DTYPES[tensors[w.name].dtype] for w in wanted}
     if len(stored) > 1:
@@ -174,7 +172,7 @@ Way = MatrixFormat | PackedSource | None
 """How a parameter is packed: while it is loaded, or as it is stored; None: it is an array."""
 
 
-def _place_all(wanted: list[Wanted], ways: list[Way], tensors: dict[str, Stored], dtype: np.dtype) -> Iterator[Array | PackedMatrix]:
+def _place_all(wanted: list[Wanted], ways: list[Way], tensors: dict[str, Tensor], dtype: np.dtype) -> Iterator[Array | PackedMatrix]:
     """Every parameter in turn, on the device. Waits for each piece, so that its host copy is gone before the next is read."""
     for w, own in zip(wanted, ways, strict=True):
         if isinstance(own, PackedSource):
@@ -209,7 +207,7 @@ def _place_parts(
     wanted: list[Wanted],
     ways: list[Way],
     structure: Any,
-    tensors: dict[str, Stored],
+    tensors: dict[str, Tensor],
     decoder: TransformerDecoder,
     mesh: Mesh,
 ) -> Iterator[Array | PackedMatrix]:
@@ -241,25 +239,21 @@ def _write_rows(placed: Array, rows: Array, start: Array) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(placed, rows.astype(placed.dtype), start, axis=0)
 
 
-def _pieces(stored: Stored, multiple: int = 1) -> Iterator[tuple[int, np.ndarray]]:
+def _pieces(tensor: Tensor, multiple: int = 1) -> Iterator[tuple[int, np.ndarray]]:
     """(first row, rows) of a tensor, in order, in the stored type. Pieces but the last have a multiple of `multiple` rows."""
-    from safetensors import safe_open
-
-    row_bytes = math.prod(stored.shape[1:]) * jnp.dtype(DTYPES[stored.dtype]).itemsize
+    row_bytes = math.prod(tensor.shape[1:]) * jnp.dtype(DTYPES[tensor.dtype]).itemsize
     count = max(1, READ_BYTES // row_bytes // multiple) * multiple
-    for start in range(0, stored.shape[0], count):
-        with safe_open(stored.file, framework="np") as opened:  # once per piece: what was read stays mapped until it is closed
-            rows = opened.get_slice(stored.name)[start : min(start + count, stored.shape[0])]
-        yield start, rows
+    for start in range(0, tensor.shape[0], count):
+        yield start, tensor.read(start, min(start + count, tensor.shape[0]))
 
 
-def _own_tensors(config: ModelConfig, tensors: dict[str, Stored]) -> dict[str, Stored]:
+def _own_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors that the family reads, by their names in its own checkpoints."""
     family = FAMILIES[config.family]
     return {own: stored for name, stored in tensors.items() if (own := family.own_name(name)) is not None}
 
 
-def _tied_as_stored(config: ModelConfig, tensors: dict[str, Stored]) -> tuple[ModelConfig, dict[str, Stored]]:
+def _tied_as_stored(config: ModelConfig, tensors: dict[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Configuration and tensors of a model that config.json calls tied, depending on what is stored, as in transformers.
 
     If only the head is stored, it is the embedding too. If both are stored and equal, the model is tied. If they differ, it is not.
@@ -276,16 +270,16 @@ def _tied_as_stored(config: ModelConfig, tensors: dict[str, Stored]) -> tuple[Mo
     return dataclasses.replace(config, tie_embeddings=False), tensors
 
 
-def _equal(first: Stored, second: Stored) -> bool:
+def _equal(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors have the same shape, type and values. A type that cannot be read is never equal."""
     if first.shape != second.shape or first.dtype != second.dtype or first.dtype not in DTYPES:
         return False
     return all(np.array_equal(a, b) for (_, a), (_, b) in zip(_pieces(first), _pieces(second), strict=True))
 
 
-def _tokenizer(folder: Path, config: ModelConfig) -> Any:
+def _tokenizer(opened: Checkpoint, name: str, config: ModelConfig) -> Any:
     try:
-        tokenizer = read_tokenizer(folder)
+        tokenizer = opened.tokenizer()
     except ValueError as error:
         raise ValueError(f"{error} (in Python, tokenizer=False loads the model alone)") from error
     ids = tokenizer.get_vocab()
@@ -294,7 +288,7 @@ def _tokenizer(folder: Path, config: ModelConfig) -> Any:
         # As Gemma 3's text models have it: an image's placeholder comes after the embedding's last row.
         logger.warning(
             "the tokenizer in %s has %d ids and the model %d: prompts with an id from %d (%r) on are refused",
-            *(folder, len(ids), config.vocab_size, *beyond[0]),
+            *(name, len(ids), config.vocab_size, *beyond[0]),
         )
     # It warns of "indexing errors" past the trained length. The engine refuses such prompts itself, and says how long they are.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True

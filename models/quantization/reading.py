@@ -23,9 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.models.checkpoint import Stored, Wanted, read_whole
+from kvjax.models.checkpoint import Wanted
 from kvjax.models.family import TENSORS
 from kvjax.models.quantization.schemes import Published, Rule
+from kvjax.models.tensors import Stored, read_whole
 from pallas_kernels.matrices import DTYPES, MatrixFormat, PackedMatrix, check_packed
 
 _OF_ACTIVATIONS = ("input_scale", "output_scale", "activation_scale")

@@ -17,6 +17,7 @@ from tiny_models import LEAST, altered, random_model, same_params
 from kvjax.models import checkpoint, config_json, load
 from kvjax.models.loading import read_config, read_packing
 from kvjax.models.quantization.schemes import parse, split
+from kvjax.models.tensors import read_whole
 from kvjax.packing import weights_bytes
 from pallas_kernels.matrices import is_packed, unpack
 
@@ -224,7 +225,7 @@ def edited(tmp_path, format, edit):
     with safe_open(file, framework="np") as opened:
         names = list(opened.keys())
     stored = checkpoint.stored_tensors(tmp_path / "m")
-    tensors = {name: checkpoint.read_whole(stored[name]) for name in names}
+    tensors = {name: read_whole(stored[name]) for name in names}
     edit(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
     return load(tmp_path / "m", tokenizer=False)

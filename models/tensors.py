@@ -1,0 +1,109 @@
+"""Tensors of a checkpoint: where each is stored, and how rows of it are read. Whatever a checkpoint's format, loading sees these.
+
+A tensor has `name`, `shape`, `dtype` (the stored type, by safetensors' name) and `read(start, stop)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Protocol
+
+import jax.numpy as jnp
+import numpy as np
+
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Types of numbers that are not packed: safetensors' name -> numpy's name."""
+
+_ANY_DTYPES = {name: jnp.dtype(dtype) for name, dtype in DTYPES.items()} | {
+    "F8_E4M3": jnp.dtype(jnp.float8_e4m3fn),
+    "F8_E8M0": jnp.dtype(jnp.float8_e8m0fnu),
+    "I8": jnp.dtype(jnp.int8),
+    "I32": jnp.dtype(jnp.int32),
+    "I64": np.dtype(np.int64),
+}
+"""Stored types of the tensors of packed matrices."""
+
+
+class Tensor(Protocol):
+    """A tensor that parameters are read from. dtype: what `read` gives, one of `DTYPES` or, of a packed matrix's parts, of safetensors'
+    other names."""
+
+    @property
+    def name(self) -> str:
+        """For errors, and in the file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The number of elements along each axis."""
+
+    @property
+    def dtype(self) -> str:
+        """safetensors' name of the type."""
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of the first axis, in a copy that the caller may keep."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor of a safetensors file, under the name `name`."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    name: str
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """`Tensor.read`."""
+        from safetensors import safe_open
+
+        with safe_open(self.file, framework="np") as opened:  # once per call: what was read stays mapped until it is closed
+            return opened.get_slice(self.name)[start:stop]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsOf:
+    """Some rows of another tensor, in the order of `rows`: a part of a fused matrix (a range), or rows in another order."""
+
+    tensor: Tensor
+    rows: range | tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """That of the other tensor."""
+        return self.tensor.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As many rows as are named."""
+        return (len(self.rows), *self.tensor.shape[1:])
+
+    @property
+    def dtype(self) -> str:
+        """That of the other tensor."""
+        return self.tensor.dtype
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """`Tensor.read`. ValueError if the other tensor has fewer rows than are named."""
+        wanted = np.asarray(self.rows[start:stop], np.int64)
+        if not wanted.size:
+            return self.tensor.read(0, 0)
+        first, last = int(wanted.min()), int(wanted.max())
+        if first < 0 or last >= self.tensor.shape[0]:
+            raise ValueError(f"{self.name} has {self.tensor.shape[0]} rows, and row {last if first >= 0 else first} is needed")
+        return self.tensor.read(first, last + 1)[wanted - first]
+
+
+def read_whole(stored: Stored) -> np.ndarray:
+    """A tensor, in the stored type. safetensors reads those of 8-bit floats only for other frameworks, so the file is read."""
+    dtype = _ANY_DTYPES.get(stored.dtype)
+    if dtype is None:
+        raise ValueError(f"{stored.name} is stored in {stored.dtype}; {', '.join(_ANY_DTYPES)} can be read")
+    with open(stored.file, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        begin, end = json.loads(file.read(size))[stored.name]["data_offsets"]
+        file.seek(8 + size + begin)
+        found = np.fromfile(file, np.uint8, end - begin)
+    return found.view(dtype).reshape(stored.shape)

@@ -1,0 +1,30 @@
+"""Views of stored tensors."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from kvjax.models.tensors import RowsOf, Stored
+
+MATRIX = np.arange(60, dtype=np.float32).reshape(12, 5)
+
+
+@pytest.fixture
+def stored(tmp_path):
+    save_file({"m": MATRIX}, tmp_path / "m.safetensors")
+    return Stored(tmp_path / "m.safetensors", MATRIX.shape, "F32", "m")
+
+
+@pytest.mark.parametrize("rows", [range(12), range(3, 9), range(11, 2, -3), (7, 0, 0, 11), ()])
+def test_rows_are_those_that_are_named_in_their_order(stored, rows):
+    view, wanted = RowsOf(stored, rows), MATRIX[list(rows)]
+    assert (view.name, view.shape, view.dtype) == ("m", wanted.shape, "F32")
+    for start in range(len(rows) + 1):
+        for stop in range(start, len(rows) + 1):
+            np.testing.assert_array_equal(view.read(start, stop), wanted[start:stop])
+
+
+@pytest.mark.parametrize(("rows", "row"), [(range(5, 13), 12), ((-1, 2), -1)])
+def test_rows_that_are_not_there_are_refused(stored, rows, row):
+    with pytest.raises(ValueError, match=f"m has 12 rows, and row {row} is needed"):
+        RowsOf(stored, rows).read(0, len(rows))
