@@ -75,7 +75,8 @@ class LongRope(RopeScaling):
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding (arXiv 2104.09864). theta: the base. dim: elements of a head that are rotated, from the first on."""
+    """Rotary position embedding (arXiv 2104.09864). theta: the base. dim: elements of a head that are rotated, from the first on; 0 in a
+    layer without positions (`NO_ROPE`)."""
 
     theta: float
     dim: int
@@ -84,14 +85,18 @@ class Rope:
     def __post_init__(self):
         if not self.theta > 1:
             raise ValueError(f"the base of RoPE must be above 1, got {self.theta}")
-        if self.dim < 2 or self.dim % 2:
-            raise ValueError(f"RoPE rotates pairs: its dim must be even and positive, got {self.dim}")
+        if self.dim < 0 or self.dim % 2:
+            raise ValueError(f"RoPE rotates pairs: its dim must be even, and 0 or more, got {self.dim}")
         if isinstance(self.scaling, LongRope):
             for name, factors in (("short_factor", self.scaling.short_factors), ("long_factor", self.scaling.long_factors)):
                 if len(factors) != self.dim // 2:
                     raise ValueError(
                         f"{name} of longrope has {len(factors)} numbers; {self.dim} rotated elements of a head need {self.dim // 2}"
                     )
+
+
+NO_ROPE = Rope(10000.0, 0)
+"""Of a layer whose queries and keys are not rotated. Its base stands for nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,6 +110,7 @@ class AttentionLayer:
         window: how many latest tokens a query sees, its own included; None: all before it.
         qkv_bias, o_bias: which projections add a bias.
         qk_norm: whether each head of q and k goes through an RMSNorm, before RoPE.
+        joint_norm: whether that norm is instead one over all heads of q together, and one over those of k.
         gate: whether q's projection also gives, after each head's query, a gate for that head's output: out * sigmoid(gate).
         share_with: the number of an earlier layer whose keys and values this one reads; it then has only queries. None: its own.
             `ModelConfig` says which layers are possible.
@@ -120,6 +126,7 @@ class AttentionLayer:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+    joint_norm: bool = False
     gate: bool = False
     share_with: int | None = None
     copies: int = 1
@@ -132,6 +139,8 @@ class AttentionLayer:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.rope.dim > self.head_dim:
             raise ValueError(f"RoPE cannot rotate {self.rope.dim} elements of a head of {self.head_dim}")
+        if self.joint_norm and not self.qk_norm:
+            raise ValueError("joint_norm says how qk_norm is computed: set qk_norm too")
         if self.window is not None and self.window < 1:
             raise ValueError(f"a window must be a positive number of tokens, or None, got {self.window}")
         if self.share_with is not None:
@@ -144,7 +153,7 @@ class AttentionLayer:
         found: Shapes = {"q": (gated, hidden_size), "k": (kv, hidden_size), "v": (kv, hidden_size), "o": (hidden_size, q)}
         found |= {"q_bias": (gated,), "k_bias": (kv,), "v_bias": (kv,)} if self.qkv_bias else {}
         found |= {"o_bias": (hidden_size,)} if self.o_bias else {}
-        found |= {"q_norm": (d,), "k_norm": (d,)} if self.qk_norm else {}
+        found |= {"q_norm": (q if self.joint_norm else d,), "k_norm": (kv if self.joint_norm else d,)} if self.qk_norm else {}
         unread = () if self.share_with is None else ("k", "v", "k_bias", "v_bias", "k_norm")
         return {name: shape for name, shape in found.items() if name not in unread}
 
@@ -156,7 +165,10 @@ class AttentionLayer:
         heads = [[head for number in own for head in range(number * group, (number + 1) * group)] for own in kv]
         q = cut(("heads", None), (heads, self.head_dim * (1 + self.gate)))
         k = cut(("kv_heads", None), (kv, self.head_dim))
-        return _with_biases({"q": q, "k": k, "v": k}) | {"o": cut((None, "out_heads"), (out, self.head_dim))}
+        found = _with_biases({"q": q, "k": k, "v": k}) | {"o": cut((None, "out_heads"), (out, self.head_dim))}
+        if self.joint_norm:
+            found |= {"q_norm": cut(("heads",), (heads, self.head_dim)), "k_norm": cut(("kv_heads",), (kv, self.head_dim))}
+        return found
 
     def on_shards(self, tensor: int) -> AttentionLayer:
         """The layer as each of `tensor` devices has it."""
@@ -357,15 +369,16 @@ def _with_biases(cuts: dict[str, Cut]) -> dict[str, Cut]:
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
     """A layer: x + mixer(norm(x)), then x + mlp(norm(x)). post_norms: whether the outputs of mixer and MLP are normalised before they are
-    added."""
+    added. pre_norms: whether their inputs are."""
 
     mixer: Mixer
     mlp: Mlp
     post_norms: bool = False
+    pre_norms: bool = True
 
     def shapes(self, hidden_size: int) -> Shapes:
         """Parameters of the whole layer."""
-        names = ("attn_norm", "mlp_norm", *(("attn_post_norm", "mlp_post_norm") if self.post_norms else ()))
+        names = ("attn_norm", "mlp_norm") * self.pre_norms + ("attn_post_norm", "mlp_post_norm") * self.post_norms
         norms: Shapes = dict.fromkeys(names, (hidden_size,))
         return norms | self.mixer.shapes(hidden_size) | self.mlp.shapes(hidden_size)
 

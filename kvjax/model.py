@@ -160,6 +160,8 @@ class ModelConfig:
         norm_eps: epsilon of every RMSNorm.
         norm_offset: added to the weight of every RMSNorm outside Gated DeltaNet layers; 1 where checkpoints store the weight minus one.
         embed_scale: factor of embeddings, rounded to compute_dtype first; None: no factor.
+        residual_scale: factor of what each half of a layer adds; None: no factor.
+        logit_scale: factor of logits; None: no factor.
         tie_embeddings: whether the head uses the embedding's weights.
         max_positions: the longest sequence, in tokens.
         compute_dtype: of activations, weights and cache, by name.
@@ -180,6 +182,8 @@ class ModelConfig:
     bos_token_id: int | None = None
     norm_offset: float = 0.0
     embed_scale: float | None = None
+    residual_scale: float | None = None
+    logit_scale: float | None = None
     owners: tuple[AttentionLayer, ...] = ()
 
     def __hash__(self) -> int:

@@ -140,10 +140,10 @@ def _config(opened: Checkpoint, max_positions: int | None, dtype: str | None) ->
 def _fields(opened: Checkpoint) -> tuple[config_json.Fields, Published | None]:
     """The configuration's fields without what they say of packed matrices, and that."""
     fields, published = split(opened.fields())
-    within = family_of(fields).within
-    if published is None or within is None:
+    prefixes = family_of(fields).prefixes
+    if published is None or not prefixes:
         return fields, published
-    return fields, dataclasses.replace(published, prefixes=tuple(within.prefixes.items()))
+    return fields, dataclasses.replace(published, prefixes=prefixes)
 
 
 def _chosen(dtype: DTypeLike | DtypeName | None) -> np.dtype | None:

@@ -21,10 +21,10 @@ def project(
     return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
 
 
-def norm_before(weight: Float[Array, "E"], tokens: Tokens) -> dict[str, Any]:
-    """The options of `project` for an RMSNorm before the product. The offset is added in the op: the sum of offset and weight, rounded to
+def norm_before(weight: Float[Array, "E"] | None, tokens: Tokens) -> dict[str, Any]:
+    """The options of `project` for an RMSNorm before the product; empty without a weight, if the model has no norm there. The offset is added in the op: the sum of offset and weight, rounded to
     16 bits, would be another norm."""
-    return {"norm": weight, "norm_eps": tokens.norm_eps, "norm_offset": tokens.norm_offset}
+    return {} if weight is None else {"norm": weight, "norm_eps": tokens.norm_eps, "norm_offset": tokens.norm_offset}
 
 
 def biases_of(layer: Params, there: bool, *names: str) -> dict[str, tuple[Array, ...]]:
