@@ -295,8 +295,8 @@ def _check_one_kind(types: Any, window: int | None, layers: int, family: Family)
     kind = "full_attention" if window is None else "sliding_attention"
     if types != [kind] * layers:
         raise ValueError(
-            f"config.json: layer_types is {types!r:.200}, and transformers does not read it for a {family.architecture}: with sliding_window "
-            f"{window} all {layers} layers are of {kind}; delete layer_types, or name model_type 'ministral' if the layers differ"
+            f"config.json: layer_types is {types!r:.200}, and transformers does not read it for a {family.architecture}: with "
+            f"sliding_window {window} all {layers} layers are of {kind}; delete layer_types, or name model_type 'ministral' if the layers differ"
         )
 
 
@@ -308,8 +308,8 @@ def _window_fields(windows: tuple[int | None, ...], family: Family) -> dict[str,
     types = ["full_attention" if window is None else "sliding_attention" for window in windows]
     if family.windows == "all":
         return {"sliding_window": lengths.pop() if lengths else None}
-    if family.windows == "types":
-        return {"sliding_window": lengths.pop() if lengths else None, "layer_types": types}
+    if family.windows == "types":  # transformers makes the mask of a window in every model, so it needs a length
+        return {"sliding_window": lengths.pop() if lengths else _WINDOW, "layer_types": types}
     return {"use_sliding_window": True, "sliding_window": lengths.pop(), "layer_types": types} if lengths else {}
 
 

@@ -182,11 +182,14 @@ class Family:
     def stored_name(self, name: str) -> str:
         """The tensor that holds a parameter: of fused matrices the one that holds it with others, else `name` itself."""
         for stored, parts in self.fused.items():
-            for part in parts:
-                own = LAYER_TENSORS[part]
+            for own in self.own_names(parts):
                 if name.endswith(own):
-                    return name.removesuffix(own) + stored + ".weight"
+                    return name.removesuffix(own) + stored
         return name
+
+    def own_names(self, parts: tuple[str, ...]) -> tuple[str, ...]:
+        """The names that parameters of a layer would have by themselves, inside the layer."""
+        return tuple((LAYER_TENSORS | dict(self.layer_tensors))[part] for part in parts)
 
     def tensor_names(self, config: ModelConfig) -> Params:
         """The parameter pytree with each tensor's Hugging Face name in its place."""

@@ -188,7 +188,9 @@ FAMILY = Family(
             "Gemma3ForConditionalGeneration",
             "gemma3",
             {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."},
-            frozenset({"vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index", "image_token_id"}),
+            frozenset(
+                {"vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index", "image_token_id"}
+            ),
         ),
     ),
     unread=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),

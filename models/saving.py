@@ -17,6 +17,7 @@ from kvjax.model import Model, ModelConfig, Params
 from kvjax.models import checkpoint, config_json
 from kvjax.models.checkpoint import MAX_SHARD_BYTES, Wanted
 from kvjax.models.decoder import is_shape, param_shapes
+from kvjax.models.fused import outline, stored_parts, whole
 from kvjax.models.quantization.writing import check_writable, fields_of, tensors_of
 from kvjax.models.save_targets import check_target, hidden_beside
 from kvjax.packing import FormatOf, place_of
@@ -95,12 +96,13 @@ def _write_weights(model: Model, folder: Path, max_shard_bytes: int) -> None:
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    wanted, structure = checkpoint.wanted_tensors(model.config)
-    leaves = _leaves(model.params, wanted, structure)
-    dtypes, wanted_dtype = {leaf.dtype.name for leaf in leaves if not is_packed(leaf)}, model.config.compute_dtype
+    stored = _stored(model)
+    dtypes = {leaf.dtype.name for _, parts in stored for leaf in parts if not is_packed(leaf)}
+    wanted_dtype = model.config.compute_dtype
     if dtypes != {wanted_dtype}:
         raise ValueError(f"parameters have dtypes {sorted(dtypes)}; all must have the model's compute_dtype, {wanted_dtype}")
-    shards = _shards(wanted, [leaf.nbytes for leaf in leaves], max_shard_bytes)
+    sizes = [sum(leaf.nbytes for leaf in parts) for _, parts in stored]
+    shards = _shards(sizes, max_shard_bytes)
     files = (
         [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))] if len(shards) > 1 else ["model.safetensors"]
     )
@@ -109,23 +111,29 @@ def _write_weights(model: Model, folder: Path, max_shard_bytes: int) -> None:
     for file, members in zip(files, shards, strict=True):
         host: dict[str, np.ndarray] = {}
         for n in members:
-            host |= tensors_of(wanted[n].name, leaves[n], tied) if is_packed(leaves[n]) else {wanted[n].name: np.asarray(leaves[n])}
+            name, leaf = stored[n][0], whole(stored[n][1])
+            host |= tensors_of(name, leaf, tied) if is_packed(leaf) else {name: np.asarray(leaf)}
         try:
             save_file(host, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"the model's weights could not be written to {folder.parent}: {error}") from error
         weight_map |= dict.fromkeys(host, file)
     if len(shards) > 1:
-        total = {"total_parameters": model.config.num_params, "total_size": sum(leaf.nbytes for leaf in leaves)}
+        total = {"total_parameters": model.config.num_params, "total_size": sum(sizes)}
         _write_json(folder / "model.safetensors.index.json", {"metadata": total, "weight_map": dict(sorted(weight_map.items()))})
 
 
 def _packing_fields(model: Model) -> dict[str, Any]:
     """The `quantization_config` of a model with packed matrices. NotImplementedError if transformers could not read them."""
-    wanted, structure = checkpoint.wanted_tensors(model.config)
-    named = {w.name: leaf for w, leaf in zip(wanted, _leaves(model.params, wanted, structure), strict=True)}
+    named = {name: outline(parts) for name, parts in _stored(model)}
     check_writable((name, leaf.format, leaf.shape, leaf.zeros is not None) for name, leaf in named.items() if is_packed(leaf))
     return {"quantization_config": fields_of(named)} if any(map(is_packed, named.values())) else {}
+
+
+def _stored(model: Model) -> list[tuple[str, tuple[Array | PackedMatrix, ...]]]:
+    """What the files hold: names, and the parameters that each stands for."""
+    wanted, structure = checkpoint.wanted_tensors(model.config)
+    return stored_parts(model.config, wanted, _leaves(model.params, wanted, structure))
 
 
 def _leaves(params: Params, wanted: list[Wanted], structure: Any) -> list[Array | PackedMatrix]:
@@ -138,7 +146,7 @@ def _leaves(params: Params, wanted: list[Wanted], structure: Any) -> list[Array 
     return leaves
 
 
-def _shards(wanted: list[Wanted], sizes: list[int], most: int) -> list[list[int]]:
+def _shards(sizes: list[int], most: int) -> list[list[int]]:
     """Tensor numbers by file. Each file takes what fits, in order; a tensor larger than `most` gets its own file."""
     shards: list[list[int]] = [[]]
     filled = 0
