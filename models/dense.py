@@ -83,10 +83,8 @@ def same_fields(config: ModelConfig, *varying: str) -> dict[str, Any]:
     otherwise."""
     first = config.layers[0]
     for layer in config.layers:
-        if (
-            dataclasses.replace(layer.mixer, **{name: getattr(first.mixer, name) for name in varying}) != first.mixer
-            or layer.mlp != first.mlp
-        ):
+        mixer = dataclasses.replace(layer.mixer, **{name: getattr(first.mixer, name) for name in varying})
+        if dataclasses.replace(layer, mixer=mixer) != first:
             may = f" but for {' and '.join(varying)}" if varying else ""
             raise ValueError(f"config.json of family {config.family} describes layers that are all alike{may}; this model has others")
     return {

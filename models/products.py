@@ -22,8 +22,8 @@ def project(
 
 
 def norm_before(weight: Float[Array, "E"] | None, tokens: Tokens) -> dict[str, Any]:
-    """The options of `project` for an RMSNorm before the product; empty without a weight, if the model has no norm there. The offset is added in the op: the sum of offset and weight, rounded to
-    16 bits, would be another norm."""
+    """The options of `project` for an RMSNorm before the product; empty without a weight, if the model has no norm there. The offset is
+    added in the op: the sum of offset and weight, rounded to 16 bits, would be another norm."""
     return {} if weight is None else {"norm": weight, "norm_eps": tokens.norm_eps, "norm_offset": tokens.norm_offset}
 
 
