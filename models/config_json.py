@@ -14,13 +14,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvjax.layers import DeltaLayer, LongRope, RopeScaling
+from kvjax.layers import DeltaLayer, LongRope, Rope, RopeScaling
 from kvjax.model import ModelConfig, uniform_config, uniform_fields
 from kvjax.models.config_classes import unread
 from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.family import HARMLESS, ONLY, REMEDIES, Family
 from kvjax.models.fields import boolean as _boolean
-from kvjax.models.fields import check_layer_types, declared, layer_count
+from kvjax.models.fields import check_layer_types, declared, layer_count, positive
 from kvjax.models.fields import integer as _integer
 from kvjax.models.fields import number as _number
 from kvjax.models.fields import size as _size
@@ -73,7 +73,7 @@ def parse(fields: Fields, generation: Fields | None = None, max_positions: int |
         "compute_dtype": str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16") if dtype is None else dtype,
         "vocab_size": _size(read, "vocab_size"),
         "hidden_size": _size(read, "hidden_size"),
-        "norm_eps": _norm_eps(read),
+        "norm_eps": _norm_eps(read, family.norm_eps),
         "tie_embeddings": _boolean(read, "tie_word_embeddings"),
         "max_positions": max_positions,
         "eos_token_ids": _token_ids(generation or {}, "eos_token_id") or _token_ids(read, "eos_token_id"),
@@ -82,7 +82,8 @@ def parse(fields: Fields, generation: Fields | None = None, max_positions: int |
     if family.layers_of is not None:
         scale = shared["hidden_size"] ** 0.5 if family.scaled_embedding else None
         layers = family.layers_of(read, theta, scaling)
-        return ModelConfig(**shared, layers=layers, norm_offset=family.norm_offset, embed_scale=scale)
+        norms = {"norm_offset": family.norm_offset, "centered_norms": family.centered_norms}
+        return ModelConfig(**shared, layers=layers, **norms, **_of_logits(read, family), embed_scale=scale)
     heads = _size(read, "num_attention_heads")
     biased = {name: name in read and read[name] is not None and _boolean(read, name) for name in ("attention_bias", "mlp_bias")}
     return uniform_config(
@@ -100,6 +101,16 @@ def parse(fields: Fields, generation: Fields | None = None, max_positions: int |
         qk_norm=family.qk_norm,
         windows=_windows(fields, family, layer_count(read), _written_positions(max_positions, scaling)),
     )
+
+
+def _of_logits(read: Fields, family: Family) -> dict[str, float | None]:
+    """The scale and the cap of the model's logits, as arguments of `ModelConfig`."""
+    found = {}
+    if family.logits_scale is not None:
+        found["logits_scale"] = _number(read, family.logits_scale)
+    if family.logits_softcap is not None and read[family.logits_softcap] is not None:
+        found["logits_softcap"] = positive(read, family.logits_softcap)
+    return found
 
 
 def text_fields(fields: Fields, family: Family) -> Fields:
@@ -133,8 +144,9 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
     """
     family = FAMILIES[config.family]
     own = _uniform_fields(config, family) if family.fields_of is None else family.fields_of(config)
-    mixers = [layer.mixer for layer in config.layers if not isinstance(layer.mixer, DeltaLayer)]
-    rope = next((mixer.rope for mixer in mixers if mixer.window is None), mixers[0].rope)
+    mixers = [layer.mixer for layer in config.layers if not isinstance(layer.mixer, DeltaLayer) and layer.mixer.rope is not None]
+    mixers.sort(key=lambda mixer: mixer.window is not None)
+    rope = mixers[0].rope if mixers else Rope(family.defaults["rope_theta"], 2)  # nothing reads it where no layer rotates
     scaling, eos = _rope_fields(rope.scaling), config.eos_token_ids
     partial = {name: own[name] for name in ("partial_rotary_factor",) if name in own}
     fields = {
@@ -144,7 +156,7 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
         "max_position_embeddings": _written_positions(config.max_positions, rope.scaling),
-        "rms_norm_eps": config.norm_eps,
+        family.norm_eps: config.norm_eps,
         "rope_theta": rope.theta,
         "rope_scaling": scaling,
         "rope_parameters": (scaling or {"rope_type": "default"}) | {"rope_theta": rope.theta} | partial,
@@ -152,6 +164,9 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(eos) if len(eos) > 1 else (eos[0] if eos else None),
         "dtype": config.compute_dtype,
+    }
+    fields |= {
+        name: value for name, value in ((family.logits_scale, config.logits_scale), (family.logits_softcap, config.logits_softcap)) if name
     }
     only = (dict(ONLY) | dict(family.only)).items()
     fields |= own | {name: values[0] for name, values in only if values[0] is not None and name not in family.defaults}
@@ -403,9 +418,9 @@ def _numbers(fields: Fields, name: str) -> tuple[float, ...]:
     return found
 
 
-def _norm_eps(fields: Fields) -> float:
-    if (value := _number(fields, "rms_norm_eps")) < 0:
-        raise ValueError(f"config.json: rms_norm_eps is {value}; it must be 0 or more")
+def _norm_eps(fields: Fields, name: str) -> float:
+    if (value := _number(fields, name)) < 0:
+        raise ValueError(f"config.json: {name} is {value}; it must be 0 or more")
     return value
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.models import deepseek_v32, gemma3, llama, qwen2, qwen3, qwen3_5
+from kvjax.models import cohere, cohere2, deepseek_v32, ernie4_5, gemma, gemma2, gemma3, helium, llama, qwen2, qwen3, qwen3_5
 from kvjax.models.family import Family
 
 FAMILIES: Mapping[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY for module in (llama, qwen2, qwen3, qwen3_5, gemma3, deepseek_v32)
+    module.FAMILY.model_type: module.FAMILY
+    for module in (llama, qwen2, qwen3, qwen3_5, gemma, gemma2, gemma3, deepseek_v32, helium, ernie4_5, cohere, cohere2)
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from kvjax.model import Model, ModelConfig, Params
 from kvjax.models import checkpoint, config_json
 from kvjax.models.checkpoint import MAX_SHARD_BYTES, Wanted
 from kvjax.models.decoder import is_shape, param_shapes
+from kvjax.models.interleaving import blocks_in_order, rearranged, unmoved
 from kvjax.models.quantization.writing import check_writable, fields_of, tensors_of
 from kvjax.models.save_targets import check_target, hidden_beside
 from kvjax.packing import FormatOf, place_of
-from pallas_kernels.matrices import PackedMatrix, is_packed
+from pallas_kernels.matrices import MatrixFormat, PackedMatrix, is_packed
 
 
 def save(model: Model, folder: str | Path, *, overwrite: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -60,6 +62,7 @@ def check_packing(config: ModelConfig, format_of: FormatOf) -> None:
     named = jax.tree_util.tree_flatten_with_path(param_shapes(config), is_leaf=is_shape)[0]
     formats = [format_of(*place_of(path), shape) for path, shape in named]
     wanted = checkpoint.wanted_tensors(config)[0]
+    _check_order((w, own) for w, own in zip(wanted, formats, strict=True) if own is not None)
     check_writable((w.name, own, w.shape, False) for w, own in zip(wanted, formats, strict=True) if own is not None)
 
 
@@ -109,7 +112,9 @@ def _write_weights(model: Model, folder: Path, max_shard_bytes: int) -> None:
     for file, members in zip(files, shards, strict=True):
         host: dict[str, np.ndarray] = {}
         for n in members:
-            host |= tensors_of(wanted[n].name, leaves[n], tied) if is_packed(leaves[n]) else {wanted[n].name: np.asarray(leaves[n])}
+            name, order = wanted[n].name, wanted[n].order
+            leaf = rearranged(leaves[n], None if order is None else order.inverse, name)
+            host |= tensors_of(name, leaf, tied) if is_packed(leaf) else {name: np.asarray(leaf)}
         try:
             save_file(host, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:
@@ -123,9 +128,18 @@ def _write_weights(model: Model, folder: Path, max_shard_bytes: int) -> None:
 def _packing_fields(model: Model) -> dict[str, Any]:
     """The `quantization_config` of a model with packed matrices. NotImplementedError if transformers could not read them."""
     wanted, structure = checkpoint.wanted_tensors(model.config)
-    named = {w.name: leaf for w, leaf in zip(wanted, _leaves(model.params, wanted, structure), strict=True)}
+    leaves = _leaves(model.params, wanted, structure)
+    _check_order((w, leaf.format) for w, leaf in zip(wanted, leaves, strict=True) if is_packed(leaf))
+    named = {w.name: leaf for w, leaf in zip(wanted, leaves, strict=True)}
     check_writable((name, leaf.format, leaf.shape, leaf.zeros is not None) for name, leaf in named.items() if is_packed(leaf))
     return {"quantization_config": fields_of(named)} if any(map(is_packed, named.values())) else {}
+
+
+def _check_order(packed: Iterable[tuple[Wanted, MatrixFormat]]) -> None:
+    """NotImplementedError for a packed matrix whose rows cannot be put back into the checkpoint's order."""
+    for each, own in packed:
+        if each.order is not None and blocks_in_order(each.order, own.rows) is None:
+            raise NotImplementedError(f"{each.name} cannot be saved as {own}: {unmoved(own.rows)}")
 
 
 def _leaves(params: Params, wanted: list[Wanted], structure: Any) -> list[Array | PackedMatrix]:

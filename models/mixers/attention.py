@@ -11,7 +11,7 @@ from kvjax.layers import AttentionLayer
 from kvjax.model import Heads, Params
 from kvjax.models.mixers.tokens import MixHere, Tokens
 from kvjax.models.products import biases_of, norm_before, project
-from pallas_kernels.elementwise import rms_norm, rotate
+from pallas_kernels.elementwise import rotate
 
 
 def attend_heads(
@@ -19,7 +19,7 @@ def attend_heads(
 ) -> tuple[Float[Array, "B T H*D"], Any]:
     """See `kvjax.models.decoder.MIXERS`."""
     q, k, v, gate = _heads(config, params, x, tokens)
-    out, state = mix(Heads(q, k, v, config.sm_scale, config.window, config.share_with, config.rope), state)
+    out, state = mix(Heads(q, k, v, config.scale, config.window, config.share_with, config.rope), state)
     out = out.astype(x.dtype) if gate is None else out.astype(x.dtype) * jax.nn.sigmoid(gate)
     out = out if tokens.shards is None else tokens.shards.own_heads(out, config.copies)
     return out.reshape(*x.shape[:2], -1), state
@@ -28,11 +28,12 @@ def attend_heads(
 def _heads(config: AttentionLayer, params: Params, x: Float[Array, "B T E"], tokens: Tokens):
     """Queries and keys, rotated and in some models normalised, values, and gates or None: [B, T, heads, D]. Keys and values are None in a
     layer that reads another's."""
-    rotation = tokens.rotation(config.rope)
+    rotation = None if config.rope is None else tokens.rotation(config.rope)
     names = ("q", "k", "v") if config.share_with is None else ("q",)
-    options = norm_before(params["attn_norm"], tokens) | biases_of(params, config.qkv_bias, *names)
-    fused = not config.qk_norm and not config.gate and config.rope.dim == config.head_dim
-    if fused:
+    x, options = norm_before(x, params.get("attn_norm"), tokens)
+    options |= biases_of(params, config.qkv_bias, *names)
+    fused = not config.qk_norm and not config.gate and (config.rope is None or config.rope.dim == config.head_dim)
+    if fused and rotation is not None:
         rows = x.shape[0] * x.shape[1]
         options |= {"rotation": tuple(y.reshape(rows, -1) for y in rotation), "rotated": min(2, len(names))}
     projected = project(x, *(params[name] for name in names), **options)
@@ -44,7 +45,7 @@ def _heads(config: AttentionLayer, params: Params, x: Float[Array, "B T E"], tok
     def turned(y: Array | None, norm: str) -> Array | None:
         if y is None or fused:
             return y
-        y = rms_norm(y, params[norm], tokens.norm_eps, tokens.norm_offset) if config.qk_norm else y
-        return rotate(y, *rotation)
+        y = tokens.norm(y, params[norm]) if config.qk_norm else y
+        return y if rotation is None else rotate(y, *rotation)
 
     return turned(q, "q_norm"), turned(k, "k_norm"), v, gate
