@@ -223,9 +223,7 @@ def _check_remap(said: str, policy: DecodePolicy | PrefillPolicy, config: ModelC
     if not isinstance(policy, Window | SinkWindow) or not policy.remap:
         return
     policy.check_pages(page_size)
-    if config.latent or any(mixer.rope is None for mixer in config.attention if mixer.window is None):
-        raise ValueError(
-            f"{said} turns rotated queries, which not every layer of this model has (latent attention, no RoPE): leave out +remap"
-        )
+    if config.latent:
+        raise ValueError(f"{said} turns rotated queries, which layers of latent attention do not have: leave out +remap")
     if (keys := policy.sink_tokens + policy.window_tokens) > config.max_positions:
         raise ValueError(f"{said} counts {keys:,} positions in the cache, and the model has {config.max_positions:,}: use a smaller window")

@@ -77,7 +77,8 @@ class LongRope(RopeScaling):
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding (arXiv 2104.09864). theta: the base. dim: elements of a head that are rotated, from the first on."""
+    """Rotary position embedding (arXiv 2104.09864). theta: the base. dim: elements of a head that are rotated, from the first on; 0 in a
+    layer without positions (`NO_ROPE`)."""
 
     theta: float
     dim: int
@@ -86,8 +87,8 @@ class Rope:
     def __post_init__(self):
         if not self.theta > 1:
             raise ValueError(f"the base of RoPE must be above 1, got {self.theta}")
-        if self.dim < 2 or self.dim % 2:
-            raise ValueError(f"RoPE rotates pairs: its dim must be even and positive, got {self.dim}")
+        if self.dim < 0 or self.dim % 2:
+            raise ValueError(f"RoPE rotates pairs: its dim must be even, and 0 or more, got {self.dim}")
         if isinstance(self.scaling, LongRope):
             for name, factors in (("short_factor", self.scaling.short_factors), ("long_factor", self.scaling.long_factors)):
                 if len(factors) != self.dim // 2:
@@ -96,13 +97,17 @@ class Rope:
                     )
 
 
+NO_ROPE = Rope(10000.0, 0)
+"""Of a layer whose queries and keys are not rotated. Its base stands for nothing."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionLayer:
     """Grouped-query attention.
 
     Args:
         num_heads, num_kv_heads, head_dim: H, K and D; K divides H.
-        rope: how queries and keys are rotated; None: they are not.
+        rope: how queries and keys are rotated.
         sm_scale: factor of logits before softmax.
         window: how many latest tokens a query sees, its own included; None: all before it.
         qkv_bias, o_bias: which projections add a bias.
@@ -118,7 +123,7 @@ class AttentionLayer:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: Rope | None
+    rope: Rope
     sm_scale: float
     window: int | None = None
     qkv_bias: bool = False
@@ -140,7 +145,7 @@ class AttentionLayer:
             raise ValueError("qk_norm_by_head needs qk_norm")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
-        if self.rope is not None and self.rope.dim > self.head_dim:
+        if self.rope.dim > self.head_dim:
             raise ValueError(f"RoPE cannot rotate {self.rope.dim} elements of a head of {self.head_dim}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"a window must be a positive number of tokens, or None, got {self.window}")

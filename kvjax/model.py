@@ -41,7 +41,7 @@ class Heads:
 
     sm_scale: scale of logits. window: how many latest tokens a query sees, its own included; None: all before it. share_with: the number
     of the layer that keys and values belong to; None: the layer itself. If the decoder does not have that layer, as in a slice of a model's
-    layers, k and v are None. rope: how q and k were rotated; None: they were not, so a policy cannot turn q to other positions.
+    layers, k and v are None. rope: how q and k were rotated; None: a policy cannot turn q to other positions.
     """
 
     q: Float[Array, "B T H D"]
@@ -162,9 +162,9 @@ class ModelConfig:
         norm_offset: added to the weight of every RMSNorm outside Gated DeltaNet layers; 1 where checkpoints store the weight minus one.
         centered_norms: whether norms subtract the mean first: LayerNorm without a bias in place of RMSNorm, outside Gated DeltaNet and
             latent-attention layers.
-        logits_scale: factor of the model's logits; None: no factor.
         logits_softcap: cap of the model's logits, which become cap * tanh(logit / cap); None: there is none.
         embed_scale: factor of embeddings, rounded to compute_dtype first; None: no factor.
+        logit_scale: factor of logits; None: no factor.
         tie_embeddings: whether the head uses the embedding's weights.
         max_positions: the longest sequence, in tokens.
         compute_dtype: of activations, weights and cache, by name.
@@ -185,8 +185,8 @@ class ModelConfig:
     bos_token_id: int | None = None
     norm_offset: float = 0.0
     embed_scale: float | None = None
+    logit_scale: float | None = None
     centered_norms: bool = False
-    logits_scale: float | None = None
     logits_softcap: float | None = None
     owners: tuple[AttentionLayer, ...] = ()
 
@@ -221,7 +221,7 @@ class ModelConfig:
 
     def _scalings(self) -> tuple[RopeScaling, ...]:
         ropes = dict.fromkeys(mixer.rope for mixer in (*self.attention, *self.latent))
-        return tuple(rope.scaling for rope in ropes if rope is not None and rope.scaling is not None)
+        return tuple(rope.scaling for rope in ropes if rope.scaling is not None)
 
     def for_longer(self, tokens: int) -> str:
         """The end of an error message that says how to run a sequence of `tokens` tokens, above `max_positions`; "" if nothing helps."""
@@ -358,7 +358,7 @@ def uniform_fields(config: ModelConfig) -> dict[str, Any] | None:
     """The arguments with which `uniform_config` makes this model, by name; None for a model that it cannot make."""
     first, shared = config.layers[0], ("family", "vocab_size", "hidden_size", "norm_eps", "tie_embeddings", "max_positions")
     mixer, windows = first.mixer, tuple(layer.mixer.window for layer in config.layers)
-    if not isinstance(mixer, AttentionLayer) or mixer.rope is None:
+    if not isinstance(mixer, AttentionLayer):
         return None
     fields = {name: getattr(config, name) for name in (*shared, "compute_dtype", "eos_token_ids", "bos_token_id", "num_layers")}
     fields |= {name: getattr(mixer, name) for name in ("num_heads", "num_kv_heads", "head_dim", "qkv_bias", "o_bias", "qk_norm")}

@@ -22,7 +22,7 @@ def head_dim_of(read: Mapping[str, Any]) -> int:
     return hidden // heads
 
 
-def attention_of(read: Mapping[str, Any], rope: Rope | None, **changes: Any) -> AttentionLayer:
+def attention_of(read: Mapping[str, Any], rope: Rope, **changes: Any) -> AttentionLayer:
     """A layer with the usual scale of logits. changes: more arguments of `AttentionLayer`."""
     heads, head_dim = size(read, "num_attention_heads"), head_dim_of(read)
     kv_heads = heads if read["num_key_value_heads"] is None else size(read, "num_key_value_heads")

@@ -13,7 +13,7 @@ from kvjax.layers import LayerConfig, Mlp, Rope, RopeScaling
 from kvjax.model import ModelConfig
 from kvjax.models.attention_layers import attention_of, head_dim_of, only_layer, said, sizes_of
 from kvjax.models.family import Family
-from kvjax.models.fields import boolean, layer_count, size
+from kvjax.models.fields import boolean, layer_count, number, size
 
 
 def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None) -> tuple[LayerConfig, ...]:
@@ -24,10 +24,15 @@ def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None
     return (LayerConfig(mixer, Mlp(size(read, "intermediate_size")), parallel=True),) * layer_count(read)
 
 
+def scales_of(read: Mapping[str, Any]) -> dict[str, float | None]:
+    """The factor of the model's logits, by `ModelConfig`'s name."""
+    return {"logit_scale": number(read, "logit_scale")}
+
+
 def fields_of(config: ModelConfig) -> dict[str, Any]:
     """config.json's fields of the layers. ValueError for layers that it has no words for."""
     layer = only_layer(config, FAMILY.architecture)
-    return sizes_of(layer) | {"attention_bias": layer.mixer.o_bias, "use_qk_norm": layer.mixer.qk_norm}
+    return sizes_of(layer) | {"attention_bias": layer.mixer.o_bias, "use_qk_norm": layer.mixer.qk_norm, "logit_scale": config.logit_scale}
 
 
 DEFAULTS: Mapping[str, Any] = {
@@ -59,6 +64,6 @@ FAMILY = Family(
     fields_of=fields_of,
     centered_norms=True,
     norm_eps="layer_norm_eps",
-    logits_scale="logit_scale",
+    scales_of=scales_of,
     interleaved=True,
 )

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.layers import LayerConfig, Mlp, Rope, RopeScaling
+from kvjax.layers import NO_ROPE, LayerConfig, Mlp, Rope, RopeScaling
 from kvjax.model import ModelConfig
 from kvjax.models.attention_layers import FULL, SLIDING, attention_of, head_dim_of, kinds_in, kinds_of, sizes_of
-from kvjax.models.cohere import DEFAULTS
+from kvjax.models.cohere import DEFAULTS, scales_of
 from kvjax.models.family import Family
 from kvjax.models.fields import boolean, size
 
@@ -19,7 +19,7 @@ from kvjax.models.fields import boolean, size
 def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None) -> tuple[LayerConfig, ...]:
     """The layers that config.json's fields describe. ValueError that names the field at fault."""
     types, biased = kinds_of(read, size(read, "sliding_window_pattern")), boolean(read, "attention_bias")
-    of_kind: dict[str, tuple[int | None, Rope | None]] = {FULL: (None, None)}
+    of_kind: dict[str, tuple[int | None, Rope]] = {FULL: (None, NO_ROPE)}
     if SLIDING in types:
         of_kind[SLIDING] = size(read, "sliding_window"), Rope(theta, head_dim_of(read), scaling)
     mlp = Mlp(size(read, "intermediate_size"))
@@ -37,6 +37,7 @@ def fields_of(config: ModelConfig) -> dict[str, Any]:
     sliding = kinds.get(SLIDING)
     return sizes_of(config.layers[0]) | {
         "layer_types": types,
+        "logit_scale": config.logit_scale,
         "attention_bias": config.layers[0].mixer.o_bias,
         # Without layers that have a window transformers makes the mask of one all the same, so it needs a length.
         "sliding_window": sliding.mixer.window if sliding else FAMILY.defaults["sliding_window"],
@@ -53,6 +54,6 @@ FAMILY = Family(
     fields_of=fields_of,
     centered_norms=True,
     norm_eps="layer_norm_eps",
-    logits_scale="logit_scale",
+    scales_of=scales_of,
     interleaved=True,
 )

@@ -14,13 +14,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvjax.layers import DeltaLayer, LongRope, Rope, RopeScaling
+from kvjax.layers import DeltaLayer, LongRope, RopeScaling
 from kvjax.model import ModelConfig, uniform_config, uniform_fields
 from kvjax.models.config_classes import unread
 from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.family import HARMLESS, ONLY, REMEDIES, Family
 from kvjax.models.fields import boolean as _boolean
-from kvjax.models.fields import check_layer_types, declared, layer_count, positive
+from kvjax.models.fields import check_layer_types, declared, layer_count
 from kvjax.models.fields import integer as _integer
 from kvjax.models.fields import number as _number
 from kvjax.models.fields import size as _size
@@ -80,10 +80,10 @@ def parse(fields: Fields, generation: Fields | None = None, max_positions: int |
         "bos_token_id": None if read["bos_token_id"] is None else _integer(read, "bos_token_id"),
     }
     if family.layers_of is not None:
-        scale = shared["hidden_size"] ** 0.5 if family.scaled_embedding else None
-        layers = family.layers_of(read, theta, scaling)
+        scales = {"embed_scale": shared["hidden_size"] ** 0.5} if family.scaled_embedding else {}
+        scales |= {} if family.scales_of is None else family.scales_of(read)
         norms = {"norm_offset": family.norm_offset, "centered_norms": family.centered_norms}
-        return ModelConfig(**shared, layers=layers, **norms, **_of_logits(read, family), embed_scale=scale)
+        return ModelConfig(**shared, layers=family.layers_of(read, theta, scaling), **norms, **scales)
     heads = _size(read, "num_attention_heads")
     biased = {name: name in read and read[name] is not None and _boolean(read, name) for name in ("attention_bias", "mlp_bias")}
     return uniform_config(
@@ -101,16 +101,6 @@ def parse(fields: Fields, generation: Fields | None = None, max_positions: int |
         qk_norm=family.qk_norm,
         windows=_windows(fields, family, layer_count(read), _written_positions(max_positions, scaling)),
     )
-
-
-def _of_logits(read: Fields, family: Family) -> dict[str, float | None]:
-    """The scale and the cap of the model's logits, as arguments of `ModelConfig`."""
-    found = {}
-    if family.logits_scale is not None:
-        found["logits_scale"] = _number(read, family.logits_scale)
-    if family.logits_softcap is not None and read[family.logits_softcap] is not None:
-        found["logits_softcap"] = positive(read, family.logits_softcap)
-    return found
 
 
 def text_fields(fields: Fields, family: Family) -> Fields:
@@ -144,9 +134,9 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
     """
     family = FAMILIES[config.family]
     own = _uniform_fields(config, family) if family.fields_of is None else family.fields_of(config)
-    mixers = [layer.mixer for layer in config.layers if not isinstance(layer.mixer, DeltaLayer) and layer.mixer.rope is not None]
-    mixers.sort(key=lambda mixer: mixer.window is not None)
-    rope = mixers[0].rope if mixers else Rope(family.defaults["rope_theta"], 2)  # nothing reads it where no layer rotates
+    mixers = [layer.mixer for layer in config.layers if not isinstance(layer.mixer, DeltaLayer)]
+    rotated = [mixer for mixer in mixers if mixer.rope.dim] or mixers
+    rope = next((mixer.rope for mixer in rotated if mixer.window is None), rotated[0].rope)
     scaling, eos = _rope_fields(rope.scaling), config.eos_token_ids
     partial = {name: own[name] for name in ("partial_rotary_factor",) if name in own}
     fields = {
@@ -164,9 +154,6 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(eos) if len(eos) > 1 else (eos[0] if eos else None),
         "dtype": config.compute_dtype,
-    }
-    fields |= {
-        name: value for name, value in ((family.logits_scale, config.logits_scale), (family.logits_softcap, config.logits_softcap)) if name
     }
     only = (dict(ONLY) | dict(family.only)).items()
     fields |= own | {name: values[0] for name, values in only if values[0] is not None and name not in family.defaults}

@@ -197,8 +197,8 @@ class TransformerDecoder:
         """Next-token logits, float32 whatever the weights' dtype. Tied models read the embedding."""
         found = project(hidden, params["embed" if self.config.tie_embeddings else "lm_head"], out_dtype=jnp.float32)[0]
         found = found if self.shards is None else self.shards.joined(found)[..., : self.config.vocab_size]
-        cap, factor = self.config.logits_softcap, self.config.logits_scale
-        found = found if factor is None else found * factor
+        found = found if self.config.logit_scale is None else found * jnp.float32(self.config.logit_scale)
+        cap = self.config.logits_softcap
         return found if cap is None else scaled(found, SoftCap(1.0, cap))
 
 

@@ -126,11 +126,12 @@ class Family:
     them they are read; otherwise stored biases are errors. only: more entries for `ONLY`. harmless: more entries for `HARMLESS`. qkv_bias:
     whether q, k and v always add biases. qk_norm: whether queries and keys are normalised per head, before RoPE. layers_of, fields_of: for
     families whose layers differ: `layers_of(fields with defaults, rope_theta, scaling)` gives the layers, and `fields_of(config)` their
-    fields. norm_offset, centered_norms: of `ModelConfig`. norm_eps: the field of the norms' epsilon. logits_scale, logits_softcap: the
-    fields of those of `ModelConfig`; None: none. interleaved: whether RoPE rotates pairs (2i, 2i + 1) (`kvjax.models.interleaving`).
+    fields. norm_offset, centered_norms: of `ModelConfig`. norm_eps: the field of the norms' epsilon.
+    interleaved: whether RoPE rotates pairs (2i, 2i + 1) (`kvjax.models.interleaving`).
     rope_keys: keys of rope_parameters that are ignored here, or read by `layers_of`.
     spread: for families for which transformers writes `rope_parameters` for each kind of layer: converts config.json's fields to those of
-    one kind; fold: the inverse. scaled_embedding: whether embeddings are multiplied by the square root of the width. layer_tensors: entries
+    one kind; fold: the inverse. scaled_embedding: whether embeddings are multiplied by the square root of the width. scales_of: for
+    families with other factors: `scales_of(fields with defaults)` gives `ModelConfig`'s fields of factors by name. layer_tensors: entries
     that extend or replace `LAYER_TENSORS`. within: the larger model that contains it as text part. unread: prefixes of tensor names that
     are ignored. window_switch: whether `sliding_window` holds only where `use_sliding_window` is true, and from layer `max_window_layers`
     on. heads_divide: whether transformers opens only models whose hidden_size is a multiple of their heads.
@@ -152,10 +153,9 @@ class Family:
     norm_offset: float = 0.0
     centered_norms: bool = False
     norm_eps: str = "rms_norm_eps"
-    logits_scale: str | None = None
-    logits_softcap: str | None = None
     interleaved: bool = False
     scaled_embedding: bool = False
+    scales_of: Callable[[Mapping[str, Any]], dict[str, float | None]] | None = None
     layer_tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     rope_keys: frozenset[str] = frozenset()
     within: Within | None = None

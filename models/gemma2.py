@@ -36,6 +36,11 @@ def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None
     return tuple(LayerConfig(attention_of(read, rope, window=windows[kind], **changes), mlp, post_norms=True) for kind in types)
 
 
+def scales_of(read: Mapping[str, Any]) -> dict[str, float | None]:
+    """The soft-cap of the model's logits, by `ModelConfig`'s name."""
+    return {"logits_softcap": None if read["final_logit_softcapping"] is None else positive(read, "final_logit_softcapping")}
+
+
 def fields_of(config: ModelConfig) -> dict[str, Any]:
     """config.json's fields of the layers. ValueError for layers that it has no words for."""
     types, kinds = kinds_in(config, FAMILY.architecture)
@@ -45,6 +50,7 @@ def fields_of(config: ModelConfig) -> dict[str, Any]:
         "attention_bias": mixer.o_bias,
         "query_pre_attn_scalar": float(f"{mixer.sm_scale**-2:.12g}"),
         "attn_logit_softcapping": mixer.softcap,
+        "final_logit_softcapping": config.logits_softcap,
         # Without layers that have a window transformers makes the mask of one all the same, so it needs a length.
         "sliding_window": sliding.mixer.window if sliding else FAMILY.defaults["sliding_window"],
     }
@@ -90,7 +96,7 @@ FAMILY = Family(
     },
     layers_of=layers_of,
     fields_of=fields_of,
-    logits_softcap="final_logit_softcapping",
+    scales_of=scales_of,
     norm_offset=1.0,
     heads_divide=True,
     scaled_embedding=True,

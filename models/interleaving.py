@@ -34,7 +34,7 @@ class Order:
 @functools.cache
 def order_of(mixer: Mixer, name: str) -> Order | None:
     """The order of a layer's parameter in a family with interleaved RoPE; None: as it is stored."""
-    if not isinstance(mixer, AttentionLayer) or mixer.rope is None or name not in _HEADS:
+    if not isinstance(mixer, AttentionLayer) or not mixer.rope.dim or name not in _HEADS:
         return None
     dim = mixer.rope.dim
     of_head = (*range(0, dim, 2), *range(1, dim, 2), *range(dim, mixer.head_dim))

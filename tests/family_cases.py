@@ -1,4 +1,4 @@
-"""Unusual configurations of families, with weights and prompts from seeds: NumPy alone, for the script with transformers and for the tests."""
+"""Unusual configurations of families, with weights and prompts from seeds. NumPy alone, for the script with transformers and the tests."""
 
 import zlib
 

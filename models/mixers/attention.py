@@ -28,12 +28,12 @@ def attend_heads(
 def _heads(config: AttentionLayer, params: Params, x: Float[Array, "B T E"], tokens: Tokens):
     """Queries and keys, rotated and in some models normalised, values, and gates or None: [B, T, heads, D]. Keys and values are None in a
     layer that reads another's."""
-    rotation = None if config.rope is None else tokens.rotation(config.rope)
+    rotation = tokens.rotation(config.rope)
     names = ("q", "k", "v") if config.share_with is None else ("q",)
     x, options = norm_before(x, params.get("attn_norm"), tokens)
     options |= biases_of(params, config.qkv_bias, *names)
-    fused = not config.qk_norm and not config.gate and (config.rope is None or config.rope.dim == config.head_dim)
-    if fused and rotation is not None:
+    fused = not config.qk_norm and not config.gate and config.rope.dim == config.head_dim
+    if fused:
         rows = x.shape[0] * x.shape[1]
         options |= {"rotation": tuple(y.reshape(rows, -1) for y in rotation), "rotated": min(2, len(names))}
     projected = project(x, *(params[name] for name in names), **options)
@@ -46,6 +46,6 @@ def _heads(config: AttentionLayer, params: Params, x: Float[Array, "B T E"], tok
         if y is None or fused:
             return y
         y = tokens.norm(y, params[norm]) if config.qk_norm else y
-        return y if rotation is None else rotate(y, *rotation)
+        return rotate(y, *rotation) if config.rope.dim else y
 
     return turned(q, "q_norm"), turned(k, "k_norm"), v, gate

@@ -454,7 +454,7 @@ def test_remapping_that_does_not_fit_is_refused(few_positions, options, said):
 
 
 def test_latents_are_not_turned(latent_model):
-    with pytest.raises(ValueError, match=r"turns rotated queries, which not every layer of this model has \(latent attention"):
+    with pytest.raises(ValueError, match="turns rotated queries, which layers of latent attention do not have"):
         Engine(latent_model, "window:16+40+remap", pages=8, page_size=16, prefill_chunk=16)
 
 

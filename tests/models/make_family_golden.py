@@ -1,7 +1,9 @@
-"""Makes golden/families.npz with transformers and PyTorch: `PYTHONPATH=tests python tests/models/make_family_golden.py`. Imports nothing of kvjax.
+"""Makes golden/family_cases.npz with transformers and PyTorch. Imports nothing of kvjax.
 
-For each case of tests/family_cases.py: the logits of the last tokens of a prompt (float32, eager attention, CPU; of each family's first case those
-of all), and the tokens that greedy decoding adds. Weights are made from seeds, so they are not stored.
+    PYTHONPATH=tests python tests/models/make_family_golden.py
+
+For each case of tests/family_cases.py: the logits of the last tokens of a prompt (float32, eager attention, CPU; of each family's first
+case those of all), and the tokens that greedy decoding adds. Weights are made from seeds, so they are not stored.
 """
 
 import json
@@ -11,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from family_cases import CASES, GREEDY, KEPT, fields_of, prompt_of, weight_of
 
-GOLDEN = Path(__file__).with_name("golden") / "families.npz"
+GOLDEN = Path(__file__).with_name("golden") / "family_cases.npz"
 
 
 def open_case(family, number):

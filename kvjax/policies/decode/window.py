@@ -61,10 +61,7 @@ class Window(Stateless):
         if self.remap:
             self.check_pages(size)
             if ctx.rope is None:
-                raise ValueError(
-                    f"policy {self} turns rotated queries, which not every layer of this model has (latent attention, no RoPE): "
-                    "leave out +remap"
-                )
+                raise ValueError(f"policy {self} turns rotated queries, which layers of latent attention do not have: leave out +remap")
         sinks = -(-self.sink_tokens // size)
         # A window of n tokens touches at most this many pages. Each further query token moves it by one token.
         local = (self.window_tokens + num_tokens - 2) // size + 2

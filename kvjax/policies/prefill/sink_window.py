@@ -85,10 +85,7 @@ class SinkWindow(DenseWhereCovered):
         """Attention to the sinks with turned queries, and to the window as it is."""
         self.check_pages(layer.pages.page_size)
         if ctx.rope is None:
-            raise ValueError(
-                f"prefill {self} turns rotated queries, which not every layer of this model has (latent attention, no RoPE): "
-                "leave out +remap"
-            )
+            raise ValueError(f"prefill {self} turns rotated queries, which layers of latent attention do not have: leave out +remap")
         window = self.sink_tokens, self.window_tokens
         positions = ctx.starts[:, None] + jnp.arange(query.shape[1], dtype=jnp.int32)
         near = turned(query, ctx.rope, cache_positions(positions, window) - positions)
