@@ -30,7 +30,7 @@ def fields_of(family, number):
         "model_type": family,
         "vocab_size": VOCAB,
         "hidden_size": heads * pick(4, 6, 10),
-        "intermediate_size": int(rng.integers(17, 60)),
+        "intermediate_size": 2 * int(rng.integers(9, 30)),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,

@@ -13,6 +13,7 @@ from golden_family import TOLERANCE, check_engine
 from quick_cases import rest_long
 from safetensors.numpy import load_file, save_file
 
+import kvjax
 from kvjax.engine import Engine
 from kvjax.models import checkpoint, config_json, load
 from kvjax.models.checkpoint import wanted_tensors
@@ -103,6 +104,20 @@ def test_prefill_by_a_policy_that_covers_everything_is_dense_prefill(name, tmp_p
     sizes = {"page_size": 128, "prefill_chunk": 512, "batch_buckets": (1,)}
     ((dense,), (found,)) = (engine_of(model, prefill=prefill, **sizes).prefill([tokens]) for prefill in ("dense", name))
     assert np.abs(np.asarray(found.logits) - np.asarray(dense.logits)).max() < TOLERANCE
+
+
+ON_MESHES = [("gemma2", 1), ("cohere", 3), ("cohere2", 1), ("helium", 1)]
+
+
+@pytest.mark.parametrize("case", rest_long(ON_MESHES, ("gemma2", 1), ("cohere", 3)), ids=lambda case: case[0])
+def test_the_devices_of_a_mesh_give_the_golden_logits(case, tmp_path):
+    """Heads and columns on two devices, pages on two."""
+    _, want = golden_case(tmp_path, *case)
+    split = load(tmp_path, dtype=jnp.float32, tokenizer=False, mesh=(mesh := kvjax.mesh(tensor=2, context=2)))
+    engine, ids = engine_of(split, policy_of("top:8"), mesh=mesh), want["ids"].tolist()
+    (sequence,) = engine.prefill([ids[:-1]])
+    (logits,) = engine.decode([sequence], ids[-1:])
+    assert np.abs(np.asarray(logits) - want["logits"][-1]).max() < TOLERANCE
 
 
 # Wrong models, which must not pass.
