@@ -114,6 +114,7 @@ class AttentionLayer:
         softcap: cap of logits, which become softcap * tanh(logit / softcap) before softmax; None: there is none.
         qk_norm: whether each head of q and k goes through a norm, before RoPE.
         qk_norm_by_head: whether these norms have weights for each head, not one set for all.
+        joint_norm: whether that norm is instead one over all heads of q together, and one over those of k.
         gate: whether q's projection also gives, after each head's query, a gate for that head's output: out * sigmoid(gate).
         share_with: the number of an earlier layer whose keys and values this one reads; it then has only queries. None: its own.
             `ModelConfig` says which layers are possible.
@@ -131,6 +132,7 @@ class AttentionLayer:
     softcap: float | None = None
     qk_norm: bool = False
     qk_norm_by_head: bool = False
+    joint_norm: bool = False
     gate: bool = False
     share_with: int | None = None
     copies: int = 1
@@ -147,6 +149,8 @@ class AttentionLayer:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.rope.dim > self.head_dim:
             raise ValueError(f"RoPE cannot rotate {self.rope.dim} elements of a head of {self.head_dim}")
+        if self.joint_norm and not self.qk_norm:
+            raise ValueError("joint_norm says how qk_norm is computed: set qk_norm too")
         if self.window is not None and self.window < 1:
             raise ValueError(f"a window must be a positive number of tokens, or None, got {self.window}")
         if self.share_with is not None:
@@ -159,13 +163,12 @@ class AttentionLayer:
 
     def shapes(self, hidden_size: int) -> Shapes:
         """Parameters of the mixer: q, k, v and o are matrices stored [out, in]."""
-        q, kv, d = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.head_dim
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         gated = q * (1 + self.gate)
         found: Shapes = {"q": (gated, hidden_size), "k": (kv, hidden_size), "v": (kv, hidden_size), "o": (hidden_size, q)}
         found |= {"q_bias": (gated,), "k_bias": (kv,), "v_bias": (kv,)} if self.qkv_bias else {}
         found |= {"o_bias": (hidden_size,)} if self.o_bias else {}
-        of_heads = ((self.num_heads,), (self.num_kv_heads,)) if self.qk_norm_by_head else ((), ())
-        found |= {"q_norm": (*of_heads[0], d), "k_norm": (*of_heads[1], d)} if self.qk_norm else {}
+        found |= self._norm_shapes() if self.qk_norm else {}
         unread = () if self.share_with is None else ("k", "v", "k_bias", "v_bias", "k_norm")
         return {name: shape for name, shape in found.items() if name not in unread}
 
@@ -177,8 +180,19 @@ class AttentionLayer:
         heads = [[head for number in own for head in range(number * group, (number + 1) * group)] for own in kv]
         q = cut(("heads", None), (heads, self.head_dim * (1 + self.gate)))
         k = cut(("kv_heads", None), (kv, self.head_dim))
-        norms = {"q_norm": cut(("heads", None), (heads, 1)), "k_norm": cut(("kv_heads", None), (kv, 1))} if self.qk_norm_by_head else {}
-        return _with_biases({"q": q, "k": k, "v": k}) | norms | {"o": cut((None, "out_heads"), (out, self.head_dim))}
+        found = _with_biases({"q": q, "k": k, "v": k}) | {"o": cut((None, "out_heads"), (out, self.head_dim))}
+        if self.joint_norm:
+            found |= {"q_norm": cut(("heads",), (heads, self.head_dim)), "k_norm": cut(("kv_heads",), (kv, self.head_dim))}
+        if self.qk_norm_by_head:
+            found |= {"q_norm": cut(("heads", None), (heads, 1)), "k_norm": cut(("kv_heads", None), (kv, 1))}
+        return found
+
+    def _norm_shapes(self) -> Shapes:
+        """Shapes of the norms of q and k."""
+        heads, d = {"q_norm": self.num_heads, "k_norm": self.num_kv_heads}, self.head_dim
+        if self.joint_norm:
+            return {name: (count * d,) for name, count in heads.items()}
+        return {name: (count, d) if self.qk_norm_by_head else (d,) for name, count in heads.items()}
 
     def on_shards(self, tensor: int) -> AttentionLayer:
         """The layer as each of `tensor` devices has it."""
@@ -379,21 +393,23 @@ def _with_biases(cuts: dict[str, Cut]) -> dict[str, Cut]:
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
     """A layer: x + mixer(norm(x)), then x + mlp(norm(x)). post_norms: whether the outputs of mixer and MLP are normalised before they are
-    added. parallel: whether the MLP reads the same normalised input as attention: x + mixer(norm(x)) + mlp(norm(x)), with one norm."""
+    added. pre_norms: whether their inputs are. parallel: whether the MLP reads the same normalised input as attention, with one norm:
+    x + mixer(norm(x)) + mlp(norm(x))."""
 
     mixer: Mixer
     mlp: Mlp
     post_norms: bool = False
+    pre_norms: bool = True
     parallel: bool = False
 
     def __post_init__(self):
-        if self.parallel and (self.post_norms or not isinstance(self.mixer, AttentionLayer)):
-            raise ValueError("a parallel layer has grouped-query attention, and no norms after")
+        if self.parallel and (self.post_norms or not self.pre_norms or not isinstance(self.mixer, AttentionLayer)):
+            raise ValueError("a parallel layer has grouped-query attention, a norm before and none after")
 
     def shapes(self, hidden_size: int) -> Shapes:
         """Parameters of the whole layer."""
-        before = ("attn_norm",) if self.parallel else ("attn_norm", "mlp_norm")
-        names = (*before, *(("attn_post_norm", "mlp_post_norm") if self.post_norms else ()))
+        before = ("attn_norm",) if self.parallel else ("attn_norm", "mlp_norm") * self.pre_norms
+        names = before + ("attn_post_norm", "mlp_post_norm") * self.post_norms
         norms: Shapes = dict.fromkeys(names, (hidden_size,))
         return norms | self.mixer.shapes(hidden_size) | self.mlp.shapes(hidden_size)
 

@@ -164,6 +164,7 @@ class ModelConfig:
             latent-attention layers.
         logits_softcap: cap of the model's logits, which become cap * tanh(logit / cap); None: there is none.
         embed_scale: factor of embeddings, rounded to compute_dtype first; None: no factor.
+        residual_scale: factor of what each half of a layer adds; None: no factor.
         logit_scale: factor of logits; None: no factor.
         tie_embeddings: whether the head uses the embedding's weights.
         max_positions: the longest sequence, in tokens.
@@ -185,6 +186,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     norm_offset: float = 0.0
     embed_scale: float | None = None
+    residual_scale: float | None = None
     logit_scale: float | None = None
     centered_norms: bool = False
     logits_softcap: float | None = None

@@ -1,14 +1,15 @@
-"""The one decoder that every family shares: pre-norm transformer, a mixer and a gated MLP in each layer, RMSNorm.
+"""The one decoder that every family shares: a transformer with norms before or after, a mixer and a gated MLP in each layer, RMSNorm.
 
 The configuration says what each layer is. `kvjax.models.mixers` has a function for each kind of mixer, `kvjax.models.mlp` the MLP. The
 parameters are a plain pytree. Matrices are stored [out, in], as in checkpoints; a decode step reads them fastest in this layout:
 
     {"embed": [V, E], "final_norm": [E], "layers": (layer, ...), optional "lm_head": [V, E]}
     layer: attn_norm [E], what the mixer has, with its last projection `o` [E, ...]; mlp_norm [E], gate [F, E], up [F, E], down [E, F];
-           no mlp_norm in a parallel layer;
-           optional attn_post_norm [E], mlp_post_norm [E] (`LayerConfig.shapes` says which tensors a layer has)
+           no mlp_norm in a parallel layer; attn_post_norm [E], mlp_post_norm [E] beside or instead of the first two
+           (`LayerConfig.shapes` says which a layer has)
     attention: q [H*D, E], or [2*H*D, E] with gates, k [K*D, E], v [K*D, E], o [E, H*D], optional q_bias, k_bias, v_bias, o_bias,
-           q_norm [D] or [H, D], k_norm [D] or [K, D]; nothing of k and v in a layer that reads another's keys and values
+           q_norm [D], k_norm [D] (or for each head: [H, D], [K, D]; or of all heads: [H*D], [K*D]); nothing of k and v in a layer that
+           reads another's keys and values
     Gated DeltaNet: see `kvjax.layers.DeltaLayer.shapes`; latent attention: see `kvjax.layers.LatentLayer.shapes`
 
 Matrices are arrays or packed (`pallas_kernels.matrices`). Arrays and activations have the model's compute_dtype; norms and RoPE are
@@ -139,9 +140,9 @@ class TransformerDecoder:
         """x plus one half of a layer: `inner`, projected back and, if `post_norm` is given, normalised."""
         if self.shards is not None:
             return self._add_parts(x, inner, matrix, biases, post_norm)
-        if post_norm is None:
+        if post_norm is None and self.config.residual_scale is None:
             return project(inner, matrix, residual=x, **biases)[0]
-        return x + self._norm(project(inner, matrix, **biases)[0], post_norm)
+        return x + self._scaled(project(inner, matrix, **biases)[0], post_norm)
 
     def _add_mlp(
         self, layer: LayerConfig, weights: Params, x: Float[Array, "B T E"], tokens: Tokens, post_norm, read: Array | None
@@ -173,12 +174,17 @@ class TransformerDecoder:
     def _add_parts(self, x: Array, inner: Array, matrix: Matrix, biases: dict[str, Any], post_norm: Array | None) -> Float[Array, "B T E"]:
         """`_add` where each device has some columns of the matrix."""
         parts = project(inner, matrix)[0]
-        if post_norm is None and not biases:
+        if post_norm is None and not biases and self.config.residual_scale is None:
             return self.shards.sum(parts, residual=x)
         y = self.shards.sum(parts)
         for bias in biases.get("biases", ()):
             y = y + bias
-        return x + (y if post_norm is None else self._norm(y, post_norm))
+        return x + self._scaled(y, post_norm)
+
+    def _scaled(self, y: Float[Array, "B T E"], post_norm: Float[Array, "E"] | None) -> Float[Array, "B T E"]:
+        """What half a layer adds: normalised and multiplied, as the model has it."""
+        y, scale = y if post_norm is None else self._norm(y, post_norm), self.config.residual_scale
+        return y if scale is None else y * jnp.asarray(scale, y.dtype)
 
     def hidden(
         self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], mix: Mix, state: Any

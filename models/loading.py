@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike
 
 from kvjax.model import ModelConfig
-from kvjax.models import checkpoint, config_json
+from kvjax.models import checkpoint, config_json, fused
 from kvjax.models.causal_lm import CausalLM
 from kvjax.models.checkpoint import CONFIG_FILES, TOKENIZER_FILES, WEIGHT_FILES, Checkpoint, Wanted, open_checkpoint
 from kvjax.models.decoder import TransformerDecoder, is_shape, param_shapes
@@ -61,10 +61,11 @@ def read_packing(path_or_id: str | Path, config: ModelConfig) -> FormatOf | None
     _, published = _fields(open_checkpoint(path_or_id, CONFIG_FILES))
     if published is None:
         return None
-    names = FAMILIES[config.family].tensor_names(config)
+    family = FAMILIES[config.family]
+    names = family.tensor_names(config)
 
     def format_of(layer: int | None, name: str, shape: tuple[int, ...]) -> MatrixFormat | None:
-        stored = names[name] if layer is None else names["layers"][layer][name]
+        stored = family.stored_name(names[name] if layer is None else names["layers"][layer][name])
         return published.format_of(stored, name, shape)
 
     return format_of
@@ -106,7 +107,8 @@ def load(
     config, published = _config(opened, max_positions, "float32")
     config, tensors = _tied_as_stored(config, _own_tensors(config, opened.tensors()))
     wanted, structure = checkpoint.wanted_tensors(config)
-    packed, tensors = ({}, tensors) if published is None else sources(published, wanted, tensors)
+    packed, tensors = ({}, tensors) if published is None else sources(published, fused.stored_wanted(config), tensors)
+    tensors, packed = fused.cut_apart(config, tensors, packed)
     if packed and weights is not None:
         raise ValueError(f"{path_or_id} holds packed weights ({published.method}) already: leave weights={weights!r} out, or {REMEDY}")
     checkpoint.check_tensors(config, tensors, packed)
@@ -142,10 +144,10 @@ def _config(opened: Checkpoint, max_positions: int | None, dtype: str | None) ->
 def _fields(opened: Checkpoint) -> tuple[config_json.Fields, Published | None]:
     """The configuration's fields without what they say of packed matrices, and that."""
     fields, published = split(opened.fields())
-    within = family_of(fields).within
-    if published is None or within is None:
+    prefixes = family_of(fields).prefixes
+    if published is None or not prefixes:
         return fields, published
-    return fields, dataclasses.replace(published, prefixes=tuple(within.prefixes.items()))
+    return fields, dataclasses.replace(published, prefixes=prefixes)
 
 
 def _chosen(dtype: DTypeLike | DtypeName | None) -> np.dtype | None:
@@ -170,14 +172,15 @@ def _formats(config: ModelConfig, format_of: FormatOf | None) -> list[MatrixForm
     return [None if format_of is None else format_of(*place_of(path), shape) for path, shape in shapes]
 
 
-Way = MatrixFormat | PackedSource | None
+Stored = PackedSource | fused.PackedRows
+Way = MatrixFormat | Stored | None
 """How a parameter is packed: while it is loaded, or as it is stored; None: it is an array."""
 
 
 def _place_all(wanted: list[Wanted], ways: list[Way], tensors: dict[str, Tensor], dtype: np.dtype) -> Iterator[Array | PackedMatrix]:
     """Every parameter in turn, on the device. Waits for each piece, so that its host copy is gone before the next is read."""
     for w, own in zip(wanted, ways, strict=True):
-        if isinstance(own, PackedSource):
+        if isinstance(own, Stored):
             yield jax.block_until_ready(jax.tree.map(jnp.asarray, rearranged(own.read(), w.order, w.name)))
             continue
         placed = None
@@ -218,7 +221,7 @@ def _place_parts(
     shapes = [_shape_of(w, own, dtype) for w, own in zip(wanted, ways, strict=True)]
     cuts = structure.flatten_up_to(decoder.cuts(jax.tree.unflatten(structure, shapes), shards.tensor))
     for w, own, how in zip(wanted, ways, cuts, strict=True):
-        if isinstance(own, PackedSource):
+        if isinstance(own, Stored):
             whole = rearranged(own.read(), w.order, w.name)
         elif own is None:
             whole = np.concatenate([rows for _, rows in _pieces(tensors[w.name])]).astype(dtype)
@@ -230,7 +233,7 @@ def _place_parts(
 
 def _shape_of(w: Wanted, own: Way, dtype: np.dtype) -> jax.ShapeDtypeStruct | PackedMatrix:
     """A parameter without its numbers."""
-    if isinstance(own, PackedSource):
+    if isinstance(own, Stored):
         return own.empty()
     return jax.ShapeDtypeStruct(w.shape, dtype) if own is None else own.empty(w.shape)
 

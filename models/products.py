@@ -22,7 +22,8 @@ def project(
 
 
 def norm_before(x: Float[Array, "... E"], weight: Float[Array, "E"] | None, tokens: Tokens) -> tuple[Float[Array, "... E"], dict[str, Any]]:
-    """Tokens, and the options of `project` for a norm before the product; None: they are normalised already.
+    """Tokens, and the options of `project` for a norm before the product. weight: None where the tokens are normalised already, or the
+    model has no norm there.
 
     RMSNorm is part of the op. Its offset is added there: the sum of offset and weight, rounded to 16 bits, would be another norm.
     """

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.layers import AttentionLayer
 from kvjax.model import Heads, Params
 from kvjax.models.mixers.tokens import MixHere, Tokens
 from kvjax.models.products import biases_of, norm_before, project
-from pallas_kernels.elementwise import rotate
+from pallas_kernels.elementwise import rms_norm, rotate
 
 
 def attend_heads(
@@ -45,7 +46,24 @@ def _heads(config: AttentionLayer, params: Params, x: Float[Array, "B T E"], tok
     def turned(y: Array | None, norm: str) -> Array | None:
         if y is None or fused:
             return y
-        y = tokens.norm(y, params[norm]) if config.qk_norm else y
+        if config.joint_norm:
+            y = _joint_norm(config, y, params[norm], tokens)
+        elif config.qk_norm:
+            y = tokens.norm(y, params[norm])
         return rotate(y, *rotation) if config.rope.dim else y
 
     return turned(q, "q_norm"), turned(k, "k_norm"), v, gate
+
+
+def _joint_norm(
+    config: AttentionLayer, heads: Float[Array, "B T N D"], weight: Float[Array, "N*D"], tokens: Tokens
+) -> Float[Array, "B T N D"]:
+    """An RMSNorm over all heads together. On a mesh each device has some of them, and the mean is over those of all."""
+    rows = heads.reshape(*heads.shape[:2], -1)
+    if tokens.shards is None or tokens.shards.tensor == 1:
+        return rms_norm(rows, weight, tokens.norm_eps, tokens.norm_offset).reshape(heads.shape)
+    wide = rows.astype(jnp.float32)
+    (total,) = tokens.shards.over_heads(config.copies, jnp.sum(wide * wide, axis=-1, keepdims=True))
+    mean = total / (rows.shape[-1] * tokens.shards.tensor // config.copies)
+    y = wide * jax.lax.rsqrt(mean + tokens.norm_eps) * (weight.astype(jnp.float32) + tokens.norm_offset)
+    return y.astype(heads.dtype).reshape(heads.shape)

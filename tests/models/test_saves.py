@@ -23,7 +23,7 @@ from tiny_models import LEAST, RECURRENT, altered, make_family, random_model
 
 from kvjax.layers import Rope, RopeScaling
 from kvjax.models import config_json, families, load, save, saving
-from kvjax.models.qwen3_5 import rotary_fraction
+from kvjax.models.partial_rope import rotary_fraction
 from kvjax.packing import SCHEMES, pack_params
 from kvjax.transformers_import import import_transformers
 from pallas_kernels.matrices import MatrixFormat, pack
