@@ -73,7 +73,7 @@ def parse(fields: Fields, generation: Fields | None = None, max_positions: int |
         "compute_dtype": str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16") if dtype is None else dtype,
         "vocab_size": _size(read, "vocab_size"),
         "hidden_size": _size(read, "hidden_size"),
-        "norm_eps": _norm_eps(read),
+        "norm_eps": _norm_eps(read, family.norm_eps),
         "tie_embeddings": _boolean(read, "tie_word_embeddings"),
         "max_positions": max_positions,
         "eos_token_ids": _token_ids(generation or {}, "eos_token_id") or _token_ids(read, "eos_token_id"),
@@ -82,7 +82,8 @@ def parse(fields: Fields, generation: Fields | None = None, max_positions: int |
     if family.layers_of is not None:
         scales = {"embed_scale": shared["hidden_size"] ** 0.5} if family.scaled_embedding else {}
         scales |= {} if family.scales_of is None else family.scales_of(read)
-        return ModelConfig(**shared, layers=family.layers_of(read, theta, scaling), norm_offset=family.norm_offset, **scales)
+        norms = {"norm_offset": family.norm_offset, "centered_norms": family.centered_norms}
+        return ModelConfig(**shared, layers=family.layers_of(read, theta, scaling), **norms, **scales)
     heads = _size(read, "num_attention_heads")
     biased = {name: name in read and read[name] is not None and _boolean(read, name) for name in ("attention_bias", "mlp_bias")}
     return uniform_config(
@@ -157,7 +158,7 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
         "max_position_embeddings": _written_positions(config.max_positions, rope.scaling),
-        "rms_norm_eps": config.norm_eps,
+        family.norm_eps: config.norm_eps,
         "rope_theta": rope.theta,
         "rope_scaling": scaling,
         "rope_parameters": (scaling or {"rope_type": "default"}) | {"rope_theta": rope.theta} | partial,
@@ -434,9 +435,9 @@ def _numbers(fields: Fields, name: str) -> tuple[float, ...]:
     return found
 
 
-def _norm_eps(fields: Fields) -> float:
-    if (value := _number(fields, "rms_norm_eps")) < 0:
-        raise ValueError(f"config.json: rms_norm_eps is {value}; it must be 0 or more")
+def _norm_eps(fields: Fields, name: str) -> float:
+    if (value := _number(fields, name)) < 0:
+        raise ValueError(f"config.json: {name} is {value}; it must be 0 or more")
     return value
 
 

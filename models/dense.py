@@ -34,11 +34,9 @@ DEFAULTS: Mapping[str, Any] = {
 
 NO_WINDOWS: Mapping[str, tuple[Any, ...]] = {
     "sliding_window": (None,),
-    "use_sliding_window": (None, False),
-    "max_window_layers": (None,),
     "layer_types": (None,),
 }
-"""Values of the fields of windows in families that read none."""
+"""Values of the fields of windows in families that read none: the caches of transformers would read them."""
 
 
 def head_dim_of(read: Mapping[str, Any]) -> int:

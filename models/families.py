@@ -6,9 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.models import (
+    cohere,
+    cohere2,
     deepseek_v32,
+    ernie4_5,
+    gemma,
+    gemma2,
     gemma3,
     granite,
+    helium,
     internlm3,
     llama,
     ministral,
@@ -27,6 +33,7 @@ from kvjax.models.family import Family, Within
 _MODULES = (
     *(llama, qwen2, qwen3, qwen3_5, gemma3, deepseek_v32),
     *(mistral, ministral, smollm3, granite, seed_oss, internlm3, olmo2, olmo3, phi3),
+    *(gemma, gemma2, cohere, cohere2, helium, ernie4_5),
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

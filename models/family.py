@@ -129,7 +129,9 @@ class Family:
     them they are read; otherwise stored biases are errors. only: more entries for `ONLY`. harmless: more entries for `HARMLESS`. qkv_bias:
     whether q, k and v always add biases. qk_norm: whether queries and keys are normalised per head, before RoPE. layers_of, fields_of: for
     families whose layers differ: `layers_of(fields with defaults, rope_theta, scaling)` gives the layers, and `fields_of(config)` their
-    fields. norm_offset: `ModelConfig.norm_offset`. rope_keys: keys of rope_parameters that are ignored here, or read by `layers_of`.
+    fields. norm_offset, centered_norms: of `ModelConfig`. norm_eps: the field of the norms' epsilon.
+    interleaved: whether RoPE rotates pairs (2i, 2i + 1) (`kvjax.models.interleaving`).
+    rope_keys: keys of rope_parameters that are ignored here, or read by `layers_of`.
     spread: for families for which transformers writes `rope_parameters` for each kind of layer: converts config.json's fields to those of
     one kind; fold: the inverse. scaled_embedding: whether embeddings are multiplied by the square root of the width. scales_of: for
     families with other factors: `scales_of(fields with defaults)` gives `ModelConfig`'s fields of factors by name. layer_tensors: entries
@@ -156,6 +158,9 @@ class Family:
     spread: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     fold: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     norm_offset: float = 0.0
+    centered_norms: bool = False
+    norm_eps: str = "rms_norm_eps"
+    interleaved: bool = False
     scaled_embedding: bool = False
     scales_of: Callable[[Mapping[str, Any]], dict[str, float | None]] | None = None
     layer_tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -27,6 +27,7 @@ from kvjax.models.checkpoint import CONFIG_FILES, TOKENIZER_FILES, WEIGHT_FILES,
 from kvjax.models.decoder import TransformerDecoder, is_shape, param_shapes
 from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.family import TENSORS
+from kvjax.models.interleaving import in_order, rearranged
 from kvjax.models.load_options import DtypeName, named_dtype, refuse
 from kvjax.models.quantization.reading import PackedSource, sources
 from kvjax.models.quantization.schemes import REMEDY, Published, split
@@ -111,6 +112,7 @@ def load(
     if packed and weights is not None:
         raise ValueError(f"{path_or_id} holds packed weights ({published.method}) already: leave weights={weights!r} out, or {REMEDY}")
     checkpoint.check_tensors(config, tensors, packed)
+    tensors |= {w.name: in_order(tensors[w.name], w.order) for w in wanted if w.name not in packed}
     own_tokenizer = _tokenizer(opened, str(path_or_id), config) if tokenizer else None
     chosen = _stored_dtype([w for w in wanted if w.name not in packed], tensors) if chosen is None else chosen
     config = dataclasses.replace(config, compute_dtype=chosen.name)
@@ -179,7 +181,7 @@ def _place_all(wanted: list[Wanted], ways: list[Way], tensors: dict[str, Tensor]
     """Every parameter in turn, on the device. Waits for each piece, so that its host copy is gone before the next is read."""
     for w, own in zip(wanted, ways, strict=True):
         if isinstance(own, Stored):
-            yield jax.block_until_ready(jax.tree.map(jnp.asarray, own.read()))
+            yield jax.block_until_ready(jax.tree.map(jnp.asarray, rearranged(own.read(), w.order, w.name)))
             continue
         placed = None
         for start, rows in _pieces(tensors[w.name], 1 if own is None else own.rows):
@@ -220,7 +222,7 @@ def _place_parts(
     cuts = structure.flatten_up_to(decoder.cuts(jax.tree.unflatten(structure, shapes), shards.tensor))
     for w, own, how in zip(wanted, ways, cuts, strict=True):
         if isinstance(own, Stored):
-            whole = own.read()
+            whole = rearranged(own.read(), w.order, w.name)
         elif own is None:
             whole = np.concatenate([rows for _, rows in _pieces(tensors[w.name])]).astype(dtype)
         else:

@@ -20,7 +20,7 @@ def attend_heads(
 ) -> tuple[Float[Array, "B T H*D"], Any]:
     """See `kvjax.models.decoder.MIXERS`."""
     q, k, v, gate = _heads(config, params, x, tokens)
-    out, state = mix(Heads(q, k, v, config.sm_scale, config.window, config.share_with, config.rope), state)
+    out, state = mix(Heads(q, k, v, config.scale, config.window, config.share_with, config.rope), state)
     out = out.astype(x.dtype) if gate is None else out.astype(x.dtype) * jax.nn.sigmoid(gate)
     out = out if tokens.shards is None else tokens.shards.own_heads(out, config.copies)
     return out.reshape(*x.shape[:2], -1), state
@@ -31,7 +31,8 @@ def _heads(config: AttentionLayer, params: Params, x: Float[Array, "B T E"], tok
     layer that reads another's."""
     rotation = tokens.rotation(config.rope)
     names = ("q", "k", "v") if config.share_with is None else ("q",)
-    options = norm_before(params.get("attn_norm"), tokens) | biases_of(params, config.qkv_bias, *names)
+    x, options = norm_before(x, params.get("attn_norm"), tokens)
+    options |= biases_of(params, config.qkv_bias, *names)
     fused = not config.qk_norm and not config.gate and config.rope.dim == config.head_dim
     if fused:
         rows = x.shape[0] * x.shape[1]
@@ -48,7 +49,7 @@ def _heads(config: AttentionLayer, params: Params, x: Float[Array, "B T E"], tok
         if config.joint_norm:
             y = _joint_norm(config, y, params[norm], tokens)
         elif config.qk_norm:
-            y = rms_norm(y, params[norm], tokens.norm_eps, tokens.norm_offset)
+            y = tokens.norm(y, params[norm])
         return rotate(y, *rotation) if config.rope.dim else y
 
     return turned(q, "q_norm"), turned(k, "k_norm"), v, gate

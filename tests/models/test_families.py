@@ -53,8 +53,9 @@ def error_of(logits, family, number):
     return float(np.abs(logits[-len(wanted) :] - wanted).max())
 
 
-@pytest.mark.parametrize(("family", "number"), rest_long(CASES, *QUICK))
-def test_logits_are_those_of_transformers(family, number, tmp_path, complete):
+@pytest.mark.parametrize("case", rest_long(CASES, *QUICK), ids=lambda case: "-".join(map(str, case)))
+def test_logits_are_those_of_transformers(case, tmp_path, complete):
+    family, number = case
     model = loaded(family, number, tmp_path)
     logits, _ = complete(model.decoder, model.params, dense_cases.prompt_of(family, number))
     error = error_of(logits, family, number)
@@ -62,10 +63,10 @@ def test_logits_are_those_of_transformers(family, number, tmp_path, complete):
     assert error < TOLERANCE
 
 
-@pytest.mark.parametrize(("family", "number"), rest_long(CASES, *QUICK))
-def test_a_save_holds_what_was_loaded(family, number, tmp_path):
+@pytest.mark.parametrize("case", rest_long(CASES, *QUICK), ids=lambda case: "-".join(map(str, case)))
+def test_a_save_holds_what_was_loaded(case, tmp_path):
     """The same tensors, bit for bit, and a configuration that says the same."""
-    model = loaded(family, number, tmp_path / "first")
+    model = loaded(*case, tmp_path / "first")
     save(model, tmp_path / "second")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
     assert before.keys() == after.keys()

@@ -1,0 +1,63 @@
+"""Gemma 1 (and CodeGemma): Llama with norms that multiply by 1 + w, a tanh GELU, and embeddings times the square root of the width.
+
+Source: Gemma technical report (arXiv 2403.08295); details as in transformers' `GemmaForCausalLM`. It reads `hidden_act` "gelu", as the
+first checkpoints have it, as the tanh approximation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax.layers import LayerConfig, Mlp, Rope, RopeScaling
+from kvjax.model import ModelConfig
+from kvjax.models.attention_layers import attention_of, head_dim_of, only_layer, sizes_of
+from kvjax.models.family import Family
+from kvjax.models.fields import boolean, layer_count, size
+
+
+def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None) -> tuple[LayerConfig, ...]:
+    """The layers that config.json's fields describe. ValueError that names the field at fault."""
+    biased = boolean(read, "attention_bias")
+    mixer = attention_of(read, Rope(theta, head_dim_of(read), scaling), qkv_bias=biased, o_bias=biased)
+    return (LayerConfig(mixer, Mlp(size(read, "intermediate_size"), "gelu_tanh")),) * layer_count(read)
+
+
+def fields_of(config: ModelConfig) -> dict[str, Any]:
+    """config.json's fields of the layers. ValueError for layers that it has no words for."""
+    layer = only_layer(config, FAMILY.architecture)
+    return sizes_of(layer) | {"attention_bias": layer.mixer.o_bias}
+
+
+FAMILY = Family(
+    model_type="gemma",
+    architecture="GemmaForCausalLM",
+    defaults={
+        "vocab_size": 256000,
+        "hidden_size": 3072,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "rope_parameters": None,
+        "original_max_position_embeddings": None,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    },
+    only={
+        "hidden_act": ("gelu_pytorch_tanh", "gelu"),
+        "hidden_activation": (None, "gelu_pytorch_tanh"),
+        "use_bidirectional_attention": (None, False),
+    },
+    layers_of=layers_of,
+    fields_of=fields_of,
+    norm_offset=1.0,
+    scaled_embedding=True,
+)
