@@ -295,9 +295,10 @@ def _check_one_kind(types: Any, window: int | None, layers: int, family: Family)
     """ValueError for kinds of layers that a family with one kind does not read."""
     kind = "full_attention" if window is None else "sliding_attention"
     if types != [kind] * layers:
+        said = f"config.json: layer_types is {types!r:.200}, and transformers does not read it for a {family.architecture}"
         raise ValueError(
-            f"config.json: layer_types is {types!r:.200}, and transformers does not read it for a {family.architecture}: with "
-            f"sliding_window {window} all {layers} layers are of {kind}; delete layer_types, or name model_type 'ministral' if the layers differ"
+            f"{said}: with sliding_window {window} all {layers} layers are of {kind}; delete layer_types, or name model_type 'ministral' "
+            "if the layers differ"
         )
 
 

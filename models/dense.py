@@ -34,11 +34,9 @@ DEFAULTS: Mapping[str, Any] = {
 
 NO_WINDOWS: Mapping[str, tuple[Any, ...]] = {
     "sliding_window": (None,),
-    "use_sliding_window": (None, False),
-    "max_window_layers": (None,),
     "layer_types": (None,),
 }
-"""Values of the fields of windows in families that read none."""
+"""Values of the fields of windows in families that read none: the caches of transformers would read them."""
 
 
 def head_dim_of(read: Mapping[str, Any]) -> int:
@@ -108,10 +106,8 @@ def same_fields(config: ModelConfig, *varying: str) -> dict[str, Any]:
     otherwise."""
     first = config.layers[0]
     for layer in config.layers:
-        if (
-            dataclasses.replace(layer.mixer, **{name: getattr(first.mixer, name) for name in varying}) != first.mixer
-            or layer.mlp != first.mlp
-        ):
+        mixer = dataclasses.replace(layer.mixer, **{name: getattr(first.mixer, name) for name in varying})
+        if dataclasses.replace(layer, mixer=mixer) != first:
             may = f" but for {' and '.join(varying)}" if varying else ""
             raise ValueError(f"config.json of family {config.family} describes layers that are all alike{may}; this model has others")
     return {

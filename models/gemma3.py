@@ -14,8 +14,9 @@ from typing import Any
 
 from kvjax.layers import AttentionLayer, LayerConfig, Mlp, Rope, RopeScaling
 from kvjax.model import ModelConfig
-from kvjax.models.family import Family, Within
+from kvjax.models.family import Family
 from kvjax.models.fields import boolean, check_layer_types, layer_count, number, size
+from kvjax.models.wrappers import GEMMA3
 
 logger = logging.getLogger(__name__)
 
@@ -183,15 +184,5 @@ FAMILY = Family(
     norm_offset=1.0,
     heads_divide=True,
     scaled_embedding=True,
-    within=(
-        Within(
-            "Gemma3ForConditionalGeneration",
-            "gemma3",
-            {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."},
-            frozenset(
-                {"vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index", "image_token_id"}
-            ),
-        ),
-    ),
-    unread=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    within=(GEMMA3,),
 )

@@ -39,9 +39,7 @@ def fields_of(config: ModelConfig) -> dict[str, Any]:
     kinds = {layer.mixer.window is not None: layer.mixer for layer in config.layers}
     full, sliding = kinds.get(False), kinds.get(True)
     if any(kinds[layer.mixer.window is not None] != layer.mixer for layer in config.layers):
-        raise ValueError(
-            "config.json of an Olmo3ForCausalLM describes one kind of layer with a window and one without; this model has more"
-        )
+        raise ValueError("config.json of an Olmo3ForCausalLM describes one kind of layer with a window and one without, not more")
     return same_fields(config, "window", "rope") | {
         "attention_bias": config.layers[0].mixer.o_bias,
         "layer_types": [FULL if layer.mixer.window is None else SLIDING for layer in config.layers],

@@ -74,7 +74,7 @@ FAMILY = Family(
         "sliding_window": None,
         "eos_token_id": 32000,
     },
-    only={"interpolate_factor": (None, 1), "lm_head_bias": (None, False), "layer_types": (None,), "use_sliding_window": (None,)},
+    only={"interpolate_factor": (None, 1), "lm_head_bias": (None, False), "layer_types": (None,)},
     harmless=frozenset({"full_attn_mod"}),
     spread=spread,
     rope_keys=frozenset({"partial_rotary_factor"}),

@@ -42,8 +42,8 @@ def _windows(read: Mapping[str, Any], count: int, rotated: list[bool]) -> list[i
     check_layer_types(types, (FULL, SLIDING), count)
     if SLIDING in types and not on:
         raise ValueError(
-            f"config.json: layer_types names layers of {SLIDING}, but use_sliding_window is {read['use_sliding_window']} and sliding_window "
-            f"{read['sliding_window']}: give both, or name the layers {FULL}"
+            f"config.json: layer_types names layers of {SLIDING}, but use_sliding_window is {read['use_sliding_window']} and "
+            f"sliding_window {read['sliding_window']}: give both, or name the layers {FULL}"
         )
     return [size(read, "sliding_window") if kind == SLIDING else None for kind in types]
 

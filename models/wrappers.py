@@ -14,6 +14,14 @@ FIELDS = frozenset(
     }
 )
 
+GEMMA3 = Within(
+    "Gemma3ForConditionalGeneration",
+    "gemma3",
+    TEXT,
+    frozenset({"vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index", "image_token_id"}),
+    unread=OTHERS,
+)
+
 MISTRAL3 = Within("Mistral3ForConditionalGeneration", "mistral3", TEXT, FIELDS, text="mistral", unread=OTHERS)
 """Mistral Small 3.1 and 3.2, with Pixtral's vision."""
 
