@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvjax.layers import AttentionLayer, LayerConfig, Mlp, Rope
+from kvjax.layers import Activation, AttentionLayer, LayerConfig, Mlp, Rope
 from kvjax.model import ModelConfig
-from kvjax.models.fields import boolean, layer_count, size
+from kvjax.models.fields import boolean, check_layer_types, layer_count, size
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -49,9 +49,9 @@ def head_dim_of(read: Mapping[str, Any]) -> int:
     return hidden // heads
 
 
-def same_layers(read: Mapping[str, Any], rope: Rope, **attention: Any) -> tuple[LayerConfig, ...]:
-    """As many equal layers as config.json's fields say. attention: fields of `AttentionLayer` beside the sizes. ValueError that names the
-    field at fault."""
+def same_layers(read: Mapping[str, Any], rope: Rope, *, activation: Activation = "silu", **attention: Any) -> tuple[LayerConfig, ...]:
+    """As many equal layers as config.json's fields say. activation: of the MLP. attention: fields of `AttentionLayer` beside the sizes.
+    ValueError that names the field at fault."""
     count, heads, head_dim = layer_count(read), size(read, "num_attention_heads"), head_dim_of(read)
     mixer = AttentionLayer(
         num_heads=heads,
@@ -60,7 +60,32 @@ def same_layers(read: Mapping[str, Any], rope: Rope, **attention: Any) -> tuple[
         rope=rope,
         **({"sm_scale": head_dim**-0.5} | attention),
     )
-    return (LayerConfig(mixer, Mlp(size(read, "intermediate_size"), bias=flag(read, "mlp_bias"))),) * count
+    return (LayerConfig(mixer, Mlp(size(read, "intermediate_size"), activation, flag(read, "mlp_bias"))),) * count
+
+
+def kinds_of(read: Mapping[str, Any], every: int) -> list[str]:
+    """The kind of each layer: as `layer_types` names them, or all with a window but every so many."""
+    count, types = layer_count(read), read["layer_types"]
+    if types is None:
+        return [FULL if (number + 1) % every == 0 else SLIDING for number in range(count)]
+    check_layer_types(types, (FULL, SLIDING), count)
+    return types
+
+
+def kinds_in(config: ModelConfig) -> list[str]:
+    """The kind of each layer. ValueError for several kinds with a window, or without."""
+    types = [FULL if layer.mixer.window is None else SLIDING for layer in config.layers]
+    kinds = dict(zip(types, config.layers, strict=True))
+    if any(kinds[kind] != layer for kind, layer in zip(types, config.layers, strict=True)):
+        raise ValueError(
+            f"config.json of family {config.family} describes one kind of layer with a window and one without; this model has more"
+        )
+    return types
+
+
+def window_in(config: ModelConfig, default: int) -> int:
+    """The window of the layers that have one. Without such layers the default: transformers makes the mask of one all the same."""
+    return next((layer.mixer.window for layer in config.layers if layer.mixer.window is not None), default)
 
 
 def with_mixers(layers: Sequence[LayerConfig], **lists: Sequence[Any]) -> tuple[LayerConfig, ...]:

@@ -13,6 +13,8 @@ from kvjax.models import (
     gemma,
     gemma2,
     gemma3,
+    glm,
+    glm4,
     granite,
     helium,
     internlm3,
@@ -34,7 +36,7 @@ from kvjax.models.nearest import nearest
 _MODULES = (
     *(llama, qwen2, qwen3, qwen3_5, gemma3, deepseek_v32),
     *(mistral, ministral, smollm3, granite, seed_oss, internlm3, olmo2, olmo3, phi3),
-    *(gemma, gemma2, cohere, cohere2, helium, ernie4_5),
+    *(gemma, gemma2, cohere, cohere2, helium, ernie4_5, glm, glm4),
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

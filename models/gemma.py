@@ -9,30 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.layers import LayerConfig, Mlp, Rope, RopeScaling
+from kvjax.layers import LayerConfig, Rope, RopeScaling
 from kvjax.model import ModelConfig
-from kvjax.models.attention_layers import attention_of, head_dim_of, only_layer, sizes_of
+from kvjax.models.dense import DEFAULTS, flag, head_dim_of, same_fields, same_layers
 from kvjax.models.family import Family
-from kvjax.models.fields import boolean, layer_count, size
 
 
 def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None) -> tuple[LayerConfig, ...]:
     """The layers that config.json's fields describe. ValueError that names the field at fault."""
-    biased = boolean(read, "attention_bias")
-    mixer = attention_of(read, Rope(theta, head_dim_of(read), scaling), qkv_bias=biased, o_bias=biased)
-    return (LayerConfig(mixer, Mlp(size(read, "intermediate_size"), "gelu_tanh")),) * layer_count(read)
+    biased = flag(read, "attention_bias")
+    return same_layers(read, Rope(theta, head_dim_of(read), scaling), activation="gelu_tanh", qkv_bias=biased, o_bias=biased)
 
 
 def fields_of(config: ModelConfig) -> dict[str, Any]:
     """config.json's fields of the layers. ValueError for layers that it has no words for."""
-    layer = only_layer(config, FAMILY.architecture)
-    return sizes_of(layer) | {"attention_bias": layer.mixer.o_bias}
+    return same_fields(config) | {"attention_bias": config.layers[0].mixer.o_bias}
 
 
 FAMILY = Family(
     model_type="gemma",
     architecture="GemmaForCausalLM",
-    defaults={
+    defaults=DEFAULTS
+    | {
         "vocab_size": 256000,
         "hidden_size": 3072,
         "intermediate_size": 24576,
@@ -41,11 +39,6 @@ FAMILY = Family(
         "num_key_value_heads": 16,
         "head_dim": 256,
         "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "rope_scaling": None,
-        "rope_parameters": None,
-        "original_max_position_embeddings": None,
         "tie_word_embeddings": True,
         "attention_bias": False,
         "bos_token_id": 2,

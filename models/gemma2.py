@@ -8,14 +8,26 @@ Source: Gemma 2 technical report (arXiv 2408.00118); details as in transformers'
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.layers import LayerConfig, Mlp, Rope, RopeScaling
+from kvjax.layers import LayerConfig, Rope, RopeScaling
 from kvjax.model import ModelConfig
-from kvjax.models.attention_layers import SLIDING, attention_of, head_dim_of, kinds_in, kinds_of, sizes_of
+from kvjax.models.dense import (
+    DEFAULTS,
+    SLIDING,
+    flag,
+    head_dim_of,
+    kinds_in,
+    kinds_of,
+    same_fields,
+    same_layers,
+    window_in,
+    with_mixers,
+)
 from kvjax.models.family import Family
-from kvjax.models.fields import boolean, positive, size
+from kvjax.models.fields import positive, size
 
 EVERY = 2
 """Of so many layers one has no window, unless `layer_types` says otherwise."""
@@ -23,17 +35,18 @@ EVERY = 2
 
 def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None) -> tuple[LayerConfig, ...]:
     """The layers that config.json's fields describe. ValueError that names the field at fault."""
-    types, biased = kinds_of(read, EVERY), boolean(read, "attention_bias")
-    cap = read["attn_logit_softcapping"]
-    changes = {
-        "sm_scale": positive(read, "query_pre_attn_scalar") ** -0.5,
-        "softcap": None if cap is None else positive(read, "attn_logit_softcapping"),
-        "qkv_bias": biased,
-        "o_bias": biased,
-    }
-    windows = {kind: size(read, "sliding_window") if kind == SLIDING else None for kind in set(types)}
-    mlp, rope = Mlp(size(read, "intermediate_size"), "gelu_tanh"), Rope(theta, head_dim_of(read), scaling)
-    return tuple(LayerConfig(attention_of(read, rope, window=windows[kind], **changes), mlp, post_norms=True) for kind in types)
+    types, biased, cap = kinds_of(read, EVERY), flag(read, "attention_bias"), read["attn_logit_softcapping"]
+    layers = same_layers(
+        read,
+        Rope(theta, head_dim_of(read), scaling),
+        activation="gelu_tanh",
+        sm_scale=positive(read, "query_pre_attn_scalar") ** -0.5,
+        softcap=None if cap is None else positive(read, "attn_logit_softcapping"),
+        qkv_bias=biased,
+        o_bias=biased,
+    )
+    layers = with_mixers(layers, window=[size(read, "sliding_window") if kind == SLIDING else None for kind in types])
+    return tuple(dataclasses.replace(layer, post_norms=True) for layer in layers)
 
 
 def scales_of(read: Mapping[str, Any]) -> dict[str, float | None]:
@@ -42,24 +55,23 @@ def scales_of(read: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def fields_of(config: ModelConfig) -> dict[str, Any]:
-    """config.json's fields of the layers. ValueError for layers that it has no words for."""
-    types, kinds = kinds_in(config, FAMILY.architecture)
-    mixer, sliding = config.layers[0].mixer, kinds.get(SLIDING)
-    return sizes_of(config.layers[0]) | {
-        "layer_types": types,
+    """config.json's fields of the layers and factors. ValueError for layers that it has no words for."""
+    mixer = config.layers[0].mixer
+    return same_fields(config, "window") | {
+        "layer_types": kinds_in(config),
         "attention_bias": mixer.o_bias,
         "query_pre_attn_scalar": float(f"{mixer.sm_scale**-2:.12g}"),
         "attn_logit_softcapping": mixer.softcap,
         "final_logit_softcapping": config.logits_softcap,
-        # Without layers that have a window transformers makes the mask of one all the same, so it needs a length.
-        "sliding_window": sliding.mixer.window if sliding else FAMILY.defaults["sliding_window"],
+        "sliding_window": window_in(config, FAMILY.defaults["sliding_window"]),
     }
 
 
 FAMILY = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
-    defaults={
+    defaults=DEFAULTS
+    | {
         "vocab_size": 256000,
         "hidden_size": 2304,
         "intermediate_size": 9216,
@@ -68,11 +80,6 @@ FAMILY = Family(
         "num_key_value_heads": 4,
         "head_dim": 256,
         "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "rope_scaling": None,
-        "rope_parameters": None,
-        "original_max_position_embeddings": None,
         "tie_word_embeddings": True,
         "attention_bias": False,
         "query_pre_attn_scalar": 256,

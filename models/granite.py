@@ -9,13 +9,13 @@ from kvjax.layers import LayerConfig, Rope, RopeScaling
 from kvjax.model import ModelConfig
 from kvjax.models.dense import DEFAULTS, NO_WINDOWS, flag, head_dim_of, same_fields, same_layers
 from kvjax.models.family import Family
-from kvjax.models.fields import number
+from kvjax.models.fields import number, positive
 
 
 def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None) -> tuple[LayerConfig, ...]:
     """The layers that config.json's fields describe. ValueError that names the field at fault."""
     biased = flag(read, "attention_bias")
-    scale = _positive(read, "attention_multiplier")
+    scale = positive(read, "attention_multiplier")
     return same_layers(read, Rope(theta, head_dim_of(read), scaling), sm_scale=scale, qkv_bias=biased, o_bias=biased)
 
 
@@ -24,15 +24,9 @@ def scales_of(read: Mapping[str, Any]) -> dict[str, float | None]:
     found = {
         "embed_scale": number(read, "embedding_multiplier"),
         "residual_scale": number(read, "residual_multiplier"),
-        "logit_scale": 1 / _positive(read, "logits_scaling"),
+        "logit_scale": 1 / positive(read, "logits_scaling"),
     }
     return {name: None if value == 1 else value for name, value in found.items()}
-
-
-def _positive(read: Mapping[str, Any], name: str) -> float:
-    if (value := number(read, name)) <= 0:
-        raise ValueError(f"config.json: {name} is {value}; it must be above 0")
-    return value
 
 
 def fields_of(config: ModelConfig) -> dict[str, Any]:

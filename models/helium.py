@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.layers import LayerConfig, Mlp, Rope, RopeScaling
+from kvjax.layers import LayerConfig, Rope, RopeScaling
 from kvjax.model import ModelConfig
-from kvjax.models.attention_layers import attention_of, head_dim_of, only_layer, sizes_of
+from kvjax.models.dense import DEFAULTS, flag, head_dim_of, same_fields, same_layers
 from kvjax.models.family import Family
-from kvjax.models.fields import boolean, layer_count, size
+from kvjax.models.fields import size
 
 
 def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None) -> tuple[LayerConfig, ...]:
@@ -17,20 +17,20 @@ def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None
     heads, head_dim, hidden = size(read, "num_attention_heads"), head_dim_of(read), size(read, "hidden_size")
     if heads * head_dim != hidden:  # transformers gives the output projection so many inputs
         raise ValueError(f"config.json: hidden_size {hidden} of a Helium must be num_attention_heads {heads} times head_dim {head_dim}")
-    mixer = attention_of(read, Rope(theta, head_dim, scaling), qkv_bias=boolean(read, "attention_bias"))
-    return (LayerConfig(mixer, Mlp(size(read, "intermediate_size"), bias=boolean(read, "mlp_bias"))),) * layer_count(read)
+    return same_layers(read, Rope(theta, head_dim, scaling), qkv_bias=flag(read, "attention_bias"))
 
 
 def fields_of(config: ModelConfig) -> dict[str, Any]:
     """config.json's fields of the layers. ValueError for layers that it has no words for."""
-    layer = only_layer(config, FAMILY.architecture)
-    return sizes_of(layer) | {"attention_bias": layer.mixer.qkv_bias, "mlp_bias": layer.mlp.bias}
+    first = config.layers[0]
+    return same_fields(config) | {"attention_bias": first.mixer.qkv_bias, "mlp_bias": first.mlp.bias}
 
 
 FAMILY = Family(
     model_type="helium",
     architecture="HeliumForCausalLM",
-    defaults={
+    defaults=DEFAULTS
+    | {
         "vocab_size": 48000,
         "hidden_size": 2560,
         "intermediate_size": 7040,
@@ -41,14 +41,8 @@ FAMILY = Family(
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-8,
         "rope_theta": 100000.0,
-        "rope_scaling": None,
-        "rope_parameters": None,
-        "original_max_position_embeddings": None,
-        "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
     },
     layers_of=layers_of,
     fields_of=fields_of,

@@ -8,7 +8,7 @@ VOCAB, PROMPT, GREEDY = 64, 48, 8
 KEPT = 6
 """Last tokens of a prompt whose logits are golden; of a family's first case all are."""
 
-FAMILIES = ("helium", "ernie4_5", "gemma", "gemma2", "cohere", "cohere2")
+FAMILIES = ("helium", "ernie4_5", "gemma", "gemma2", "cohere", "cohere2", "glm", "glm4")
 NUMBERS = range(8)
 CASES = [(family, number) for family in FAMILIES for number in NUMBERS]
 
@@ -88,7 +88,23 @@ def _cohere2(number, fields, pick):
     return own | kinds | ({"sliding_window_pattern": 2 + number} if kinds["layer_types"] is None else {})
 
 
-OWN = {"helium": _helium, "ernie4_5": _ernie, "gemma": _gemma, "gemma2": _gemma2, "cohere": _cohere, "cohere2": _cohere2}
+def _glm(number, fields, pick):
+    fraction = (0.5, 0.5, 0.25, 0.75, 0.4, 1.0, 0.5, 0.6)[number]  # rotates 4, 6, 8, 12, 8, 4, 12 and 6 elements
+    scaling = fields.pop("rope_scaling") or {"rope_type": "default"}
+    ropes = {"rope_parameters": scaling | {"rope_theta": fields.pop("rope_theta"), "partial_rotary_factor": fraction}}
+    return ropes if number % 2 else {"rope_theta": 1e3, "rope_scaling": scaling, "partial_rotary_factor": fraction}
+
+
+OWN = {
+    "glm": _glm,
+    "glm4": _glm,
+    "helium": _helium,
+    "ernie4_5": _ernie,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "cohere": _cohere,
+    "cohere2": _cohere2,
+}
 
 OFFSET = ("gemma", "gemma2")
 """Families whose norms multiply by 1 + w."""

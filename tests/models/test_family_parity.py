@@ -15,8 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax.engine import Engine
-from kvjax.models import checkpoint, config_json, load
-from kvjax.models.checkpoint import wanted_tensors
+from kvjax.models import checkpoint, config_json, fused, load
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode import parse
 from pallas_kernels.matrices import pack
@@ -28,7 +27,7 @@ QUICK = tuple((family, number) for family in FAMILIES for number in (0, 5))
 def write_case(folder, family, number):
     """The checkpoint of a case: its config.json, and weights from seeds."""
     fields = fields_of(family, number)
-    wanted, _ = wanted_tensors(config_json.parse(fields))
+    wanted = fused.stored_wanted(config_json.parse(fields))
     save_file({w.name: weight_of(family, number, w.name, w.shape) for w in wanted}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(fields))
     return folder
