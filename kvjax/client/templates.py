@@ -11,7 +11,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvjax.messages import chat_ids, checked_messages, rendered
@@ -56,18 +56,37 @@ def tokens_for_chat(
     """
     if not after:
         return from_openai_messages(messages, tokenizer, parse_special=parse_special, **template_options)
-    given, options = list(checked_messages([*after, *messages])), template_options
-    plain = PlainTexts(tokenizer, given, options)
-    if not parse_special:
-        given, options = [plain.mark(each, answer=each["role"] == "assistant") for each in given], plain.mark(options)
-    held = given[: len(after)]
+    given = list(checked_messages([*after, *messages]))
+    plain = PlainTexts(tokenizer, given, template_options)
+
+    def render(change: Callable[..., Any]) -> str:
+        """What is new, with changed texts. The answer that the session holds stays, because its end is looked for."""
+        changed = [change(each, answer=each["role"] == "assistant") | {"role": each["role"]} for each in given]
+        held = [*changed[: len(after) - 1], last]
+        return _new_part(held, [*held, *changed[len(after) :]], change(template_options), tokenizer, stopped=stopped)
+
+    if parse_special:
+        text = _new_part(given[: len(after)], given, template_options, tokenizer, stopped=stopped)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    last = plain.mark(given[len(after) - 1], answer=True)
+    ids = plain.ids(render(plain.mark))
+    plain.check(ids, render)
+    return ids
+
+
+def _new_part(held: list[dict[str, Any]], given: list[dict[str, Any]], options: Mapping[str, Any], tokenizer: Any, *, stopped: bool) -> str:
+    """What the template writes after the answer that is the last of `held`, in a rendering of all messages."""
     before, both = rendered(held, options, tokenizer, answer=False), rendered(given, options, tokenizer, answer=True)
     if not both.startswith(before):
         raise ValueError(
             "the chat template renders earlier messages otherwise once later ones follow, so it cannot be used turn by turn: write the "
             "turns yourself, as token ids"
         )
-    end = before.rpartition(held[-1]["content"])[2]
-    if stopped:
-        end = end.removeprefix(tokenizer.eos_token)
-    return plain.ids(end + both[len(before) :])
+    answer = held[-1]["content"]
+    answer = answer if answer in before else answer.strip()  # as templates trim it
+    if not answer or answer not in before:
+        raise ValueError(
+            "the chat template does not show the last answer as it is, so its end cannot be found: write the turns as token ids"
+        )
+    end = before.rpartition(answer)[2]
+    return (end.removeprefix(tokenizer.eos_token) if stopped else end) + both[len(before) :]

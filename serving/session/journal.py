@@ -6,8 +6,8 @@ which finds damage, and no forger: who can write to the folder can write other h
 that a record that is lost, doubled or from another file is found, too. A record is written before its call is answered. So a killed process
 loses no token that it has acknowledged, and of a call that it was writing down, the next process finds all tokens or none: the bytes of
 half a record at the end are moved to a file beside it, `.torn`, and the log says so. A file that was cut looks the same. A machine that
-loses power may lose tokens, because the file is not synced. Keys and values are not stored: the first generation after a restart prefills
-the history again, with the same bits.
+loses power may lose tokens, because the file is not synced; zeros that it left at the end are moved away, too. Keys and values are not
+stored: the first generation after a restart prefills the history again, with the same bits.
 """
 
 from __future__ import annotations
@@ -178,7 +178,8 @@ def _tear(path: Path, content: bytes, end: int, tokens: int) -> None:
         os.truncate(path, end)
     except OSError as error:
         raise ValueError(f"{path} ends in half a record, which cannot be moved to {torn.name}: {error.strerror}") from None
-    said = "session %s: its file ends in half a record, as after a kill; its history has the %d tokens before, and the %d bytes are in %s"
+    what = "half a record, as after a kill" if any(content[end:]) else "zeros, as after a loss of power"
+    said = f"session %s: its file ends in {what}; its history has the %d tokens before, and the %d bytes are in %s"
     logger.warning(said, path.stem[:8], tokens, len(content) - end, torn)
 
 
@@ -217,7 +218,7 @@ def _records(content: bytes, at: int, checksum: int, path: Path) -> tuple[array.
         count, given, head_checksum = HEAD.unpack_from(content, at)
         start, end = at + HEAD.size, at + HEAD.size + 4 * count
         good = count > 0 and zlib.crc32(content[at : at + NUMBERS.size]) == head_checksum
-        if good and end > len(content):
+        if (good and end > len(content)) or (not count and not any(content[at:])):
             break
         tokens = content[start:end]
         if not good or zlib.crc32(tokens, checksum) != given:

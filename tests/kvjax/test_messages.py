@@ -1,6 +1,7 @@
 """Chat messages: what is taken, and special tokens in their contents, which are plain text."""
 
 import contextlib
+import copy
 
 import pytest
 from hypothesis import given, settings
@@ -160,6 +161,26 @@ def test_turns_of_a_session_are_plain_text_too():
     assert counts(more, tokenizer) == [1, 2, 0, 0]
     assert whole[-len(more) :] == more
     assert whole[-len(more) - 1] == tokenizer.eos_token_id, "which the model wrote itself"
+
+
+def test_turns_of_a_session_whose_template_brings_special_tokens_back_are_refused():
+    tokenizer = copy.deepcopy(TOKENIZERS["bytes"])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content | replace('_', '|') }}{{ eos_token }}{% endfor %}"
+    first, answer, second = ({"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), "ab<", strict=True))
+    assert tokens_for_chat([second], tokenizer, after=[first, answer])
+    with pytest.raises(ValueError, match="cannot keep it as plain text"):
+        tokens_for_chat([second | {"content": "<_end_>"}], tokenizer, after=[first, answer])
+
+
+@pytest.mark.parametrize(("content", "shown"), [("b ", True), ("", False), (" \n", False)])
+def test_answers_that_templates_trim_end_where_they_are_shown(content, shown):
+    tokenizer = copy.deepcopy(TOKENIZERS["bytes"])
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"
+    first, answer, second = (
+        {"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), ("a", content, "c"), strict=True)
+    )
+    with contextlib.nullcontext() if shown else pytest.raises(ValueError, match="does not show the last answer as it is"):
+        assert tokenizer.decode(tokens_for_chat([second], tokenizer, after=[first, answer])) == "][c]"
 
 
 def test_a_tokenizer_that_cannot_read_them_as_text_says_so():

@@ -380,6 +380,28 @@ def test_a_client_of_the_shim_that_goes_or_sends_halves_of_characters_is_no_fail
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["param"] == "?"
 
 
+@pytest.mark.parametrize("zeros", [1, 12, 4096])
+def test_zeros_that_a_loss_of_power_left_are_moved_away(zeros, tmp_path, caplog):
+    session_id = "a" * 32
+    journal = Journal(tmp_path, "model")
+    journal.create(session_id, "dense", array.array("i", [1, 2, 3]))
+    journal.close()
+    path, torn = tmp_path / f"{session_id}.session", tmp_path / f"{session_id}.torn"
+    whole = path.read_bytes()
+    path.write_bytes(whole + bytes(zeros))
+    journal = Journal(tmp_path, "model")
+    assert [list(stored.history) for stored in journal.load()] == [[1, 2, 3]]
+    assert (path.read_bytes(), torn.read_bytes()) == (whole, bytes(zeros))
+    assert "its file ends in zeros, as after a loss of power; its history has the 3 tokens before" in caplog.text
+    journal.extend(session_id, [4])
+    journal.close()
+    path.write_bytes(whole + bytes(zeros + 12) + b"\1")  # not only zeros
+    journal = Journal(tmp_path, "model")
+    with pytest.raises(ValueError, match="is damaged: tokens after the first 3"):
+        list(journal.load())
+    journal.close()
+
+
 def test_a_torn_end_of_a_session_is_kept_and_said(tmp_path, caplog):
     session_id = "a" * 32
     journal = Journal(tmp_path, "model")
