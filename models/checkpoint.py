@@ -299,9 +299,9 @@ def wanted_tensors(config: ModelConfig) -> tuple[list[Wanted], Any]:
     return [Wanted(name, shape) for name, shape in zip(names, shapes, strict=True)], structure
 
 
-def check_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], packed: Collection[str] = ()) -> None:
+def check_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], packed: Collection[str] = (), where: str = "config.json") -> None:
     """Raises ValueError that lists every tensor that is missing, extra, misshapen or of a type that cannot be read. packed: names of
-    parameters that are stored in other tensors."""
+    parameters that are stored in other tensors. where: what holds the configuration."""
     wanted = {w.name: w.shape for w in wanted_tensors(config)[0] if w.name not in packed}
     extra = {name for name in tensors.keys() - wanted.keys() if not _COMPUTED.fullmatch(name)}
     problems = [
@@ -319,7 +319,7 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], packed: Co
     ]
     found = [f"{len(names)} {what}: {_listed(names)}" for what, names in problems if names]
     if found:
-        raise ValueError("the weights do not fit config.json; " + "; ".join(found))
+        raise ValueError(f"the weights do not fit {where}; " + "; ".join(found))
 
 
 def _listed(names: list[str], most: int = 20) -> str:

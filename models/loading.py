@@ -117,7 +117,7 @@ def load(
     packed, tensors = _as_stored(wanted, tensors, weights) if published is None else sources(published, wanted, tensors)
     if published is not None and packed and weights is not None:
         raise ValueError(f"{path_or_id} holds packed weights ({published.method}) already: leave weights={weights!r} out, or {REMEDY}")
-    checkpoint.check_tensors(config, tensors, packed)
+    checkpoint.check_tensors(config, tensors, packed, "config.json" if isinstance(opened, Folder) else opened.config_name)
     own_tokenizer = _tokenizer(opened, str(path_or_id), config) if tokenizer else None
     if chosen is None:
         kind = opened.number_type()

@@ -7,6 +7,7 @@ converter does to its numbers. Sources: llama.cpp's convert_hf_to_gguf.py, trans
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from kvjax.models.families import FAMILIES
-from kvjax.models.fields import BELOW
+from kvjax.models.gguf import qwen35
 from kvjax.models.gguf.header import Entry, Header
+from kvjax.models.gguf.metadata import Metadata
 from kvjax.models.gguf.tensors import GgufTensor
 
 OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
@@ -43,56 +45,14 @@ ROPE_FACTORS = "rope_freqs.weight"
 _NAME = re.compile(r"blk\.(\d{1,6})\.(.+?)(\.weight|\.bias|)")
 
 
-class Metadata:
-    """A file's metadata under the keys of its architecture. Errors name file and key."""
-
-    def __init__(self, header: Header):
-        self.header, self.entries = header, header.metadata
-        self.architecture = self.entries.get("general.architecture")
-
-    def error(self, key: str, needs: str) -> ValueError:
-        value = self.entries.get(key)
-        return ValueError(f"{self.header.file}: {key} is {value!r:.200}; it must be {needs}: download the file again")
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """A value of this architecture; default: if there is none."""
-        return self.entries.get(f"{self.architecture}.{key}", default)
-
-    def size(self, key: str, default: int | None = None) -> int:
-        """A positive integer. ValueError if it is missing and there is no default."""
-        value = self.get(key, default)
-        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():  # one for each layer, all alike
-            value = value[0].item()
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < BELOW:
-            raise self.error(f"{self.architecture}.{key}", "a positive integer")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A number. float32 becomes the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06."""
-        value = self.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not np.isfinite(value):
-            raise self.error(f"{self.architecture}.{key}", "a number")
-        return float(str(np.float32(value)))
-
-    def token(self, name: str) -> int | None:
-        """The id of a special token, `tokenizer.ggml.NAME_token_id`; None if there is none, or none of the vocabulary's."""
-        key = f"tokenizer.ggml.{name}_token_id"
-        value = self.entries.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise self.error(key, "a token's id")
-        return value if 0 <= value < BELOW else None  # some converters write -1 for none
-
-
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """One architecture of llama.cpp.
 
     model_type: of the family (`kvjax.models.families`). layer: entries that extend or replace `LAYER`. paired: whether rows of q and k are
     stored so that RoPE turns neighbours: they are put back into two halves. norm_offset: what the file's norms have on top of Hugging
-    Face's. fields: config.json's fields beside the shared ones. tensor: what else is done to a tensor of Hugging Face's name, if anything.
-    ignored: an expression of names that are not read.
+    Face's. fields: config.json's fields beside the shared ones. layers: how many there are; blocks after them are not read. tensor: what
+    else is done to a tensor of Hugging Face's name, if anything. ignored: an expression of names that are not read.
     """
 
     model_type: str
@@ -100,6 +60,7 @@ class Architecture:
     paired: bool = False
     norm_offset: float = 0.0
     fields: Callable[[Metadata], dict[str, Any]] | None = None
+    layers: Callable[[Metadata], int] = lambda metadata: metadata.size("block_count")
     tensor: Callable[[Metadata, str, GgufTensor], GgufTensor] | None = None
     ignored: str = r"rope_factors_(long|short)\.weight"
 
@@ -162,7 +123,7 @@ def fields_of(header: Header) -> dict[str, Any]:
         "architectures": [FAMILIES[architecture.model_type].architecture],
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": metadata.size("context_length"),
-        "num_hidden_layers": metadata.size("block_count"),
+        "num_hidden_layers": architecture.layers(metadata),
         "hidden_size": hidden,
         "intermediate_size": metadata.size("feed_forward_length"),
         "num_attention_heads": heads,
@@ -175,18 +136,24 @@ def fields_of(header: Header) -> dict[str, Any]:
         "bos_token_id": metadata.token("bos"),
         "eos_token_id": list(dict.fromkeys(each for each in stops if each is not None)) or None,
     }
+    family = FAMILIES[architecture.model_type]
+    biased = {"attention_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_down.bias"}
+    fields |= {field: name in header.tensors for field, name in biased.items() if field in family.defaults}
+    rotated = metadata.size("rope.dimension_count", head_dim)
+    if rotated != head_dim or "partial_rotary_factor" in family.defaults:
+        fields["partial_rotary_factor"] = rotated / head_dim
     return fields | (architecture.fields(metadata) if architecture.fields else {})
 
 
 def tensors_of(header: Header) -> dict[str, GgufTensor]:
     """The tensors by their names in Hugging Face's checkpoints; unknown ones keep the file's names."""
     architecture, metadata = architecture_of(header)
-    heads = metadata.size("attention.head_count")
+    layers, heads = architecture.layers(metadata), metadata.size("attention.head_count")
     counts = {"q_proj": heads, "k_proj": metadata.size("attention.head_count_kv", heads)}
     found: dict[str, GgufTensor] = {}
     for entry in header.tensors.values():
-        name = architecture.hf_name(entry.name)
-        if name is None:
+        name, block = architecture.hf_name(entry.name), _NAME.fullmatch(entry.name)
+        if name is None or (block and layers <= int(block[1]) < metadata.size("block_count")):
             continue
         if name in found:
             raise ValueError(f"{header.file} holds {entry.name} and {found[name].name}, which are one tensor; download it again")
@@ -194,8 +161,8 @@ def tensors_of(header: Header) -> dict[str, GgufTensor]:
         tensor = GgufTensor(entry, entry.shape)
         if architecture.paired and module in counts:
             tensor = dataclasses.replace(tensor, order=_halves(entry, counts[module]))
-        if architecture.norm_offset and name.endswith("norm.weight"):
-            tensor = dataclasses.replace(tensor, change=lambda numbers: numbers - np.float32(architecture.norm_offset))
+        if architecture.norm_offset and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            tensor = dataclasses.replace(tensor, change=functools.partial(np.add, -np.float32(architecture.norm_offset)))
         found[name] = architecture.tensor(metadata, name, tensor) if architecture.tensor else tensor
     return found
 
@@ -277,6 +244,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", paired=True),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
+    "qwen35": Architecture(
+        "qwen3_5_text", qwen35.NAMES, norm_offset=1.0, fields=qwen35.fields_of, layers=qwen35.layers_of, tensor=qwen35.tensor_of
+    ),
     "gemma3": Architecture(
         "gemma3_text",
         {
