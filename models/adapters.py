@@ -10,7 +10,7 @@ from kvjax.models.adapter_files import Adapter, Scales
 from kvjax.models.checkpoint import listed
 from kvjax.models.family import TENSORS, Family
 from kvjax.models.merged import Added, Change, LowRank, LowRankTable, Merged, Replaced
-from kvjax.models.tensors import DTYPES, Stored, Tensor
+from kvjax.models.tensors import DTYPES, RowsPacked, Stored, Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -20,14 +20,17 @@ _PACKED = ("qweight", "weight_packed")
 _EMBED, _HEAD = TENSORS["embed"], TENSORS["lm_head"]
 
 
-def merge(adapters: Sequence[Adapter], tensors: Mapping[str, Tensor], family: Family, tied: bool) -> tuple[dict[str, Tensor], bool]:
+def merge(
+    adapters: Sequence[Adapter], tensors: Mapping[str, Tensor], family: Family, *, tied: bool, repacked: bool
+) -> tuple[dict[str, Tensor], bool]:
     """A checkpoint's tensors with adapters merged into them, in order, and whether embedding and head are still the same matrix.
 
     tensors: by their names in the file. tied: whether config.json says that embedding and head are one matrix. An adapter of one of them
-    makes them two, as while it was trained. An adapter that is named twice counts twice. Reads no numbers. ValueError for a tensor of an
-    adapter that has no place in the model, does not fit, or belongs to a packed matrix.
+    makes them two, as while it was trained. repacked: whether matrices that could stay packed as they are stored are widened and packed
+    anew. An adapter that is named twice counts twice. Reads no numbers. ValueError for a tensor of an adapter that has no place in the
+    model, does not fit, or belongs to a matrix that stays packed.
     """
-    place = _Places(tensors, family)
+    place = _Places(tensors, family, repacked)
     for adapter in adapters:
         if tied and (place.changes(adapter, _EMBED) or place.changes(adapter, _HEAD)):
             place.untie(adapter)
@@ -39,8 +42,8 @@ def merge(adapters: Sequence[Adapter], tensors: Mapping[str, Tensor], family: Fa
 class _Places:
     """The tensors of a checkpoint, and where an adapter's belong."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], family: Family) -> None:
-        self.tensors, self._base, self._family = dict(tensors), dict(tensors), family
+    def __init__(self, tensors: Mapping[str, Tensor], family: Family, repacked: bool) -> None:
+        self.tensors, self._base, self._family, self._repacked = dict(tensors), dict(tensors), family, repacked
         self._names = {own: name for name in tensors if (own := family.own_name(name)) is not None}
 
     def changes(self, adapter: Adapter, own: str) -> bool:
@@ -102,6 +105,15 @@ class _Places:
         if not owns:
             raise ValueError(f"{adapter.folder} adapts parts of the model that are not read; it was made for {adapter.base}")
 
+    def _check_packing(self, adapter: Adapter, own: str) -> None:
+        """ValueError if a matrix stays packed as the file holds it."""
+        tensor = self._base[self._names[own]]
+        if not self._repacked and isinstance(tensor, RowsPacked) and tensor.format is not None:
+            raise ValueError(
+                f"{adapter.folder} adapts {own:.200}, which stays packed as the file holds it ({tensor.format.codes}): give weights='int8' "
+                "or 'int4' (--weights int8), which packs the sum anew"
+            )
+
     def _packing(self, own: str) -> str | None:
         """The type or the tensors of a packed matrix; None if a tensor is not packed, or not there."""
         if own in self._names:
@@ -133,6 +145,7 @@ class _Places:
 
     def _adapt(self, adapter: Adapter, own: str, parts: Mapping[str, Stored], rank: int, scale: float) -> None:
         name, table = self._names[own], "lora_embedding_A" in parts
+        self._check_packing(adapter, own)
         base, magnitude = self._base[name], parts.get("lora_magnitude_vector")
         a, b = (parts[f"lora_embedding_{which}" if table else f"lora_{which}.weight"] for which in "AB")
         if table != (own == _EMBED):

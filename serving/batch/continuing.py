@@ -84,11 +84,11 @@ def said_of(header: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint_of(setup: Setup) -> str | None:
-    """What tells a folder's checkpoint and its adapters from others, without reading them whole; None for models that are no folder."""
+    """What tells a checkpoint and its adapters from others, without reading them whole; None for models that are not here."""
     from kvjax.models.adapter_files import open_adapters
     from kvjax.models.checkpoint import open_checkpoint
 
-    if not Path(setup.model).is_dir():
+    if not Path(setup.model).exists():
         return None
     return " ".join([open_checkpoint(setup.model, ()).digest(), *(each.digest() for each in open_adapters(setup.lora))])
 

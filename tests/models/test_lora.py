@@ -9,6 +9,8 @@ import lora_cases
 import ml_dtypes
 import numpy as np
 import pytest
+import tiny_gguf
+from gguf.constants import GGMLQuantizationType as Type
 from safetensors.numpy import load_file, save_file
 
 import kvjax
@@ -17,6 +19,7 @@ from kvjax.models import adapter_files, load, loading
 from kvjax.models.checkpoint import wanted_tensors
 from kvjax.serving.batch.continuing import checkpoint_of
 from kvjax.serving.batch.setup import Setup
+from pallas_kernels.matrices import is_packed
 
 TOLERANCE = 1e-4
 
@@ -284,3 +287,37 @@ def test_patterns_that_take_too_long_are_refused(case, tmp_path, monkeypatch):
     own = changed(folder, one, tmp_path, {"rank_pattern": {"(.*)" * 8 + r"(?=\3\4\5\6x)": 4}})
     with pytest.raises(ValueError, match="in rank_pattern takes too long to match: correct it"):
         load(folder, lora=own, tokenizer=False)
+
+
+@pytest.mark.parametrize(("kind", "weights"), [(Type.Q6_K, None), (Type.Q8_0, "int8"), (Type.F16, None)])
+def test_a_gguf_takes_an_adapter(kind, weights, tmp_path):
+    """The sum is that of the numbers of the file, in the order of Hugging Face's rows."""
+    spec = tiny_gguf.Spec(types=(kind,), layers=1)
+    file = tiny_gguf.write(spec, tmp_path / "model.gguf")
+    adapter, delta = adapter_of_gguf(tmp_path / "adapter")
+    plain, merged = (load(file, lora=lora, dtype="float32", tokenizer=False, weights=weights) for lora in (None, adapter))
+    before, after = (np.asarray(unpacked(model.params["layers"][0]["q"])) for model in (plain, merged))
+    np.testing.assert_allclose(after, before + delta, atol=1e-5 if weights is None else np.abs(after).max() / 60)
+    assert merged.name == f"{file}+{adapter}"
+
+
+def test_a_gguf_that_stays_packed_takes_none(tmp_path):
+    file = tiny_gguf.write(tiny_gguf.Spec(types=(Type.Q8_0,), layers=1), tmp_path / "model.gguf")
+    adapter, _ = adapter_of_gguf(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"q_proj.weight, which stays packed as the file holds it .int8.: give weights='int8'"):
+        load(file, lora=adapter, tokenizer=False)
+
+
+def adapter_of_gguf(folder):
+    """An adapter of the tiny GGUF's q matrix, and what it adds."""
+    draw = np.random.default_rng(3)
+    a, b = (draw.standard_normal(shape).astype(np.float32) for shape in ((2, tiny_gguf.WIDTH), (tiny_gguf.WIDTH, 2)))
+    folder.mkdir()
+    save_file({f"{Q}lora_A.weight": a, f"{Q}lora_B.weight": b}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    return str(folder), 2 * b @ a
+
+
+def unpacked(matrix):
+    """A matrix, or the product of codes and scales of a packed one with a scale for each row."""
+    return np.asarray(matrix.codes) * np.asarray(matrix.scales, np.float32) if is_packed(matrix) else matrix
