@@ -28,8 +28,9 @@ from kvjax.models.decoder import TransformerDecoder, is_shape, param_shapes
 from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.family import TENSORS
 from kvjax.models.load_options import DtypeName, named_dtype, refuse
-from kvjax.models.quantization.reading import PackedSource, sources
-from kvjax.models.quantization.schemes import REMEDY, Published, split
+from kvjax.models.quantization.reading import PackedSource, Widened, sources
+from kvjax.models.quantization.rules import REMEDY, Published
+from kvjax.models.quantization.schemes import split
 from kvjax.models.tensors import DTYPES, Tensor
 from kvjax.packing import FormatOf, place_of, scheme_of
 from kvjax.processes import check_alike
@@ -53,12 +54,12 @@ def read_config(path_or_id: str | Path, *, dtype: DTypeLike | DtypeName | None =
 
 
 def read_packing(path_or_id: str | Path, config: ModelConfig) -> FormatOf | None:
-    """How the matrices of a checkpoint are packed, as config.json says (`kvjax.packing.FormatOf`); None: they are not.
+    """How the matrices of a checkpoint are packed, in memory, as config.json says (`kvjax.packing.FormatOf`); None: they are not.
 
     config: what `read_config` gives. Raises ValueError for a scheme that cannot be read, with its name.
     """
     _, published = _fields(open_checkpoint(path_or_id, CONFIG_FILES))
-    if published is None:
+    if published is None or published.keeps_none:
         return None
     names = FAMILIES[config.family].tensor_names(config)
 
@@ -110,7 +111,7 @@ def load(
         raise ValueError(f"{path_or_id} holds packed weights ({published.method}) already: leave weights={weights!r} out, or {REMEDY}")
     checkpoint.check_tensors(config, tensors, packed)
     own_tokenizer = _tokenizer(opened, str(path_or_id), config) if tokenizer else None
-    chosen = _stored_dtype([w for w in wanted if w.name not in packed], tensors) if chosen is None else chosen
+    chosen = _stored_dtype([tensors[w.name] for w in wanted if w.name not in packed]) if chosen is None else chosen
     config = dataclasses.replace(config, compute_dtype=chosen.name)
     if several_processes(mesh):
         given = {"dtype": chosen.name, "weights": str(weights), "max_positions": str(max_positions), "mesh": str(dict(mesh.shape))}
@@ -154,9 +155,9 @@ def _chosen(dtype: DTypeLike | DtypeName | None) -> np.dtype | None:
     return named if isinstance(named, np.dtype) else None
 
 
-def _stored_dtype(wanted: list[Wanted], tensors: dict[str, Tensor]) -> np.dtype:
-    """The common type of all stored tensors."""
-    stored = {DTYPES[tensors[w.name].dtype] for w in wanted}
+def _stored_dtype(tensors: list[Tensor]) -> np.dtype:
+    """The common type of all tensors that are stored as they are."""
+    stored = {DTYPES[tensor.dtype] for tensor in tensors if not isinstance(tensor, Widened)}
     if len(stored) > 1:
         raise ValueError(f"the weights are stored in several types ({', '.join(sorted(stored))}); choose one with dtype=")
     return jnp.dtype(stored.pop())
