@@ -56,7 +56,7 @@ def _rule(name: str, group: Any, outer: Any) -> Rule:
     if stored not in _FORMATS:
         raise unsupported(f"format of {name}", stored, ", ".join(_FORMATS))
     if (kind, bits) not in _FORMATS[stored]:
-        known = " or ".join(sorted({f"{kind} of {bits} bits" for kind, bits in _FORMATS[stored]}))
+        known = ", ".join(sorted(f"{kind} of {bits} bits" for kind, bits in _FORMATS[stored]))
         raise unsupported(f"weights of {name}", f"{kind} of {bits} bits in {stored}", known)
     symmetric = weights.get("symmetric", True) is True
     if not symmetric and kind != "int":

@@ -64,9 +64,8 @@ class StoredMatrix:
             return np.arange(inputs) // (self.rule.columns or inputs)
         found = self.array(name).reshape(-1).astype(np.int64)
         if found.min() < 0 or found.max() >= self.groups:
-            raise ValueError(
-                f"{self.module} has a {name} from {found.min()} to {found.max()}; it has groups 0 to {self.groups - 1}: {AGAIN}"
-            )
+            said = f"{self.module} has a {name} from {found.min()} to {found.max()}"
+            raise ValueError(f"{said}, and its groups are 0 to {self.groups - 1}: {AGAIN}")
         return found
 
     def in_order(self, name: str) -> bool:
@@ -308,8 +307,7 @@ class _Fp4(Layout):
         if matrix.rule.columns == 32:
             scales = exponents(stored, matrix.module)
         else:
-            with np.errstate(divide="ignore", invalid="ignore"):  # a damaged 0 gives scales that are refused
-                scales = stored.astype(np.float32) / matrix.array("weight_global_scale").reshape(())
+            scales = stored.astype(np.float32) / matrix.array("weight_global_scale").reshape(())
         return Affine(codes, scales / np.float32(2), matrix.columns(""))
 
 

@@ -48,7 +48,8 @@ class TorchAo(Layout):
         if kind not in _KINDS:
             raise ValueError(f"{matrix.module} is stored as torchao's {kind!r:.100}; supported: {', '.join(_KINDS)}. For others: {REMEDY}")
         features, inputs = matrix.shape
-        block = [features if block[0] == -1 else block[0], inputs if block[1] == -1 else block[1]] if len(block) == 2 else block
+        if isinstance(block, list):
+            block = [size if given == -1 else given for given, size in zip(block, matrix.shape, strict=False)]
         if not is_block(block) or features % block[0] or inputs % block[1]:
             raise ValueError(f"{matrix.module} is {list(matrix.shape)} in blocks of {block!r:.100}, which do not divide it: {AGAIN}")
         return kind, (block[0], block[1])
