@@ -105,7 +105,7 @@ def _olmo3(number, fields, pick):
         found["layer_types"] = [[FULL] * count, _kinds(number, count), [SLIDING] * count][number % 3]
     if SCALINGS[number % 5] == SCALINGS[4]:
         found["rope_scaling"] = YARN
-    if number in (5, 6):
+    if number in (4, 7):
         full = (found.get("rope_scaling", fields["rope_scaling"]) or {"rope_type": "default"}) | {"rope_theta": 700.0}
         found |= {"rope_parameters": {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": 300.0}}}
         del fields["rope_theta"], fields["rope_scaling"]

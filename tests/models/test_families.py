@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import dense_cases
+import jax
 import numpy as np
 import pytest
 from golden_family import check_engine
@@ -145,7 +146,7 @@ MUTANTS = {
     "no biases": ("internlm3", 1, with_mixers(qkv_bias=False)),
     "norms before": ("olmo2", 0, norms_before),
     "norms per head": ("olmo2", 1, norms_per_head),
-    "one RoPE for all layers": ("olmo3", 5, one_base),
+    "one RoPE for all layers": ("olmo3", 7, one_base),
     "whole heads rotated": ("phi3", 1, lambda model: with_mixers(rope=Rope(500.0, 12))(model)),
     "keys and values swapped": ("phi3", 0, keys_and_values_swapped),
 }
@@ -179,3 +180,133 @@ def test_a_norm_over_all_heads_on_devices_that_have_some_of_them(tmp_path):
             (sequence,) = engine.prefill([ids])
             found.append((np.asarray(sequence.logits), np.asarray(engine.decode([sequence], [5])[0])))
         assert max(np.abs(a - b).max() for a, b in zip(*found, strict=True)) < TOLERANCE
+
+
+# Configurations.
+
+FIELDS = json.loads((Path(__file__).with_name("golden") / "config-fields.json").read_text())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_field_that_changes_something_in_transformers_is_read_or_refused(family):
+    """Fields of make_config_golden.py: none is ignored that transformers reads."""
+
+    def parsed(fields):
+        try:
+            return config_json.parse({"model_type": family} | FIELDS["base"] | fields)
+        except ValueError as error:
+            return str(error)
+
+    base, tried = parsed({}), [fields for name, fields, outcome in FIELDS["tried"] if name == family and outcome == "other"]
+    assert len(tried) > 10
+    assert not isinstance(base, str)
+    assert [fields for fields in tried if parsed(fields) == base] == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_fields_take_the_defaults_of_transformers(family):
+    assert config_json.parse(FIELDS["defaults"][family]) == config_json.parse({"model_type": family})
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers is .1.; it must be a list of 0 and 1, one for each of 3 layers"),
+        ("smollm3", {"layer_types": ["sliding_attention"] * 3}, "give both, or name the layers full_attention"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling is 0.0; it must be above 0"),
+        ("granite", {"attention_multiplier": -1}, "attention_multiplier is -1.0; it must be above 0"),
+        ("internlm3", {"qkv_bias": True}, "qkv_bias is True and bias False; they must be alike"),
+        ("internlm3", {"qkv_bias": True, "attention_bias": False}, "they are one field: delete one"),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, "delete layer_types, or name model_type 'ministral'"),
+        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type 'yarn'; supported for Phi-3: default, longrope"),
+        ("phi3", {"partial_rotary_factor": 0.4}, "partial_rotary_factor 0.4 of head_dim 8 must rotate pairs of elements"),
+        ("phi3", {"auto_map": {"AutoModel": "evil.Model"}}, "auto_map is"),
+        ("olmo3", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "supported for OLMo 3"),
+    ],
+)
+def test_what_a_family_does_not_support_is_named(family, fields, message):
+    with pytest.raises(ValueError, match=message):
+        config_json.parse({"model_type": family} | FIELDS["base"] | fields)
+
+
+@pytest.mark.parametrize(
+    ("family", "code"),
+    [
+        ("phi3", {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}),
+        ("internlm3", {"AutoModelForCausalLM": "internlm/internlm3-8b-instruct--modeling_internlm3.InternLM3ForCausalLM"}),
+    ],
+)
+def test_the_code_of_a_family_on_the_hub_is_not_run(family, code, caplog):
+    fields = {"model_type": family} | FIELDS["base"]
+    assert config_json.parse(fields | {"auto_map": code}) == config_json.parse(fields)
+    assert "which is not run: kvjax computes the same" in caplog.text
+
+
+def test_a_fused_matrix_of_another_size_is_named(tmp_path):
+    fields, tensors = stored("phi3", 0)
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    tensors[name] = tensors[name][:-1].copy()
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{name} is .47, 20., must be .48, 20.".replace("20", str(fields["hidden_size"]))):
+        load(tmp_path, tokenizer=False)
+
+
+# Text parts of larger models.
+
+WRAPPED = (
+    ("mistral", "mistral3"),
+    ("mistral", "llava"),
+    ("llama", "llava"),
+    ("qwen2", "llava"),
+    ("llama", "idefics3"),
+    ("llama", "smolvlm"),
+)
+NAMES = {"mistral3": "language_model.", "llava": "model.language_model.", "idefics3": "model.text_model.", "smolvlm": "model.text_model."}
+
+
+@pytest.mark.parametrize(("family", "wrapper"), WRAPPED)
+def test_the_text_part_of_a_larger_model_is_the_model(family, wrapper, tmp_path):
+    """The same configuration and parameters as of a checkpoint that holds the text part alone."""
+    fields, tensors = stored("mistral", 1)
+    fields |= {"model_type": family} | ({} if family == "mistral" else {"sliding_window": None})
+    alone = config_json.parse(fields)
+    tensors = {w.name: dense_cases.weight_of("mistral", 1, w.name, w.shape) for w in fused.stored_wanted(alone)}
+    for folder, config, stored_as in (
+        ("alone", fields, tensors),
+        ("within", wrapped(fields, wrapper), renamed(tensors, wrapper) | {OTHER[wrapper]: np.ones((2, 2), np.float32)}),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+        save_file(stored_as, tmp_path / folder / "model.safetensors")
+    first, second = (load(tmp_path / folder, tokenizer=False, dtype="float32") for folder in ("alone", "within"))
+    assert first.config == second.config
+    leaves = zip(jax.tree.leaves(first.params), jax.tree.leaves(second.params), strict=True)
+    assert all(np.array_equal(a, b) for a, b in leaves)
+
+
+OTHER = {"mistral3": "vision_tower.patch_conv.weight", "llava": "model.multi_modal_projector.linear_1.weight"}
+OTHER |= {"idefics3": "model.connector.modality_projection.proj.weight", "smolvlm": "model.vision_model.embeddings.weight"}
+
+
+def wrapped(fields, wrapper):
+    """config.json of the larger model."""
+    names = {"mistral3": "Mistral3", "llava": "Llava", "idefics3": "Idefics3", "smolvlm": "SmolVLM"}
+    architectures = [f"{names[wrapper]}ForConditionalGeneration"]
+    return {"model_type": wrapper, "architectures": architectures, "text_config": fields, "vision_config": {}, "image_token_id": 3}
+
+
+def renamed(tensors, wrapper):
+    """The text part's tensors under the names of the larger model."""
+    prefix, found = NAMES[wrapper], {}
+    for name, tensor in tensors.items():
+        if name.startswith("lm_head."):
+            found["language_model." + name if wrapper == "mistral3" else name] = tensor
+        else:
+            found[prefix + (name if wrapper == "mistral3" else name.removeprefix("model."))] = tensor
+    return found
+
+
+def test_a_text_part_of_another_family_is_named():
+    with pytest.raises(ValueError, match="model_type of text_config is 'gemma2'; supported in a llava: llama, qwen2, mistral"):
+        config_json.parse({"model_type": "llava", "text_config": {"model_type": "gemma2"}})
