@@ -22,7 +22,7 @@ from jaxtyping import Array, DTypeLike
 
 from kvjax.model import ModelConfig
 from kvjax.models import checkpoint, config_json
-from kvjax.models.adapter_files import Adapter, open_adapters
+from kvjax.models.adapter_files import open_adapters
 from kvjax.models.adapters import merge
 from kvjax.models.causal_lm import CausalLM
 from kvjax.models.checkpoint import CONFIG_FILES, TOKENIZER_FILES, WEIGHT_FILES, Checkpoint, Folder, Wanted, open_checkpoint
@@ -30,7 +30,7 @@ from kvjax.models.decoder import TransformerDecoder, is_shape, param_shapes
 from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.family import TENSORS
 from kvjax.models.load_options import DtypeName, named_dtype, refuse
-from kvjax.models.merged import base_dtype
+from kvjax.models.merged import base_of
 from kvjax.models.quantization.reading import PackedSource, sources
 from kvjax.models.quantization.schemes import REMEDY, Published, split
 from kvjax.models.tensors import DTYPES, RowsPacked, Tensor
@@ -120,12 +120,15 @@ def load(
     opened = open_checkpoint(path_or_id, CONFIG_FILES + WEIGHT_FILES + (TOKENIZER_FILES if tokenizer else ()))
     adapters = open_adapters(lora)
     config, published = _config(opened, max_positions, "float32")
-    config, stored = _with_adapters(config, opened.tensors(), adapters, repacked=weights is not None)
-    config, tensors = _tied_as_stored(config, _own_tensors(config, stored))
-    wanted, structure = checkpoint.wanted_tensors(config)
-    packed, tensors = _as_stored(wanted, tensors, weights) if published is None else sources(published, wanted, tensors)
+    config, tensors = _tied_as_stored(config, _own_tensors(config, opened.tensors()))
+    stored, _ = checkpoint.wanted_tensors(config)
+    packed, tensors = _as_stored(stored, tensors, weights) if published is None else sources(published, stored, tensors)
     if published is not None and packed and weights is not None:
         raise ValueError(f"{path_or_id} holds packed weights ({published.method}) already: leave weights={weights!r} out, or {REMEDY}")
+    if adapters:
+        tensors, tied = merge(adapters, tensors, packed, FAMILIES[config.family], config.tie_embeddings)
+        config = dataclasses.replace(config, tie_embeddings=tied)
+    wanted, structure = checkpoint.wanted_tensors(config)
     checkpoint.check_tensors(config, tensors, packed, "config.json" if isinstance(opened, Folder) else opened.config_name)
     own_tokenizer = _tokenizer(opened, str(path_or_id), config) if tokenizer else None
     if chosen is None:
@@ -177,7 +180,7 @@ def _chosen(dtype: DTypeLike | DtypeName | None) -> np.dtype | None:
 
 def _stored_dtype(wanted: list[Wanted], tensors: dict[str, Tensor]) -> np.dtype:
     """The common type of all stored tensors."""
-    stored = {DTYPES[base_dtype(tensors[w.name])] for w in wanted}
+    stored = {DTYPES[base_of(tensors[w.name]).dtype] for w in wanted}
     if len(stored) > 1:
         raise ValueError(f"the weights are stored in several types ({', '.join(sorted(stored))}); choose one with dtype=")
     return jnp.dtype(stored.pop())
@@ -292,14 +295,6 @@ def _spans(rows: int, row_bytes: int, multiple: int = 1) -> Iterator[tuple[int, 
     count = max(1, READ_BYTES // row_bytes // multiple) * multiple
     for start in range(0, rows, count):
         yield start, min(start + count, rows)
-
-
-def _with_adapters(
-    config: ModelConfig, tensors: dict[str, Tensor], adapters: Sequence[Adapter], *, repacked: bool
-) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Configuration and tensors of a model, by their names in the checkpoint, with adapters merged into them. repacked: as for `merge`."""
-    merged, tied = merge(adapters, tensors, FAMILIES[config.family], tied=config.tie_embeddings, repacked=repacked)
-    return dataclasses.replace(config, tie_embeddings=tied), merged
 
 
 def _own_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -153,11 +153,11 @@ class Replaced:
         return self.by.read(start, stop)
 
 
-def base_dtype(tensor: Tensor) -> str:
-    """The stored type of a model's tensor, below whatever shows rows of it or changes them."""
+def base_of(tensor: Tensor) -> Tensor:
+    """A model's tensor, below whatever shows rows of it or changes them."""
     while (inner := getattr(tensor, "tensor", None)) is not None:
         tensor = inner
-    return tensor.dtype
+    return tensor
 
 
 def _floats(tensor: Tensor, start: int, stop: int) -> np.ndarray:

@@ -230,7 +230,9 @@ def test_what_is_replaced_has_no_scale(case):
 def test_a_packed_matrix_takes_no_adapter(case, tmp_path):
     folder, (one,) = case("all")
     load(folder, tokenizer=False, weights="int8", dtype="float32").save(tmp_path / "packed")
-    with pytest.raises(ValueError, match=r"the model holds packed .I8.*load the checkpoint that it was quantized from with this adapter"):
+    with pytest.raises(
+        ValueError, match=r"down_proj.weight, which stays packed .*load the checkpoint that it was quantized from with this adapter"
+    ):
         load(tmp_path / "packed", lora=one, tokenizer=False)
 
 
@@ -304,7 +306,7 @@ def test_a_gguf_takes_an_adapter(kind, weights, tmp_path):
 def test_a_gguf_that_stays_packed_takes_none(tmp_path):
     file = tiny_gguf.write(tiny_gguf.Spec(types=(Type.Q8_0,), layers=1), tmp_path / "model.gguf")
     adapter, _ = adapter_of_gguf(tmp_path / "adapter")
-    with pytest.raises(ValueError, match=r"q_proj.weight, which stays packed as the file holds it .int8.: give weights='int8'"):
+    with pytest.raises(ValueError, match=r"q_proj.weight, which stays packed as it is stored, .*: give weights='int8'"):
         load(file, lora=adapter, tokenizer=False)
 
 
@@ -321,3 +323,15 @@ def adapter_of_gguf(folder):
 def unpacked(matrix):
     """A matrix, or the product of codes and scales of a packed one with a scale for each row."""
     return np.asarray(matrix.codes) * np.asarray(matrix.scales, np.float32) if is_packed(matrix) else matrix
+
+
+def test_processes_compare_their_adapters(case, monkeypatch):
+    """What each process of a job says of itself before weights are placed differs where an adapter or its scale does."""
+    folder, (one,) = case("all")
+    said = []
+    monkeypatch.setattr(loading, "several_processes", lambda mesh: True)
+    monkeypatch.setattr(loading, "check_alike", lambda mesh, named: said.append(named))
+    for lora in (None, one, f"{one}:0.5", [one, one]):
+        load(folder, lora=lora, tokenizer=False, mesh=kvjax.mesh(tensor=1))
+    assert len({named["lora"] for named in said}) == 4
+    assert len({named["checkpoint"] for named in said}) == 1
