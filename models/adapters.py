@@ -1,4 +1,4 @@
-"""Merges LoRA adapters into the tensors of a checkpoint, by their names in the family's own checkpoints, before fused ones are cut apart."""
+"""Merges LoRA adapters into the tensors of a checkpoint, by their names in the family's own checkpoints, before fused ones are cut."""
 
 from __future__ import annotations
 
