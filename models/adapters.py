@@ -138,8 +138,9 @@ class _Places:
         if len(base.shape) != 2:
             raise ValueError(f"{adapter.folder} adapts {name:.200}, which is {list(base.shape)}; matrices alone can be adapted")
         features, inputs = base.shape[::-1] if table else base.shape
-        self._check(adapter, a, (rank, inputs), name)
-        self._check(adapter, b, (features, rank), name)
+        ranks = f" and the rank {rank} of adapter_config.json"
+        self._check(adapter, a, (rank, inputs), name, ranks)
+        self._check(adapter, b, (features, rank), name, ranks)
         if (magnitude is not None) != bool(adapter.fields.get("use_dora")):
             said = "without magnitudes" if magnitude is None else "with magnitudes"
             raise ValueError(
@@ -159,10 +160,10 @@ class _Places:
         before = tensor.changes if isinstance(tensor, Merged) else ()
         self.tensors[name] = Merged(self._base[name], (*before, change))
 
-    def _check(self, adapter: Adapter, stored: Stored, shape: tuple[int, ...], name: str) -> None:
-        """ValueError unless a tensor of an adapter has the shape that its place needs."""
+    def _check(self, adapter: Adapter, stored: Stored, shape: tuple[int, ...], name: str, ranks: str = "") -> None:
+        """ValueError unless a tensor of an adapter has the shape that its place needs. ranks: what else the shape follows from."""
         if stored.shape != shape:
             raise ValueError(
-                f"{stored.file}: {stored.name:.200} is {list(stored.shape)}, must be {list(shape)} for {name:.200} of this model and the "
-                f"ranks of adapter_config.json; it was made for {adapter.base}"
+                f"{stored.file}: {stored.name:.200} is {list(stored.shape)}, must be {list(shape)} for {name:.200} of this model{ranks}; "
+                f"the adapter was made for {adapter.base}"
             )

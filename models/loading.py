@@ -107,7 +107,7 @@ def load(
     "int4", with one for each 128 inputs, and the embedding and the head as int8. None: as they are stored.
 
     lora: LoRA adapters that are merged while loading, in order, in float32: a folder or Hub id of peft, with a scale after it if that is
-    not 1 ("DIR:0.5"), or several in a list (`kvjax.models.adapter_files`). Matrices that are stored packed take none.
+    not 1 ("DIR:0.5"), or several in a list (`kvjax.models.adapter_files`). Matrices that stay packed as they are stored take none.
 
     Raises ValueError, with the file and the field, for whatever is damaged or unsupported: for a configuration, for tensors that are
     missing, extra or misshapen, for numbers that are not finite in a matrix to be packed, and for a tokenizer that is missing, damaged or

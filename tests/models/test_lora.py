@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import jax
 import lora_cases
 import ml_dtypes
@@ -175,7 +176,7 @@ FIELDS = [
     ({"bias": "some"}, "bias is 'some'; supported: 'none', 'all' and 'lora_only'"),
     ({"modules_to_save": "lm_head"}, "modules_to_save is 'lm_head'; it must be a list of names"),
     ({"r": 0}, "r is 0; it must be a whole number above 0"),
-    ({"r": 5}, r"lora_A.weight is \[4, 24\], must be \[5, 24\] for .* the ranks of adapter_config.json"),
+    ({"r": 5}, r"lora_A.weight is \[4, 24\], must be \[5, 24\] for .* and the rank 5 of adapter_config.json"),
     ({"lora_alpha": float("inf")}, "lora_alpha is inf; it must be a finite number"),
     ({"use_rslora": 1}, "use_rslora is 1; it must be true or false"),
     ({"use_dora": True}, "comes without magnitudes, and use_dora is True"),
@@ -335,3 +336,13 @@ def test_processes_compare_their_adapters(case, monkeypatch):
         load(folder, lora=lora, tokenizer=False, mesh=kvjax.mesh(tensor=1))
     assert len({named["lora"] for named in said}) == 4
     assert len({named["checkpoint"] for named in said}) == 1
+
+
+def test_hub_ids_download_the_adapter_alone(case, monkeypatch):
+    folder, (one,) = case("all")
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, allow_patterns: asked.append((repo, allow_patterns)) or one)
+    model = load(folder, lora="owner/adapter:0.5", tokenizer=False, dtype="float32")
+    assert asked == [("owner/adapter", ["adapter_config.json", "adapter_model.safetensors"])]
+    assert model.name == f"{folder}+owner/adapter:0.5"
+    assert fingerprint(model) == fingerprint(load(folder, lora=f"{one}:0.5", tokenizer=False, dtype="float32"))
