@@ -31,8 +31,9 @@ from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.family import TENSORS
 from kvjax.models.load_options import DtypeName, named_dtype, refuse
 from kvjax.models.merged import base_of
-from kvjax.models.quantization.reading import PackedSource, sources
-from kvjax.models.quantization.schemes import REMEDY, Published, split
+from kvjax.models.quantization.reading import PackedSource, Widened, sources
+from kvjax.models.quantization.rules import REMEDY, Published
+from kvjax.models.quantization.schemes import split
 from kvjax.models.tensors import DTYPES, RowsPacked, Tensor
 from kvjax.packing import FormatOf, place_of, scheme_of
 from kvjax.processes import check_alike
@@ -56,7 +57,8 @@ def read_config(path_or_id: str | Path, *, dtype: DTypeLike | DtypeName | None =
 
 
 def read_packing(path_or_id: str | Path, config: ModelConfig) -> FormatOf | None:
-    """How the matrices of a checkpoint are packed, as config.json says, or a GGUF file (`kvjax.packing.FormatOf`); None: they are not.
+    """How the matrices of a checkpoint are packed in memory, as config.json says, or a GGUF file (`kvjax.packing.FormatOf`); None: they are
+    not.
 
     config: what `read_config` gives. Raises ValueError for a scheme that cannot be read, with its name.
     """
@@ -67,7 +69,7 @@ def read_packing(path_or_id: str | Path, config: ModelConfig) -> FormatOf | None
         formats = {name: tensor.format for name, tensor in tensors.items() if isinstance(tensor, RowsPacked)}
         return None if not any(formats.values()) else lambda layer, name, shape: formats.get(_stored_name(names, layer, name))
     _, published = _fields(opened)
-    if published is None:
+    if published is None or published.keeps_none:
         return None
 
     def format_of(layer: int | None, name: str, shape: tuple[int, ...]) -> MatrixFormat | None:
@@ -133,7 +135,7 @@ def load(
     own_tokenizer = _tokenizer(opened, str(path_or_id), config) if tokenizer else None
     if chosen is None:
         kind = opened.number_type()
-        chosen = _stored_dtype([w for w in wanted if w.name not in packed], tensors) if kind is None else jnp.dtype(DTYPES[kind])
+        chosen = _stored_dtype([tensors[w.name] for w in wanted if w.name not in packed]) if kind is None else jnp.dtype(DTYPES[kind])
     config = dataclasses.replace(config, compute_dtype=chosen.name)
     if several_processes(mesh):
         given = {"dtype": chosen.name, "weights": str(weights), "max_positions": str(max_positions), "mesh": str(dict(mesh.shape))}
@@ -178,9 +180,9 @@ def _chosen(dtype: DTypeLike | DtypeName | None) -> np.dtype | None:
     return named if isinstance(named, np.dtype) else None
 
 
-def _stored_dtype(wanted: list[Wanted], tensors: dict[str, Tensor]) -> np.dtype:
-    """The common type of all stored tensors."""
-    stored = {DTYPES[base_of(tensors[w.name]).dtype] for w in wanted}
+def _stored_dtype(tensors: list[Tensor]) -> np.dtype:
+    """The common type of all tensors that are stored as they are."""
+    stored = {DTYPES[base.dtype] for base in map(base_of, tensors) if not isinstance(base, Widened)}
     if len(stored) > 1:
         raise ValueError(f"the weights are stored in several types ({', '.join(sorted(stored))}); choose one with dtype=")
     return jnp.dtype(stored.pop())

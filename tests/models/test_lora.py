@@ -297,7 +297,7 @@ def test_a_gguf_takes_an_adapter(kind, weights, tmp_path):
     """The sum is that of the numbers of the file, in the order of Hugging Face's rows."""
     spec = tiny_gguf.Spec(types=(kind,), layers=1)
     file = tiny_gguf.write(spec, tmp_path / "model.gguf")
-    adapter, delta = adapter_of_gguf(tmp_path / "adapter")
+    adapter, delta = write_small(tmp_path / "adapter", tiny_gguf.WIDTH, tiny_gguf.WIDTH)
     plain, merged = (load(file, lora=lora, dtype="float32", tokenizer=False, weights=weights) for lora in (None, adapter))
     before, after = (np.asarray(unpacked(model.params["layers"][0]["q"])) for model in (plain, merged))
     np.testing.assert_allclose(after, before + delta, atol=1e-5 if weights is None else np.abs(after).max() / 60)
@@ -306,15 +306,15 @@ def test_a_gguf_takes_an_adapter(kind, weights, tmp_path):
 
 def test_a_gguf_that_stays_packed_takes_none(tmp_path):
     file = tiny_gguf.write(tiny_gguf.Spec(types=(Type.Q8_0,), layers=1), tmp_path / "model.gguf")
-    adapter, _ = adapter_of_gguf(tmp_path / "adapter")
+    adapter, _ = write_small(tmp_path / "adapter", tiny_gguf.WIDTH, tiny_gguf.WIDTH)
     with pytest.raises(ValueError, match=r"q_proj.weight, which stays packed as it is stored, .*: give weights='int8'"):
         load(file, lora=adapter, tokenizer=False)
 
 
-def adapter_of_gguf(folder):
-    """An adapter of the tiny GGUF's q matrix, and what it adds."""
+def write_small(folder, features, inputs):
+    """An adapter of the first layer's q matrix. Returns its folder, and what it adds."""
     draw = np.random.default_rng(3)
-    a, b = (draw.standard_normal(shape).astype(np.float32) for shape in ((2, tiny_gguf.WIDTH), (tiny_gguf.WIDTH, 2)))
+    a, b = (draw.standard_normal(shape).astype(np.float32) for shape in ((2, inputs), (features, 2)))
     folder.mkdir()
     save_file({f"{Q}lora_A.weight": a, f"{Q}lora_B.weight": b}, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
@@ -346,3 +346,15 @@ def test_hub_ids_download_the_adapter_alone(case, monkeypatch):
     assert asked == [("owner/adapter", ["adapter_config.json", "adapter_model.safetensors"])]
     assert model.name == f"{folder}+owner/adapter:0.5"
     assert fingerprint(model) == fingerprint(load(folder, lora=f"{one}:0.5", tokenizer=False, dtype="float32"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_a_model_in_nf4_takes_an_adapter(dtype, tmp_path):
+    """As QLoRA trains them: the sum is that of the widened numbers. bitsandbytes' int8 stays packed, and takes none."""
+    folder = lora_cases.HERE / "golden" / "formats"
+    before = np.asarray(load(folder / "bitsandbytes-nf4", dtype=dtype, tokenizer=False).params["layers"][0]["q"])
+    adapter, delta = write_small(tmp_path / "adapter", *before.shape)
+    merged = load(folder / "bitsandbytes-nf4", lora=adapter, dtype=dtype, tokenizer=False)
+    np.testing.assert_allclose(np.asarray(merged.params["layers"][0]["q"]), before + delta, atol=1e-5)
+    with pytest.raises(ValueError, match=r"q_proj.weight, which stays packed"):
+        load(folder / "bitsandbytes-int8", lora=adapter, tokenizer=False)
