@@ -1,6 +1,7 @@
 """Checkpoints: where they are, what they hold, and whether their tensors are the ones that a model needs.
 
-A checkpoint is a folder of Hugging Face's files (`Folder`). `open_checkpoint` finds it, here or on the Hub.
+A checkpoint is a folder of Hugging Face's files (`Folder`), or a GGUF file (`kvjax.models.gguf`). `open_checkpoint` finds it, here or on
+the Hub.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ TOKENIZER_FILES = (
 MAX_SHARD_BYTES = 5 * 10**9
 """Largest weights file that `save` writes unless told otherwise."""
 
-OTHER_FORMATS = ("pytorch_model*.bin", "*.gguf", "consolidated*.pth", "*.pt", "*.safetensors", "tf_model.h5", "flax_model.msgpack")
+OTHER_FORMATS = ("pytorch_model*.bin", "consolidated*.pth", "*.pt", "*.safetensors", "tf_model.h5", "flax_model.msgpack")
 """Formats of weights that cannot be read."""
 
 _COMPUTED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -79,6 +80,9 @@ class Checkpoint(Protocol):
     def tokenizer(self) -> Any:
         """The tokenizer, as transformers has it."""
 
+    def number_type(self) -> str | None:
+        """safetensors' name of the type of parameters with dtype="auto"; None: that in which all of them are stored."""
+
     def digest(self) -> str:
         """What tells this checkpoint from another."""
 
@@ -111,6 +115,10 @@ class Folder:
         """Its tokenizer."""
         return read_tokenizer(self.path)
 
+    def number_type(self) -> str | None:
+        """None."""
+        return None
+
     def digest(self) -> str:
         """Of config.json, and of each weight file its size, its header, and some bytes of the beginning, the middle and the end of each
         tensor. It reads little, so a copy in which other bytes are damaged has the same one."""
@@ -118,8 +126,29 @@ class Folder:
 
 
 def open_checkpoint(path_or_id: str | Path, patterns: tuple[str, ...]) -> Checkpoint:
-    """The checkpoint that a path or a Hub id names. patterns, errors: as `find_folder`."""
-    return Folder(find_folder(path_or_id, patterns))
+    """The checkpoint that a path or a Hub id names: a folder, a GGUF file, or a folder that holds one and no config.json. patterns, errors:
+    as `find_folder`."""
+    if path_or_id != EMBEDDED and str(path_or_id).lower().endswith(".gguf"):
+        file = file_path(path_or_id)
+        if not os.path.isdir(file):
+            if not is_file(file):
+                raise ValueError(f"there is no file {path_or_id!s:.300}")
+            return _gguf(file)
+    folder = find_folder(path_or_id, patterns)
+    file = None if os.path.lexists(folder / "config.json") or not any(folder.glob("*.gguf")) else _gguf_in(folder)
+    return Folder(folder) if file is None else _gguf(file)
+
+
+def _gguf(file: Path) -> Checkpoint:
+    from kvjax.models.gguf.files import GgufFile  # here, because the gguf package takes time to import
+
+    return GgufFile(file)
+
+
+def _gguf_in(folder: Path) -> Path | None:
+    from kvjax.models.gguf.files import model_in
+
+    return model_in(folder)
 
 
 EMBEDDED = "needle"
@@ -140,7 +169,10 @@ def find_folder(path_or_id: str | Path, patterns: tuple[str, ...]) -> Path:
     if os.path.isdir(folder):
         return folder
     if os.path.exists(folder):
-        raise ValueError(f"{path_or_id!s:.300} is a file; give the folder that holds config.json and the .safetensors files")
+        raise ValueError(
+            f"{path_or_id!s:.300} is a file; give the folder that holds config.json and the .safetensors files, or a file whose name ends "
+            "in .gguf"
+        )
     if not re.fullmatch(r"[\w-][\w.-]{0,95}(/[\w-][\w.-]{0,95})?", str(path_or_id)):
         raise ValueError(f"there is no folder {path_or_id!s:.300}, and it is not a Hub id (owner/name) either")
     return _download(str(path_or_id), patterns)
@@ -267,9 +299,9 @@ def wanted_tensors(config: ModelConfig) -> tuple[list[Wanted], Any]:
     return [Wanted(name, shape) for name, shape in zip(names, shapes, strict=True)], structure
 
 
-def check_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], packed: Collection[str] = ()) -> None:
+def check_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], packed: Collection[str] = (), where: str = "config.json") -> None:
     """Raises ValueError that lists every tensor that is missing, extra, misshapen or of a type that cannot be read. packed: names of
-    parameters that are stored in other tensors."""
+    parameters that are stored in other tensors. where: what holds the configuration."""
     wanted = {w.name: w.shape for w in wanted_tensors(config)[0] if w.name not in packed}
     extra = {name for name in tensors.keys() - wanted.keys() if not _COMPUTED.fullmatch(name)}
     problems = [
@@ -287,7 +319,7 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], packed: Co
     ]
     found = [f"{len(names)} {what}: {_listed(names)}" for what, names in problems if names]
     if found:
-        raise ValueError("the weights do not fit config.json; " + "; ".join(found))
+        raise ValueError(f"the weights do not fit {where}; " + "; ".join(found))
 
 
 def _listed(names: list[str], most: int = 20) -> str:

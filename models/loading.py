@@ -23,7 +23,7 @@ from jaxtyping import Array, DTypeLike
 from kvjax.model import ModelConfig
 from kvjax.models import checkpoint, config_json
 from kvjax.models.causal_lm import CausalLM
-from kvjax.models.checkpoint import CONFIG_FILES, TOKENIZER_FILES, WEIGHT_FILES, Checkpoint, Wanted, open_checkpoint
+from kvjax.models.checkpoint import CONFIG_FILES, TOKENIZER_FILES, WEIGHT_FILES, Checkpoint, Folder, Wanted, open_checkpoint
 from kvjax.models.decoder import TransformerDecoder, is_shape, param_shapes
 from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.family import TENSORS
@@ -31,7 +31,7 @@ from kvjax.models.load_options import DtypeName, named_dtype, refuse
 from kvjax.models.quantization.reading import PackedSource, Widened, sources
 from kvjax.models.quantization.rules import REMEDY, Published
 from kvjax.models.quantization.schemes import split
-from kvjax.models.tensors import DTYPES, Tensor
+from kvjax.models.tensors import DTYPES, RowsPacked, Tensor
 from kvjax.packing import FormatOf, place_of, scheme_of
 from kvjax.processes import check_alike
 from kvjax.sharding import Shards, place_tree, several_processes
@@ -54,20 +54,29 @@ def read_config(path_or_id: str | Path, *, dtype: DTypeLike | DtypeName | None =
 
 
 def read_packing(path_or_id: str | Path, config: ModelConfig) -> FormatOf | None:
-    """How the matrices of a checkpoint are packed, in memory, as config.json says (`kvjax.packing.FormatOf`); None: they are not.
+    """How matrices are packed in memory, as config.json or a GGUF file says (`kvjax.packing.FormatOf`); None: they are not.
 
     config: what `read_config` gives. Raises ValueError for a scheme that cannot be read, with its name.
     """
-    _, published = _fields(open_checkpoint(path_or_id, CONFIG_FILES))
+    opened = open_checkpoint(path_or_id, CONFIG_FILES)
+    names = FAMILIES[config.family].tensor_names(config)
+    if not isinstance(opened, Folder):
+        tensors = _own_tensors(config, opened.tensors())
+        formats = {name: tensor.format for name, tensor in tensors.items() if isinstance(tensor, RowsPacked)}
+        return None if not any(formats.values()) else lambda layer, name, shape: formats.get(_stored_name(names, layer, name))
+    _, published = _fields(opened)
     if published is None or published.keeps_none:
         return None
-    names = FAMILIES[config.family].tensor_names(config)
 
     def format_of(layer: int | None, name: str, shape: tuple[int, ...]) -> MatrixFormat | None:
-        stored = names[name] if layer is None else names["layers"][layer][name]
-        return published.format_of(stored, name, shape)
+        return published.format_of(_stored_name(names, layer, name), name, shape)
 
     return format_of
+
+
+def _stored_name(names: Any, layer: int | None, name: str) -> str:
+    """A parameter's name in Hugging Face's checkpoints. names: `Family.tensor_names`."""
+    return names[name] if layer is None else names["layers"][layer][name]
 
 
 def load(
@@ -106,12 +115,14 @@ def load(
     config, published = _config(opened, max_positions, "float32")
     config, tensors = _tied_as_stored(config, _own_tensors(config, opened.tensors()))
     wanted, structure = checkpoint.wanted_tensors(config)
-    packed, tensors = ({}, tensors) if published is None else sources(published, wanted, tensors)
-    if packed and weights is not None:
+    packed, tensors = _as_stored(wanted, tensors, weights) if published is None else sources(published, wanted, tensors)
+    if published is not None and packed and weights is not None:
         raise ValueError(f"{path_or_id} holds packed weights ({published.method}) already: leave weights={weights!r} out, or {REMEDY}")
-    checkpoint.check_tensors(config, tensors, packed)
+    checkpoint.check_tensors(config, tensors, packed, "config.json" if isinstance(opened, Folder) else opened.config_name)
     own_tokenizer = _tokenizer(opened, str(path_or_id), config) if tokenizer else None
-    chosen = _stored_dtype([tensors[w.name] for w in wanted if w.name not in packed]) if chosen is None else chosen
+    if chosen is None:
+        kind, plain = opened.number_type(), [tensors[w.name] for w in wanted if w.name not in packed]
+        chosen = _stored_dtype(plain) if kind is None else jnp.dtype(DTYPES[kind])
     config = dataclasses.replace(config, compute_dtype=chosen.name)
     if several_processes(mesh):
         given = {"dtype": chosen.name, "weights": str(weights), "max_positions": str(max_positions), "mesh": str(dict(mesh.shape))}
@@ -133,9 +144,10 @@ def _config(opened: Checkpoint, max_positions: int | None, dtype: str | None) ->
     try:
         return config_json.parse(fields, given, max_positions, dtype), published
     except ValueError as error:
-        if "config.json" in str(error):
+        if isinstance(opened, Folder) and "config.json" in str(error):
             raise
-        raise ValueError(f"{opened.config_name}: {error}") from error
+        said = str(error).removeprefix("config.json: ").replace("config.json", opened.config_name)
+        raise ValueError(f"{opened.config_name}: {said}") from error
 
 
 def _fields(opened: Checkpoint) -> tuple[config_json.Fields, Published | None]:
@@ -169,7 +181,18 @@ def _formats(config: ModelConfig, format_of: FormatOf | None) -> list[MatrixForm
     return [None if format_of is None else format_of(*place_of(path), shape) for path, shape in shapes]
 
 
-Way = MatrixFormat | PackedSource | None
+def _as_stored(wanted: list[Wanted], tensors: dict[str, Tensor], weights: str | None) -> tuple[dict[str, RowsPacked], dict[str, Tensor]]:
+    """The matrices that stay packed as a GGUF file holds them, and the other tensors. None stays so where `weights` packs them anew."""
+    shapes = {w.name: w.shape for w in wanted}
+    packed = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if weights is None and isinstance(tensor, RowsPacked) and tensor.format is not None and tensor.shape == shapes.get(name)
+    }
+    return packed, {name: tensor for name, tensor in tensors.items() if name not in packed}
+
+
+Way = MatrixFormat | PackedSource | RowsPacked | None
 """How a parameter is packed: while it is loaded, or as it is stored; None: it is an array."""
 
 
@@ -180,6 +203,11 @@ def _place_all(wanted: list[Wanted], ways: list[Way], tensors: dict[str, Tensor]
             yield jax.block_until_ready(jax.tree.map(jnp.asarray, own.read()))
             continue
         placed = None
+        if isinstance(own, RowsPacked):
+            for start, stop in _spans(w.shape[0], w.shape[1]):
+                placed = jax.block_until_ready(_with_piece(placed, w, start, own.read_packed(start, stop)))
+            yield placed
+            continue
         for start, rows in _pieces(tensors[w.name], 1 if own is None else own.rows):
             if own is not None:
                 placed = _with_piece(placed, w, start, pack(rows, own, w.name))
@@ -195,7 +223,7 @@ def _with_piece(placed: PackedMatrix | None, w: Wanted, start: int, piece: Packe
     """A packed matrix with the rows from `start` on. DONATES placed, which is None before the first piece."""
     own = piece.format
     if piece.shape == w.shape:
-        return piece
+        return jax.tree.map(jnp.asarray, piece)
     if placed is None:
         shapes = own.codes_shape(w.shape), own.scales_shape(w.shape)
         codes, scales = (jnp.zeros(shape, leaf.dtype) for shape, leaf in zip(shapes, (piece.codes, piece.scales), strict=True))
@@ -219,6 +247,8 @@ def _place_parts(
     for w, own, how in zip(wanted, ways, cuts, strict=True):
         if isinstance(own, PackedSource):
             whole = own.read()
+        elif isinstance(own, RowsPacked):
+            whole = own.read_packed(0, w.shape[0])
         elif own is None:
             whole = np.concatenate([rows for _, rows in _pieces(tensors[w.name])]).astype(dtype)
         else:
@@ -231,6 +261,8 @@ def _shape_of(w: Wanted, own: Way, dtype: np.dtype) -> jax.ShapeDtypeStruct | Pa
     """A parameter without its numbers."""
     if isinstance(own, PackedSource):
         return own.empty()
+    if isinstance(own, RowsPacked):
+        return own.format.empty(w.shape)
     return jax.ShapeDtypeStruct(w.shape, dtype) if own is None else own.empty(w.shape)
 
 
@@ -243,9 +275,15 @@ def _write_rows(placed: Array, rows: Array, start: Array) -> Array:
 def _pieces(tensor: Tensor, multiple: int = 1) -> Iterator[tuple[int, np.ndarray]]:
     """(first row, rows) of a tensor, in order, in the stored type. Pieces but the last have a multiple of `multiple` rows."""
     row_bytes = math.prod(tensor.shape[1:]) * jnp.dtype(DTYPES[tensor.dtype]).itemsize
+    for start, stop in _spans(tensor.shape[0], row_bytes, multiple):
+        yield start, tensor.read(start, stop)
+
+
+def _spans(rows: int, row_bytes: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
+    """(first row, row after the last) of the pieces in which a tensor is read."""
     count = max(1, READ_BYTES // row_bytes // multiple) * multiple
-    for start in range(0, tensor.shape[0], count):
-        yield start, tensor.read(start, min(start + count, tensor.shape[0]))
+    for start in range(0, rows, count):
+        yield start, min(start + count, rows)
 
 
 def _own_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

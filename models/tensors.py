@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.matrices import MatrixFormat, PackedMatrix
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types of numbers that are not packed: safetensors' name -> numpy's name."""
@@ -46,6 +48,18 @@ class Tensor(Protocol):
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop) of the first axis, in a copy that the caller may keep."""
+
+
+@runtime_checkable
+class RowsPacked(Tensor, Protocol):
+    """A tensor that may stay packed as it is stored."""
+
+    @property
+    def format(self) -> MatrixFormat | None:
+        """The format in which it can stay packed; None: it is widened when it is read."""
+
+    def read_packed(self, start: int, stop: int) -> PackedMatrix:
+        """Rows [start, stop) in `format`, in arrays of the host."""
 
 
 @dataclasses.dataclass(frozen=True)
