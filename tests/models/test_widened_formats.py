@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from host_peak import peak_of
 from safetensors.numpy import save_file
 from tiny_models import LEAST, altered, same_params
 
@@ -176,6 +177,21 @@ def test_widened_matrices_are_packed_anew(name, tmp_path):
     assert up.format.codes == "int8"
     np.testing.assert_allclose(unpack(up), numbers, atol=np.abs(numbers).max() / 250)
     assert read_packing(tmp_path / "m", read_config(tmp_path / "m")) is None  # so that `kvjax plan --weights int8` takes it
+
+
+def test_widening_holds_pieces_of_a_matrix(tmp_path):
+    """Not the whole one, nor its codes: rows are read as they lie in the file."""
+    rng, size, group = np.random.default_rng(0), 2048, 128
+    words = [rng.integers(-(2**31), 2**31, shape).astype(np.int32) for shape in ((size * 3 // 32, size), (size // group, size * 3 // 32))]
+    scales, order = np.ones((size // group, size), np.float16), rng.permutation(np.arange(size) // group).astype(np.int32)
+    parts = {"m.qweight": words[0], "m.qzeros": words[1], "m.scales": scales, "m.g_idx": order}
+    save_file(parts, tmp_path / "model.safetensors")
+    config = {"quant_method": "gptq", "bits": 3, "group_size": group, "desc_act": True}
+    found = sources(parse(config), [Wanted("m.weight", (size, size))], stored_tensors(tmp_path))[1]["m.weight"]
+    whole, peak = peak_of(lambda: found.read(0, size))
+    assert peak > whole.nbytes  # the meter works
+    _, peak = peak_of(lambda: [found.read(start, start + 64).sum() for start in range(0, size, 64)])
+    assert peak < whole.nbytes / 4
 
 
 @pytest.mark.parametrize("name", ["gptq 4 bits desc_act", "compressed mxfp8", "compressed mxfp4", "bitsandbytes int8"])
