@@ -78,6 +78,13 @@ class Stored:
         with safe_open(self.file, framework="np") as opened:  # once per call: what was read stays mapped until it is closed
             return opened.get_slice(self.name)[start:stop]
 
+    def read_columns(self, start: int, stop: int) -> np.ndarray:
+        """Columns [start, stop) of all rows of a matrix."""
+        from safetensors import safe_open
+
+        with safe_open(self.file, framework="np") as opened:
+            return opened.get_slice(self.name)[:, start:stop]
+
 
 @dataclasses.dataclass(frozen=True)
 class RowsOf:

@@ -12,13 +12,14 @@ from host_peak import peak_of
 from safetensors.numpy import save_file
 from tiny_models import LEAST, altered, same_params
 
-from kvjax.models import checkpoint, config_json, load
+from kvjax.models import checkpoint, config_json, load, loading
 from kvjax.models.checkpoint import Wanted, stored_tensors
 from kvjax.models.decoder import causal_mix
 from kvjax.models.loading import read_config, read_packing
+from kvjax.models.merged import Merged
 from kvjax.models.quantization.reading import PackedSource, Widened, sources
 from kvjax.models.quantization.schemes import parse
-from kvjax.models.tensors import Stored, header_of, read_whole
+from kvjax.models.tensors import RowsOf, Stored, header_of, read_whole
 from kvjax.packing import weights_bytes
 from pallas_kernels.matrices import is_packed, unpack
 
@@ -214,10 +215,12 @@ def test_models_of_transformers_have_its_logits(name):
     assert any(packed) == (name != "bitsandbytes-nf4")
 
 
-def test_stored_types_do_not_count_those_of_widened_matrices():
-    """What `dtype="auto"` takes is the type of the tensors that are stored as they are."""
-    model = load(GOLDEN / "formats" / "bitsandbytes-nf4", tokenizer=False, dtype="auto")
-    assert model.config.compute_dtype == "float32"
+def test_stored_types_do_not_count_those_of_widened_matrices(tmp_path):
+    """What `dtype="auto"` takes is the type of the tensors that are stored as they are, also below views and adapters."""
+    widened = matrix_of("bitsandbytes nf4", tmp_path)
+    plain = Stored(tmp_path / "m", (4,), "BF16", "norm")
+    for each in (widened, RowsOf(widened, range(4)), Merged(RowsOf(widened, range(4)), ())):
+        assert loading._stored_dtype([each, plain]) == jnp.bfloat16
 
 
 def changed(part, change):
