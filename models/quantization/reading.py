@@ -67,7 +67,8 @@ class PackedSource:
         if matrix.shape != self.shape:
             raise ValueError(f"{self.module} is {list(matrix.shape)} unpacked, must be {list(self.shape)}")
         scales = matrix.scales.astype(np.float32)
-        if not (np.isfinite(scales).all() and (scales >= 0).all()):
+        # Those of 4 bits may be below 0: llama.cpp's are where the largest number of a block is positive.
+        if not (np.isfinite(scales).all() and (self.format.codes == "int4" or (scales >= 0).all())):
             raise ValueError(f"{self.module} has scales that are not finite, or below 0: download the model again")
         if self.format.codes == "fp8_e4m3" and ((matrix.codes.view(np.uint8) & 127) == 127).any():
             raise ValueError(f"{self.module} holds NaN: download the model again")
