@@ -26,6 +26,7 @@ WIDENED = (
 )
 """Packed types that can be read."""
 
+
 @dataclasses.dataclass(frozen=True)
 class HalfScales(MatrixFormat):
     """A format of a GGUF file with the dtype that its scales have there, for counting bytes. Matrices have the plain format."""

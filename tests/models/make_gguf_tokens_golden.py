@@ -21,21 +21,76 @@ GOLDEN = Path(__file__).with_name("golden") / "gguf-tokens.json"
 
 NAMES = (
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "dbrx", "smaug-bpe", "chatglm-bpe", "glm4"),
-    *("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2", "hunyuan", "solar-open", "qwen35", "tekken", "gpt-4o", "llama4", "kanana2"),
+    *(
+        "qwen2",
+        "deepseek-r1-qwen",
+        "kormo",
+        "megrez",
+        "stablelm2",
+        "hunyuan",
+        "solar-open",
+        "qwen35",
+        "tekken",
+        "gpt-4o",
+        "llama4",
+        "kanana2",
+    ),
     *("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "gpt-2", "phi-2", "olmo", "mpt", "jais"),
-    *("trillion", "granite-docling", "exaone4", "a.x-4.0", "mellum", "deepseek-v3", "hunyuan-dense", "deepseek-coder", "seed-coder", "default"),
+    *(
+        "trillion",
+        "granite-docling",
+        "exaone4",
+        "a.x-4.0",
+        "mellum",
+        "deepseek-v3",
+        "hunyuan-dense",
+        "deepseek-coder",
+        "seed-coder",
+        "default",
+    ),
 )
 
 TEXTS = [
     *("Hello world", " Hello", "  two  spaces   three", "tab\tnew\nline\r\ncrlf\n\n\n  indented", "don't I'LL we'Ve it's 'S"),
-    *("1234567 12 3.14159 0x1F 1,000,000", "na\u00efve caf\u00e9 \u00c0\u00c9\u00ce", "\u65e5\u672c\u8a9e\u306e\u30c6\u30b9\u30c8\u3002\u6f22\u5b57"),
-    *("\uc548\ub155\ud558\uc138\uc694 \uc138\uacc4", "\u041f\u0440\u0438\u0432\u0435\u0442, \u043c\u0438\u0440!", "\u0645\u0631\u062d\u0628\u0627 \u0661\u0662\u0663"),
-    *("\u0939\u093f\u0928\u094d\u0926\u0940 \u092e\u0947\u0902", "\U0001f642\U0001f469\u200d\U0001f467 \U0001f3f3\ufe0f", "a\u0301e\u0300 combining"),
-    *("\uff46\uff55\uff4c\uff4c \uff11\uff12\uff13", "\u00bd \u00b2 \u2167 \u2460", "\u00a0nbsp\u2003em\u200bzero", "!!!???...;;;---___ $100 + - = < > ^ ~ |"),
+    *(
+        "1234567 12 3.14159 0x1F 1,000,000",
+        "na\u00efve caf\u00e9 \u00c0\u00c9\u00ce",
+        "\u65e5\u672c\u8a9e\u306e\u30c6\u30b9\u30c8\u3002\u6f22\u5b57",
+    ),
+    *(
+        "\uc548\ub155\ud558\uc138\uc694 \uc138\uacc4",
+        "\u041f\u0440\u0438\u0432\u0435\u0442, \u043c\u0438\u0440!",
+        "\u0645\u0631\u062d\u0628\u0627 \u0661\u0662\u0663",
+    ),
+    *(
+        "\u0939\u093f\u0928\u094d\u0926\u0940 \u092e\u0947\u0902",
+        "\U0001f642\U0001f469\u200d\U0001f467 \U0001f3f3\ufe0f",
+        "a\u0301e\u0300 combining",
+    ),
+    *(
+        "\uff46\uff55\uff4c\uff4c \uff11\uff12\uff13",
+        "\u00bd \u00b2 \u2167 \u2460",
+        "\u00a0nbsp\u2003em\u200bzero",
+        "!!!???...;;;---___ $100 + - = < > ^ ~ |",
+    ),
     *("def f(x):\n    return x**2  # comment\n", "CamelCaseXMLHttpRequest HELLO wOrLD", "", " ", "\n", "end \n", "http://a.b/c?d=%20#e"),
-    *("<|im_start|>user\nhi<|im_end|>\n", "<|im_start|> a <|im_end|>b <think>c</think>", "\u0e44\u0e17\u0e22 \u01c5 \u00df", "a 'b' \"c\" `d`\t\t \n \n e"),
-    *("\u3000Wide\u2028line\u0085next", "\ufeffbom \U0001d518\U0001d52b \u0663\u0664", "foo/bar\n/baz\r\n\r\n", "</s> <s>x<unk>", "\u2581already\u2581here"),
+    *(
+        "<|im_start|>user\nhi<|im_end|>\n",
+        "<|im_start|> a <|im_end|>b <think>c</think>",
+        "\u0e44\u0e17\u0e22 \u01c5 \u00df",
+        "a 'b' \"c\" `d`\t\t \n \n e",
+    ),
+    *(
+        "\u3000Wide\u2028line\u0085next",
+        "\ufeffbom \U0001d518\U0001d52b \u0663\u0664",
+        "foo/bar\n/baz\r\n\r\n",
+        "</s> <s>x<unk>",
+        "\u2581already\u2581here",
+    ),
 ]
+
+PLAIN = [text * 3 for text in TEXTS if "<" not in text]
+"""What vocabularies are trained on: without special tokens, which they have already."""
 
 LLAMA_CPP = """
 import json, sys
@@ -51,7 +106,8 @@ def byte_vocabulary():
     trained = tokenizers.Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     letters = list(tiny_gguf.byte_letters().values())
-    trained.train_from_iterator([text * 3 for text in TEXTS], trainers.BpeTrainer(vocab_size=900, initial_alphabet=letters, min_frequency=2, show_progress=False))
+    options = {"min_frequency": 2, "show_progress": False}
+    trained.train_from_iterator(PLAIN, trainers.BpeTrainer(vocab_size=900, initial_alphabet=letters, **options))
     state = json.loads(trained.to_str())["model"]
     tokens = sorted(state["vocab"], key=state["vocab"].get)
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>"]
@@ -62,12 +118,23 @@ def byte_vocabulary():
 def piece_vocabulary():
     """Tokens, scores and types, as SentencePiece has them."""
     trained = tokenizers.Tokenizer(models.BPE())
-    texts = [text.replace(" ", "\u2581") * 3 for text in TEXTS[:20]]
+    texts = [text.replace(" ", "\u2581") for text in PLAIN]
     trained.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=700, limit_alphabet=150, min_frequency=2, show_progress=False))
     state = json.loads(trained.to_str())["model"]
     pieces = ["".join(pair) for pair in state["merges"]]
     letters = sorted(letter for letter in state["vocab"] if len(letter) == 1)
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, *letters, "<|im_start|>", "<|im_end|>", "<think>", "   "]
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *pieces,
+        *letters,
+        "<|im_start|>",
+        "<|im_end|>",
+        "<think>",
+        "   ",
+    ]
     types = [2, 3, 3, *[6] * 256, *[1] * (len(pieces) + len(letters)), 3, 3, 4, 4]
     scores = [0.0] * 259 + [-float(number) for number in range(len(pieces) + len(letters))] + [-1000.0] * 4
     return tokens, scores, types
