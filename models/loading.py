@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Never
 
@@ -22,14 +22,18 @@ from jaxtyping import Array, DTypeLike
 
 from kvjax.model import ModelConfig
 from kvjax.models import checkpoint, config_json
+from kvjax.models.adapter_files import Adapter, open_adapters
+from kvjax.models.adapters import merge
 from kvjax.models.causal_lm import CausalLM
 from kvjax.models.checkpoint import CONFIG_FILES, TOKENIZER_FILES, WEIGHT_FILES, Checkpoint, Folder, Wanted, open_checkpoint
 from kvjax.models.decoder import TransformerDecoder, is_shape, param_shapes
 from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.family import TENSORS
 from kvjax.models.load_options import DtypeName, named_dtype, refuse
-from kvjax.models.quantization.reading import PackedSource, sources
-from kvjax.models.quantization.schemes import REMEDY, Published, split
+from kvjax.models.merged import base_dtype
+from kvjax.models.quantization.reading import PackedSource, Widened, sources
+from kvjax.models.quantization.rules import REMEDY, Published
+from kvjax.models.quantization.schemes import split
 from kvjax.models.tensors import DTYPES, RowsPacked, Tensor
 from kvjax.packing import FormatOf, place_of, scheme_of
 from kvjax.processes import check_alike
@@ -53,7 +57,8 @@ def read_config(path_or_id: str | Path, *, dtype: DTypeLike | DtypeName | None =
 
 
 def read_packing(path_or_id: str | Path, config: ModelConfig) -> FormatOf | None:
-    """How the matrices of a checkpoint are packed, as config.json says, or a GGUF file (`kvjax.packing.FormatOf`); None: they are not.
+    """How the matrices of a checkpoint are packed in memory, as config.json says, or a GGUF file (`kvjax.packing.FormatOf`); None: they are
+    not.
 
     config: what `read_config` gives. Raises ValueError for a scheme that cannot be read, with its name.
     """
@@ -64,7 +69,7 @@ def read_packing(path_or_id: str | Path, config: ModelConfig) -> FormatOf | None
         formats = {name: tensor.counted for name, tensor in tensors.items() if isinstance(tensor, RowsPacked)}
         return None if not any(formats.values()) else lambda layer, name, shape: formats.get(_stored_name(names, layer, name))
     _, published = _fields(opened)
-    if published is None:
+    if published is None or published.keeps_none:
         return None
 
     def format_of(layer: int | None, name: str, shape: tuple[int, ...]) -> MatrixFormat | None:
@@ -91,6 +96,7 @@ def load(
     tokenizer: bool = True,
     mesh: Mesh | None = None,
     weights: str | None = None,
+    lora: str | Path | Sequence[str | Path] | None = None,
     **unknown: Never,
 ) -> CausalLM:
     """Read a model from its folder or Hub id onto the default device, or the devices of a mesh (`kvjax.mesh`), each with its part.
@@ -107,6 +113,9 @@ def load(
     scale for each output channel ("int8:128x128", "fp8:128x128": for each block; "fp8:tokens": prefill rounds tokens to fp8, too), or
     "int4", with one for each 128 inputs, and the embedding and the head as int8. None: as they are stored.
 
+    lora: LoRA adapters that are merged while loading, in order, in float32: a folder or Hub id of peft, with a scale after it if that is
+    not 1 ("DIR:0.5"), or several in a list (`kvjax.models.adapter_files`). Matrices that are stored packed take none.
+
     Raises ValueError, with the file and the field, for whatever is damaged or unsupported: for a configuration, for tensors that are
     missing, extra or misshapen, for numbers that are not finite in a matrix to be packed, and for a tokenizer that is missing, damaged or
     made by code of the checkpoint, which is never run; TypeError, with a hint, for any other option. A tokenizer may have more ids than the
@@ -116,8 +125,10 @@ def load(
         refuse(unknown)
     chosen = _chosen(dtype)
     opened = open_checkpoint(path_or_id, CONFIG_FILES + WEIGHT_FILES + (TOKENIZER_FILES if tokenizer else ()))
+    adapters = open_adapters(lora)
     config, published = _config(opened, max_positions, "float32")
-    config, tensors = _tied_as_stored(config, _own_tensors(config, opened.tensors()))
+    config, stored = _with_adapters(config, opened.tensors(), adapters, repacked=weights is not None)
+    config, tensors = _tied_as_stored(config, _own_tensors(config, stored))
     wanted, structure = checkpoint.wanted_tensors(config)
     packed, tensors = _as_stored(wanted, tensors, weights) if published is None else sources(published, wanted, tensors)
     if published is not None and packed and weights is not None:
@@ -126,11 +137,11 @@ def load(
     own_tokenizer = _tokenizer(opened, str(path_or_id), config) if tokenizer else None
     if chosen is None:
         kind = opened.number_type()
-        chosen = _stored_dtype([w for w in wanted if w.name not in packed], tensors) if kind is None else jnp.dtype(DTYPES[kind])
+        chosen = _stored_dtype([tensors[w.name] for w in wanted if w.name not in packed]) if kind is None else jnp.dtype(DTYPES[kind])
     config = dataclasses.replace(config, compute_dtype=chosen.name)
     if several_processes(mesh):
         given = {"dtype": chosen.name, "weights": str(weights), "max_positions": str(max_positions), "mesh": str(dict(mesh.shape))}
-        check_alike(mesh, given | {"checkpoint": opened.digest()})
+        check_alike(mesh, given | {"checkpoint": opened.digest(), "lora": " ".join(each.digest() for each in adapters)})
     decoder = TransformerDecoder(config)
     formats = _formats(config, None if weights is None else scheme_of(weights).format_of)
     ways = [packed.get(w.name, own) for w, own in zip(wanted, formats, strict=True)]
@@ -138,7 +149,7 @@ def load(
         params = jax.tree.unflatten(structure, list(_place_all(wanted, ways, tensors, chosen)))
     else:
         params = jax.tree.unflatten(structure, list(_place_parts(wanted, ways, structure, tensors, decoder, mesh)))
-    return CausalLM(decoder, params, own_tokenizer, str(path_or_id))
+    return CausalLM(decoder, params, own_tokenizer, "+".join([str(path_or_id), *(each.said for each in adapters)]))
 
 
 def _config(opened: Checkpoint, max_positions: int | None, dtype: str | None) -> tuple[ModelConfig, Published | None]:
@@ -171,9 +182,9 @@ def _chosen(dtype: DTypeLike | DtypeName | None) -> np.dtype | None:
     return named if isinstance(named, np.dtype) else None
 
 
-def _stored_dtype(wanted: list[Wanted], tensors: dict[str, Tensor]) -> np.dtype:
-    """The common type of all stored tensors."""
-    stored = {DTYPES[tensors[w.name].dtype] for w in wanted}
+def _stored_dtype(tensors: list[Tensor]) -> np.dtype:
+    """The common type of all tensors that are stored as they are."""
+    stored = {DTYPES[base_dtype(tensor)] for tensor in tensors if not isinstance(tensor, Widened)}
     if len(stored) > 1:
         raise ValueError(f"the weights are stored in several types ({', '.join(sorted(stored))}); choose one with dtype=")
     return jnp.dtype(stored.pop())
@@ -288,6 +299,14 @@ def _spans(rows: int, row_bytes: int, multiple: int = 1) -> Iterator[tuple[int, 
     count = max(1, READ_BYTES // row_bytes // multiple) * multiple
     for start in range(0, rows, count):
         yield start, min(start + count, rows)
+
+
+def _with_adapters(
+    config: ModelConfig, tensors: dict[str, Tensor], adapters: Sequence[Adapter], *, repacked: bool
+) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Configuration and tensors of a model, by their names in the checkpoint, with adapters merged into them. repacked: as for `merge`."""
+    merged, tied = merge(adapters, tensors, FAMILIES[config.family], tied=config.tie_embeddings, repacked=repacked)
+    return dataclasses.replace(config, tie_embeddings=tied), merged
 
 
 def _own_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
