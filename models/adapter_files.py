@@ -121,7 +121,7 @@ def _open(said: str) -> Adapter:
                 f"{folder} holds adapter_model.bin, a pickle, which can run code and is not opened: load it with peft where you trust it, "
                 f"and save it again (model.save_pretrained(FOLDER) writes {WEIGHTS})"
             )
-        raise ValueError(f"{folder} holds no {WEIGHTS}; {AGAIN}")
+        raise ValueError(f"{folder} holds no {WEIGHTS}; {AGAIN} (one in adapter_model.bin, a pickle, is not read)")
     return Adapter(said, folder, scale, fields, *_sorted(folder / WEIGHTS))
 
 

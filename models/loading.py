@@ -22,7 +22,7 @@ from jaxtyping import Array, DTypeLike
 
 from kvjax.model import ModelConfig
 from kvjax.models import checkpoint, config_json, fused
-from kvjax.models.adapter_files import Adapter, open_adapters
+from kvjax.models.adapter_files import open_adapters
 from kvjax.models.adapters import merge
 from kvjax.models.causal_lm import CausalLM
 from kvjax.models.checkpoint import CONFIG_FILES, TOKENIZER_FILES, WEIGHT_FILES, Checkpoint, Folder, Wanted, open_checkpoint
@@ -31,11 +31,11 @@ from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.family import TENSORS
 from kvjax.models.interleaving import in_order, rearranged
 from kvjax.models.load_options import DtypeName, named_dtype, refuse
-from kvjax.models.merged import base_dtype
+from kvjax.models.merged import base_of
 from kvjax.models.quantization.reading import PackedSource, Widened, sources
 from kvjax.models.quantization.rules import REMEDY, Published
 from kvjax.models.quantization.schemes import split
-from kvjax.models.tensors import DTYPES, RowsOf, RowsPacked, Tensor
+from kvjax.models.tensors import DTYPES, RowsPacked, Tensor
 from kvjax.packing import FormatOf, place_of, scheme_of
 from kvjax.processes import check_alike
 from kvjax.sharding import Shards, place_tree, several_processes
@@ -67,7 +67,7 @@ def read_packing(path_or_id: str | Path, config: ModelConfig) -> FormatOf | None
     names = family.tensor_names(config)
     if not isinstance(opened, Folder):
         tensors = _own_tensors(config, opened.tensors())
-        formats = {name: tensor.format for name, tensor in tensors.items() if isinstance(tensor, RowsPacked)}
+        formats = {name: tensor.counted for name, tensor in tensors.items() if isinstance(tensor, RowsPacked)}
         return None if not any(formats.values()) else lambda layer, name, shape: formats.get(_stored_name(names, layer, name))
     _, published = _fields(opened)
     if published is None or published.keeps_none:
@@ -77,6 +77,11 @@ def read_packing(path_or_id: str | Path, config: ModelConfig) -> FormatOf | None
         return published.format_of(family.stored_name(_stored_name(names, layer, name)), name, shape)
 
     return format_of
+
+
+def packs_anew(path_or_id: str | Path) -> bool:
+    """Whether `load` packs matrices as `weights` says although some are stored packed: those of a GGUF file are widened first."""
+    return not isinstance(open_checkpoint(path_or_id, CONFIG_FILES), Folder)
 
 
 def _stored_name(names: Any, layer: int | None, name: str) -> str:
@@ -110,7 +115,7 @@ def load(
     "int4", with one for each 128 inputs, and the embedding and the head as int8. None: as they are stored.
 
     lora: LoRA adapters that are merged while loading, in order, in float32: a folder or Hub id of peft, with a scale after it if that is
-    not 1 ("DIR:0.5"), or several in a list (`kvjax.models.adapter_files`). Matrices that are stored packed take none.
+    not 1 ("DIR:0.5"), or several in a list (`kvjax.models.adapter_files`). Matrices that stay packed as they are stored take none.
 
     Raises ValueError, with the file and the field, for whatever is damaged or unsupported: for a configuration, for tensors that are
     missing, extra or misshapen, for numbers that are not finite in a matrix to be packed, and for a tokenizer that is missing, damaged or
@@ -123,14 +128,16 @@ def load(
     opened = open_checkpoint(path_or_id, CONFIG_FILES + WEIGHT_FILES + (TOKENIZER_FILES if tokenizer else ()))
     adapters = open_adapters(lora)
     config, published = _config(opened, max_positions, "float32")
-    config, stored = _with_adapters(config, opened.tensors(), adapters, repacked=weights is not None)
-    config, tensors = _tied_as_stored(config, _own_tensors(config, stored))
-    wanted, structure = checkpoint.wanted_tensors(config)
-    whole = fused.stored_wanted(config)
-    packed, tensors = _as_stored(wanted, tensors, weights) if published is None else sources(published, whole, tensors)
-    tensors, packed = fused.cut_apart(config, tensors, packed)
+    config, tensors = _tied_as_stored(config, _own_tensors(config, opened.tensors()))
+    stored = fused.stored_wanted(config)
+    packed, tensors = _as_stored(config, tensors, weights) if published is None else sources(published, stored, tensors)
     if published is not None and packed and weights is not None:
         raise ValueError(f"{path_or_id} holds packed weights ({published.method}) already: leave weights={weights!r} out, or {REMEDY}")
+    if adapters:
+        tensors, tied = merge(adapters, tensors, packed, FAMILIES[config.family], config.tie_embeddings)
+        config = dataclasses.replace(config, tie_embeddings=tied)
+    tensors, packed = fused.cut_apart(config, tensors, packed)
+    wanted, structure = checkpoint.wanted_tensors(config)
     checkpoint.check_tensors(config, tensors, packed, "config.json" if isinstance(opened, Folder) else opened.config_name)
     own_tokenizer = _tokenizer(opened, str(path_or_id), config) if tokenizer else None
     if chosen is None:
@@ -183,8 +190,7 @@ def _chosen(dtype: DTypeLike | DtypeName | None) -> np.dtype | None:
 
 def _stored_dtype(tensors: list[Tensor]) -> np.dtype:
     """The common type of all tensors that are stored as they are."""
-    wholes = [tensor.tensor if isinstance(tensor, RowsOf) else tensor for tensor in tensors]
-    stored = {DTYPES[base_dtype(tensor)] for tensor in wholes if not isinstance(tensor, Widened)}
+    stored = {DTYPES[base.dtype] for base in map(base_of, tensors) if not isinstance(base, Widened)}
     if len(stored) > 1:
         raise ValueError(f"the weights are stored in several types ({', '.join(sorted(stored))}); choose one with dtype=")
     return jnp.dtype(stored.pop())
@@ -196,10 +202,10 @@ def _formats(config: ModelConfig, format_of: FormatOf | None) -> list[MatrixForm
     return [None if format_of is None else format_of(*place_of(path), shape) for path, shape in shapes]
 
 
-def _as_stored(wanted: list[Wanted], tensors: dict[str, Tensor], weights: str | None) -> tuple[dict[str, RowsPacked], dict[str, Tensor]]:
+def _as_stored(config: ModelConfig, tensors: dict[str, Tensor], weights: str | None) -> tuple[dict[str, RowsPacked], dict[str, Tensor]]:
     """The matrices that stay packed as a GGUF file holds them, and the other tensors. None stays so where `weights` packs them anew, or
     rows come in another order."""
-    shapes = {w.name: w.shape for w in wanted if w.order is None}
+    shapes = {w.name: w.shape for w in checkpoint.wanted_tensors(config)[0] if w.order is None}
     packed = {
         name: tensor
         for name, tensor in tensors.items()
@@ -301,14 +307,6 @@ def _spans(rows: int, row_bytes: int, multiple: int = 1) -> Iterator[tuple[int, 
     count = max(1, READ_BYTES // row_bytes // multiple) * multiple
     for start in range(0, rows, count):
         yield start, min(start + count, rows)
-
-
-def _with_adapters(
-    config: ModelConfig, tensors: dict[str, Tensor], adapters: Sequence[Adapter], *, repacked: bool
-) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Configuration and tensors of a model, by their names in the checkpoint, with adapters merged into them. repacked: as for `merge`."""
-    merged, tied = merge(adapters, tensors, FAMILIES[config.family], tied=config.tie_embeddings, repacked=repacked)
-    return dataclasses.replace(config, tie_embeddings=tied), merged
 
 
 def _own_tensors(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

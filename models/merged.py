@@ -40,9 +40,9 @@ class LowRank:
 
     def onto(self, rows: np.ndarray, start: int, stop: int) -> np.ndarray:
         """`Change.onto`."""
-        delta = self.scale * (_numbers(self.b, start, stop) @ _numbers(self.a))
+        delta = (self.scale * _numbers(self.b, start, stop)) @ _numbers(self.a)
         if self.magnitude is None:
-            return rows + delta
+            return np.add(rows, delta, out=delta)
         norms = np.linalg.norm(_floats(self.base, start, stop) + delta, axis=1)
         return _ratio(self.magnitude, start, stop, norms)[:, None] * (rows + delta)
 
@@ -67,7 +67,7 @@ class LowRankTable:
         return changed if self.magnitude is None else changed * self._factors
 
     def _delta(self, start: int, stop: int) -> np.ndarray:
-        return self.scale * (_finite(self.a, self.a.read_columns(start, stop)).T @ _numbers(self.b).T)
+        return _finite(self.a, self.a.read_columns(start, stop)).T @ (self.scale * _numbers(self.b)).T
 
     @functools.cached_property
     def _factors(self) -> np.ndarray:
@@ -153,15 +153,15 @@ class Replaced:
         return self.by.read(start, stop)
 
 
-def base_dtype(tensor: Tensor) -> str:
-    """The stored type of a model's tensor, below whatever shows rows of it or changes them."""
+def base_of(tensor: Tensor) -> Tensor:
+    """A model's tensor, below whatever shows rows of it or changes them."""
     while (inner := getattr(tensor, "tensor", None)) is not None:
         tensor = inner
-    return tensor.dtype
+    return tensor
 
 
 def _floats(tensor: Tensor, start: int, stop: int) -> np.ndarray:
-    return tensor.read(start, stop).astype(np.float32)
+    return tensor.read(start, stop).astype(np.float32, copy=False)
 
 
 def _numbers(stored: Stored, start: int = 0, stop: int | None = None) -> np.ndarray:

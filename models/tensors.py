@@ -6,7 +6,9 @@ A tensor has `name`, `shape`, `dtype` (the stored type, by safetensors' name) an
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -57,6 +59,10 @@ class RowsPacked(Tensor, Protocol):
     @property
     def format(self) -> MatrixFormat | None:
         """The format in which it can stay packed; None: it is widened when it is read."""
+
+    @property
+    def counted(self) -> MatrixFormat | None:
+        """`format`, by which its bytes are counted: the scales of a stored matrix may have another dtype than those of one packed here."""
 
     def read_packed(self, start: int, stop: int) -> PackedMatrix:
         """Rows [start, stop) in `format`, in arrays of the host."""
@@ -140,8 +146,15 @@ def mapped(stored: Stored) -> np.ndarray:
     return np.asarray(found).view(dtype).reshape(stored.shape)
 
 
-def header_of(path: Path) -> tuple[int, dict[str, Any]]:
+def header_of(path: Path) -> tuple[int, Mapping[str, Any]]:
     """The size in bytes of a safetensors file's header, and the header. The file must be whole (`kvjax.models.checkpoint`)."""
+    said = path.stat()
+    return _header_of(path, (said.st_ino, said.st_size, said.st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=16)  # a packed matrix asks for each of its parts, in pieces, and a header may have a megabyte
+def _header_of(path: Path, version: tuple[int, ...]) -> tuple[int, Mapping[str, Any]]:
+    """`header_of`. version: tells the file from what was at that path before."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         return size, json.loads(file.read(size))

@@ -24,7 +24,7 @@ _SMALL_FLOATS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32, "mxfp8-
 """Formats whose groups have one size."""
 
 
-def compressed(config: Fields) -> Published:
+def published_of(config: Fields) -> Published:
     """The rules of compressed-tensors. The ValueError names what cannot be read."""
     groups = config.get("config_groups")
     for name in ("kv_cache_scheme", "transform_config"):

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.models.quantization.compressed import compressed
+from kvjax.models.quantization.compressed import published_of
 from kvjax.models.quantization.rules import REMEDY, Fields, Published, Rule, group_columns, is_block, skipped, unsupported
 from kvjax.packing import TABLES
 from pallas_kernels.matrices import MatrixFormat
@@ -157,7 +157,7 @@ def _torchao(config: Fields) -> Published:
 _PARSERS = {
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,
-    "compressed-tensors": compressed,
+    "compressed-tensors": published_of,
     "fbgemm_fp8": _fbgemm,
     "fp8": _fp8,
     "gptq": _gptq,

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import jax
 import lora_cases
 import ml_dtypes
@@ -175,7 +176,7 @@ FIELDS = [
     ({"bias": "some"}, "bias is 'some'; supported: 'none', 'all' and 'lora_only'"),
     ({"modules_to_save": "lm_head"}, "modules_to_save is 'lm_head'; it must be a list of names"),
     ({"r": 0}, "r is 0; it must be a whole number above 0"),
-    ({"r": 5}, r"lora_A.weight is \[4, 24\], must be \[5, 24\] for .* the ranks of adapter_config.json"),
+    ({"r": 5}, r"lora_A.weight is \[4, 24\], must be \[5, 24\] for .* and the rank 5 of adapter_config.json"),
     ({"lora_alpha": float("inf")}, "lora_alpha is inf; it must be a finite number"),
     ({"use_rslora": 1}, "use_rslora is 1; it must be true or false"),
     ({"use_dora": True}, "comes without magnitudes, and use_dora is True"),
@@ -230,7 +231,9 @@ def test_what_is_replaced_has_no_scale(case):
 def test_a_packed_matrix_takes_no_adapter(case, tmp_path):
     folder, (one,) = case("all")
     load(folder, tokenizer=False, weights="int8", dtype="float32").save(tmp_path / "packed")
-    with pytest.raises(ValueError, match=r"the model holds packed .I8.*load the checkpoint that it was quantized from with this adapter"):
+    with pytest.raises(
+        ValueError, match=r"down_proj.weight, which stays packed .*load the checkpoint that it was quantized from with this adapter"
+    ):
         load(tmp_path / "packed", lora=one, tokenizer=False)
 
 
@@ -294,7 +297,7 @@ def test_a_gguf_takes_an_adapter(kind, weights, tmp_path):
     """The sum is that of the numbers of the file, in the order of Hugging Face's rows."""
     spec = tiny_gguf.Spec(types=(kind,), layers=1)
     file = tiny_gguf.write(spec, tmp_path / "model.gguf")
-    adapter, delta = adapter_of_gguf(tmp_path / "adapter")
+    adapter, delta = write_small(tmp_path / "adapter", tiny_gguf.WIDTH, tiny_gguf.WIDTH)
     plain, merged = (load(file, lora=lora, dtype="float32", tokenizer=False, weights=weights) for lora in (None, adapter))
     before, after = (np.asarray(unpacked(model.params["layers"][0]["q"])) for model in (plain, merged))
     np.testing.assert_allclose(after, before + delta, atol=1e-5 if weights is None else np.abs(after).max() / 60)
@@ -303,15 +306,15 @@ def test_a_gguf_takes_an_adapter(kind, weights, tmp_path):
 
 def test_a_gguf_that_stays_packed_takes_none(tmp_path):
     file = tiny_gguf.write(tiny_gguf.Spec(types=(Type.Q8_0,), layers=1), tmp_path / "model.gguf")
-    adapter, _ = adapter_of_gguf(tmp_path / "adapter")
-    with pytest.raises(ValueError, match=r"q_proj.weight, which stays packed as the file holds it .int8.: give weights='int8'"):
+    adapter, _ = write_small(tmp_path / "adapter", tiny_gguf.WIDTH, tiny_gguf.WIDTH)
+    with pytest.raises(ValueError, match=r"q_proj.weight, which stays packed as it is stored, .*: give weights='int8'"):
         load(file, lora=adapter, tokenizer=False)
 
 
-def adapter_of_gguf(folder):
-    """An adapter of the tiny GGUF's q matrix, and what it adds."""
+def write_small(folder, features, inputs):
+    """An adapter of the first layer's q matrix. Returns its folder, and what it adds."""
     draw = np.random.default_rng(3)
-    a, b = (draw.standard_normal(shape).astype(np.float32) for shape in ((2, tiny_gguf.WIDTH), (tiny_gguf.WIDTH, 2)))
+    a, b = (draw.standard_normal(shape).astype(np.float32) for shape in ((2, inputs), (features, 2)))
     folder.mkdir()
     save_file({f"{Q}lora_A.weight": a, f"{Q}lora_B.weight": b}, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
@@ -321,3 +324,37 @@ def adapter_of_gguf(folder):
 def unpacked(matrix):
     """A matrix, or the product of codes and scales of a packed one with a scale for each row."""
     return np.asarray(matrix.codes) * np.asarray(matrix.scales, np.float32) if is_packed(matrix) else matrix
+
+
+def test_processes_compare_their_adapters(case, monkeypatch):
+    """What each process of a job says of itself before weights are placed differs where an adapter or its scale does."""
+    folder, (one,) = case("all")
+    said = []
+    monkeypatch.setattr(loading, "several_processes", lambda mesh: True)
+    monkeypatch.setattr(loading, "check_alike", lambda mesh, named: said.append(named))
+    for lora in (None, one, f"{one}:0.5", [one, one]):
+        load(folder, lora=lora, tokenizer=False, mesh=kvjax.mesh(tensor=1))
+    assert len({named["lora"] for named in said}) == 4
+    assert len({named["checkpoint"] for named in said}) == 1
+
+
+def test_hub_ids_download_the_adapter_alone(case, monkeypatch):
+    folder, (one,) = case("all")
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, allow_patterns: asked.append((repo, allow_patterns)) or one)
+    model = load(folder, lora="owner/adapter:0.5", tokenizer=False, dtype="float32")
+    assert asked == [("owner/adapter", ["adapter_config.json", "adapter_model.safetensors"])]
+    assert model.name == f"{folder}+owner/adapter:0.5"
+    assert fingerprint(model) == fingerprint(load(folder, lora=f"{one}:0.5", tokenizer=False, dtype="float32"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_a_model_in_nf4_takes_an_adapter(dtype, tmp_path):
+    """As QLoRA trains them: the sum is that of the widened numbers. bitsandbytes' int8 stays packed, and takes none."""
+    folder = lora_cases.HERE / "golden" / "formats"
+    before = np.asarray(load(folder / "bitsandbytes-nf4", dtype=dtype, tokenizer=False).params["layers"][0]["q"])
+    adapter, delta = write_small(tmp_path / "adapter", *before.shape)
+    merged = load(folder / "bitsandbytes-nf4", lora=adapter, dtype=dtype, tokenizer=False)
+    np.testing.assert_allclose(np.asarray(merged.params["layers"][0]["q"]), before + delta, atol=1e-5)
+    with pytest.raises(ValueError, match=r"q_proj.weight, which stays packed"):
+        load(folder / "bitsandbytes-int8", lora=adapter, tokenizer=False)

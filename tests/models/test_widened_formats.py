@@ -8,16 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from host_peak import peak_of
 from safetensors.numpy import save_file
 from tiny_models import LEAST, altered, same_params
 
-from kvjax.models import checkpoint, config_json, load
+from kvjax.models import checkpoint, config_json, load, loading
 from kvjax.models.checkpoint import Wanted, stored_tensors
 from kvjax.models.decoder import causal_mix
 from kvjax.models.loading import read_config, read_packing
+from kvjax.models.merged import Merged
 from kvjax.models.quantization.reading import PackedSource, Widened, sources
 from kvjax.models.quantization.schemes import parse
-from kvjax.models.tensors import Stored, header_of, read_whole
+from kvjax.models.tensors import RowsOf, Stored, header_of, read_whole
 from kvjax.packing import weights_bytes
 from pallas_kernels.matrices import is_packed, unpack
 
@@ -178,6 +180,21 @@ def test_widened_matrices_are_packed_anew(name, tmp_path):
     assert read_packing(tmp_path / "m", read_config(tmp_path / "m")) is None  # so that `kvjax plan --weights int8` takes it
 
 
+def test_widening_holds_pieces_of_a_matrix(tmp_path):
+    """Not the whole one, nor its codes: rows are read as they lie in the file."""
+    rng, size, group = np.random.default_rng(0), 2048, 128
+    words = [rng.integers(-(2**31), 2**31, shape).astype(np.int32) for shape in ((size * 3 // 32, size), (size // group, size * 3 // 32))]
+    scales, order = np.ones((size // group, size), np.float16), rng.permutation(np.arange(size) // group).astype(np.int32)
+    parts = {"m.qweight": words[0], "m.qzeros": words[1], "m.scales": scales, "m.g_idx": order}
+    save_file(parts, tmp_path / "model.safetensors")
+    config = {"quant_method": "gptq", "bits": 3, "group_size": group, "desc_act": True}
+    found = sources(parse(config), [Wanted("m.weight", (size, size))], stored_tensors(tmp_path))[1]["m.weight"]
+    whole, peak = peak_of(lambda: found.read(0, size))
+    assert peak > whole.nbytes  # the meter works
+    _, peak = peak_of(lambda: [found.read(start, start + 64).sum() for start in range(0, size, 64)])
+    assert peak < whole.nbytes / 4
+
+
 @pytest.mark.parametrize("name", ["gptq 4 bits desc_act", "compressed mxfp8", "compressed mxfp4", "bitsandbytes int8"])
 def test_models_are_saved_again(name, tmp_path):
     write(tmp_path / "m", name)
@@ -198,10 +215,12 @@ def test_models_of_transformers_have_its_logits(name):
     assert any(packed) == (name != "bitsandbytes-nf4")
 
 
-def test_stored_types_do_not_count_those_of_widened_matrices():
-    """What `dtype="auto"` takes is the type of the tensors that are stored as they are."""
-    model = load(GOLDEN / "formats" / "bitsandbytes-nf4", tokenizer=False, dtype="auto")
-    assert model.config.compute_dtype == "float32"
+def test_stored_types_do_not_count_those_of_widened_matrices(tmp_path):
+    """What `dtype="auto"` takes is the type of the tensors that are stored as they are, also below views and adapters."""
+    widened = matrix_of("bitsandbytes nf4", tmp_path)
+    plain = Stored(tmp_path / "m", (4,), "BF16", "norm")
+    for each in (widened, RowsOf(widened, range(4)), Merged(RowsOf(widened, range(4)), ())):
+        assert loading._stored_dtype([each, plain]) == jnp.bfloat16
 
 
 def changed(part, change):
