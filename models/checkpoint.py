@@ -1,6 +1,7 @@
 """Checkpoints: where they are, what they hold, and whether their tensors are the ones that a model needs.
 
-A checkpoint is a folder of Hugging Face's files (`Folder`). `open_checkpoint` finds it, here or on the Hub.
+A checkpoint is a folder of Hugging Face's files (`Folder`), or a GGUF file (`kvjax.models.gguf`). `open_checkpoint` finds it, here or on
+the Hub.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import os
 import re
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +33,7 @@ from kvjax.tokenizer_loading import read_tokenizer
 logger = logging.getLogger(__name__)
 
 CONFIG_FILES = ("config.json", "generation_config.json")
+ADAPTER_CONFIG = "adapter_config.json"
 WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -47,7 +49,7 @@ TOKENIZER_FILES = (
 MAX_SHARD_BYTES = 5 * 10**9
 """Largest weights file that `save` writes unless told otherwise."""
 
-OTHER_FORMATS = ("pytorch_model*.bin", "*.gguf", "consolidated*.pth", "*.pt", "*.safetensors", "tf_model.h5", "flax_model.msgpack")
+OTHER_FORMATS = ("pytorch_model*.bin", "consolidated*.pth", "*.pt", "*.safetensors", "tf_model.h5", "flax_model.msgpack")
 """Formats of weights that cannot be read."""
 
 _COMPUTED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -82,6 +84,9 @@ class Checkpoint(Protocol):
     def tokenizer(self) -> Any:
         """The tokenizer, as transformers has it."""
 
+    def number_type(self) -> str | None:
+        """safetensors' name of the type of parameters with dtype="auto"; None: that in which all of them are stored."""
+
     def digest(self) -> str:
         """What tells this checkpoint from another."""
 
@@ -114,15 +119,54 @@ class Folder:
         """Its tokenizer."""
         return read_tokenizer(self.path)
 
+    def number_type(self) -> str | None:
+        """None."""
+        return None
+
     def digest(self) -> str:
         """Of config.json, and of each weight file its size, its header, and some bytes of the beginning, the middle and the end of each
         tensor. It reads little, so a copy in which other bytes are damaged has the same one."""
-        return _digest(self.path)
+        return sampled_digest(self.path / "config.json", {each.file for each in stored_tensors(self.path).values()})
 
 
 def open_checkpoint(path_or_id: str | Path, patterns: tuple[str, ...]) -> Checkpoint:
-    """The checkpoint that a path or a Hub id names. patterns, errors: as `find_folder`."""
-    return Folder(find_folder(path_or_id, patterns))
+    """The checkpoint that a path or a Hub id names: a folder, a GGUF file, or a folder that holds one and no config.json. patterns, errors:
+    as `find_folder`; and ValueError for an adapter's folder."""
+    if path_or_id != EMBEDDED and str(path_or_id).lower().endswith(".gguf"):
+        file = file_path(path_or_id)
+        if not os.path.isdir(file):
+            if not is_file(file):
+                raise ValueError(f"there is no file {path_or_id!s:.300}")
+            return _gguf(file)
+    folder = find_folder(path_or_id, (*patterns, ADAPTER_CONFIG))
+    file = None if os.path.lexists(folder / "config.json") or not any(folder.glob("*.gguf")) else _gguf_in(folder)
+    if file is None and not is_file(folder / "config.json"):
+        _refuse_adapter(folder)
+    return Folder(folder) if file is None else _gguf(file)
+
+
+def _gguf(file: Path) -> Checkpoint:
+    from kvjax.models.gguf.files import GgufFile  # here, because the gguf package takes time to import
+
+    return GgufFile(file)
+
+
+def _gguf_in(folder: Path) -> Path | None:
+    from kvjax.models.gguf.files import model_in
+
+    return model_in(folder)
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """ValueError if a folder holds an adapter."""
+    if not is_file(folder / ADAPTER_CONFIG):
+        return
+    named = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    base = f"{named:.200}" if isinstance(named, str) and named else "BASE"
+    raise ValueError(
+        f"{folder} is an adapter for {base if base != 'BASE' else 'a model that it does not name'}, not a model: "
+        f"kvjax.load({base!r}, lora={str(folder)!r}), or --model {base} --lora {folder} on the command line"
+    )
 
 
 EMBEDDED = "needle"
@@ -143,7 +187,10 @@ def find_folder(path_or_id: str | Path, patterns: tuple[str, ...]) -> Path:
     if os.path.isdir(folder):
         return folder
     if os.path.exists(folder):
-        raise ValueError(f"{path_or_id!s:.300} is a file; give the folder that holds config.json and the .safetensors files")
+        raise ValueError(
+            f"{path_or_id!s:.300} is a file; give the folder that holds config.json and the .safetensors files, or a file whose name ends "
+            "in .gguf"
+        )
     if not re.fullmatch(r"[\w-][\w.-]{0,95}(/[\w-][\w.-]{0,95})?", str(path_or_id)):
         raise ValueError(f"there is no folder {path_or_id!s:.300}, and it is not a Hub id (owner/name) either")
     return _download(str(path_or_id), patterns)
@@ -186,10 +233,11 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if is_file(single):
-        return _headers(single)
+        return file_tensors(single)
     if not is_file(index):
         if shards := sorted(path.name for path in folder.glob("model-*.safetensors")):
             raise ValueError(f"{folder} holds {shards[0]}, but no {index.name}, which says what the shards hold; {AGAIN}")
+        _refuse_adapter(folder)
         if others := sorted(path.name for pattern in OTHER_FORMATS for path in folder.glob(pattern)):
             raise ValueError(
                 f"{folder} holds {others[0]}, but no model.safetensors: save it as safetensors with the program that reads it "
@@ -218,7 +266,7 @@ def _of_shards(folder: Path, index: Path, weight_map: Mapping[str, str]) -> dict
     """The tensors of all shards."""
     tensors: dict[str, Stored] = {}
     for file in sorted(set(weight_map.values())):
-        for name, stored in _headers(folder / file).items():
+        for name, stored in file_tensors(folder / file).items():
             if name in tensors and weight_map.get(name) not in (file, tensors[name].file.name):
                 raise ValueError(
                     f"{tensors[name].file.name} and {file} both hold {name:.200}, and {index} does not say which counts; {AGAIN}"
@@ -229,13 +277,14 @@ def _of_shards(folder: Path, index: Path, weight_map: Mapping[str, str]) -> dict
         name for name in weight_map.keys() | tensors.keys() if name not in tensors or weight_map.get(name) != tensors[name].file.name
     )
     if stray:
-        logger.warning("%s and the shards disagree about %s: what the shards hold is read", index, _listed(stray))
+        logger.warning("%s and the shards disagree about %s: what the shards hold is read", index, listed(stray))
     return tensors
 
 
-def _digest(folder: Path) -> str:
-    found = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted({each.file for each in stored_tensors(folder).values()}):
+def sampled_digest(config: Path, files: Collection[Path]) -> str:
+    """A digest of a configuration, and of safetensors files: of each its size, its header, and some bytes of each tensor."""
+    found = hashlib.sha256(config.read_bytes())
+    for file in sorted(files):
         with open(file, "rb") as opened:
             (count,) = struct.unpack("<Q", opened.read(8))
             header = opened.read(count)
@@ -249,7 +298,8 @@ def _digest(folder: Path) -> str:
     return found.hexdigest()
 
 
-def _headers(file: Path) -> dict[str, Stored]:
+def file_tensors(file: Path) -> dict[str, Stored]:
+    """Every tensor of a safetensors file; reads its header. ValueError if it is damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -276,9 +326,9 @@ def wanted_tensors(config: ModelConfig) -> tuple[list[Wanted], Any]:
     return [Wanted(name, shape, order(path)) for (path, name), shape in zip(names, shapes, strict=True)], structure
 
 
-def check_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], packed: Collection[str] = ()) -> None:
+def check_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], packed: Collection[str] = (), where: str = "config.json") -> None:
     """Raises ValueError that lists every tensor that is missing, extra, misshapen or of a type that cannot be read. packed: names of
-    parameters that are stored in other tensors."""
+    parameters that are stored in other tensors. where: what holds the configuration."""
     wanted = {w.name: w.shape for w in wanted_tensors(config)[0] if w.name not in packed}
     extra = {name for name in tensors.keys() - wanted.keys() if not _COMPUTED.fullmatch(name)}
     problems = [
@@ -294,10 +344,11 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], packed: Co
         ),
         (f"stored in another type than {', '.join(DTYPES)}", [f"{n} {t.dtype}" for n, t in tensors.items() if t.dtype not in DTYPES]),
     ]
-    found = [f"{len(names)} {what}: {_listed(names)}" for what, names in problems if names]
+    found = [f"{len(names)} {what}: {listed(names)}" for what, names in problems if names]
     if found:
-        raise ValueError("the weights do not fit config.json; " + "; ".join(found))
+        raise ValueError(f"the weights do not fit {where}; " + "; ".join(found))
 
 
-def _listed(names: list[str], most: int = 20) -> str:
+def listed(names: Sequence[str], most: int = 20) -> str:
+    """The first names, and how many more there are, for an error."""
     return ", ".join(f"{name:.200}" for name in names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

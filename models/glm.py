@@ -17,6 +17,9 @@ from kvjax.models.partial_rope import rotary_fraction, rotated_of
 ENDS = [151329, 151336, 151338]
 """The ids that end a text where config.json gives none."""
 
+PAD = 151329
+"""The id of padding where config.json gives none."""
+
 
 def spread(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """config.json's fields, with the default of `eos_token_id` for null."""
@@ -33,7 +36,8 @@ def fields_of(config: ModelConfig) -> dict[str, Any]:
     """config.json's fields of the layers. ValueError for layers that it has no words for."""
     mixer = config.layers[0].mixer
     partial = rotary_fraction(mixer.rope.dim, mixer.head_dim)
-    return same_fields(config) | {"attention_bias": mixer.qkv_bias, "partial_rotary_factor": partial}
+    pad = {} if config.vocab_size > PAD else {"pad_token_id": None}  # transformers wants its default inside the vocabulary
+    return same_fields(config) | pad | {"attention_bias": mixer.qkv_bias, "partial_rotary_factor": partial}
 
 
 FAMILY = Family(
