@@ -129,10 +129,8 @@ def load(
     adapters = open_adapters(lora)
     config, published = _config(opened, max_positions, "float32")
     config, tensors = _tied_as_stored(config, _own_tensors(config, opened.tensors()))
-    if published is None:
-        packed, tensors = _as_stored(checkpoint.wanted_tensors(config)[0], tensors, weights)
-    else:
-        packed, tensors = sources(published, fused.stored_wanted(config), tensors)
+    stored = fused.stored_wanted(config)
+    packed, tensors = _as_stored(config, tensors, weights) if published is None else sources(published, stored, tensors)
     if published is not None and packed and weights is not None:
         raise ValueError(f"{path_or_id} holds packed weights ({published.method}) already: leave weights={weights!r} out, or {REMEDY}")
     if adapters:
@@ -204,10 +202,10 @@ def _formats(config: ModelConfig, format_of: FormatOf | None) -> list[MatrixForm
     return [None if format_of is None else format_of(*place_of(path), shape) for path, shape in shapes]
 
 
-def _as_stored(wanted: list[Wanted], tensors: dict[str, Tensor], weights: str | None) -> tuple[dict[str, RowsPacked], dict[str, Tensor]]:
+def _as_stored(config: ModelConfig, tensors: dict[str, Tensor], weights: str | None) -> tuple[dict[str, RowsPacked], dict[str, Tensor]]:
     """The matrices that stay packed as a GGUF file holds them, and the other tensors. None stays so where `weights` packs them anew, or
     rows come in another order."""
-    shapes = {w.name: w.shape for w in wanted if w.order is None}
+    shapes = {w.name: w.shape for w in checkpoint.wanted_tensors(config)[0] if w.order is None}
     packed = {
         name: tensor
         for name, tensor in tensors.items()

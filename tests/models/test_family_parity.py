@@ -1,23 +1,27 @@
 """Families that are entries of a table compute what transformers computes, on unusual configurations; and wrong models that must fail."""
 
 import dataclasses
+import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from family_cases import CASES, FAMILIES, VOCAB, fields_of, prompt_of, weight_of
+from family_cases import CASES, FAMILIES, NUMBERS, VOCAB, fields_of, prompt_of, weight_of
 from golden_family import TOLERANCE, check_engine
 from quick_cases import rest_long
 from safetensors.numpy import load_file, save_file
+from saved_models import run_open, save_case
 
 import kvjax
 from kvjax.engine import Engine
 from kvjax.models import checkpoint, config_json, fused, load
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode import parse
+from kvjax.transformers_import import import_transformers
 from pallas_kernels.matrices import pack
 
 GOLDEN = np.load(Path(__file__).with_name("golden") / "family_cases.npz")
@@ -193,6 +197,37 @@ def test_a_saved_model_is_the_same(case, tmp_path):
     assert stored.keys() == written.keys()
     assert all((stored[name] == written[name]).all() for name in stored)
     assert load(tmp_path / "saved", dtype="auto", tokenizer=False).config == model.config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_reads_in_each_field_what_is_written(family):
+    import_transformers()
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    for number in NUMBERS:
+        written = json.loads(json.dumps(config_json.to_fields(config_json.parse(fields_of(family, number)))))
+        found = CONFIG_MAPPING[family].from_dict(json.loads(json.dumps(written)))
+        declared = {field.name for field in dataclasses.fields(CONFIG_MAPPING[family])} & written.keys() - {"dtype", "rope_parameters"}
+        assert {name: getattr(found, name) for name in declared} == {name: written[name] for name in declared}
+        assert written["rope_parameters"].items() <= found.rope_parameters.items()
+        assert config_json.to_fields(config_json.parse(written)) == written
+
+
+@pytest.mark.long
+def test_transformers_opens_what_is_saved(request, tmp_path):
+    """Where there is a Python with torch."""
+    python = request.config.getoption("--torch-python") or (sys.executable if importlib.util.find_spec("torch") else None)
+    if python is None:
+        pytest.skip("needs torch, or `--torch-python` with a Python that has it")
+    folders = [tmp_path / "-".join(map(str, case)) for case in CASES]
+    for case, folder in zip(CASES, folders, strict=True):
+        (folder / "first").mkdir(parents=True)
+        save_case(golden_case(folder / "first", *case)[0], prompt_of(*case), folder / "saved")
+    found = run_open(python, [folder / "saved" for folder in folders])
+    for (family, number), logits in zip(CASES, found, strict=True):
+        assert not isinstance(logits, str), f"{family} {number}: {logits}"
+        want = GOLDEN[f"{family} {number} logits"]
+        assert np.abs(logits[-len(want) :] - want).max() < TOLERANCE
 
 
 def test_packed_rows_are_put_back(tmp_path):
