@@ -66,7 +66,7 @@ def read_packing(path_or_id: str | Path, config: ModelConfig) -> FormatOf | None
     names = FAMILIES[config.family].tensor_names(config)
     if not isinstance(opened, Folder):
         tensors = _own_tensors(config, opened.tensors())
-        formats = {name: tensor.format for name, tensor in tensors.items() if isinstance(tensor, RowsPacked)}
+        formats = {name: tensor.counted for name, tensor in tensors.items() if isinstance(tensor, RowsPacked)}
         return None if not any(formats.values()) else lambda layer, name, shape: formats.get(_stored_name(names, layer, name))
     _, published = _fields(opened)
     if published is None or published.keeps_none:
@@ -76,6 +76,11 @@ def read_packing(path_or_id: str | Path, config: ModelConfig) -> FormatOf | None
         return published.format_of(_stored_name(names, layer, name), name, shape)
 
     return format_of
+
+
+def packs_anew(path_or_id: str | Path) -> bool:
+    """Whether `load` packs matrices as `weights` says although some are stored packed: those of a GGUF file are widened first."""
+    return not isinstance(open_checkpoint(path_or_id, CONFIG_FILES), Folder)
 
 
 def _stored_name(names: Any, layer: int | None, name: str) -> str:

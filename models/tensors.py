@@ -60,6 +60,10 @@ class RowsPacked(Tensor, Protocol):
     def format(self) -> MatrixFormat | None:
         """The format in which it can stay packed; None: it is widened when it is read."""
 
+    @property
+    def counted(self) -> MatrixFormat | None:
+        """`format`, by which its bytes are counted: the scales of a stored matrix may have another dtype than those of one packed here."""
+
     def read_packed(self, start: int, stop: int) -> PackedMatrix:
         """Rows [start, stop) in `format`, in arrays of the host."""
 

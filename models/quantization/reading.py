@@ -44,7 +44,8 @@ class PackedSource:
         check_packed(found, module)
         scales = found.scales.astype(np.float32)
         # Times the largest code, so that no number is infinite.
-        if not (np.isfinite(scales * _LARGEST_CODE).all() and (scales >= 0).all()):
+        # Those of 4 bits may be below 0: llama.cpp's are where the largest number of a block is positive.
+        if not (np.isfinite(scales * _LARGEST_CODE).all() and (self.format.codes == "int4" or (scales >= 0).all())):
             raise ValueError(f"{module} has scales that are not finite, or below 0: {AGAIN}")
         if self.format.codes == "fp8_e4m3" and ((found.codes.view(np.uint8) & 127) == 127).any():
             raise ValueError(f"{module} holds NaN: {AGAIN}")

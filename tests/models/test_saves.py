@@ -178,7 +178,6 @@ UNREAD = {
     ),
     "int4 of 12 inputs": ("up", MatrixFormat("int4", 1, 12), "a multiple of 12 inputs, and it has 32"),
     "int8 of 24 inputs": ("q", MatrixFormat("int8", 1, 24), "a multiple of 24 inputs, and it has 32"),
-    "embedding of 4 bits": ("embed", MatrixFormat("int4"), r"embed_tokens.*an embedding of 4 bits: pack it as int8"),
     "two whole rows": ("o", MatrixFormat("int8", 2), "one scale for 2 whole rows"),
     "tokens": ("gate", MatrixFormat("fp8_e4m3", fp8_tokens=True), "save the model loaded as fp8 instead"),
 }
