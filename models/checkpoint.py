@@ -25,7 +25,9 @@ from kvjax.model import ModelConfig
 from kvjax.models import needle
 from kvjax.models.decoder import param_shapes
 from kvjax.models.families import FAMILIES
+from kvjax.models.interleaving import Order, order_of
 from kvjax.models.tensors import DTYPES, Stored, Tensor
+from kvjax.packing import place_of
 from kvjax.tokenizer_loading import read_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -56,10 +58,11 @@ _COMPUTED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_fr
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """One parameter: its Hugging Face name and its shape, the same in the file and on the device."""
+    """One parameter: its Hugging Face name and its shape, the same in the file and on the device. order: `kvjax.models.interleaving`."""
 
     name: str
     shape: tuple[int, ...]
+    order: Order | None = None
 
 
 class Checkpoint(Protocol):
@@ -312,9 +315,15 @@ def file_tensors(file: Path) -> dict[str, Stored]:
 
 def wanted_tensors(config: ModelConfig) -> tuple[list[Wanted], Any]:
     """What the parameter pytree of `config` is filled from: its leaves in order, and its structure."""
-    names, structure = jax.tree.flatten(FAMILIES[config.family].tensor_names(config))
+    family = FAMILIES[config.family]
+    names, structure = jax.tree_util.tree_flatten_with_path(family.tensor_names(config))
     shapes = jax.tree.leaves(param_shapes(config), is_leaf=lambda node: isinstance(node, tuple) and isinstance(node[0], int))
-    return [Wanted(name, shape) for name, shape in zip(names, shapes, strict=True)], structure
+
+    def order(path: Any) -> Order | None:
+        layer, name = place_of(path)
+        return order_of(config.layers[layer].mixer, name) if family.interleaved and layer is not None else None
+
+    return [Wanted(name, shape, order(path)) for (path, name), shape in zip(names, shapes, strict=True)], structure
 
 
 def check_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], packed: Collection[str] = (), where: str = "config.json") -> None:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike
 
 from kvjax.model import ModelConfig
-from kvjax.models import checkpoint, config_json
+from kvjax.models import checkpoint, config_json, fused
 from kvjax.models.adapter_files import open_adapters
 from kvjax.models.adapters import merge
 from kvjax.models.causal_lm import CausalLM
@@ -29,6 +29,7 @@ from kvjax.models.checkpoint import CONFIG_FILES, TOKENIZER_FILES, WEIGHT_FILES,
 from kvjax.models.decoder import TransformerDecoder, is_shape, param_shapes
 from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.family import TENSORS
+from kvjax.models.interleaving import in_order, rearranged
 from kvjax.models.load_options import DtypeName, named_dtype, refuse
 from kvjax.models.merged import base_of
 from kvjax.models.quantization.reading import PackedSource, Widened, sources
@@ -62,8 +63,8 @@ def read_packing(path_or_id: str | Path, config: ModelConfig) -> FormatOf | None
 
     config: what `read_config` gives. Raises ValueError for a scheme that cannot be read, with its name.
     """
-    opened = open_checkpoint(path_or_id, CONFIG_FILES)
-    names = FAMILIES[config.family].tensor_names(config)
+    opened, family = open_checkpoint(path_or_id, CONFIG_FILES), FAMILIES[config.family]
+    names = family.tensor_names(config)
     if not isinstance(opened, Folder):
         tensors = _own_tensors(config, opened.tensors())
         formats = {name: tensor.counted for name, tensor in tensors.items() if isinstance(tensor, RowsPacked)}
@@ -73,7 +74,7 @@ def read_packing(path_or_id: str | Path, config: ModelConfig) -> FormatOf | None
         return None
 
     def format_of(layer: int | None, name: str, shape: tuple[int, ...]) -> MatrixFormat | None:
-        return published.format_of(_stored_name(names, layer, name), name, shape)
+        return published.format_of(family.stored_name(_stored_name(names, layer, name)), name, shape)
 
     return format_of
 
@@ -128,19 +129,21 @@ def load(
     adapters = open_adapters(lora)
     config, published = _config(opened, max_positions, "float32")
     config, tensors = _tied_as_stored(config, _own_tensors(config, opened.tensors()))
-    stored, _ = checkpoint.wanted_tensors(config)
-    packed, tensors = _as_stored(stored, tensors, weights) if published is None else sources(published, stored, tensors)
+    stored = fused.stored_wanted(config)
+    packed, tensors = _as_stored(config, tensors, weights) if published is None else sources(published, stored, tensors)
     if published is not None and packed and weights is not None:
         raise ValueError(f"{path_or_id} holds packed weights ({published.method}) already: leave weights={weights!r} out, or {REMEDY}")
     if adapters:
         tensors, tied = merge(adapters, tensors, packed, FAMILIES[config.family], config.tie_embeddings)
         config = dataclasses.replace(config, tie_embeddings=tied)
+    tensors, packed = fused.cut_apart(config, tensors, packed)
     wanted, structure = checkpoint.wanted_tensors(config)
     checkpoint.check_tensors(config, tensors, packed, "config.json" if isinstance(opened, Folder) else opened.config_name)
     own_tokenizer = _tokenizer(opened, str(path_or_id), config) if tokenizer else None
     if chosen is None:
         kind = opened.number_type()
         chosen = _stored_dtype([tensors[w.name] for w in wanted if w.name not in packed]) if kind is None else jnp.dtype(DTYPES[kind])
+    tensors |= {w.name: in_order(tensors[w.name], w.order) for w in wanted if w.name not in packed}
     config = dataclasses.replace(config, compute_dtype=chosen.name)
     if several_processes(mesh):
         given = {"dtype": chosen.name, "weights": str(weights), "max_positions": str(max_positions), "mesh": str(dict(mesh.shape))}
@@ -171,10 +174,10 @@ def _config(opened: Checkpoint, max_positions: int | None, dtype: str | None) ->
 def _fields(opened: Checkpoint) -> tuple[config_json.Fields, Published | None]:
     """The configuration's fields without what they say of packed matrices, and that."""
     fields, published = split(opened.fields())
-    within = family_of(fields).within
-    if published is None or within is None:
+    prefixes = family_of(fields).prefixes
+    if published is None or not prefixes:
         return fields, published
-    return fields, dataclasses.replace(published, prefixes=tuple(within.prefixes.items()))
+    return fields, dataclasses.replace(published, prefixes=prefixes)
 
 
 def _chosen(dtype: DTypeLike | DtypeName | None) -> np.dtype | None:
@@ -199,9 +202,10 @@ def _formats(config: ModelConfig, format_of: FormatOf | None) -> list[MatrixForm
     return [None if format_of is None else format_of(*place_of(path), shape) for path, shape in shapes]
 
 
-def _as_stored(wanted: list[Wanted], tensors: dict[str, Tensor], weights: str | None) -> tuple[dict[str, RowsPacked], dict[str, Tensor]]:
-    """The matrices that stay packed as a GGUF file holds them, and the other tensors. None stays so where `weights` packs them anew."""
-    shapes = {w.name: w.shape for w in wanted}
+def _as_stored(config: ModelConfig, tensors: dict[str, Tensor], weights: str | None) -> tuple[dict[str, RowsPacked], dict[str, Tensor]]:
+    """The matrices that stay packed as a GGUF file holds them, and the other tensors. None stays so where `weights` packs them anew, or
+    rows come in another order."""
+    shapes = {w.name: w.shape for w in checkpoint.wanted_tensors(config)[0] if w.order is None}
     packed = {
         name: tensor
         for name, tensor in tensors.items()
@@ -210,15 +214,16 @@ def _as_stored(wanted: list[Wanted], tensors: dict[str, Tensor], weights: str | 
     return packed, {name: tensor for name, tensor in tensors.items() if name not in packed}
 
 
-Way = MatrixFormat | PackedSource | RowsPacked | None
+Whole = PackedSource | fused.PackedRows
+Way = MatrixFormat | Whole | RowsPacked | None
 """How a parameter is packed: while it is loaded, or as it is stored; None: it is an array."""
 
 
 def _place_all(wanted: list[Wanted], ways: list[Way], tensors: dict[str, Tensor], dtype: np.dtype) -> Iterator[Array | PackedMatrix]:
     """Every parameter in turn, on the device. Waits for each piece, so that its host copy is gone before the next is read."""
     for w, own in zip(wanted, ways, strict=True):
-        if isinstance(own, PackedSource):
-            yield jax.block_until_ready(jax.tree.map(jnp.asarray, own.read()))
+        if isinstance(own, Whole):
+            yield jax.block_until_ready(jax.tree.map(jnp.asarray, rearranged(own.read(), w.order, w.name)))
             continue
         placed = None
         if isinstance(own, RowsPacked):
@@ -263,8 +268,8 @@ def _place_parts(
     shapes = [_shape_of(w, own, dtype) for w, own in zip(wanted, ways, strict=True)]
     cuts = structure.flatten_up_to(decoder.cuts(jax.tree.unflatten(structure, shapes), shards.tensor))
     for w, own, how in zip(wanted, ways, cuts, strict=True):
-        if isinstance(own, PackedSource):
-            whole = own.read()
+        if isinstance(own, Whole):
+            whole = rearranged(own.read(), w.order, w.name)
         elif isinstance(own, RowsPacked):
             whole = own.read_packed(0, w.shape[0])
         elif own is None:
@@ -277,7 +282,7 @@ def _place_parts(
 
 def _shape_of(w: Wanted, own: Way, dtype: np.dtype) -> jax.ShapeDtypeStruct | PackedMatrix:
     """A parameter without its numbers."""
-    if isinstance(own, PackedSource):
+    if isinstance(own, Whole):
         return own.empty()
     if isinstance(own, RowsPacked):
         return own.format.empty(w.shape)

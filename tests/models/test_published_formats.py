@@ -229,6 +229,22 @@ def test_numbers_are_those_of_the_format(format, tmp_path):
     assert same_params(load(tmp_path / "again", tokenizer=False).params, model.params)
 
 
+def test_inputs_of_compressed_tensors_in_another_order_are_widened(tmp_path):
+    """`actorder` of old releases: weight_g_idx names the group of each input."""
+
+    def shuffled(rng, f, e):
+        found, numbers = compressed_int(rng, f, e)
+        scales, groups = found["weight_scale"].astype(np.float32), rng.permutation(np.arange(e) // GROUP)
+        codes = np.round(numbers / np.repeat(scales, GROUP, 1))
+        return found | {"weight_g_idx": groups.astype(np.int32)}, (codes * scales[:, groups]).astype(np.float32)
+
+    numbers = write(tmp_path / "m", FORMATS["compressed W4A16"][0], shuffled)
+    model = load(tmp_path / "m", tokenizer=False)
+    for w, leaf in zip(checkpoint.wanted_tensors(CONFIG)[0], jax.tree.leaves(model.params, is_leaf=is_packed), strict=True):
+        assert not is_packed(leaf)
+        np.testing.assert_array_equal(leaf, numbers[w.name], err_msg=w.name)
+
+
 def edited(tmp_path, format, edit):
     """The loading of a checkpoint of which `edit` changed the tensors."""
     from safetensors import safe_open
