@@ -57,7 +57,6 @@ MISSING: Mapping[tuple[str, str], str] = {
     ("gemma3_text", "inputs of their own in every layer, and layers that differ in size"): "gemma3n gemma3n_text gemma4 gemma4_text",
     ("gemma3_text", "images and sound as inputs of the same decoder"): "gemma4_unified gemma4_unified_text",
     ("gemma3_text", "no text of its own: it drafts tokens for another model"): "gemma4_assistant gemma4_unified_assistant",
-    ("llama", "interleaved RoPE on a part of each head, and gate and up in one matrix"): "glm glm4",
     ("llama", "layers that attend to an image"): "mllama git fuyu emu3 got_ocr2",
     ("phi3", "weights of vision and speech (LoRA) beside those of text"): "phi4_multimodal",
     ("llama", "bytes in patches, in place of tokens"): "blt",
