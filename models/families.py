@@ -31,7 +31,7 @@ from kvjax.models import (
     smollm3,
 )
 from kvjax.models.family import Family, Within
-from kvjax.models.nearest import nearest
+from kvjax.models.missing import nearest
 
 _MODULES = (
     *(llama, qwen2, qwen3, qwen3_5, gemma3, deepseek_v32),

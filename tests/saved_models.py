@@ -105,9 +105,7 @@ def _qwen(pick, rng, fields, width):
 def _dense(pick, rng, fields, width):
     family, count, window = fields["model_type"], fields["num_hidden_layers"], pick(1, 5, 12)
     kinds, biased = [pick("full_attention", "sliding_attention") for _ in range(count)], pick(True, False)
-    every = dict(
-        zip(("embedding_multiplier", "residual_multiplier", "logits_scaling"), (pick(0.7, 12.0), pick(0.22, 1.0), 3.1), strict=True)
-    )
+    factors = {"embedding_multiplier": pick(0.7, 12.0), "residual_multiplier": pick(0.22, 1.0), "logits_scaling": 3.1}
     return {
         "mistral": {"sliding_window": pick(None, window)},
         "ministral": {"sliding_window": window, "layer_types": kinds},

@@ -7,7 +7,7 @@ import pytest
 
 from kvjax.models import config_json
 from kvjax.models.families import FAMILIES
-from kvjax.models.nearest import MISSING, nearest
+from kvjax.models.missing import MISSING, nearest
 
 TRANSFORMERS = json.loads((Path(__file__).with_name("golden") / "text-models.json").read_text())
 """The names in `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES` of transformers 5.24."""

@@ -1,7 +1,7 @@
 """Families of transformers that kvjax does not have: of each the nearest that it has, and what differs. For the error that refuses them.
 
 The names are those of transformers 5.24's `AutoModelForCausalLM`, and what differs is read in the source of its models
-(tests/models/test_nearest.py has the list).
+(tests/models/test_missing.py has the list).
 """
 
 from __future__ import annotations
