@@ -294,8 +294,8 @@ def maps_of_all_heads_first(mixer, params, monkeypatch):
     return mixer, params | {"kv_b": jnp.concatenate([keys, values], axis=1).reshape(params["kv_b"].shape)}
 
 
-def root_mean_square(x, weight, bias):
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * weight + bias
+def root_mean_square(x, weight, eps, bias):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight + bias
 
 
 def indexer_rotated(wrong):
