@@ -297,7 +297,10 @@ def test_released_models_parse():
         ({"num_experts": 8}, "num_experts is 8; supported: None or 0"),
         ({"num_kv_shared_layers": 20}, "num_kv_shared_layers is 20: .* of transformers reads it"),
         ({"quantization_config": {"bits": 4}}, "load the checkpoint that it was quantized from"),
-        ({"model_type": "gemma3n"}, "model_type is 'gemma3n'; the nearest supported family is gemma3_text; .*Gemma3ForConditionalGeneration"),
+        (
+            {"model_type": "gemma3n"},
+            "model_type is 'gemma3n'; the nearest supported family is gemma3_text; .*Gemma3ForConditionalGeneration",
+        ),
     ],
 )
 def test_fields_that_are_not_supported_are_refused_by_name(changes, said):
