@@ -116,3 +116,8 @@ def same_fields(config: ModelConfig, *varying: str) -> dict[str, Any]:
         "num_key_value_heads": first.mixer.num_kv_heads,
         "head_dim": first.mixer.head_dim,
     }
+
+
+def padding(config: ModelConfig, default: int) -> dict[str, Any]:
+    """transformers opens no model whose padding token is beyond its vocabulary, so it has none where the family's default is."""
+    return {} if default < config.vocab_size else {"pad_token_id": None}

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvjax.layers import LayerConfig, Rope, RopeScaling
 from kvjax.model import ModelConfig
-from kvjax.models.dense import DEFAULTS, head_dim_of, same_fields, same_layers
+from kvjax.models.dense import DEFAULTS, head_dim_of, padding, same_fields, same_layers
 from kvjax.models.family import Family
 from kvjax.models.fields import size
 from kvjax.models.partial_rope import rotary_fraction, rotated_of
@@ -51,6 +51,7 @@ def fields_of(config: ModelConfig) -> dict[str, Any]:
     trained = {} if mixer.rope.scaling is None else {LENGTH: mixer.rope.scaling.original_max_positions}
     return (
         same_fields(config)
+        | padding(config, 32000)
         | trained
         | {
             "sliding_window": mixer.window,

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvjax.layers import NO_ROPE, LayerConfig, Rope, RopeScaling
 from kvjax.model import ModelConfig
-from kvjax.models.dense import DEFAULTS, FULL, SLIDING, flag, head_dim_of, same_fields, same_layers, with_mixers
+from kvjax.models.dense import DEFAULTS, FULL, SLIDING, flag, head_dim_of, padding, same_fields, same_layers, with_mixers
 from kvjax.models.family import Family
 from kvjax.models.fields import check_layer_types, layer_count, size
 
@@ -54,14 +54,18 @@ def fields_of(config: ModelConfig) -> dict[str, Any]:
     first, lengths = config.layers[0], sorted({window for window in windows if window is not None})
     if len(lengths) > 1:
         raise ValueError(f"config.json of a SmolLM3ForCausalLM has one sliding_window for all layers, but the model has {lengths}")
-    return same_fields(config, "rope", "window") | {
-        "attention_bias": first.mixer.o_bias,
-        "mlp_bias": first.mlp.bias,
-        "no_rope_layers": [int(layer.mixer.rope != NO_ROPE) for layer in config.layers],
-        "use_sliding_window": bool(lengths),
-        "sliding_window": lengths[0] if lengths else None,
-        "layer_types": [FULL if window is None else SLIDING for window in windows],
-    }
+    return (
+        same_fields(config, "rope", "window")
+        | padding(config, 128004)
+        | {
+            "attention_bias": first.mixer.o_bias,
+            "mlp_bias": first.mlp.bias,
+            "no_rope_layers": [int(layer.mixer.rope != NO_ROPE) for layer in config.layers],
+            "use_sliding_window": bool(lengths),
+            "sliding_window": lengths[0] if lengths else None,
+            "layer_types": [FULL if window is None else SLIDING for window in windows],
+        }
+    )
 
 
 FAMILY = Family(
