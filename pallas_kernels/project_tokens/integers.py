@@ -1,0 +1,79 @@
+"""Products of integer codes on a CPU: tokens become integers of three digits, and processors multiply and add bytes.
+
+XLA for CPUs writes a matrix of codes as float32 before it multiplies one token by it, 4 bytes for each number. Its product of int8 by int8
+reads the codes as they are (instructions such as AVX-512's VNNI). So, as `digits` does on a GPU, a token becomes multiples of 2^-20 of the
+power of two at or below its largest input, or of 2^-126 if that is below 2^-106: integers of 22 bits with their sign, which are
+d0 * 2^16 + d1 * 2^8 + d2 with digits of 8 bits with their sign. The products of a code's block add up in int32, exactly, in any order. A
+token's result depends on no other token, and not on how many there are.
+
+Memory traffic of a step: the codes once. Codes of 4 bits are written as 8 bits, a tile at a time, which stays in a processor's cache.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int8, Int32
+
+from pallas_kernels.matrices import PackedMatrix, code_numbers, row_scales, unpack
+
+MAX_INPUTS = 1 << 16
+"""Inputs of a block: 2^16 products of a code and a digit are below 2^31."""
+
+COLUMNS = 4
+"""Bytes of an integer: three digits, and one that is 0."""
+
+
+def takes(weight: PackedMatrix) -> bool:
+    """Whether `integer_product` can multiply by this matrix: integer codes, in blocks of one row that fill their row."""
+    own, inputs = weight.format, weight.shape[1]
+    columns = inputs if own.columns is None else own.columns
+    return own.codes in ("int8", "int4") and columns <= MAX_INPUTS and inputs % columns == 0 and (own.columns is None or own.rows == 1)
+
+
+@jax.custom_jvp
+def integer_product(x: Float[Array, "R E"], weight: PackedMatrix) -> Float32[Array, "R F"]:
+    """Tokens by a matrix that `takes` accepts. A token with an input that is not finite gives NaN. The gradient is that of numbers."""
+    digits, one = _digits(x.astype(jnp.float32))
+    codes = weight.codes if weight.format.codes == "int8" else code_numbers(weight, jnp.int8)
+    if weight.format.columns is None:
+        return _together(_sums(codes, digits), one) * row_scales(weight)
+    blocks = weight.shape[1] // weight.format.columns
+    codes, digits = (jnp.moveaxis(each.reshape(len(each), blocks, -1), 1, 0) for each in (codes, digits))
+    of_blocks = _together(jax.vmap(_sums)(codes, digits), one)
+    return (of_blocks * weight.scales.astype(jnp.float32).T[:, None]).sum(0)
+
+
+@integer_product.defjvp
+def _derivative(primals, tangents):
+    x, weight = primals
+
+    def numbers(x: Array, scales: Array) -> Array:
+        return x.astype(jnp.float32) @ unpack(weight.replace(scales=scales)).T
+
+    return integer_product(x, weight), jax.jvp(numbers, (x, weight.scales), (tangents[0], tangents[1].scales))[1]
+
+
+def _digits(x: Float32[Array, "R E"]) -> tuple[Int8[Array, "4R E"], Float32[Array, "R 1"]]:
+    """The digits of each token, d2, d1, d0 and zeros, and what its integer 1 stands for: NaN if an input is not finite."""
+    largest = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=1, keepdims=True), jnp.int32)
+    exponent = jnp.maximum(largest >> 23, 21)  # below, an integer of 1 would be no normal float32
+    finite = exponent < 255
+    scale = jax.lax.bitcast_convert_type((274 - jnp.minimum(exponent, 254)) << 23, jnp.float32)
+    one = jnp.where(finite, jax.lax.bitcast_convert_type((exponent - 20) << 23, jnp.float32), jnp.nan)
+    integers = jnp.round(jnp.where(finite, x, 0) * scale).astype(jnp.int32)
+    # 128 more in each digit makes them the integer's bytes; its highest bit then says which sign the digit had.
+    found = jax.lax.bitcast_convert_type((integers + 0x808080) ^ 0x808080, jnp.int8)
+    return jnp.moveaxis(found, 2, 1).reshape(-1, x.shape[1]), one
+
+
+def _sums(codes: Int8[Array, "F C"], digits: Int8[Array, "4R C"]) -> Int32[Array, "F 4R"]:
+    """With the codes first: XLA's product packs the second operand."""
+    return jnp.einsum("fc,rc->fr", codes, digits, preferred_element_type=jnp.int32)
+
+
+def _together(sums: Int32[Array, "*G F 4R"], one: Float32[Array, "R 1"]) -> Float32[Array, "*G R F"]:
+    """The products of tokens from those of their digits."""
+    numbers = sums.reshape(*sums.shape[:-1], -1, COLUMNS).astype(jnp.float32)
+    found = numbers[..., 2] * 2.0**16 + (numbers[..., 1] * 2.0**8 + numbers[..., 0])
+    return jnp.swapaxes(found, -1, -2) * one
