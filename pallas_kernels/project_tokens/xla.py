@@ -9,14 +9,14 @@ import jax.numpy as jnp
 
 from pallas_kernels import elementwise
 from pallas_kernels.matrices import LARGEST, PackedMatrix, code_numbers, is_packed, row_scales, rows_from, unpack
-from pallas_kernels.project_tokens import integers
+from pallas_kernels.project_tokens import cpu_codes
 from pallas_kernels.project_tokens.api import FEW, Call
 
 TILE_BYTES = 4 << 20
 """Bytes of a widened tile of a packed matrix on a CPU."""
 
 CODES_TILE = 1 << 19
-"""Bytes of a tile of codes that are copied as int8 before they are multiplied. It fits in the cache of one processor."""
+"""Numbers of a tile of packed codes, which XLA may copy as int8. It fits in the cache of one processor, and XLA shares it among them."""
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -84,16 +84,16 @@ def _fp8_product(x, weight: PackedMatrix, out_dtype):
 
 
 def _cpu_product(x, weight: PackedMatrix, out_dtype):
-    """Few tokens by integer codes are products of integers; others by numbers."""
-    if x.shape[0] > FEW or not integers.takes(weight):
+    """Few tokens by integer codes: without a widened matrix."""
+    if x.shape[0] > FEW or not cpu_codes.takes(weight, x.shape[0]):
         return _tiled_product(_packed_product, x, weight, TILE_BYTES // x.dtype.itemsize, out_dtype)
     if weight.format.codes == "int8" and weight.format.columns is None:
-        return _integer_product(x, weight, out_dtype)
-    return _tiled_product(_integer_product, x, weight, CODES_TILE, out_dtype)
+        return _codes_product(x, weight, out_dtype)
+    return _tiled_product(_codes_product, x, weight, CODES_TILE, out_dtype)
 
 
-def _integer_product(x, weight: PackedMatrix, out_dtype):
-    return integers.integer_product(x, weight).astype(out_dtype)
+def _codes_product(x, weight: PackedMatrix, out_dtype):
+    return cpu_codes.codes_product(x, weight).astype(out_dtype)
 
 
 def _tiled_product(product, x, weight: PackedMatrix, numbers: int, out_dtype):
