@@ -316,7 +316,21 @@ def made(kind: str, rows: list[Row]) -> str:
     """The table of a kind, for a document. Of rows for the same case the last is kept."""
     columns, cells = TABLES[kind]
     told = ("what", "rows", "pages", "shape", "layers", "policy", "prefill", "prompt", "requests", "chunk", "max_gap_ms")
-    told += ("op", "model", "dtype", "tokens", "implementation", "store", "device_bytes", "data", "tensor", "context", "agents", "minutes")
+    told += (
+        "op",
+        "model",
+        "dtype",
+        "tokens",
+        "implementation",
+        "weights",
+        "store",
+        "device_bytes",
+        "data",
+        "tensor",
+        "context",
+        "agents",
+        "minutes",
+    )
     told += ("kind", "phase", "open", "history", "cache_format")
     latest = {(*(row.get(name) for name in told), row.get("steps_per_launch", 1)): row for row in rows}  # 1 in older rows
     return markdown(columns, map(cells, latest.values()))

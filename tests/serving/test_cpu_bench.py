@@ -11,7 +11,7 @@ import pytest
 from kvjax.models.saving import save
 from kvjax.serving.bench import against_transformers as turns
 from kvjax.serving.bench import on_cpu as bench
-from pallas_kernels.bench import scheduling
+from pallas_kernels.bench import report, scheduling
 
 
 @pytest.mark.long
@@ -44,6 +44,11 @@ def test_all_sides_run_the_same_prompt_and_rows_compare_them(monkeypatch, tmp_pa
     assert (rows[0]["tokens_per_s"], rows[1]["tokens_per_s"]) == (50.0, 2.0)
     assert rows[6]["error"] < 1e-5 < rows[8]["error"] < 0.1
     assert scheduling.cpu_cells(rows[2])[:4] == ("prompt of 200", "llama.cpp (llama-cpp-python 0)", "Q8_0", "50.0")
+    file = tmp_path / "cpu.json"
+    made = {"device": "cpu", "versions": {"jax": "0"}, "date": "2026-01-01", "command": "c"}
+    file.write_text(json.dumps({"bench": "cpu", "provenance": made, "rows": rows}))
+    text = report.rendered("<!-- bench:cpu -->\n<!-- /bench -->", report.load([file]))
+    assert [text.count(f"| {name} |") for name in ("Q8_0", "Q4_0", "int8")] == [2, 2, 2]
 
 
 def test_a_python_without_llama_cpp_is_named(tmp_path):
