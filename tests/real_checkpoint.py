@@ -38,7 +38,13 @@ PROMPTS = (
 SYSTEM = {"role": "system", "content": "You answer in one short sentence."}
 HELLO = {"role": "user", "content": "What is the capital of France?"}
 TALK = (HELLO, {"role": "assistant", "content": "Paris."}, {"role": "user", "content": "And of Italy?"})
-CHATS = ([HELLO], [SYSTEM, HELLO], list(TALK), [SYSTEM, *TALK], [{"role": "user", "content": "  Ünïcode ’quotes’\n\nand 1234567 "}])
+CHATS = (
+    [HELLO],
+    [SYSTEM, HELLO],
+    list(TALK),
+    [SYSTEM, *TALK],
+    [{"role": "user", "content": "  Ünïcode \u2019quotes\u2019\n\nand 1234567 "}],
+)
 
 
 class NotFetched(RuntimeError):

@@ -23,7 +23,7 @@ def main(file: Path) -> None:
     given = {"gguf_file": file.name}
     model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **given).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **given)
-    # From a GGUF file transformers drops what its `tokenizer.ggml.pre`, smollm, says: each digit stands alone, as in the published tokenizer.
+    # transformers ignores the file's `tokenizer.ggml.pre`, smollm: each digit stands alone, as in the published tokenizer and llama.cpp.
     alone = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(alone)
     found = {"transformers": np.array(transformers.__version__)}

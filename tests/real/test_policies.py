@@ -1,4 +1,4 @@
-"""Decode policies, kept prefixes and host memory on the real checkpoint: what covers everything is dense, and what reads less stays near it."""
+"""Policies, kept prefixes and host memory on the real checkpoint: what covers everything is dense, and what reads less stays near it."""
 
 import numpy as np
 import pytest
@@ -8,19 +8,25 @@ from kvjax.fidelity.forcing import force
 from kvjax.fidelity.retrieval import Arm
 
 LENGTH, STEPS = 1200, 32
-SIZES = {"page_size": 32, "prefill_chunk": 256, "batch_buckets": (1,)}
-COVERING = ("top:64", "quest:128", "window:2048")
-SMALL = {"top:16": 0.80, "quest:32": 0.80, "window:1024": 0.90}
-WRONG = "window:32"
-HEAVY = {"heavy:64": 1.0, "heavy:16": 0.75}
+SIZES = {"prefill_chunk": 256, "batch_buckets": (1,)}
+PAGE = 128
+COVERING = ("top:16", "quest:128", "window:2048")
+SMALL = {"top:2": 0.80, "quest:16": 0.80, "window:1024": 0.90}
+WRONG = "window:160"
+"""Of the latest tokens it reads 32."""
+HEAVY = {"heavy:16": 1.0, "heavy:2": 0.75}
 EXACT = 1e-3
 """Nats: KL of two ways to add the same numbers stays far below it."""
-FACT, QUESTION = "\nThe pass key for the blue garden is 48213.\n", "\nQuestion: what is the pass key for the blue garden?\nAnswer: The pass key is"
+FACT = "\nThe pass key for the blue garden is 48213.\n"
+QUESTION = "\nQuestion: what is the pass key for the blue garden?\nAnswer: The pass key is"
+    "\nThe pass key for the blue garden is 48213.\n",
+    "\nQuestion: what is the pass key for the blue garden?\nAnswer: The pass key is",
+)
 
 
 @pytest.fixture(scope="module")
 def engine(model):
-    return Engine(model, pages=160, policies=("dense", *COVERING, *SMALL, WRONG), **SIZES)
+    return Engine(model, pages=48, policies=("dense", *COVERING, *SMALL, WRONG), **SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +36,7 @@ def forced(engine, model, text):
     arms = {name: name for name in (*COVERING, *SMALL, WRONG)}
     held = []
     for name in HEAVY:  # learns from its own prefill
-        own = Engine(model, name, pages=80, **SIZES)
+        own = Engine(model, name, pages=24, **SIZES)
         held.append((own, *own.prefill([text[:LENGTH]])))
         arms[name] = Arm(own, held[-1][1:], name)
     try:
@@ -40,7 +46,7 @@ def forced(engine, model, text):
             owner.free(each)
 
 
-@pytest.mark.parametrize("name", [*COVERING, "heavy:64"])
+@pytest.mark.parametrize("name", [*COVERING, "heavy:16"])
 def test_budgets_that_cover_everything_are_dense(name, forced):
     beside = forced.beside[name]
     print(f"{name}: KL {beside.kl.max():.2e}, {forced.keys[name]:,.0f} keys")
@@ -49,7 +55,7 @@ def test_budgets_that_cover_everything_are_dense(name, forced):
     assert forced.keys[name] == forced.keys["dense"]
 
 
-@pytest.mark.parametrize(("name", "floor"), [*SMALL.items(), ("heavy:16", HEAVY["heavy:16"])])
+@pytest.mark.parametrize(("name", "floor"), [*SMALL.items(), ("heavy:2", HEAVY["heavy:2"])])
 def test_smaller_budgets_stay_near_dense(name, floor, forced):
     share, wrong = forced.beside[name].agrees.mean(), forced.beside[WRONG].agrees.mean()
     print(f"{name}: {share:.3f}, {forced.keys[name]:,.0f} keys; {WRONG}: {wrong:.3f}")
@@ -59,7 +65,7 @@ def test_smaller_budgets_stay_near_dense(name, floor, forced):
 
 def test_a_fact_is_found_by_what_reads_its_block(engine, model, text):
     ids = [*text[:500], *model.tokenizer.encode(FACT), *text[500:900], *model.tokenizer.encode(QUESTION)]
-    said = {name: generate(engine, ids, policy=name, temperature=0.0, max_new_tokens=6) for name in ("dense", "top:16", WRONG)}
+    said = {name: generate(engine, ids, policy=name, temperature=0.0, max_new_tokens=6) for name in ("dense", "top:2", WRONG)}
     print(said)
     assert ["48213" in answer for answer in said.values()] == [True, True, False]
 
@@ -71,8 +77,8 @@ def answers(engine, prompts):
 
 def test_kept_prefixes_change_no_token(model, text):
     prompts = [text[:700], [*text[:600], *text[900:960]]]
-    plain = answers(Engine(model, pages=64, reuse=False, **SIZES), prompts)
-    keeping = Engine(model, pages=64, reuse=True, **SIZES)
+    plain = answers(Engine(model, pages=24, reuse=False, **SIZES), prompts)
+    keeping = Engine(model, pages=24, reuse=True, **SIZES)
     kept = answers(keeping, [*prompts, prompts[0]])
     assert [each.token_ids for each in kept] == [each.token_ids for each in (*plain, plain[0])]
     assert [each.logprobs for each in kept] == [each.logprobs for each in (*plain, plain[0])]
@@ -80,9 +86,9 @@ def test_kept_prefixes_change_no_token(model, text):
 
 
 def test_pages_in_host_memory_change_no_token(model, text):
-    frame = memory_plan(model.config, page_size=SIZES["page_size"]).frame_bytes
-    plain = Engine(model, pages=64, **SIZES)
-    tiered = Engine(model, pages=20, host_bytes=48 * frame, reuse=False, **SIZES)
+    frame = memory_plan(model.config, page_size=PAGE).frame_bytes
+    plain = Engine(model, pages=24, **SIZES)
+    tiered = Engine(model, pages=6, host_bytes=12 * frame, reuse=False, **SIZES)
     found = []
     for each in (plain, tiered):
         (sequence,) = each.prefill([text[:900]])
