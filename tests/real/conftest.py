@@ -20,10 +20,11 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def gguf_file(request):
-    """The GGUF file, kept in pytest's cache. Skips where it cannot be fetched, and fails there in `make real`."""
+def gguf_file(request, tmp_path_factory):
+    """The GGUF file, kept in pytest's cache if there is one. Skips where it cannot be fetched, and fails there in `make real`."""
+    cache = getattr(request.config, "cache", None)  # Bazel runs pytest without
     try:
-        return fetch(Path(request.config.cache.mkdir("real")))
+        return fetch(tmp_path_factory.mktemp("fetched") if cache is None else Path(cache.mkdir("real")))
     except NotFetched as error:
         if request.config.getoption("--require-real"):
             pytest.fail(str(error))

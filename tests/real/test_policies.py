@@ -19,9 +19,6 @@ EXACT = 1e-3
 """Nats: KL of two ways to add the same numbers stays far below it."""
 FACT = "\nThe pass key for the blue garden is 48213.\n"
 QUESTION = "\nQuestion: what is the pass key for the blue garden?\nAnswer: The pass key is"
-    "\nThe pass key for the blue garden is 48213.\n",
-    "\nQuestion: what is the pass key for the blue garden?\nAnswer: The pass key is",
-)
 
 
 @pytest.fixture(scope="module")
