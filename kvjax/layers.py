@@ -7,11 +7,13 @@ which latest tokens it reads (`window`). Dimension letters: H query heads, K KV 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar, Literal
 
 from kvjax.cache.spec import LatentSpec, PagedSpec, RecurrentSpec
 from kvjax.checks import whole_number
 from kvjax.sharding import Cut, cut, even, even_or_copied
+from pallas_kernels.soft_cap import Scale, SoftCap
 
 Shapes = dict[str, tuple[int, ...]]
 """Parameters by name, each with its shape."""
@@ -75,7 +77,8 @@ class LongRope(RopeScaling):
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding (arXiv 2104.09864). theta: the base. dim: elements of a head that are rotated, from the first on."""
+    """Rotary position embedding (arXiv 2104.09864). theta: the base. dim: elements of a head that are rotated, from the first on; 0 in a
+    layer without positions (`NO_ROPE`)."""
 
     theta: float
     dim: int
@@ -84,14 +87,18 @@ class Rope:
     def __post_init__(self):
         if not self.theta > 1:
             raise ValueError(f"the base of RoPE must be above 1, got {self.theta}")
-        if self.dim < 2 or self.dim % 2:
-            raise ValueError(f"RoPE rotates pairs: its dim must be even and positive, got {self.dim}")
+        if self.dim < 0 or self.dim % 2:
+            raise ValueError(f"RoPE rotates pairs: its dim must be even, and 0 or more, got {self.dim}")
         if isinstance(self.scaling, LongRope):
             for name, factors in (("short_factor", self.scaling.short_factors), ("long_factor", self.scaling.long_factors)):
                 if len(factors) != self.dim // 2:
                     raise ValueError(
                         f"{name} of longrope has {len(factors)} numbers; {self.dim} rotated elements of a head need {self.dim // 2}"
                     )
+
+
+NO_ROPE = Rope(10000.0, 0)
+"""Of a layer whose queries and keys are not rotated. Its base stands for nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +111,10 @@ class AttentionLayer:
         sm_scale: factor of logits before softmax.
         window: how many latest tokens a query sees, its own included; None: all before it.
         qkv_bias, o_bias: which projections add a bias.
-        qk_norm: whether each head of q and k goes through an RMSNorm, before RoPE.
+        softcap: cap of logits, which become softcap * tanh(logit / softcap) before softmax; None: there is none.
+        qk_norm: whether each head of q and k goes through a norm, before RoPE.
+        qk_norm_by_head: whether these norms have weights for each head, not one set for all.
+        joint_norm: whether that norm is instead one over all heads of q together, and one over those of k.
         gate: whether q's projection also gives, after each head's query, a gate for that head's output: out * sigmoid(gate).
         share_with: the number of an earlier layer whose keys and values this one reads; it then has only queries. None: its own.
             `ModelConfig` says which layers are possible.
@@ -119,7 +129,10 @@ class AttentionLayer:
     window: int | None = None
     qkv_bias: bool = False
     o_bias: bool = False
+    softcap: float | None = None
     qk_norm: bool = False
+    qk_norm_by_head: bool = False
+    joint_norm: bool = False
     gate: bool = False
     share_with: int | None = None
     copies: int = 1
@@ -128,23 +141,34 @@ class AttentionLayer:
         for name in ("num_heads", "num_kv_heads", "head_dim", "sm_scale"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise ValueError(f"softcap must be above 0 and finite, or None, got {self.softcap}")
+        if self.qk_norm_by_head and not self.qk_norm:
+            raise ValueError("qk_norm_by_head needs qk_norm")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.rope.dim > self.head_dim:
             raise ValueError(f"RoPE cannot rotate {self.rope.dim} elements of a head of {self.head_dim}")
+        if self.joint_norm and not self.qk_norm:
+            raise ValueError("joint_norm says how qk_norm is computed: set qk_norm too")
         if self.window is not None and self.window < 1:
             raise ValueError(f"a window must be a positive number of tokens, or None, got {self.window}")
         if self.share_with is not None:
             whole_number("share_with", self.share_with, -(2**31))
 
+    @property
+    def scale(self) -> Scale:
+        """What makes logits of products: `sm_scale`, with the soft-cap if there is one."""
+        return self.sm_scale if self.softcap is None else SoftCap(self.sm_scale, self.softcap)
+
     def shapes(self, hidden_size: int) -> Shapes:
         """Parameters of the mixer: q, k, v and o are matrices stored [out, in]."""
-        q, kv, d = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.head_dim
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         gated = q * (1 + self.gate)
         found: Shapes = {"q": (gated, hidden_size), "k": (kv, hidden_size), "v": (kv, hidden_size), "o": (hidden_size, q)}
         found |= {"q_bias": (gated,), "k_bias": (kv,), "v_bias": (kv,)} if self.qkv_bias else {}
         found |= {"o_bias": (hidden_size,)} if self.o_bias else {}
-        found |= {"q_norm": (d,), "k_norm": (d,)} if self.qk_norm else {}
+        found |= self._norm_shapes() if self.qk_norm else {}
         unread = () if self.share_with is None else ("k", "v", "k_bias", "v_bias", "k_norm")
         return {name: shape for name, shape in found.items() if name not in unread}
 
@@ -156,7 +180,19 @@ class AttentionLayer:
         heads = [[head for number in own for head in range(number * group, (number + 1) * group)] for own in kv]
         q = cut(("heads", None), (heads, self.head_dim * (1 + self.gate)))
         k = cut(("kv_heads", None), (kv, self.head_dim))
-        return _with_biases({"q": q, "k": k, "v": k}) | {"o": cut((None, "out_heads"), (out, self.head_dim))}
+        found = _with_biases({"q": q, "k": k, "v": k}) | {"o": cut((None, "out_heads"), (out, self.head_dim))}
+        if self.joint_norm:
+            found |= {"q_norm": cut(("heads",), (heads, self.head_dim)), "k_norm": cut(("kv_heads",), (kv, self.head_dim))}
+        if self.qk_norm_by_head:
+            found |= {"q_norm": cut(("heads", None), (heads, 1)), "k_norm": cut(("kv_heads", None), (kv, 1))}
+        return found
+
+    def _norm_shapes(self) -> Shapes:
+        """Shapes of the norms of q and k."""
+        heads, d = {"q_norm": self.num_heads, "k_norm": self.num_kv_heads}, self.head_dim
+        if self.joint_norm:
+            return {name: (count * d,) for name, count in heads.items()}
+        return {name: (count, d) if self.qk_norm_by_head else (d,) for name, count in heads.items()}
 
     def on_shards(self, tensor: int) -> AttentionLayer:
         """The layer as each of `tensor` devices has it."""
@@ -357,15 +393,23 @@ def _with_biases(cuts: dict[str, Cut]) -> dict[str, Cut]:
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
     """A layer: x + mixer(norm(x)), then x + mlp(norm(x)). post_norms: whether the outputs of mixer and MLP are normalised before they are
-    added."""
+    added. pre_norms: whether their inputs are. parallel: whether the MLP reads the same normalised input as attention, with one norm:
+    x + mixer(norm(x)) + mlp(norm(x))."""
 
     mixer: Mixer
     mlp: Mlp
     post_norms: bool = False
+    pre_norms: bool = True
+    parallel: bool = False
+
+    def __post_init__(self):
+        if self.parallel and (self.post_norms or not self.pre_norms or not isinstance(self.mixer, AttentionLayer)):
+            raise ValueError("a parallel layer has grouped-query attention, a norm before and none after")
 
     def shapes(self, hidden_size: int) -> Shapes:
         """Parameters of the whole layer."""
-        names = ("attn_norm", "mlp_norm", *(("attn_post_norm", "mlp_post_norm") if self.post_norms else ()))
+        before = ("attn_norm",) if self.parallel else ("attn_norm", "mlp_norm") * self.pre_norms
+        names = before + ("attn_post_norm", "mlp_post_norm") * self.post_norms
         norms: Shapes = dict.fromkeys(names, (hidden_size,))
         return norms | self.mixer.shapes(hidden_size) | self.mlp.shapes(hidden_size)
 

@@ -26,6 +26,7 @@ from kvjax.cache.spec import WHOLE, CacheSpec, GroupSpec
 from kvjax.layers import AttentionLayer, DeltaLayer, LatentLayer, LayerConfig, LongRope, Mixer, Mlp, Rope, RopeScaling
 from kvjax.sharding import Shards, whole_params
 from pallas_kernels.matrices import PackedMatrix, is_packed
+from pallas_kernels.soft_cap import Scale
 
 Params = Any
 """A pytree of weights; the decoder that made it knows its structure. Its matrices may be packed."""
@@ -38,7 +39,7 @@ Matrix = Float[Array, "F E"] | PackedMatrix
 class Heads:
     """Input of an attention layer: queries, keys and values, normalised and rotated.
 
-    sm_scale: factor of logits. window: how many latest tokens a query sees, its own included; None: all before it. share_with: the number
+    sm_scale: scale of logits. window: how many latest tokens a query sees, its own included; None: all before it. share_with: the number
     of the layer that keys and values belong to; None: the layer itself. If the decoder does not have that layer, as in a slice of a model's
     layers, k and v are None. rope: how q and k were rotated; None: a policy cannot turn q to other positions.
     """
@@ -46,7 +47,7 @@ class Heads:
     q: Float[Array, "B T H D"]
     k: Float[Array, "B T K D"] | None
     v: Float[Array, "B T K D"] | None
-    sm_scale: float = flax.struct.field(pytree_node=False)
+    sm_scale: Scale = flax.struct.field(pytree_node=False)
     window: int | None = flax.struct.field(pytree_node=False, default=None)
     share_with: int | None = flax.struct.field(pytree_node=False, default=None)
     rope: Rope | None = flax.struct.field(pytree_node=False, default=None)
@@ -157,9 +158,14 @@ class ModelConfig:
         vocab_size, hidden_size: V and E.
         layers: from the first on. They alone say how many layers there are, and of which kinds. A layer may read the keys and values of an
             earlier one (`AttentionLayer.share_with`) that has its own, with the same window, KV heads and head dim.
-        norm_eps: epsilon of every RMSNorm.
+        norm_eps: epsilon of every norm.
         norm_offset: added to the weight of every RMSNorm outside Gated DeltaNet layers; 1 where checkpoints store the weight minus one.
+        centered_norms: whether norms subtract the mean first: LayerNorm without a bias in place of RMSNorm, outside Gated DeltaNet and
+            latent-attention layers.
+        logits_softcap: cap of the model's logits, which become cap * tanh(logit / cap); None: there is none.
         embed_scale: factor of embeddings, rounded to compute_dtype first; None: no factor.
+        residual_scale: factor of what each half of a layer adds; None: no factor.
+        logit_scale: factor of logits; None: no factor.
         tie_embeddings: whether the head uses the embedding's weights.
         max_positions: the longest sequence, in tokens.
         compute_dtype: of activations, weights and cache, by name.
@@ -180,6 +186,10 @@ class ModelConfig:
     bos_token_id: int | None = None
     norm_offset: float = 0.0
     embed_scale: float | None = None
+    residual_scale: float | None = None
+    logit_scale: float | None = None
+    centered_norms: bool = False
+    logits_softcap: float | None = None
     owners: tuple[AttentionLayer, ...] = ()
 
     def __hash__(self) -> int:
@@ -199,6 +209,10 @@ class ModelConfig:
                 raise ValueError(f"{name} must be a tuple, got {getattr(self, name)!r:.60}: tuple(...) makes one of a list")
         if not self.layers:
             raise ValueError("a model needs at least one layer")
+        if self.logits_softcap is not None and not 0 < self.logits_softcap < math.inf:
+            raise ValueError(f"logits_softcap must be above 0 and finite, or None, got {self.logits_softcap}")
+        if self.centered_norms and self.norm_offset:
+            raise ValueError(f"norms that subtract the mean have no offset, got norm_offset {self.norm_offset}")
         if self.compute_dtype not in DTYPES:
             raise ValueError(f"compute_dtype must be one of {', '.join(DTYPES)}, got {self.compute_dtype!r}")
         self.cache_spec(page_size=1)  # refuses layers that cannot read those that they name

@@ -18,8 +18,9 @@ from kvjax.layers import LayerConfig
 from kvjax.model import ModelConfig, Params
 from pallas_kernels.matrices import MatrixFormat, is_packed, pack
 
-UNPACKED = frozenset({"a", "b", "index_weights"})
-"""Matrices that are never packed: decays and rates of Gated DeltaNet, and the weights of an indexer's heads. They have one row per head."""
+UNPACKED = frozenset({"a", "b", "index_weights", "q_norm", "k_norm"})
+"""Matrices that are never packed: decays and rates of Gated DeltaNet, the weights of an indexer's heads, and norms with weights for each
+head. They have one row per head."""
 
 TABLES = frozenset({"embed", "lm_head"})
 """The embedding and the head."""

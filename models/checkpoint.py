@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,12 +25,15 @@ from kvjax.model import ModelConfig
 from kvjax.models import needle
 from kvjax.models.decoder import param_shapes
 from kvjax.models.families import FAMILIES
+from kvjax.models.interleaving import Order, order_of
 from kvjax.models.tensors import DTYPES, Stored, Tensor
+from kvjax.packing import place_of
 from kvjax.tokenizer_loading import read_tokenizer
 
 logger = logging.getLogger(__name__)
 
 CONFIG_FILES = ("config.json", "generation_config.json")
+ADAPTER_CONFIG = "adapter_config.json"
 WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -55,10 +58,11 @@ _COMPUTED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_fr
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """One parameter: its Hugging Face name and its shape, the same in the file and on the device."""
+    """One parameter: its Hugging Face name and its shape, the same in the file and on the device. order: `kvjax.models.interleaving`."""
 
     name: str
     shape: tuple[int, ...]
+    order: Order | None = None
 
 
 class Checkpoint(Protocol):
@@ -122,20 +126,22 @@ class Folder:
     def digest(self) -> str:
         """Of config.json, and of each weight file its size, its header, and some bytes of the beginning, the middle and the end of each
         tensor. It reads little, so a copy in which other bytes are damaged has the same one."""
-        return _digest(self.path)
+        return sampled_digest(self.path / "config.json", {each.file for each in stored_tensors(self.path).values()})
 
 
 def open_checkpoint(path_or_id: str | Path, patterns: tuple[str, ...]) -> Checkpoint:
     """The checkpoint that a path or a Hub id names: a folder, a GGUF file, or a folder that holds one and no config.json. patterns, errors:
-    as `find_folder`."""
+    as `find_folder`; and ValueError for an adapter's folder."""
     if path_or_id != EMBEDDED and str(path_or_id).lower().endswith(".gguf"):
         file = file_path(path_or_id)
         if not os.path.isdir(file):
             if not is_file(file):
                 raise ValueError(f"there is no file {path_or_id!s:.300}")
             return _gguf(file)
-    folder = find_folder(path_or_id, patterns)
+    folder = find_folder(path_or_id, (*patterns, ADAPTER_CONFIG))
     file = None if os.path.lexists(folder / "config.json") or not any(folder.glob("*.gguf")) else _gguf_in(folder)
+    if file is None and not is_file(folder / "config.json"):
+        _refuse_adapter(folder)
     return Folder(folder) if file is None else _gguf(file)
 
 
@@ -149,6 +155,18 @@ def _gguf_in(folder: Path) -> Path | None:
     from kvjax.models.gguf.files import model_in
 
     return model_in(folder)
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """ValueError if a folder holds an adapter."""
+    if not is_file(folder / ADAPTER_CONFIG):
+        return
+    named = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    base = f"{named:.200}" if isinstance(named, str) and named else "BASE"
+    raise ValueError(
+        f"{folder} is an adapter for {base if base != 'BASE' else 'a model that it does not name'}, not a model: "
+        f"kvjax.load({base!r}, lora={str(folder)!r}), or --model {base} --lora {folder} on the command line"
+    )
 
 
 EMBEDDED = "needle"
@@ -215,10 +233,11 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if is_file(single):
-        return _headers(single)
+        return file_tensors(single)
     if not is_file(index):
         if shards := sorted(path.name for path in folder.glob("model-*.safetensors")):
             raise ValueError(f"{folder} holds {shards[0]}, but no {index.name}, which says what the shards hold; {AGAIN}")
+        _refuse_adapter(folder)
         if others := sorted(path.name for pattern in OTHER_FORMATS for path in folder.glob(pattern)):
             raise ValueError(
                 f"{folder} holds {others[0]}, but no model.safetensors: save it as safetensors with the program that reads it "
@@ -247,7 +266,7 @@ def _of_shards(folder: Path, index: Path, weight_map: Mapping[str, str]) -> dict
     """The tensors of all shards."""
     tensors: dict[str, Stored] = {}
     for file in sorted(set(weight_map.values())):
-        for name, stored in _headers(folder / file).items():
+        for name, stored in file_tensors(folder / file).items():
             if name in tensors and weight_map.get(name) not in (file, tensors[name].file.name):
                 raise ValueError(
                     f"{tensors[name].file.name} and {file} both hold {name:.200}, and {index} does not say which counts; {AGAIN}"
@@ -258,13 +277,14 @@ def _of_shards(folder: Path, index: Path, weight_map: Mapping[str, str]) -> dict
         name for name in weight_map.keys() | tensors.keys() if name not in tensors or weight_map.get(name) != tensors[name].file.name
     )
     if stray:
-        logger.warning("%s and the shards disagree about %s: what the shards hold is read", index, _listed(stray))
+        logger.warning("%s and the shards disagree about %s: what the shards hold is read", index, listed(stray))
     return tensors
 
 
-def _digest(folder: Path) -> str:
-    found = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted({each.file for each in stored_tensors(folder).values()}):
+def sampled_digest(config: Path, files: Collection[Path]) -> str:
+    """A digest of a configuration, and of safetensors files: of each its size, its header, and some bytes of each tensor."""
+    found = hashlib.sha256(config.read_bytes())
+    for file in sorted(files):
         with open(file, "rb") as opened:
             (count,) = struct.unpack("<Q", opened.read(8))
             header = opened.read(count)
@@ -278,7 +298,8 @@ def _digest(folder: Path) -> str:
     return found.hexdigest()
 
 
-def _headers(file: Path) -> dict[str, Stored]:
+def file_tensors(file: Path) -> dict[str, Stored]:
+    """Every tensor of a safetensors file; reads its header. ValueError if it is damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -294,9 +315,15 @@ def _headers(file: Path) -> dict[str, Stored]:
 
 def wanted_tensors(config: ModelConfig) -> tuple[list[Wanted], Any]:
     """What the parameter pytree of `config` is filled from: its leaves in order, and its structure."""
-    names, structure = jax.tree.flatten(FAMILIES[config.family].tensor_names(config))
+    family = FAMILIES[config.family]
+    names, structure = jax.tree_util.tree_flatten_with_path(family.tensor_names(config))
     shapes = jax.tree.leaves(param_shapes(config), is_leaf=lambda node: isinstance(node, tuple) and isinstance(node[0], int))
-    return [Wanted(name, shape) for name, shape in zip(names, shapes, strict=True)], structure
+
+    def order(path: Any) -> Order | None:
+        layer, name = place_of(path)
+        return order_of(config.layers[layer].mixer, name) if family.interleaved and layer is not None else None
+
+    return [Wanted(name, shape, order(path)) for (path, name), shape in zip(names, shapes, strict=True)], structure
 
 
 def check_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], packed: Collection[str] = (), where: str = "config.json") -> None:
@@ -317,10 +344,11 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], packed: Co
         ),
         (f"stored in another type than {', '.join(DTYPES)}", [f"{n} {t.dtype}" for n, t in tensors.items() if t.dtype not in DTYPES]),
     ]
-    found = [f"{len(names)} {what}: {_listed(names)}" for what, names in problems if names]
+    found = [f"{len(names)} {what}: {listed(names)}" for what, names in problems if names]
     if found:
         raise ValueError(f"the weights do not fit {where}; " + "; ".join(found))
 
 
-def _listed(names: list[str], most: int = 20) -> str:
+def listed(names: Sequence[str], most: int = 20) -> str:
+    """The first names, and how many more there are, for an error."""
     return ", ".join(f"{name:.200}" for name in names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

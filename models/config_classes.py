@@ -17,6 +17,10 @@ SHARED = ("masking_utils.py", "cache_utils.py", "modeling_rope_utils.py")
 """Files of transformers that read fields of any model's configuration, whether its class lists them or not."""
 
 
+COMPUTED_AS = {"internlm3": "llama"}
+"""Families that earlier releases of transformers have no class for, and what later ones compute them as."""
+
+
 def unread(model_type: str, fields: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
     """Fields that kvjax does not know: what is wrong with each that transformers reads, and the names of the others.
 
@@ -78,6 +82,8 @@ def _same(value: Any, default: Any) -> bool:
 def _class_of(model_type: str) -> tuple[type, Any] | None:
     """The configuration class, and an object with its defaults; None: transformers has none of that name."""
     classes = import_transformers().CONFIG_MAPPING
+    if model_type not in classes:
+        model_type = COMPUTED_AS.get(model_type)
     if model_type not in classes:
         return None
     return classes[model_type], classes[model_type]()

@@ -17,7 +17,7 @@ from typing import Any
 from kvjax.layers import DeltaLayer, LongRope, RopeScaling
 from kvjax.model import ModelConfig, uniform_config, uniform_fields
 from kvjax.models.config_classes import unread
-from kvjax.models.families import FAMILIES, family_of
+from kvjax.models.families import FAMILIES, family_of, wrapper_of
 from kvjax.models.family import HARMLESS, ONLY, REMEDIES, Family
 from kvjax.models.fields import boolean as _boolean
 from kvjax.models.fields import check_layer_types, declared, layer_count
@@ -47,7 +47,7 @@ MAX_UNKNOWN = 200
 """Fields that are looked up in transformers: each takes some milliseconds."""
 
 _WINDOW = 4096
-"""`sliding_window` of Qwen2 and Qwen3 if config.json leaves it out."""
+"""`sliding_window` of families that read it, if config.json leaves it out."""
 
 
 def parse(fields: Fields, generation: Fields | None = None, max_positions: int | None = None, dtype: str | None = None) -> ModelConfig:
@@ -60,7 +60,7 @@ def parse(fields: Fields, generation: Fields | None = None, max_positions: int |
     config.json says, or bfloat16. The ValueError lists every field at fault.
     """
     family = family_of(fields)
-    fields = text_fields(fields, family)
+    fields = without_own_code(text_fields(fields, family), family)
     fields = fields if family.spread is None else family.spread(fields)
     _check_fields(fields, family)
     read = dict(family.defaults) | {name: fields[name] for name in family.defaults if name in fields}
@@ -73,16 +73,17 @@ def parse(fields: Fields, generation: Fields | None = None, max_positions: int |
         "compute_dtype": str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16") if dtype is None else dtype,
         "vocab_size": _size(read, "vocab_size"),
         "hidden_size": _size(read, "hidden_size"),
-        "norm_eps": _norm_eps(read),
+        "norm_eps": _norm_eps(read, family.norm_eps),
         "tie_embeddings": _boolean(read, "tie_word_embeddings"),
         "max_positions": max_positions,
         "eos_token_ids": _token_ids(generation or {}, "eos_token_id") or _token_ids(read, "eos_token_id"),
         "bos_token_id": None if read["bos_token_id"] is None else _integer(read, "bos_token_id"),
     }
     if family.layers_of is not None:
-        scale = shared["hidden_size"] ** 0.5 if family.scaled_embedding else None
-        layers = family.layers_of(read, theta, scaling)
-        return ModelConfig(**shared, layers=layers, norm_offset=family.norm_offset, embed_scale=scale)
+        scales = {"embed_scale": shared["hidden_size"] ** 0.5} if family.scaled_embedding else {}
+        scales |= {} if family.scales_of is None else family.scales_of(read)
+        norms = {"norm_offset": family.norm_offset, "centered_norms": family.centered_norms}
+        return ModelConfig(**shared, layers=family.layers_of(read, theta, scaling), **norms, **scales)
     heads = _size(read, "num_attention_heads")
     biased = {name: name in read and read[name] is not None and _boolean(read, name) for name in ("attention_bias", "mlp_bias")}
     return uniform_config(
@@ -109,15 +110,27 @@ def text_fields(fields: Fields, family: Family) -> Fields:
     `tie_word_embeddings` may stand in both. transformers 4 read the inner one, and transformers 5 reads the outer one, which has a
     default. So the model is tied if either says so; `load` unties it if another head is stored.
     """
-    if family.within is None or fields.get("model_type", family.within.model_type) != family.within.model_type:
+    within = wrapper_of(fields, family)
+    if within is None:
         return fields
     inner = fields.get("text_config")
     if not isinstance(inner, Mapping):
-        raise ValueError(f"config.json: text_config is {inner!r:.200}; a {family.within.architecture} needs an object")
+        raise ValueError(f"config.json: text_config is {inner!r:.200}; a {within.architecture} needs an object")
     tie = "tie_word_embeddings"
     said = [_boolean(each, tie) for each in (fields, inner) if each.get(tie) is not None]
     tied = any(said) if fields.get(tie) is not None else any(said) or family.defaults[tie]
-    return dict(inner) | _without(fields, family.within.fields | {"text_config", "model_type", "architectures"}) | {tie: tied}
+    return dict(inner) | _without(fields, within.fields | {"text_config", "model_type", "architectures"}) | {tie: tied}
+
+
+def without_own_code(fields: Fields, family: Family) -> Fields:
+    """The fields without an `auto_map` that names the family's own code on the Hub: it computes the same, and is not run."""
+    code = fields.get("auto_map")
+    if not family.own_code or not isinstance(code, Mapping) or not code:
+        return fields
+    if not all(isinstance(each, str) and each.rpartition("--")[2] in family.own_code for each in code.values()):
+        return fields
+    logger.warning("config.json: auto_map names the code of %s on the Hub, which is not run: kvjax computes the same", family.architecture)
+    return {name: value for name, value in fields.items() if name != "auto_map"}
 
 
 def _without(fields: Fields, names: frozenset[str]) -> Fields:
@@ -134,7 +147,8 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
     family = FAMILIES[config.family]
     own = _uniform_fields(config, family) if family.fields_of is None else family.fields_of(config)
     mixers = [layer.mixer for layer in config.layers if not isinstance(layer.mixer, DeltaLayer)]
-    rope = next((mixer.rope for mixer in mixers if mixer.window is None), mixers[0].rope)
+    rotated = [mixer for mixer in mixers if mixer.rope.dim] or mixers
+    rope = next((mixer.rope for mixer in rotated if mixer.window is None), rotated[0].rope)
     scaling, eos = _rope_fields(rope.scaling), config.eos_token_ids
     partial = {name: own[name] for name in ("partial_rotary_factor",) if name in own}
     fields = {
@@ -144,7 +158,7 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
         "max_position_embeddings": _written_positions(config.max_positions, rope.scaling),
-        "rms_norm_eps": config.norm_eps,
+        family.norm_eps: config.norm_eps,
         "rope_theta": rope.theta,
         "rope_scaling": scaling,
         "rope_parameters": (scaling or {"rope_type": "default"}) | {"rope_theta": rope.theta} | partial,
@@ -203,7 +217,7 @@ def _uniform_fields(config: ModelConfig, family: Family) -> dict[str, Any]:
         "num_key_value_heads": uniform["num_kv_heads"],
         "head_dim": uniform["head_dim"],
         **{name: value for name, value in biases.items() if name in family.defaults},
-        **_window_fields(uniform["windows"]),
+        **_window_fields(uniform["windows"] or (None,) * config.num_layers, family),
     }
 
 
@@ -216,7 +230,7 @@ def to_generation_fields(config: ModelConfig) -> dict[str, Any]:
 def _check_fields(fields: Fields, family: Family) -> None:
     """Every field is read, supported, harmless, or not read by transformers either; otherwise one error for all that are not."""
     only = dict(ONLY) | dict(family.only)
-    known = family.defaults.keys() | HARMLESS | family.harmless | _SLIDING
+    known = family.defaults.keys() | HARMLESS | family.harmless | (_SLIDING - family.only.keys())
     unknown = {name: value for name, value in fields.items() if name not in known and name not in only}
     if len(unknown) > MAX_UNKNOWN:
         raise ValueError(
@@ -246,17 +260,20 @@ def _windows(fields: Fields, family: Family, layers: int, max_positions: int) ->
 
     ValueError for windows that this architecture of transformers does not read, or that have no length.
     """
-    window, types = fields.get("sliding_window", _WINDOW if family.window_switch else None), fields.get("layer_types")
+    window, types = fields.get("sliding_window", None if family.windows == "none" else _WINDOW), fields.get("layer_types")
     if window is not None:
         window = _size({"sliding_window": window}, "sliding_window")
-    switch = family.window_switch and fields.get("use_sliding_window") is not None and _boolean(fields, "use_sliding_window")
-    said = f"use_sliding_window is {fields.get('use_sliding_window')}, " if family.window_switch else ""
+    if family.windows == "all" and types is not None:
+        _check_one_kind(types, window, layers, family)
+    switched = family.windows == "switch"
+    switch = switched and fields.get("use_sliding_window") is not None and _boolean(fields, "use_sliding_window")
+    said = f"use_sliding_window is {fields.get('use_sliding_window')}, " if switched else ""
     said += f"sliding_window is {window}"
     if types is not None:
         check_layer_types(types, ("full_attention", "sliding_attention"), layers)
         sliding = {number for number, kind in enumerate(types) if kind == "sliding_attention"}
         said += ", and layer_types names layers of sliding_attention"
-    elif not family.window_switch:
+    elif not switched:
         sliding = set() if window is None else set(range(layers))
     else:
         first = 28 if fields.get("max_window_layers") is None else _integer(fields, "max_window_layers")  # as transformers takes it
@@ -265,8 +282,8 @@ def _windows(fields: Fields, family: Family, layers: int, max_positions: int) ->
         raise ValueError(f"config.json of a {family.architecture}: {said}; give the window's length, sliding_window")
     if not sliding or window >= max_positions:
         return ()
-    if not switch:
-        remedy = "set use_sliding_window to true" if family.window_switch else "transformers reads no window for it: delete the fields"
+    if family.windows == "none" or (switched and not switch):
+        remedy = "set use_sliding_window to true" if switched else "transformers reads no window for it: delete the fields"
         raise ValueError(
             f"unsupported config.json of a {family.architecture}: {said}: {len(sliding)} of {layers} layers would attend to "
             f"a sliding window of {window} tokens; {remedy}, or load it with max_positions={window} if your sequences are no longer"
@@ -274,12 +291,27 @@ def _windows(fields: Fields, family: Family, layers: int, max_positions: int) ->
     return tuple(window if number in sliding else None for number in range(layers))
 
 
-def _window_fields(windows: tuple[int | None, ...]) -> dict[str, Any]:
+def _check_one_kind(types: Any, window: int | None, layers: int, family: Family) -> None:
+    """ValueError for kinds of layers that a family with one kind does not read."""
+    kind = "full_attention" if window is None else "sliding_attention"
+    if types != [kind] * layers:
+        said = f"config.json: layer_types is {types!r:.200}, and transformers does not read it for a {family.architecture}"
+        raise ValueError(
+            f"{said}: with sliding_window {window} all {layers} layers are of {kind}; delete layer_types, or name model_type 'ministral' "
+            "if the layers differ"
+        )
+
+
+def _window_fields(windows: tuple[int | None, ...], family: Family) -> dict[str, Any]:
     """config.json's fields of sliding windows. ValueError for windows of several lengths, which it cannot describe."""
     lengths = {window for window in windows if window is not None}
     if len(lengths) > 1:
         raise ValueError(f"config.json of these families has one sliding_window for all layers, but the model has {sorted(lengths)}")
     types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    if family.windows == "all":
+        return {"sliding_window": lengths.pop() if lengths else None}
+    if family.windows == "types":  # transformers makes the mask of a window in every model, so it needs a length
+        return {"sliding_window": lengths.pop() if lengths else _WINDOW, "layer_types": types}
     return {"use_sliding_window": True, "sliding_window": lengths.pop(), "layer_types": types} if lengths else {}
 
 
@@ -403,9 +435,9 @@ def _numbers(fields: Fields, name: str) -> tuple[float, ...]:
     return found
 
 
-def _norm_eps(fields: Fields) -> float:
-    if (value := _number(fields, "rms_norm_eps")) < 0:
-        raise ValueError(f"config.json: rms_norm_eps is {value}; it must be 0 or more")
+def _norm_eps(fields: Fields, name: str) -> float:
+    if (value := _number(fields, name)) < 0:
+        raise ValueError(f"config.json: {name} is {value}; it must be 0 or more")
     return value
 
 

@@ -1,13 +1,15 @@
-"""The one decoder that every family shares: pre-norm transformer, a mixer and a gated MLP in each layer, RMSNorm.
+"""The one decoder that every family shares: a transformer with norms before or after, a mixer and a gated MLP in each layer, RMSNorm.
 
 The configuration says what each layer is. `kvjax.models.mixers` has a function for each kind of mixer, `kvjax.models.mlp` the MLP. The
 parameters are a plain pytree. Matrices are stored [out, in], as in checkpoints; a decode step reads them fastest in this layout:
 
     {"embed": [V, E], "final_norm": [E], "layers": (layer, ...), optional "lm_head": [V, E]}
     layer: attn_norm [E], what the mixer has, with its last projection `o` [E, ...]; mlp_norm [E], gate [F, E], up [F, E], down [E, F];
-           optional attn_post_norm [E], mlp_post_norm [E] (`LayerConfig.shapes` says which tensors a layer has)
+           no mlp_norm in a parallel layer; attn_post_norm [E], mlp_post_norm [E] beside or instead of the first two
+           (`LayerConfig.shapes` says which a layer has)
     attention: q [H*D, E], or [2*H*D, E] with gates, k [K*D, E], v [K*D, E], o [E, H*D], optional q_bias, k_bias, v_bias, o_bias,
-           q_norm [D], k_norm [D]; nothing of k and v in a layer that reads another's keys and values
+           q_norm [D], k_norm [D] (or for each head: [H, D], [K, D]; or of all heads: [H*D], [K*D]); nothing of k and v in a layer that
+           reads another's keys and values
     Gated DeltaNet: see `kvjax.layers.DeltaLayer.shapes`; latent attention: see `kvjax.layers.LatentLayer.shapes`
 
 Matrices are arrays or packed (`pallas_kernels.matrices`). Arrays and activations have the model's compute_dtype; norms and RoPE are
@@ -34,8 +36,9 @@ from kvjax.models.mlp.gated import gate_tokens
 from kvjax.models.products import biases_of, project
 from kvjax.recurrent import whole
 from kvjax.sharding import Shards, cut, cut_of, even
-from pallas_kernels.elementwise import rms_norm
+from pallas_kernels.elementwise import layer_norm, rms_norm
 from pallas_kernels.matrices import take_rows
+from pallas_kernels.soft_cap import SoftCap, scaled
 
 MIXERS = {AttentionLayer: attend_heads, DeltaLayer: recall_states, LatentLayer: attend_latents}
 """Functions by the kind of a layer's mixer: `mixer(config, params, x, tokens, mix, state) -> (out, state)`.
@@ -102,14 +105,19 @@ class TransformerDecoder:
         """
         if len(params["layers"]) != self.config.num_layers:
             raise ValueError(f"params have {len(params['layers'])} layers, but the configuration has {self.config.num_layers}")
-        tokens = Tokens(positions, self.config.norm_eps, self.config.norm_offset, self.shards)
+        config = self.config
+        tokens = Tokens(positions, config.norm_eps, config.norm_offset, config.centered_norms, self.shards)
         mix = _sharing(mix, self.config.layers)
         for number, (layer, weights) in enumerate(zip(self.config.layers, params["layers"], strict=True)):
             x = jax.lax.optimization_barrier(x)  # else XLA keeps float32 inside a program, and rounds only at its end
-            out, state = MIXERS[type(layer.mixer)](layer.mixer, weights, x, tokens, functools.partial(mix, number), state)
+            read = x
+            if layer.parallel:
+                read = self._norm(x, weights["attn_norm"])
+                weights = {name: each for name, each in weights.items() if name != "attn_norm"}
+            out, state = MIXERS[type(layer.mixer)](layer.mixer, weights, read, tokens, functools.partial(mix, number), state)
             after = (weights["attn_post_norm"], weights["mlp_post_norm"]) if layer.post_norms else (None, None)
             x = self._add(x, out, weights["o"], biases_of(weights, layer.mixer.o_bias, "o"), after[0])
-            x = self._add_mlp(layer, weights, x, tokens, after[1])
+            x = self._add_mlp(layer, weights, x, tokens, after[1], read if layer.parallel else None)
         return x, state
 
     def final_norm(self, params: Params, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
@@ -117,6 +125,8 @@ class TransformerDecoder:
         return self._norm(jax.lax.optimization_barrier(x), params["final_norm"])
 
     def _norm(self, x: Float[Array, "B T E"], weight: Float[Array, "E"]) -> Float[Array, "B T E"]:
+        if self.config.centered_norms:
+            return layer_norm(x, weight, self.config.norm_eps)
         return rms_norm(x, weight, self.config.norm_eps, self.config.norm_offset)
 
     def _add(
@@ -130,41 +140,51 @@ class TransformerDecoder:
         """x plus one half of a layer: `inner`, projected back and, if `post_norm` is given, normalised."""
         if self.shards is not None:
             return self._add_parts(x, inner, matrix, biases, post_norm)
-        if post_norm is None:
+        if post_norm is None and self.config.residual_scale is None:
             return project(inner, matrix, residual=x, **biases)[0]
-        return x + self._norm(project(inner, matrix, **biases)[0], post_norm)
+        return x + self._scaled(project(inner, matrix, **biases)[0], post_norm)
 
-    def _add_mlp(self, layer: LayerConfig, weights: Params, x: Float[Array, "B T E"], tokens: Tokens, post_norm) -> Float[Array, "B T E"]:
-        """x plus the MLP of a layer, `MLP_TOKENS` of each row after the other. Packed matrices may be widened for each of these parts."""
+    def _add_mlp(
+        self, layer: LayerConfig, weights: Params, x: Float[Array, "B T E"], tokens: Tokens, post_norm, read: Array | None
+    ) -> Float[Array, "B T E"]:
+        """x plus the MLP of a layer, `MLP_TOKENS` of each row after the other. Packed matrices may be widened for each of these parts.
+        read: what the MLP reads in a parallel layer, normalised; None: x."""
 
-        def add(part: Array) -> Array:
-            inner = gate_tokens(layer.mlp, weights, part, tokens)
+        def add(part: Array, first: Array | int) -> Array:
+            source = part if read is None else jax.lax.dynamic_slice_in_dim(read, first, part.shape[1], axis=1)
+            inner = gate_tokens(layer.mlp, weights, source, tokens)
             return self._add(part, inner, weights["down"], biases_of(weights, layer.mlp.bias, "down"), post_norm)
 
         def add_at(number: Array, x: Array) -> Array:
             first = number * MLP_TOKENS
             part = jax.lax.dynamic_slice_in_dim(x, first, MLP_TOKENS, axis=1)
-            return jax.lax.dynamic_update_slice_in_dim(x, add(part), first, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(x, add(part, first), first, axis=1)
 
         if x.shape[1] <= MLP_TOKENS:
-            return add(x)
+            return add(x, 0)
         # A loop, for two reasons. Of unrolled parts, XLA would compute all inner results first, which takes memory. And XLA begins a copy
         # from host memory as few operations before its use as it thinks enough. The loop is one operation, and the copy runs beside all
         # of it.
         parts = x.shape[1] // MLP_TOKENS
         x = jax.lax.fori_loop(0, parts, add_at, x)
         rest = x[:, parts * MLP_TOKENS :]
-        return jax.lax.dynamic_update_slice_in_dim(x, add(rest), parts * MLP_TOKENS, axis=1) if rest.shape[1] else x
+        end = parts * MLP_TOKENS
+        return jax.lax.dynamic_update_slice_in_dim(x, add(rest, end), end, axis=1) if rest.shape[1] else x
 
     def _add_parts(self, x: Array, inner: Array, matrix: Matrix, biases: dict[str, Any], post_norm: Array | None) -> Float[Array, "B T E"]:
         """`_add` where each device has some columns of the matrix."""
         parts = project(inner, matrix)[0]
-        if post_norm is None and not biases:
+        if post_norm is None and not biases and self.config.residual_scale is None:
             return self.shards.sum(parts, residual=x)
         y = self.shards.sum(parts)
         for bias in biases.get("biases", ()):
             y = y + bias
-        return x + (y if post_norm is None else self._norm(y, post_norm))
+        return x + self._scaled(y, post_norm)
+
+    def _scaled(self, y: Float[Array, "B T E"], post_norm: Float[Array, "E"] | None) -> Float[Array, "B T E"]:
+        """What half a layer adds: normalised and multiplied, as the model has it."""
+        y, scale = y if post_norm is None else self._norm(y, post_norm), self.config.residual_scale
+        return y if scale is None else y * jnp.asarray(scale, y.dtype)
 
     def hidden(
         self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], mix: Mix, state: Any
@@ -182,7 +202,10 @@ class TransformerDecoder:
     def logits(self, params: Params, hidden: Float[Array, "... E"]) -> Float32[Array, "... V"]:
         """Next-token logits, float32 whatever the weights' dtype. Tied models read the embedding."""
         found = project(hidden, params["embed" if self.config.tie_embeddings else "lm_head"], out_dtype=jnp.float32)[0]
-        return found if self.shards is None else self.shards.joined(found)[..., : self.config.vocab_size]
+        found = found if self.shards is None else self.shards.joined(found)[..., : self.config.vocab_size]
+        found = found if self.config.logit_scale is None else found * jnp.float32(self.config.logit_scale)
+        cap = self.config.logits_softcap
+        return found if cap is None else scaled(found, SoftCap(1.0, cap))
 
 
 def _sharing(mix: Mix, layers: tuple[LayerConfig, ...]) -> Mix:
@@ -255,7 +278,21 @@ def causal_mix(implementation: Literal["xla", "cudnn"] | None = None) -> Mix:
             raise ValueError(f"layer {layer} reads keys of a layer before this slice, which are not kept here: run all layers of the model")
         window = None if heads.window is None else (heads.window - 1, 0)
         static = {"is_causal": True, "scale": heads.sm_scale, "local_window_size": window, "implementation": implementation}
+        if isinstance(heads.sm_scale, SoftCap):
+            return _capped_attention(heads), state
         with jax.default_matmul_precision("highest" if heads.q.dtype == jnp.float32 else "default"):
             return jax.nn.dot_product_attention(heads.q, heads.k, heads.v, **static), state
 
     return mix
+
+
+def _capped_attention(heads: Heads) -> Float[Array, "B T H D"]:
+    """Causal attention with a soft-cap, which `jax.nn.dot_product_attention` does not have. Memory: T x T per head."""
+    batch, count, num_heads, head_dim = heads.q.shape
+    q = heads.q.reshape(batch, count, heads.k.shape[2], -1, head_dim)
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    products = jnp.einsum("btkgd,bskd->bkgts", q, heads.k, precision=precision, preferred_element_type=jnp.float32)
+    distance = jnp.arange(count)[:, None] - jnp.arange(count)
+    seen = (distance >= 0) & (distance < (heads.window or count))
+    weights = jax.nn.softmax(jnp.where(seen, scaled(products, heads.sm_scale), -jnp.inf), axis=-1).astype(heads.v.dtype)
+    return jnp.einsum("bkgts,bskd->btkgd", weights, heads.v, precision=precision).reshape(batch, count, num_heads, -1)

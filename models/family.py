@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from kvjax.layers import DeltaLayer, LayerConfig, RopeScaling
 from kvjax.model import ModelConfig, Params
@@ -110,12 +110,15 @@ HARMLESS = frozenset({
 @dataclasses.dataclass(frozen=True)
 class Within:
     """A larger model whose text part is a family's model, in `text_config` of its config.json. prefixes: prefixes of its text tensors'
-    names -> prefixes in the family's own checkpoints. fields: fields beside `text_config` that only other parts read."""
+    names -> prefixes in the family's own checkpoints. fields: fields beside `text_config` that only other parts read. text: the model_type
+    of a `text_config` that names none; None: it names one of a family. unread: prefixes of the names of other parts' tensors."""
 
     architecture: str
     model_type: str
     prefixes: Mapping[str, str]
     fields: frozenset[str]
+    text: str | None = None
+    unread: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,12 +129,19 @@ class Family:
     them they are read; otherwise stored biases are errors. only: more entries for `ONLY`. harmless: more entries for `HARMLESS`. qkv_bias:
     whether q, k and v always add biases. qk_norm: whether queries and keys are normalised per head, before RoPE. layers_of, fields_of: for
     families whose layers differ: `layers_of(fields with defaults, rope_theta, scaling)` gives the layers, and `fields_of(config)` their
-    fields. norm_offset: `ModelConfig.norm_offset`. rope_keys: keys of rope_parameters that are ignored here, or read by `layers_of`.
+    fields. norm_offset, centered_norms: of `ModelConfig`. norm_eps: the field of the norms' epsilon.
+    interleaved: whether RoPE rotates pairs (2i, 2i + 1) (`kvjax.models.interleaving`).
+    rope_keys: keys of rope_parameters that are ignored here, or read by `layers_of`.
     spread: for families for which transformers writes `rope_parameters` for each kind of layer: converts config.json's fields to those of
-    one kind; fold: the inverse. scaled_embedding: whether embeddings are multiplied by the square root of the width. layer_tensors: entries
-    that extend or replace `LAYER_TENSORS`. within: the larger model that contains it as text part. unread: prefixes of tensor names that
-    are ignored. window_switch: whether `sliding_window` holds only where `use_sliding_window` is true, and from layer `max_window_layers`
-    on. heads_divide: whether transformers opens only models whose hidden_size is a multiple of their heads.
+    one kind; fold: the inverse. scaled_embedding: whether embeddings are multiplied by the square root of the width. scales_of: for
+    families with other factors: `scales_of(fields with defaults)` gives `ModelConfig`'s fields of factors by name. layer_tensors: entries
+    that extend or replace `LAYER_TENSORS`. fused: matrices that checkpoints store as one, on top of each other: the stored name inside a
+    layer -> our names, in their order. within: larger models that contain it as text part. unread: prefixes of tensor names that are
+    ignored. windows: how `sliding_window` is read where there is no `layers_of`: "none": not at all; "switch": only where
+    `use_sliding_window` is true, and from layer `max_window_layers` on; "all": in all layers; "types": in those that `layer_types` names.
+    heads_divide: whether transformers opens only models whose hidden_size is a multiple of their heads. own_code: values of `auto_map` that
+    name the family's own code on the Hub, which computes the same and is not run. text_types: other names of its `model_type` in
+    `text_config`.
     """
 
     model_type: str
@@ -141,25 +151,50 @@ class Family:
     harmless: frozenset[str] = frozenset()
     qkv_bias: bool = False
     qk_norm: bool = False
-    window_switch: bool = False
+    windows: Literal["none", "switch", "all", "types"] = "none"
     heads_divide: bool = False
     layers_of: Callable[[Mapping[str, Any], float, RopeScaling | None], tuple[LayerConfig, ...]] | None = None
     fields_of: Callable[[ModelConfig], dict[str, Any]] | None = None
     spread: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     fold: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     norm_offset: float = 0.0
+    centered_norms: bool = False
+    norm_eps: str = "rms_norm_eps"
+    interleaved: bool = False
     scaled_embedding: bool = False
+    scales_of: Callable[[Mapping[str, Any]], dict[str, float | None]] | None = None
     layer_tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     rope_keys: frozenset[str] = frozenset()
-    within: Within | None = None
+    fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    within: tuple[Within, ...] = ()
     unread: tuple[str, ...] = ()
+    own_code: frozenset[str] = frozenset()
+    text_types: tuple[str, ...] = ()
+
+    @property
+    def prefixes(self) -> tuple[tuple[str, str], ...]:
+        """Prefixes of the text tensors' names in larger models, each with that in the family's own checkpoints."""
+        return tuple(dict(pair for within in self.within for pair in within.prefixes.items()).items())
 
     def own_name(self, name: str) -> str | None:
         """A stored tensor's name in the family's own checkpoints; None for a tensor that is ignored."""
-        for prefix, own in self.within.prefixes.items() if self.within else ():
+        for prefix, own in self.prefixes:
             if name.startswith(prefix):
                 return own + name.removeprefix(prefix)
-        return None if name.startswith(self.unread) else name
+        unread = self.unread + tuple(prefix for within in self.within for prefix in within.unread)
+        return None if name.startswith(unread) else name
+
+    def stored_name(self, name: str) -> str:
+        """The tensor that holds a parameter: of fused matrices the one that holds it with others, else `name` itself."""
+        for stored, parts in self.fused.items():
+            for own in self.own_names(parts):
+                if name.endswith(own):
+                    return name.removesuffix(own) + stored
+        return name
+
+    def own_names(self, parts: tuple[str, ...]) -> tuple[str, ...]:
+        """The names that parameters of a layer would have by themselves, inside the layer."""
+        return tuple((LAYER_TENSORS | dict(self.layer_tensors))[part] for part in parts)
 
     def tensor_names(self, config: ModelConfig) -> Params:
         """The parameter pytree with each tensor's Hugging Face name in its place."""

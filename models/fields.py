@@ -57,6 +57,13 @@ def number(fields: Mapping[str, Any], name: str) -> float:
     return float(value)
 
 
+def positive(fields: Mapping[str, Any], name: str) -> float:
+    """A number above 0, of at most `LARGEST`. ValueError that names the field for anything else."""
+    if (value := number(fields, name)) <= 0:
+        raise ValueError(f"config.json: {name} is {value}; it must be above 0")
+    return value
+
+
 def plain(value: Any) -> Any:
     """A value of config.json with Python's own numbers, also inside lists and objects. NumPy's cannot be written."""
     if isinstance(value, Mapping):

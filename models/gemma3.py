@@ -14,8 +14,9 @@ from typing import Any
 
 from kvjax.layers import AttentionLayer, LayerConfig, Mlp, Rope, RopeScaling
 from kvjax.model import ModelConfig
-from kvjax.models.family import Family, Within
+from kvjax.models.family import Family
 from kvjax.models.fields import boolean, check_layer_types, layer_count, number, size
+from kvjax.models.wrappers import GEMMA3
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +68,7 @@ def fold(fields: dict[str, Any]) -> dict[str, Any]:
 def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None) -> tuple[LayerConfig, ...]:
     """The layers that config.json's fields describe. ValueError that names the field at fault."""
     types, head_dim, biased = _types(read), size(read, "head_dim"), boolean(read, "attention_bias")
-    if scaling is not None and scaling.kind in ("dynamic", "longrope"):
-        raise ValueError(f"config.json: RoPE has rope_type {scaling.kind!r}; supported for Gemma 3: default, linear, llama3, yarn")
-    if scaling is not None and not scaling.truncate:
-        raise ValueError("config.json: RoPE of type yarn has truncate false, which transformers does not read for Gemma 3: delete it")
+    check_scaling(scaling, "Gemma 3")
     local, scalar = number(read, "rope_local_base_freq"), number(read, "query_pre_attn_scalar")
     if scalar <= 0:
         raise ValueError(f"config.json: query_pre_attn_scalar is {scalar}; it must be above 0")
@@ -94,6 +92,14 @@ def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None
         return LayerConfig(mixer, Mlp(size(read, "intermediate_size"), "gelu_tanh"), post_norms=True)
 
     return tuple(map(layer, types))
+
+
+def check_scaling(scaling: RopeScaling | None, name: str) -> None:
+    """ValueError for a scaling that transformers does not read, or reads otherwise, where each kind of layer has its own RoPE."""
+    if scaling is not None and scaling.kind in ("dynamic", "longrope"):
+        raise ValueError(f"config.json: RoPE has rope_type {scaling.kind!r}; supported for {name}: default, linear, llama3, yarn")
+    if scaling is not None and not scaling.truncate:
+        raise ValueError(f"config.json: RoPE of type yarn has truncate false, which transformers does not read for {name}: delete it")
 
 
 def _types(read: Mapping[str, Any]) -> list[str]:
@@ -178,11 +184,5 @@ FAMILY = Family(
     norm_offset=1.0,
     heads_divide=True,
     scaled_embedding=True,
-    within=Within(
-        "Gemma3ForConditionalGeneration",
-        "gemma3",
-        {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."},
-        frozenset({"vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index", "image_token_id"}),
-    ),
-    unread=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    within=(GEMMA3,),
 )

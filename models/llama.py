@@ -1,6 +1,7 @@
 """Llama 2, 3, 3.1, 3.2, 3.3 and the many models that use their architecture: no q and k norms, biases where config.json says so."""
 
 from kvjax.models.family import Family
+from kvjax.models.wrappers import IDEFICS3, LLAVA, SMOLVLM
 
 FAMILY = Family(
     model_type="llama",
@@ -27,4 +28,5 @@ FAMILY = Family(
     },
     harmless=frozenset({"is_llama_config"}),
     heads_divide=True,
+    within=(LLAVA, IDEFICS3, SMOLVLM),
 )

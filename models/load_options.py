@@ -23,10 +23,12 @@ _HINTS = {
     "revision": "download it with `hf download ID --revision REVISION` and give load the folder",
     "trust_remote_code": "leave it out: code of a checkpoint is never run",
     "attn_implementation": "leave it out: policies choose what attention reads, as in kvjax.Engine(model, policy='top:8')",
+    "adapter": "lora='DIR' or 'DIR:0.5' merges an adapter while loading",
     "load_in_8bit": "weights='int8' or weights='fp8' packs them while loading",
     "load_in_4bit": "weights='int4' packs them while loading",
     "quantization_config": "weights='int8', 'fp8' or 'int4' packs them while loading",
 }
+_HINTS |= dict.fromkeys(("adapters", "adapter_name", "adapter_path", "lora_path", "peft"), _HINTS["adapter"])
 _HINTS |= {"map_location": _HINTS["device"]}
 
 
@@ -50,4 +52,6 @@ def named_dtype(dtype: DTypeLike | DtypeName) -> np.dtype | Literal["auto"]:
 def refuse(options: Mapping[str, Any]) -> Never:
     """TypeError that names the first unknown option of `load` and says what to do instead."""
     name = next(iter(options))
-    raise TypeError(f"kvjax.load has no option {name!r}: {_HINTS.get(name, 'there are dtype, max_positions, tokenizer, mesh and weights')}")
+    raise TypeError(
+        f"kvjax.load has no option {name!r}: {_HINTS.get(name, 'there are dtype, max_positions, tokenizer, mesh, weights and lora')}"
+    )

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Never
 
@@ -21,15 +21,20 @@ from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike
 
 from kvjax.model import ModelConfig
-from kvjax.models import checkpoint, config_json
+from kvjax.models import checkpoint, config_json, fused
+from kvjax.models.adapter_files import open_adapters
+from kvjax.models.adapters import merge
 from kvjax.models.causal_lm import CausalLM
 from kvjax.models.checkpoint import CONFIG_FILES, TOKENIZER_FILES, WEIGHT_FILES, Checkpoint, Folder, Wanted, open_checkpoint
 from kvjax.models.decoder import TransformerDecoder, is_shape, param_shapes
 from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.family import TENSORS
+from kvjax.models.interleaving import in_order, rearranged
 from kvjax.models.load_options import DtypeName, named_dtype, refuse
-from kvjax.models.quantization.reading import PackedSource, sources
-from kvjax.models.quantization.schemes import REMEDY, Published, split
+from kvjax.models.merged import base_of
+from kvjax.models.quantization.reading import PackedSource, Widened, sources
+from kvjax.models.quantization.rules import REMEDY, Published
+from kvjax.models.quantization.schemes import split
 from kvjax.models.tensors import DTYPES, RowsPacked, Tensor
 from kvjax.packing import FormatOf, place_of, scheme_of
 from kvjax.processes import check_alike
@@ -53,24 +58,30 @@ def read_config(path_or_id: str | Path, *, dtype: DTypeLike | DtypeName | None =
 
 
 def read_packing(path_or_id: str | Path, config: ModelConfig) -> FormatOf | None:
-    """How the matrices of a checkpoint are packed, as config.json says, or a GGUF file (`kvjax.packing.FormatOf`); None: they are not.
+    """How the matrices of a checkpoint are packed in memory, as config.json says, or a GGUF file (`kvjax.packing.FormatOf`); None: they are
+    not.
 
     config: what `read_config` gives. Raises ValueError for a scheme that cannot be read, with its name.
     """
-    opened = open_checkpoint(path_or_id, CONFIG_FILES)
-    names = FAMILIES[config.family].tensor_names(config)
+    opened, family = open_checkpoint(path_or_id, CONFIG_FILES), FAMILIES[config.family]
+    names = family.tensor_names(config)
     if not isinstance(opened, Folder):
         tensors = _own_tensors(config, opened.tensors())
-        formats = {name: tensor.format for name, tensor in tensors.items() if isinstance(tensor, RowsPacked)}
+        formats = {name: tensor.counted for name, tensor in tensors.items() if isinstance(tensor, RowsPacked)}
         return None if not any(formats.values()) else lambda layer, name, shape: formats.get(_stored_name(names, layer, name))
     _, published = _fields(opened)
-    if published is None:
+    if published is None or published.keeps_none:
         return None
 
     def format_of(layer: int | None, name: str, shape: tuple[int, ...]) -> MatrixFormat | None:
-        return published.format_of(_stored_name(names, layer, name), name, shape)
+        return published.format_of(family.stored_name(_stored_name(names, layer, name)), name, shape)
 
     return format_of
+
+
+def packs_anew(path_or_id: str | Path) -> bool:
+    """Whether `load` packs matrices as `weights` says although some are stored packed: those of a GGUF file are widened first."""
+    return not isinstance(open_checkpoint(path_or_id, CONFIG_FILES), Folder)
 
 
 def _stored_name(names: Any, layer: int | None, name: str) -> str:
@@ -86,6 +97,7 @@ def load(
     tokenizer: bool = True,
     mesh: Mesh | None = None,
     weights: str | None = None,
+    lora: str | Path | Sequence[str | Path] | None = None,
     **unknown: Never,
 ) -> CausalLM:
     """Read a model from its folder or Hub id onto the default device, or the devices of a mesh (`kvjax.mesh`), each with its part.
@@ -102,6 +114,9 @@ def load(
     scale for each output channel ("int8:128x128", "fp8:128x128": for each block; "fp8:tokens": prefill rounds tokens to fp8, too), or
     "int4", with one for each 128 inputs, and the embedding and the head as int8. None: as they are stored.
 
+    lora: LoRA adapters that are merged while loading, in order, in float32: a folder or Hub id of peft, with a scale after it if that is
+    not 1 ("DIR:0.5"), or several in a list (`kvjax.models.adapter_files`). Matrices that stay packed as they are stored take none.
+
     Raises ValueError, with the file and the field, for whatever is damaged or unsupported: for a configuration, for tensors that are
     missing, extra or misshapen, for numbers that are not finite in a matrix to be packed, and for a tokenizer that is missing, damaged or
     made by code of the checkpoint, which is never run; TypeError, with a hint, for any other option. A tokenizer may have more ids than the
@@ -111,21 +126,28 @@ def load(
         refuse(unknown)
     chosen = _chosen(dtype)
     opened = open_checkpoint(path_or_id, CONFIG_FILES + WEIGHT_FILES + (TOKENIZER_FILES if tokenizer else ()))
+    adapters = open_adapters(lora)
     config, published = _config(opened, max_positions, "float32")
     config, tensors = _tied_as_stored(config, _own_tensors(config, opened.tensors()))
-    wanted, structure = checkpoint.wanted_tensors(config)
-    packed, tensors = _as_stored(wanted, tensors, weights) if published is None else sources(published, wanted, tensors)
+    stored = fused.stored_wanted(config)
+    packed, tensors = _as_stored(config, tensors, weights) if published is None else sources(published, stored, tensors)
     if published is not None and packed and weights is not None:
         raise ValueError(f"{path_or_id} holds packed weights ({published.method}) already: leave weights={weights!r} out, or {REMEDY}")
+    if adapters:
+        tensors, tied = merge(adapters, tensors, packed, FAMILIES[config.family], config.tie_embeddings)
+        config = dataclasses.replace(config, tie_embeddings=tied)
+    tensors, packed = fused.cut_apart(config, tensors, packed)
+    wanted, structure = checkpoint.wanted_tensors(config)
     checkpoint.check_tensors(config, tensors, packed, "config.json" if isinstance(opened, Folder) else opened.config_name)
     own_tokenizer = _tokenizer(opened, str(path_or_id), config) if tokenizer else None
     if chosen is None:
         kind = opened.number_type()
-        chosen = _stored_dtype([w for w in wanted if w.name not in packed], tensors) if kind is None else jnp.dtype(DTYPES[kind])
+        chosen = _stored_dtype([tensors[w.name] for w in wanted if w.name not in packed]) if kind is None else jnp.dtype(DTYPES[kind])
+    tensors |= {w.name: in_order(tensors[w.name], w.order) for w in wanted if w.name not in packed}
     config = dataclasses.replace(config, compute_dtype=chosen.name)
     if several_processes(mesh):
         given = {"dtype": chosen.name, "weights": str(weights), "max_positions": str(max_positions), "mesh": str(dict(mesh.shape))}
-        check_alike(mesh, given | {"checkpoint": opened.digest()})
+        check_alike(mesh, given | {"checkpoint": opened.digest(), "lora": " ".join(each.digest() for each in adapters)})
     decoder = TransformerDecoder(config)
     formats = _formats(config, None if weights is None else scheme_of(weights).format_of)
     ways = [packed.get(w.name, own) for w, own in zip(wanted, formats, strict=True)]
@@ -133,7 +155,7 @@ def load(
         params = jax.tree.unflatten(structure, list(_place_all(wanted, ways, tensors, chosen)))
     else:
         params = jax.tree.unflatten(structure, list(_place_parts(wanted, ways, structure, tensors, decoder, mesh)))
-    return CausalLM(decoder, params, own_tokenizer, str(path_or_id))
+    return CausalLM(decoder, params, own_tokenizer, "+".join([str(path_or_id), *(each.said for each in adapters)]))
 
 
 def _config(opened: Checkpoint, max_positions: int | None, dtype: str | None) -> tuple[ModelConfig, Published | None]:
@@ -152,10 +174,10 @@ def _config(opened: Checkpoint, max_positions: int | None, dtype: str | None) ->
 def _fields(opened: Checkpoint) -> tuple[config_json.Fields, Published | None]:
     """The configuration's fields without what they say of packed matrices, and that."""
     fields, published = split(opened.fields())
-    within = family_of(fields).within
-    if published is None or within is None:
+    prefixes = family_of(fields).prefixes
+    if published is None or not prefixes:
         return fields, published
-    return fields, dataclasses.replace(published, prefixes=tuple(within.prefixes.items()))
+    return fields, dataclasses.replace(published, prefixes=prefixes)
 
 
 def _chosen(dtype: DTypeLike | DtypeName | None) -> np.dtype | None:
@@ -166,9 +188,9 @@ def _chosen(dtype: DTypeLike | DtypeName | None) -> np.dtype | None:
     return named if isinstance(named, np.dtype) else None
 
 
-def _stored_dtype(wanted: list[Wanted], tensors: dict[str, Tensor]) -> np.dtype:
-    """The common type of all stored tensors."""
-    stored = {DTYPES[tensors[w.name].dtype] for w in wanted}
+def _stored_dtype(tensors: list[Tensor]) -> np.dtype:
+    """The common type of all tensors that are stored as they are."""
+    stored = {DTYPES[base.dtype] for base in map(base_of, tensors) if not isinstance(base, Widened)}
     if len(stored) > 1:
         raise ValueError(f"the weights are stored in several types ({', '.join(sorted(stored))}); choose one with dtype=")
     return jnp.dtype(stored.pop())
@@ -180,9 +202,10 @@ def _formats(config: ModelConfig, format_of: FormatOf | None) -> list[MatrixForm
     return [None if format_of is None else format_of(*place_of(path), shape) for path, shape in shapes]
 
 
-def _as_stored(wanted: list[Wanted], tensors: dict[str, Tensor], weights: str | None) -> tuple[dict[str, RowsPacked], dict[str, Tensor]]:
-    """The matrices that stay packed as a GGUF file holds them, and the other tensors. None stays so where `weights` packs them anew."""
-    shapes = {w.name: w.shape for w in wanted}
+def _as_stored(config: ModelConfig, tensors: dict[str, Tensor], weights: str | None) -> tuple[dict[str, RowsPacked], dict[str, Tensor]]:
+    """The matrices that stay packed as a GGUF file holds them, and the other tensors. None stays so where `weights` packs them anew, or
+    rows come in another order."""
+    shapes = {w.name: w.shape for w in checkpoint.wanted_tensors(config)[0] if w.order is None}
     packed = {
         name: tensor
         for name, tensor in tensors.items()
@@ -191,15 +214,16 @@ def _as_stored(wanted: list[Wanted], tensors: dict[str, Tensor], weights: str | 
     return packed, {name: tensor for name, tensor in tensors.items() if name not in packed}
 
 
-Way = MatrixFormat | PackedSource | RowsPacked | None
+Whole = PackedSource | fused.PackedRows
+Way = MatrixFormat | Whole | RowsPacked | None
 """How a parameter is packed: while it is loaded, or as it is stored; None: it is an array."""
 
 
 def _place_all(wanted: list[Wanted], ways: list[Way], tensors: dict[str, Tensor], dtype: np.dtype) -> Iterator[Array | PackedMatrix]:
     """Every parameter in turn, on the device. Waits for each piece, so that its host copy is gone before the next is read."""
     for w, own in zip(wanted, ways, strict=True):
-        if isinstance(own, PackedSource):
-            yield jax.block_until_ready(jax.tree.map(jnp.asarray, own.read()))
+        if isinstance(own, Whole):
+            yield jax.block_until_ready(jax.tree.map(jnp.asarray, rearranged(own.read(), w.order, w.name)))
             continue
         placed = None
         if isinstance(own, RowsPacked):
@@ -244,8 +268,8 @@ def _place_parts(
     shapes = [_shape_of(w, own, dtype) for w, own in zip(wanted, ways, strict=True)]
     cuts = structure.flatten_up_to(decoder.cuts(jax.tree.unflatten(structure, shapes), shards.tensor))
     for w, own, how in zip(wanted, ways, cuts, strict=True):
-        if isinstance(own, PackedSource):
-            whole = own.read()
+        if isinstance(own, Whole):
+            whole = rearranged(own.read(), w.order, w.name)
         elif isinstance(own, RowsPacked):
             whole = own.read_packed(0, w.shape[0])
         elif own is None:
@@ -258,7 +282,7 @@ def _place_parts(
 
 def _shape_of(w: Wanted, own: Way, dtype: np.dtype) -> jax.ShapeDtypeStruct | PackedMatrix:
     """A parameter without its numbers."""
-    if isinstance(own, PackedSource):
+    if isinstance(own, Whole):
         return own.empty()
     if isinstance(own, RowsPacked):
         return own.format.empty(w.shape)

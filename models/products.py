@@ -21,10 +21,17 @@ def project(
     return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
 
 
-def norm_before(weight: Float[Array, "E"], tokens: Tokens) -> dict[str, Any]:
-    """The options of `project` for an RMSNorm before the product. The offset is added in the op: the sum of offset and weight, rounded to
-    16 bits, would be another norm."""
-    return {"norm": weight, "norm_eps": tokens.norm_eps, "norm_offset": tokens.norm_offset}
+def norm_before(x: Float[Array, "... E"], weight: Float[Array, "E"] | None, tokens: Tokens) -> tuple[Float[Array, "... E"], dict[str, Any]]:
+    """Tokens, and the options of `project` for a norm before the product. weight: None where the tokens are normalised already, or the
+    model has no norm there.
+
+    RMSNorm is part of the op. Its offset is added there: the sum of offset and weight, rounded to 16 bits, would be another norm.
+    """
+    if weight is None:
+        return x, {}
+    if tokens.centered_norms:
+        return tokens.norm(x, weight), {}
+    return x, {"norm": weight, "norm_eps": tokens.norm_eps, "norm_offset": tokens.norm_offset}
 
 
 def biases_of(layer: Params, there: bool, *names: str) -> dict[str, tuple[Array, ...]]:

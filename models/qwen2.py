@@ -5,6 +5,7 @@ to that length it changes nothing, so such a model can be loaded with `max_posit
 """
 
 from kvjax.models.family import Family
+from kvjax.models.wrappers import LLAVA
 
 FAMILY = Family(
     model_type="qwen2",
@@ -28,6 +29,7 @@ FAMILY = Family(
         "eos_token_id": None,
         "dual_chunk_attention_config": None,
     },
-    window_switch=True,
+    windows="switch",
     qkv_bias=True,
+    within=(LLAVA,),
 )

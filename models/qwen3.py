@@ -27,6 +27,6 @@ FAMILY = Family(
         "bos_token_id": None,
         "eos_token_id": None,
     },
-    window_switch=True,
+    windows="switch",
     qk_norm=True,
 )

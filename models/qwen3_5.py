@@ -6,14 +6,14 @@ model. Tensors of the vision model and of multi-token prediction are ignored. `k
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from kvjax.layers import AttentionLayer, DeltaLayer, LayerConfig, Mlp, Rope, RopeScaling
 from kvjax.model import ModelConfig
 from kvjax.models.family import Family, Within
-from kvjax.models.fields import boolean, check_layer_types, layer_count, number, size
+from kvjax.models.fields import boolean, check_layer_types, layer_count, size
+from kvjax.models.partial_rope import rotary_fraction, rotated_of
 
 KINDS = ("linear_attention", "full_attention")
 DELTA_FIELDS = {
@@ -34,7 +34,7 @@ def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None
         num_heads=size(read, "num_attention_heads"),
         num_kv_heads=size(read, "num_key_value_heads"),
         head_dim=head_dim,
-        rope=Rope(theta, _rotated(read, head_dim), scaling),
+        rope=Rope(theta, rotated_of(read, head_dim), scaling),
         sm_scale=head_dim**-0.5,
         qkv_bias=biased,
         o_bias=biased,
@@ -44,28 +44,6 @@ def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None
     delta = DeltaLayer(**{ours: size(read, theirs) for ours, theirs in DELTA_FIELDS.items()})
     mixers, mlp = {"linear_attention": delta, "full_attention": attention}, Mlp(size(read, "intermediate_size"))
     return tuple(LayerConfig(mixers[kind], mlp) for kind in _kinds(read, count))
-
-
-def _rotated(read: Mapping[str, Any], head_dim: int) -> int:
-    """Elements of a head that RoPE rotates."""
-    ropes = [read[name] for name in ("rope_parameters", "rope_scaling") if isinstance(read[name], Mapping)]
-    given = {number(each, "partial_rotary_factor") for each in ropes if each.get("partial_rotary_factor") is not None}
-    if len(given) > 1:
-        raise ValueError(f"config.json gives partial_rotary_factor more than once, differently: {sorted(given)}")
-    factor = given.pop() if given else number(read, "partial_rotary_factor")
-    rotated = int(head_dim * factor)
-    if not 0 < factor <= 1 or rotated < 2 or rotated % 2:
-        raise ValueError(f"config.json: partial_rotary_factor {factor} of head_dim {head_dim} must rotate pairs of elements, not {rotated}")
-    return rotated
-
-
-def rotary_fraction(rotated: int, head_dim: int) -> float:
-    """The `partial_rotary_factor` from which `int(head_dim * factor)`, as transformers computes it, is `rotated` again.
-
-    The quotient may be rounded down: `int(44 * (30 / 44))` is 29. Then the next larger float is taken.
-    """
-    fraction = rotated / head_dim
-    return fraction if int(head_dim * fraction) == rotated else math.nextafter(fraction, math.inf)
 
 
 def _kinds(read: Mapping[str, Any], count: int) -> list[str]:
@@ -136,11 +114,13 @@ FAMILY = Family(
     norm_offset=1.0,
     layers_of=layers_of,
     fields_of=fields_of,
-    within=Within(
-        "Qwen3_5ForConditionalGeneration",
-        "qwen3_5",
-        {"model.language_model.": "model."},
-        frozenset({"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}),
+    within=(
+        Within(
+            "Qwen3_5ForConditionalGeneration",
+            "qwen3_5",
+            {"model.language_model.": "model."},
+            frozenset({"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}),
+        ),
     ),
     unread=("model.visual.", "mtp."),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from kvjax.model import Model, ModelConfig, Params
 from kvjax.models import checkpoint, config_json
 from kvjax.models.checkpoint import MAX_SHARD_BYTES, Wanted
 from kvjax.models.decoder import is_shape, param_shapes
+from kvjax.models.fused import outline, stored_parts, whole
+from kvjax.models.interleaving import blocks_in_order, rearranged, unmoved
 from kvjax.models.quantization.writing import check_writable, fields_of, tensors_of
 from kvjax.models.save_targets import check_target, hidden_beside
 from kvjax.packing import FormatOf, place_of
-from pallas_kernels.matrices import PackedMatrix, is_packed
+from pallas_kernels.matrices import MatrixFormat, PackedMatrix, is_packed
 
 
 def save(model: Model, folder: str | Path, *, overwrite: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -60,6 +63,7 @@ def check_packing(config: ModelConfig, format_of: FormatOf) -> None:
     named = jax.tree_util.tree_flatten_with_path(param_shapes(config), is_leaf=is_shape)[0]
     formats = [format_of(*place_of(path), shape) for path, shape in named]
     wanted = checkpoint.wanted_tensors(config)[0]
+    _check_order((w, own) for w, own in zip(wanted, formats, strict=True) if own is not None)
     check_writable((w.name, own, w.shape, False) for w, own in zip(wanted, formats, strict=True) if own is not None)
 
 
@@ -95,12 +99,14 @@ def _write_weights(model: Model, folder: Path, max_shard_bytes: int) -> None:
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    wanted, structure = checkpoint.wanted_tensors(model.config)
-    leaves = _leaves(model.params, wanted, structure)
-    dtypes, wanted_dtype = {leaf.dtype.name for leaf in leaves if not is_packed(leaf)}, model.config.compute_dtype
+    stored = _stored(model)
+    orders = {w.name: w.order.inverse for w in checkpoint.wanted_tensors(model.config)[0] if w.order is not None}
+    dtypes = {leaf.dtype.name for _, parts in stored for leaf in parts if not is_packed(leaf)}
+    wanted_dtype = model.config.compute_dtype
     if dtypes != {wanted_dtype}:
         raise ValueError(f"parameters have dtypes {sorted(dtypes)}; all must have the model's compute_dtype, {wanted_dtype}")
-    shards = _shards(wanted, [leaf.nbytes for leaf in leaves], max_shard_bytes)
+    sizes = [sum(leaf.nbytes for leaf in parts) for _, parts in stored]
+    shards = _shards(sizes, max_shard_bytes)
     files = (
         [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))] if len(shards) > 1 else ["model.safetensors"]
     )
@@ -109,23 +115,39 @@ def _write_weights(model: Model, folder: Path, max_shard_bytes: int) -> None:
     for file, members in zip(files, shards, strict=True):
         host: dict[str, np.ndarray] = {}
         for n in members:
-            host |= tensors_of(wanted[n].name, leaves[n], tied) if is_packed(leaves[n]) else {wanted[n].name: np.asarray(leaves[n])}
+            name, parts = stored[n]
+            leaf = rearranged(whole(parts), orders.get(name), name)
+            host |= tensors_of(name, leaf, tied) if is_packed(leaf) else {name: np.asarray(leaf)}
         try:
             save_file(host, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"the model's weights could not be written to {folder.parent}: {error}") from error
         weight_map |= dict.fromkeys(host, file)
     if len(shards) > 1:
-        total = {"total_parameters": model.config.num_params, "total_size": sum(leaf.nbytes for leaf in leaves)}
+        total = {"total_parameters": model.config.num_params, "total_size": sum(sizes)}
         _write_json(folder / "model.safetensors.index.json", {"metadata": total, "weight_map": dict(sorted(weight_map.items()))})
 
 
 def _packing_fields(model: Model) -> dict[str, Any]:
     """The `quantization_config` of a model with packed matrices. NotImplementedError if transformers could not read them."""
-    wanted, structure = checkpoint.wanted_tensors(model.config)
-    named = {w.name: leaf for w, leaf in zip(wanted, _leaves(model.params, wanted, structure), strict=True)}
+    named = {name: outline(parts) for name, parts in _stored(model)}
+    wanted, leaves = checkpoint.wanted_tensors(model.config)[0], jax.tree.leaves(model.params, is_leaf=is_packed)
+    _check_order((w, leaf.format) for w, leaf in zip(wanted, leaves, strict=True) if is_packed(leaf))
     check_writable((name, leaf.format, leaf.shape, leaf.zeros is not None) for name, leaf in named.items() if is_packed(leaf))
     return {"quantization_config": fields_of(named)} if any(map(is_packed, named.values())) else {}
+
+
+def _check_order(packed: Iterable[tuple[Wanted, MatrixFormat]]) -> None:
+    """NotImplementedError for a packed matrix whose rows cannot be put back into the checkpoint's order."""
+    for each, own in packed:
+        if each.order is not None and blocks_in_order(each.order, own.rows) is None:
+            raise NotImplementedError(f"{each.name} cannot be saved as {own}: {unmoved(own.rows)}")
+
+
+def _stored(model: Model) -> list[tuple[str, tuple[Array | PackedMatrix, ...]]]:
+    """What the files hold: names, and the parameters that each stands for."""
+    wanted, structure = checkpoint.wanted_tensors(model.config)
+    return stored_parts(model.config, wanted, _leaves(model.params, wanted, structure))
 
 
 def _leaves(params: Params, wanted: list[Wanted], structure: Any) -> list[Array | PackedMatrix]:
@@ -138,7 +160,7 @@ def _leaves(params: Params, wanted: list[Wanted], structure: Any) -> list[Array 
     return leaves
 
 
-def _shards(wanted: list[Wanted], sizes: list[int], most: int) -> list[list[int]]:
+def _shards(sizes: list[int], most: int) -> list[list[int]]:
     """Tensor numbers by file. Each file takes what fits, in order; a tensor larger than `most` gets its own file."""
     shards: list[list[int]] = [[]]
     filled = 0

@@ -6,9 +6,11 @@ A tensor has `name`, `shape`, `dtype` (the stored type, by safetensors' name) an
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +24,8 @@ _ANY_DTYPES = {name: jnp.dtype(dtype) for name, dtype in DTYPES.items()} | {
     "F8_E4M3": jnp.dtype(jnp.float8_e4m3fn),
     "F8_E8M0": jnp.dtype(jnp.float8_e8m0fnu),
     "I8": jnp.dtype(jnp.int8),
+    "U8": jnp.dtype(jnp.uint8),
+    "I16": jnp.dtype(jnp.int16),
     "I32": jnp.dtype(jnp.int32),
     "I64": np.dtype(np.int64),
 }
@@ -56,6 +60,10 @@ class RowsPacked(Tensor, Protocol):
     def format(self) -> MatrixFormat | None:
         """The format in which it can stay packed; None: it is widened when it is read."""
 
+    @property
+    def counted(self) -> MatrixFormat | None:
+        """`format`, by which its bytes are counted: the scales of a stored matrix may have another dtype than those of one packed here."""
+
     def read_packed(self, start: int, stop: int) -> PackedMatrix:
         """Rows [start, stop) in `format`, in arrays of the host."""
 
@@ -75,6 +83,13 @@ class Stored:
 
         with safe_open(self.file, framework="np") as opened:  # once per call: what was read stays mapped until it is closed
             return opened.get_slice(self.name)[start:stop]
+
+    def read_columns(self, start: int, stop: int) -> np.ndarray:
+        """Columns [start, stop) of all rows of a matrix."""
+        from safetensors import safe_open
+
+        with safe_open(self.file, framework="np") as opened:
+            return opened.get_slice(self.name)[:, start:stop]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,13 +126,35 @@ class RowsOf:
 
 
 def read_whole(stored: Stored) -> np.ndarray:
-    """A tensor, in the stored type. safetensors reads those of 8-bit floats only for other frameworks, so the file is read."""
+    """A tensor, in the stored type."""
+    return mapped(stored).copy()
+
+
+def mapped(stored: Stored) -> np.ndarray:
+    """A tensor in the stored type, in the pages of its file: what is not looked at is not read. Read only; copy what is kept.
+
+    safetensors reads those of 8-bit floats only for other frameworks, so the file is mapped here. ValueError for other types.
+    """
     dtype = _ANY_DTYPES.get(stored.dtype)
     if dtype is None:
         raise ValueError(f"{stored.name} is stored in {stored.dtype}; {', '.join(_ANY_DTYPES)} can be read")
-    with open(stored.file, "rb") as file:
+    size, header = header_of(stored.file)
+    begin, end = header[stored.name]["data_offsets"]
+    if begin == end:
+        return np.zeros(stored.shape, dtype)
+    found = np.memmap(stored.file, np.uint8, "r", 8 + size + begin, (end - begin,))
+    return np.asarray(found).view(dtype).reshape(stored.shape)
+
+
+def header_of(path: Path) -> tuple[int, Mapping[str, Any]]:
+    """The size in bytes of a safetensors file's header, and the header. The file must be whole (`kvjax.models.checkpoint`)."""
+    said = path.stat()
+    return _header_of(path, (said.st_ino, said.st_size, said.st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=16)  # a packed matrix asks for each of its parts, in pieces, and a header may have a megabyte
+def _header_of(path: Path, version: tuple[int, ...]) -> tuple[int, Mapping[str, Any]]:
+    """`header_of`. version: tells the file from what was at that path before."""
+    with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        begin, end = json.loads(file.read(size))[stored.name]["data_offsets"]
-        file.seek(8 + size + begin)
-        found = np.fromfile(file, np.uint8, end - begin)
-    return found.view(dtype).reshape(stored.shape)
+        return size, json.loads(file.read(size))

@@ -15,6 +15,8 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.soft_cap import SoftCap
+
 logger = logging.getLogger(__name__)
 
 BACKENDS: dict[str, tuple[str, ...] | None] = {
@@ -205,6 +207,8 @@ def choose(op: str, implementation: str | None, signature: str, operands: tuple 
             f"{op} has no implementation {implementation!r} on backend {jax.default_backend()!r} for {signature}; "
             f"there are {', '.join(names)}, or None to pick"
         )
+    if implementation is not None and (reason := _capped(implementation, operands)):
+        raise NotImplementedError(f"{op}: {implementation!r} {reason}; there are {', '.join(names)}, or None to pick")
     name, passed_by = (implementation, []) if implementation else _pick(op, candidates(op), signature, operands)
     for heard in _listening:
         heard[op] = name
@@ -224,12 +228,18 @@ def _pick(op: str, names: tuple[str, ...], signature: str, operands: tuple) -> t
         return names[0], passed_by
     for name in names:
         unsupported = getattr(importlib.import_module(f"pallas_kernels.{op}.{name}"), "unsupported", None)
-        reason = unsupported(*operands) if unsupported else None
+        reason = _capped(name, operands) or (unsupported(*operands) if unsupported else None)
         if reason is None:
             return name, passed_by
         passed_by.append((name, reason))
     reasons = "; ".join(f"not {other}: {reason}" for other, reason in passed_by)
     raise NotImplementedError(f"{op} has no implementation here for {signature}: {reasons}")
+
+
+def _capped(name: str, operands: tuple) -> str | None:
+    """Why a kernel cannot take the scale of logits of this call; None where it can. Only forms that run on every backend know soft-caps."""
+    capped = bool(operands) and isinstance(getattr(operands[0], "sm_scale", None), SoftCap)
+    return "does not apply a soft-cap of logits" if capped and BACKENDS[name] is not None else None
 
 
 def run(op: str, implementation: str | None, signature: str, call: Any, *operands: Any) -> Any:
@@ -240,6 +250,8 @@ def run(op: str, implementation: str | None, signature: str, call: Any, *operand
 
     Raises as `choose` does, and what the implementation raises; ValueError for a `call.config` that is not the implementation's `Config`.
     """
+    scale = getattr(call, "sm_scale", None)
+    signature = f"{signature} {scale}" if isinstance(scale, SoftCap) else signature
     name = choose(op, implementation, signature, (call, *operands))
     _check_config(op, name, getattr(call, "config", None))
     return load(op, name)(call, *operands)

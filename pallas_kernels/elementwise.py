@@ -1,4 +1,4 @@
-"""RMSNorm and RoPE in plain JAX, for ops and models."""
+"""Norms and RoPE in plain JAX, for ops and models."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ def rms_norm(x: Float[Array, "... E"], weight: Float[Array, "E"], eps: float, of
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     weight = weight.astype(jnp.float32)
     return (y * (weight + offset if offset else weight)).astype(x.dtype)
+
+
+def layer_norm(
+    x: Float[Array, "... E"], weight: Float[Array, "E"], eps: float, bias: Float[Array, "E"] | None = None
+) -> Float[Array, "... E"]:
+    """LayerNorm over the last axis: as `rms_norm`, of x minus its mean, plus a bias if there is one."""
+    y = x.astype(jnp.float32)
+    y = y - y.mean(-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps) * weight.astype(jnp.float32)
+    return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 def rotate(x: Float[Array, "... N D"], cos: Float32[Array, "... 1 D2"], sin: Float32[Array, "... 1 D2"]) -> Float[Array, "... N D"]:

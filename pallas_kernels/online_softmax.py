@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.soft_cap import Scale, scaled
+
 
 class Partial(NamedTuple):
     """Attention over the keys folded in so far, all float32: greatest logit, and sum of exponentials and weighted values relative to it."""
@@ -26,11 +28,11 @@ def empty(rows: tuple[int, ...], head_dim: int) -> Partial:
     return Partial(jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros((*rows, head_dim), jnp.float32))
 
 
-def scaled_logits(q: Float[Array, "K R D"], k: Float[Array, "K S D"], sm_scale: float) -> Float[Array, "K R S"]:
-    """Dot products in float32, times `sm_scale`; the factors are multiplied in the wider of the two dtypes."""
+def scaled_logits(q: Float[Array, "K R D"], k: Float[Array, "K S D"], sm_scale: Scale) -> Float[Array, "K R S"]:
+    """Dot products in float32, scaled by `sm_scale`; the factors are multiplied in the wider of the two dtypes."""
     dtype = jnp.promote_types(q.dtype, k.dtype)
     logits = jnp.einsum("krd,ksd->krs", q.astype(dtype), k.astype(dtype), precision=_precision(dtype), preferred_element_type=jnp.float32)
-    return logits * sm_scale
+    return scaled(logits, sm_scale)
 
 
 def fold(partial: Partial, logits: Float[Array, "K R S"], values: Float[Array, "K S D"], *, rounded: bool = False) -> Partial:

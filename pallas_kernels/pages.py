@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.page_format import CODES, PageFormat, unpack
+from pallas_kernels.soft_cap import Scale, SoftCap
 
 __all__ = ["CODES", "OpenPages", "PageFormat", "Pages"]
 
@@ -272,8 +273,10 @@ def frames_read(
     return read, frame
 
 
-def check_scale(sm_scale: float) -> None:
-    """Raise ValueError unless the scale of logits is a finite number known when compiling."""
+def check_scale(sm_scale: Scale) -> None:
+    """Raise ValueError unless the scale of logits is a finite number known when compiling, or a `SoftCap`."""
+    if isinstance(sm_scale, SoftCap):
+        return
     if not isinstance(sm_scale, numbers.Real) or not math.isfinite(sm_scale):
         raise ValueError(f"sm_scale must be a number known when compiling, and finite, got {sm_scale!r}")
 

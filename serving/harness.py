@@ -42,7 +42,19 @@ else:
 MAX_NEW_TOKENS = 256
 """The most tokens that `generate_until` generates if a task does not say; the same as in the harness's own models."""
 
-MODEL_ARGS = ("pretrained", "policy", "prefill", "dtype", "max_positions", "pages", "page_size", "prefill_chunk", "max_length", "seed")
+MODEL_ARGS = (
+    "pretrained",
+    "policy",
+    "prefill",
+    "dtype",
+    "lora",
+    "max_positions",
+    "pages",
+    "page_size",
+    "prefill_chunk",
+    "max_length",
+    "seed",
+)
 """The arguments that `--model_args` may have."""
 
 
@@ -76,9 +88,10 @@ class KvjaxLM(LM):
     def create_from_arg_obj(cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None) -> Self:
         """The model of a command line.
 
-        arg_dict: `--model_args`. pretrained: a folder, Hub id or "needle"; dtype and max_positions as for `kvjax.load`; policy, prefill,
-        pages, page_size and prefill_chunk as for `kvjax.Engine`; max_length and seed as here. additional_config: batch_size is `slots`
-        ("auto": max_batch_size); the harness always names a device, and JAX's default device is used. ValueError for any other argument.
+        arg_dict: `--model_args`. pretrained: a folder, Hub id or "needle"; dtype, lora and max_positions as for `kvjax.load`; policy,
+        prefill, pages, page_size and prefill_chunk as for `kvjax.Engine`; max_length and seed as here. additional_config: batch_size is
+        `slots` ("auto": max_batch_size); the harness always names a device, and JAX's default device is used. ValueError for any other
+        argument.
         """
         given, more = dict(arg_dict), dict(additional_config or {})
         if unknown := sorted(set(given) - set(MODEL_ARGS)):
@@ -88,7 +101,7 @@ class KvjaxLM(LM):
         batch, most = more.get("batch_size"), more.get("max_batch_size")
         slots = most if batch is None or str(batch).startswith("auto") else int(batch)
         own = {name: given.pop(name) for name in ("max_length", "seed") if name in given}
-        loading = {name: given.pop(name) for name in ("dtype", "max_positions") if name in given}
+        loading = {name: given.pop(name) for name in ("dtype", "lora", "max_positions") if name in given}
         model = load(str(given.pop("pretrained")), **loading)
         return cls(Engine(model, **given), slots=slots, **own)
 

@@ -15,6 +15,8 @@ from kvjax.packing import SCHEMES, WeightScheme, place_of
 from pallas_kernels.matrices import DTYPES, LARGEST, MatrixFormat, PackedMatrix
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_5_text", "gemma3_text", "deepseek_v32")
+DENSE = ("mistral", "ministral", "smollm3", "granite", "seed_oss", "internlm3", "olmo2", "olmo3", "phi3")
+"""Families whose layers differ from those in few points: they are saved in a few formats (`CASES`)."""
 SCRIPT = Path(__file__).parent / "models" / "make_saves_golden.py"
 VOCAB, PROMPT = 64, 20
 KEPT = 4
@@ -38,6 +40,11 @@ FORMATS = {
     "fp8:32x64": WeightScheme(MatrixFormat("fp8_e4m3", 32, 64), MatrixFormat("fp8_e4m3", 32, 64)),
 }
 """What a model is saved in: a dtype, or a scheme of packed matrices. int4:rows: one scale for each output channel."""
+
+
+CASES = [(family, format) for family in FAMILIES for format in FORMATS]
+CASES += [(family, format) for family in DENSE for format in ("float32", "int8", "int4:32")]
+"""Families and formats that transformers opens."""
 
 
 def random_fields(family, rng, width=None):
@@ -65,12 +72,12 @@ def random_fields(family, rng, width=None):
         "rope_scaling": _scaling(pick, head_dim, family),
     }
     more = {"llama": _llama, "qwen2": _qwen, "qwen3": _qwen, "gemma3_text": _gemma, "qwen3_5_text": _recurrent, "deepseek_v32": _latent}
-    return fields | more[family](pick, rng, fields, width)
+    return fields | (more | dict.fromkeys(DENSE, _dense))[family](pick, rng, fields, width)
 
 
 def _scaling(pick, head_dim, family):
     kinds = ["default", "linear", "llama3", "yarn"] + ["dynamic", "longrope"] * (family in ("llama", "qwen2", "qwen3"))
-    kind = pick(None, *kinds)
+    kind = pick(None, *kinds) if family != "phi3" else pick(None, "longrope")
     if kind in (None, "default"):
         return None
     found = {"rope_type": kind, "factor": pick(1, 2, 2.5, 4.0)}
@@ -79,7 +86,7 @@ def _scaling(pick, head_dim, family):
     if kind == "llama3":
         found |= {"low_freq_factor": pick(1, 0.5), "high_freq_factor": pick(4, 6.5)}
     if kind == "yarn":
-        found |= pick({}, {"beta_fast": 4, "beta_slow": 0.5}, {"attention_factor": 1.25}, {"truncate": family == "gemma3_text"})
+        found |= pick({}, {"beta_fast": 4, "beta_slow": 0.5}, {"attention_factor": 1.25}, {"truncate": family in ("gemma3_text", "olmo3")})
     if kind == "longrope":
         found |= {"short_factor": [1 + 0.25 * n for n in range(head_dim // 2)], "long_factor": [2 + n for n in range(head_dim // 2)]}
     return found
@@ -93,6 +100,24 @@ def _qwen(pick, rng, fields, width):
     biased = {"attention_bias": pick(True, False)} if fields["model_type"] == "qwen3" else {}
     windows = {"use_sliding_window": True, "sliding_window": pick(1, 5, 12), "max_window_layers": pick(0, 1)}
     return biased | pick({}, windows)
+
+
+def _dense(pick, rng, fields, width):
+    family, count, window = fields["model_type"], fields["num_hidden_layers"], pick(1, 5, 12)
+    kinds, biased = [pick("full_attention", "sliding_attention") for _ in range(count)], pick(True, False)
+    factors = {"embedding_multiplier": pick(0.7, 12.0), "residual_multiplier": pick(0.22, 1.0), "logits_scaling": 3.1}
+    return {
+        "mistral": {"sliding_window": pick(None, window)},
+        "ministral": {"sliding_window": window, "layer_types": kinds},
+        "smollm3": {"no_rope_layers": [int(pick(0, 1)) for _ in range(count)], "attention_bias": biased}
+        | pick({}, {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}),
+        "granite": {"attention_multiplier": pick(0.1, 0.25), "attention_bias": biased} | factors,
+        "seed_oss": {"attention_bias": biased, "attention_out_bias": pick(True, False), "mlp_bias": pick(True, False)},
+        "internlm3": {"qkv_bias": biased, "bias": biased},
+        "olmo2": {"attention_bias": biased},
+        "olmo3": {"attention_bias": biased, "sliding_window": window, "layer_types": kinds},
+        "phi3": {"hidden_size": fields["num_attention_heads"] * fields["head_dim"], "sliding_window": pick(None, window)},
+    }[family]
 
 
 def _gemma(pick, rng, fields, width):

@@ -17,6 +17,9 @@ SCALES = {Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: 
 SCALES |= {Type.IQ4_NL: (0,), Type.IQ4_XS: (0,)}
 """Where the float16 scales of a block are, of types that the gguf package cannot quantize."""
 
+MIDDLE = {Type.Q2_K: 1.5, Type.Q4_K: 7.5, Type.Q5_K: 15.5}
+"""The mean code: what the second scale, of what is taken off, must be of the first, so that numbers have a mean of 0."""
+
 PACKED = (
     *(Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0),
     *(Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL, Type.IQ4_XS),
@@ -99,7 +102,7 @@ def matrix(generator, shape, kind, std):
     scale = 1.0
     for _ in range(2):  # with scales of 1 first, which shows what they must be
         for at in SCALES[kind]:
-            own = scale if at == SCALES[kind][0] else scale / 2
+            own = scale if at == SCALES[kind][0] else scale * MIDDLE[kind]
             made[..., at : at + 2] = np.frombuffer(np.float16(own).tobytes(), np.uint8)
         scale = std / float(gguf.quants.dequantize(made.reshape(*shape[:-1], -1), kind).std())
     return made.reshape(*shape[:-1], -1)
@@ -217,6 +220,14 @@ def add_metadata(writer, values):
             writer.add_string(key, value)
         else:
             writer.add_array(key, list(value))
+
+
+def vocabulary_metadata(values):
+    """`tokenizer.ggml.*` of these values, with the ids of the special tokens among them."""
+    tokens = values["tokens"]
+    bos, eos = ("<s>", "</s>") if values["model"] == "llama" else ("<|im_start|>", "<|im_end|>")
+    values = values | {"bos_token_id": tokens.index(bos), "eos_token_id": tokens.index(eos)}
+    return {"llama.context_length": CONTEXT} | {f"tokenizer.ggml.{key}": value for key, value in values.items()}
 
 
 def add_tokenizer(writer, spec):

@@ -30,6 +30,7 @@ from kvjax.sequences import CachedSequence
 from pallas_kernels.page_format import unpack
 from pallas_kernels.page_index import code_errors, coded_keys
 from pallas_kernels.pages import Pages
+from pallas_kernels.soft_cap import Scale, SoftCap, factor_of, scaled
 
 BOUNDS = ("levels", "norms")
 """Error bounds of logits."""
@@ -164,7 +165,7 @@ class _Codes:
             logits = _largest_terms(self._query, self._errors)
         else:
             logits = jnp.linalg.norm(self._query, axis=-1)[..., None] * self._norms[:, :, None]
-        return logits * self._sm_scale * (1 + 2**-10) + self._rounding
+        return logits * factor_of(self._sm_scale) * (1 + 2**-10) + self._rounding
 
     def _by_bounds(self, policy: Cascade, layer: PagedKV, ctx: SelectContext, keys: Array) -> Float32[Array, "B K G C"]:
         """The most that the log-sum-exp of a block can be, as its bounds say; infinity without bounds."""
@@ -173,14 +174,13 @@ class _Codes:
         index = layer.index[policy.indexes()[0].name][jnp.maximum(ctx.page_table, 0)].astype(jnp.float32)
         index = jnp.moveaxis(index, 2, 1).reshape(*keys.shape[:3], 2, -1)
         query = self._query[:, :, :, None]
-        most = jnp.maximum(query * index[:, :, None, :, 0], query * index[:, :, None, :, 1]).sum(-1) * self._sm_scale
+        most = scaled(jnp.maximum(query * index[:, :, None, :, 0], query * index[:, :, None, :, 1]).sum(-1), self._sm_scale)
         return most + jnp.log(policy.block_size) + self._rounding_of(index, most)
 
     def _rounding_of(self, index: Array, most: Array) -> Array:
         largest = jnp.abs(index).max(axis=3)
-        return _slack(
-            jnp.einsum("bkgd,bkcd->bkgc", jnp.abs(self._query), largest, precision="highest") * self._sm_scale, most, index.shape[-1]
-        )
+        products = jnp.einsum("bkgd,bkcd->bkgc", jnp.abs(self._query), largest, precision="highest")
+        return _slack(_scaled_terms(products, self._sm_scale), most, index.shape[-1])
 
 
 def _exact_keys(pages: Pages, ctx: SelectContext, block_size: int) -> Float32[Array, "B K C bs D"]:
@@ -204,13 +204,18 @@ def _largest_terms(query: Float32[Array, "B K G D"], numbers: Float32[Array, "B 
 
 
 def _lse(
-    query: Float32[Array, "B K G D"], keys: Float32[Array, "B K C bs D"], sm_scale: float, seen: Array | None = None
+    query: Float32[Array, "B K G D"], keys: Float32[Array, "B K C bs D"], sm_scale: Scale, seen: Array | None = None
 ) -> tuple[Array, Array]:
     """The log-sum-exp of each block's logits, and by how much it can be off because it is computed in float32. seen: which keys count."""
-    logits = jnp.einsum("bkgd,bkcsd->bkgcs", query, keys, precision="highest") * sm_scale
+    logits = scaled(jnp.einsum("bkgd,bkcsd->bkgcs", query, keys, precision="highest"), sm_scale)
     logits = logits if seen is None else jnp.where(seen, logits, -jnp.inf)
     lse = jax.nn.logsumexp(logits, axis=-1)
-    return lse, _slack(_largest_terms(query, jnp.abs(keys).max(axis=3)) * sm_scale, lse, keys.shape[-1])
+    return lse, _slack(_scaled_terms(_largest_terms(query, jnp.abs(keys).max(axis=3)), sm_scale), lse, keys.shape[-1])
+
+
+def _scaled_terms(terms: Float32[Array, "B K G C"], sm_scale: Scale) -> Float32[Array, "B K G C"]:
+    """What rounds in logits of products whose terms add up to `terms`: they, and the numbers of a soft-cap, which rounds, too."""
+    return terms * factor_of(sm_scale) + (sm_scale.cap if isinstance(sm_scale, SoftCap) else 0.0)
 
 
 def _slack(terms: Array, found: Array, head_dim: int) -> Array:

@@ -23,6 +23,7 @@ from kvjax.model import Model
 from kvjax.policies.decode import Stateless, select_and_attend
 from kvjax.sampling import NotFinite, all_finite
 from pallas_kernels.bench.top_k.score_rows import overlap, top_indices
+from pallas_kernels.soft_cap import Scale, scaled
 
 KINDS = ("relu", "logits")
 AGES = (1, 2, 4, 8, 16, 32)
@@ -35,7 +36,7 @@ def attention_scores(
     lengths: Int[Array, "B"],
     *,
     kind: str,
-    sm_scale: float,
+    sm_scale: Scale,
 ) -> Float[Array, "B S"]:
     """Scores of all keys of the pages for one query token, float32, S = M * P; -inf from position `lengths` on. The top of this file
     defines them."""
@@ -43,7 +44,7 @@ def attention_scores(
     kv_heads, page_size = k.shape[1], k.shape[2]
     queries = q.reshape(batch, kv_heads, heads // kv_heads, head_dim).astype(jnp.float32)
     keys = k[jnp.maximum(page_table, 0)].astype(jnp.float32)
-    logits = jnp.einsum("bkgd,bmkpd->bkgmp", queries, keys, precision="highest") * sm_scale
+    logits = scaled(jnp.einsum("bkgd,bmkpd->bkgmp", queries, keys, precision="highest"), sm_scale)
     scores = (jax.nn.relu(logits) if kind == "relu" else logits).sum((1, 2)).reshape(batch, -1)
     return jnp.where(jnp.arange(page_table.shape[1] * page_size) < lengths[:, None], scores, -jnp.inf)
 

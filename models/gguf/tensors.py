@@ -26,6 +26,17 @@ WIDENED = (
 )
 """Packed types that can be read."""
 
+
+@dataclasses.dataclass(frozen=True)
+class HalfScales(MatrixFormat):
+    """A format of a GGUF file with the dtype that its scales have there, for counting bytes. Matrices have the plain format."""
+
+    @property
+    def scale_dtype(self) -> jnp.dtype:
+        """float16."""
+        return jnp.dtype(jnp.float16)
+
+
 FORMATS = {Type.Q8_0: MatrixFormat("int8", 1, 32), Type.Q4_0: MatrixFormat("int4", 1, 32)}
 """Types that stay packed."""
 
@@ -59,6 +70,11 @@ class GgufTensor:
         """The format in which its codes can stay as they are; None: there is none."""
         matrix = len(self.shape) == 2 and self.columns is None and self.change is None
         return FORMATS.get(self.entry.type) if matrix else None
+
+    @property
+    def counted(self) -> MatrixFormat | None:
+        """`format`, by which its bytes are counted."""
+        return None if self.format is None else HalfScales(*dataclasses.astuple(self.format))
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """`Tensor.read`. ValueError for numbers that are not finite."""
@@ -98,7 +114,8 @@ def widen(rows: np.ndarray, kind: Type) -> np.ndarray:
         return rows.view(np.float16)
     if kind == Type.BF16:
         return rows.view(jnp.bfloat16)
-    return quants.dequantize(rows, kind)
+    with np.errstate(all="ignore"):  # `read` looks at what comes out
+        return quants.dequantize(rows, kind)
 
 
 def check_types(entries: list[Entry]) -> None:

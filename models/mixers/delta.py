@@ -19,7 +19,8 @@ def recall_states(
     config: DeltaLayer, params: Params, x: Float[Array, "B T E"], tokens: Tokens, mix: MixHere, state: Any
 ) -> tuple[Float[Array, "B T H*Dv"], Any]:
     """See `kvjax.models.decoder.MIXERS`."""
-    qkv, z, a, b = project(x, *(params[name] for name in ("qkv", "z", "a", "b")), **norm_before(params["attn_norm"], tokens))
+    x, options = norm_before(x, params["attn_norm"], tokens)
+    qkv, z, a, b = project(x, *(params[name] for name in ("qkv", "z", "a", "b")), **options)
     # Rates are rounded as the model's other activations are; decays never are.
     rate = jax.nn.sigmoid(b.astype(jnp.float32)).astype(x.dtype).astype(jnp.float32)
     decay = -jnp.exp(params["decay_log"].astype(jnp.float32)) * jax.nn.softplus(

@@ -20,7 +20,7 @@ from kvjax.layers import LatentLayer
 from kvjax.model import Indexer, Latents, Params
 from kvjax.models.mixers.tokens import MixHere, Rotation, Tokens
 from kvjax.models.products import project, widened
-from pallas_kernels.elementwise import rms_norm, rotate
+from pallas_kernels.elementwise import layer_norm, rms_norm, rotate
 
 NORM_EPS = 1e-6
 """Epsilon of the three norms inside the layer. config.json's rms_norm_eps is for the norms between layers."""
@@ -65,7 +65,7 @@ def causal_latents(given: Latents) -> Float[Array, "B T H C"]:
 def _indexer(config: LatentLayer, params: Params, x: Array, index_q: Array, index_k: Array, rotation: Rotation) -> Indexer:
     """The first elements are rotated in "rotate half" layout, as the indexer of DeepSeek's checkpoints is."""
     index_q = rotate(index_q.reshape(*x.shape[:2], config.index_heads, config.index_dim), *rotation)
-    index_k = _layer_norm(index_k, params["index_norm"], params["index_norm_bias"])
+    index_k = layer_norm(index_k, params["index_norm"], NORM_EPS, params["index_norm_bias"])
     (weights,) = project(x, params["index_weights"], out_dtype=jnp.float32)
     weights = weights * (config.index_dim * config.index_heads) ** -0.5
     return Indexer(index_q, weights, rotate(index_k[:, :, None], *rotation)[:, :, 0], config.index_topk)
@@ -96,14 +96,6 @@ def _absorbed(
 def _rotate_pairs(x: Float[Array, "B T N R"], rotation: Rotation) -> Float[Array, "B T N R"]:
     """RoPE on neighbouring pairs (2i, 2i + 1), as the attention of DeepSeek's checkpoints is laid out; the result has evens, then odds."""
     return rotate(jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1), *rotation)
-
-
-def _layer_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], bias: Float[Array, "D"]) -> Float[Array, "... D"]:
-    """In float32, rounded once."""
-    y = x.astype(jnp.float32)
-    y = y - y.mean(-1, keepdims=True)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + NORM_EPS)
-    return (y * weight.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 def _product(subscripts: str, x: Array, weights: Array) -> Array:

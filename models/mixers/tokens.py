@@ -12,6 +12,7 @@ from kvjax import rope
 from kvjax.layers import Rope
 from kvjax.model import LayerInput
 from kvjax.sharding import Shards
+from pallas_kernels.elementwise import layer_norm, rms_norm
 
 Rotation = tuple[Float32[Array, "B T 1 D2"], Float32[Array, "B T 1 D2"]]
 """Cosine and sine of the angle of each pair."""
@@ -22,13 +23,19 @@ MixHere = Callable[[LayerInput, Any], tuple[Float[Array, "B T H D"], Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """positions: absolute. norm_eps, norm_offset: of every RMSNorm. shards: of a mesh, on whose devices the layers are split; None: one."""
+    """positions: absolute. norm_eps, norm_offset: of every norm. centered_norms: `ModelConfig.centered_norms`. shards: of a mesh, on whose
+    devices the layers are split; None: one."""
 
     positions: Int[Array, "B T"]
     norm_eps: float
     norm_offset: float = 0.0
+    centered_norms: bool = False
     shards: Shards | None = None
     _rotations: dict[Rope, Rotation] = dataclasses.field(default_factory=dict)
+
+    def norm(self, x: Float[Array, "*rows E"], weight: Float[Array, "*heads E"]) -> Float[Array, "*rows E"]:
+        """The model's norm of the last axis."""
+        return layer_norm(x, weight, self.norm_eps) if self.centered_norms else rms_norm(x, weight, self.norm_eps, self.norm_offset)
 
     def rotation(self, of: Rope) -> Rotation:
         """Cosine and sine at the positions, computed once for all layers of a call with the same Rope."""

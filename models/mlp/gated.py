@@ -11,6 +11,7 @@ from kvjax.models.products import biases_of, norm_before, project
 
 
 def gate_tokens(config: Mlp, params: Params, x: Float[Array, "B T E"], tokens: Tokens) -> Float[Array, "B T F"]:
-    """The input of a layer's projection `down`. x: the output of its first half, before the norm."""
-    options = norm_before(params["mlp_norm"], tokens) | biases_of(params, config.bias, "gate", "up")
+    """The input of a layer's projection `down`. x: what the MLP reads, before its norm if it has one."""
+    x, options = norm_before(x, params.get("mlp_norm"), tokens)
+    options |= biases_of(params, config.bias, "gate", "up")
     return project(x, params["gate"], params["up"], **options, gated=config.activation)[0]

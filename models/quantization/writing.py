@@ -1,6 +1,6 @@
 """Writes packed matrices as compressed-tensors lays them out: `int-quantized`, `float-quantized` and `pack-quantized`.
 
-`kvjax.load` reads them back bit for bit, and transformers opens them, which the tests compare. `reading` describes the layouts. What
+`kvjax.load` reads the same numbers back, and transformers opens them, which the tests compare. `reading` describes the layouts. What
 transformers cannot open is refused before anything is written (`check_writable`).
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from kvjax.models.family import TENSORS
-from pallas_kernels.matrices import MatrixFormat, PackedMatrix, is_packed
+from pallas_kernels.matrices import MatrixFormat, PackedMatrix, is_packed, unpack
 
 _FORMATS = {"int8": "int-quantized", "fp8_e4m3": "float-quantized", "int4": "pack-quantized"}
 EMBED, HEAD = TENSORS["embed"].removesuffix(".weight"), TENSORS["lm_head"].removesuffix(".weight")
@@ -38,8 +38,6 @@ def _unwritable(module: str, own: MatrixFormat, shape: tuple[int, int], zeros: b
         return f"one scale for {own.rows} whole rows cannot be described in compressed-tensors: pack it in blocks, as int8:128x128"
     if zeros:
         return "transformers cannot read zeros of its blocks in compressed-tensors: copy the checkpoint that it was loaded from"
-    if own.codes == "int4" and module == EMBED:
-        return "transformers cannot read an embedding of 4 bits: pack it as int8"
     if own.rows == 1 and own.columns is not None and shape[1] % own.columns:
         return (
             f"compressed-tensors wants a multiple of {own.columns} inputs, and it has {shape[1]}: save int8 or fp8, or save the model "
@@ -52,12 +50,27 @@ def tensors_of(name: str, matrix: PackedMatrix, tied: bool = False) -> dict[str,
     """The tensors that hold a matrix, by name, if `check_writable` allows it. name: of the parameter. tied: whether the head is the
     embedding, whose scales are then written for the head too, because transformers gives it its own."""
     module = name.removesuffix(".weight")
+    matrix = _as_written(module, matrix)
     codes, scales = np.asarray(matrix.codes), np.asarray(matrix.scales)
     if matrix.format.codes != "int4":
         found = {name: codes, f"{module}.weight_scale": scales}
         return found | {f"{HEAD}.weight_scale": scales.copy()} if tied and module == EMBED else found
     shape = np.array(matrix.shape, np.int64)
     return {f"{module}.weight_packed": _words(codes), f"{module}.weight_scale": scales, f"{module}.weight_shape": shape}
+
+
+def _format_written(module: str, own: MatrixFormat) -> MatrixFormat:
+    """The format in which a matrix is written: transformers cannot read an embedding of 4 bits, so its codes are written in 8."""
+    return MatrixFormat("int8", own.rows, own.columns) if own.codes == "int4" and module == EMBED else own
+
+
+def _as_written(module: str, matrix: PackedMatrix) -> PackedMatrix:
+    """The matrix in that format: the same numbers."""
+    own = _format_written(module, matrix.format)
+    if own == matrix.format:
+        return matrix
+    numbers = np.asarray(unpack(matrix.replace(scales=np.sign(np.asarray(matrix.scales)).astype(np.float32))))  # scales may be below 0
+    return PackedMatrix(numbers.astype(np.int8), np.abs(np.asarray(matrix.scales)), format=own)
 
 
 def _words(pairs: np.ndarray) -> np.ndarray:
@@ -73,7 +86,7 @@ def fields_of(named: Mapping[str, Array | PackedMatrix]) -> dict[str, Any]:
     kinds: dict[MatrixFormat, list[str]] = {}
     for module, leaf in modules.items():
         if is_packed(leaf):
-            kinds.setdefault(leaf.format, []).append(module)
+            kinds.setdefault(_format_written(module, leaf.format), []).append(module)
     largest = max(kinds, key=lambda own: len(kinds[own]))
     groups = {}
     for number, (own, members) in enumerate(kinds.items()):

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.pages import Pages, check, check_scale
+from pallas_kernels.soft_cap import Scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Call:
     """The static arguments of a call, as `block_mass` explains them."""
 
     block_size: int
-    sm_scale: float
+    sm_scale: Scale
     config: Any
 
     def __post_init__(self):
@@ -34,7 +35,7 @@ def block_mass(
     first_query: Int[Array, "B"],
     *,
     block_size: int,
-    sm_scale: float,
+    sm_scale: Scale,
     config: Any = None,
     implementation: str | None = None,
 ) -> Float32[Array, "B H nb"]:
@@ -48,7 +49,7 @@ def block_mass(
             read nothing and adds nothing.
         first_query: int32, position of the first query that counts: 0 for all of the chunk's (H2O), lengths - n for the last n (SnapKV).
         block_size: tokens per block, divides P.
-        sm_scale: multiplies the logits, positive or not.
+        sm_scale: multiplies the logits, or a `pallas_kernels.soft_cap.SoftCap`, positive or not.
         config: settings of the implementation; "xla" takes `pallas_kernels.block_mass.xla.Config`.
         implementation: see `pallas_kernels.dispatch`.
 

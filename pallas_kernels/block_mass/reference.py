@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.block_mass.api import Call
+from pallas_kernels.soft_cap import scaled
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -27,7 +28,7 @@ def block_mass(call: Call, q, pages, table, starts, lengths, lse, first_query):
         def logits_of(pool, rows):
             keys = jnp.where(there[:, None, None], pool[rows].swapaxes(1, 2).reshape(-1, num_kv_heads, head_dim), 0)
             keys = jnp.repeat(keys.astype(jnp.float32), q.shape[1] // num_kv_heads, axis=1)
-            return jnp.einsum("thd,shd->hts", q.astype(jnp.float32), keys, precision="highest") * call.sm_scale
+            return scaled(jnp.einsum("thd,shd->hts", q.astype(jnp.float32), keys, precision="highest"), call.sm_scale)
 
         logits = logits_of(pages.keys, table)
         if pages.open is not None:

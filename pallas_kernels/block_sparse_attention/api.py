@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.pages import Pages, check, check_scale, check_window
+from pallas_kernels.soft_cap import Scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Call:
     block_size: int
     query_tile: int
     window: tuple[int, int] | None
-    sm_scale: float
+    sm_scale: Scale
     config: Any
 
     def __post_init__(self):
@@ -42,7 +43,7 @@ def block_sparse_attention(
     block_size: int,
     query_tile: int,
     window: tuple[int, int] | None = None,
-    sm_scale: float,
+    sm_scale: Scale,
     config: Any = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
@@ -59,7 +60,7 @@ def block_sparse_attention(
         query_tile: queries per tile, at least 1.
         window: (sink_tokens, window_tokens). Keys at positions < sink_tokens or > query position - window_tokens are read too, whether
             listed or not, and once only. None adds none.
-        sm_scale: multiplies the logits.
+        sm_scale: multiplies the logits, or a `pallas_kernels.soft_cap.SoftCap`.
         config: settings of the implementation; "xla" and "mosaic_tpu" take the `Config` of `pallas_kernels.block_sparse_attention.xla` and
             `.mosaic_tpu`.
         implementation: see `pallas_kernels.dispatch`.

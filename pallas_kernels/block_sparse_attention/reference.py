@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.block_sparse_attention.api import Call
 from pallas_kernels.pages import open_numbers
+from pallas_kernels.soft_cap import scaled
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -27,7 +28,7 @@ def block_sparse_attention(call: Call, q, pages, table, starts, lengths, blocks)
         own = (pos // page_size == query_pos // page_size) & (pages.open is not None)
         logits, of_open = (jnp.einsum("td,sd->ts", q, x, precision="highest") for x in (keys, open_keys))
         logits = jnp.where(own, of_open, logits)
-        logits = jnp.where(read, logits * call.sm_scale, -jnp.inf)
+        logits = jnp.where(read, scaled(logits, call.sm_scale), -jnp.inf)
         weights = jnp.where(read, jax.nn.softmax(logits, axis=-1), 0)
         out = jnp.einsum("ts,sd->td", jnp.where(own, 0, weights), values, precision="highest")
         out += jnp.einsum("ts,sd->td", jnp.where(own, weights, 0), open_values, precision="highest")

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.pages import Pages, check, check_scale, check_window
+from pallas_kernels.soft_cap import Scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Call:
     """The static arguments of a call, as `flash_attention` explains them."""
 
     window: tuple[int, int] | None
-    sm_scale: float
+    sm_scale: Scale
     config: Any
 
     def __post_init__(self):
@@ -33,7 +34,7 @@ def flash_attention(
     *,
     fresh: Int[Array, "B"] | None = None,
     window: tuple[int, int] | None = None,
-    sm_scale: float,
+    sm_scale: Scale,
     config: Any = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
@@ -49,7 +50,7 @@ def flash_attention(
         lengths: int32, tokens written, the chunk's own included.
         fresh: int32, position of the first query whose result is needed; None: `starts`. Whole tiles of earlier ones may be left out.
         window: (sink_tokens, window_tokens). Only keys at positions < sink_tokens or > query position - window_tokens are attended.
-        sm_scale: multiplies the logits.
+        sm_scale: multiplies the logits, or a `pallas_kernels.soft_cap.SoftCap`.
         config: settings of the implementation; "xla" and "mosaic_tpu" take the `Config` of `pallas_kernels.flash_attention.xla` and
             `.mosaic_tpu`.
         implementation: see `pallas_kernels.dispatch`.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.flash_attention.api import Call
 from pallas_kernels.pages import open_numbers
+from pallas_kernels.soft_cap import scaled
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -31,7 +32,7 @@ def flash_attention(call: Call, q, pages, table, starts, lengths, fresh):
             return jnp.repeat(jnp.where(there[:, None, None], rows, 0).astype(jnp.float32), q.shape[1] // num_kv_heads, axis=1)
 
         def logits_of(keys):
-            return jnp.einsum("thd,shd->hts", q.astype(jnp.float32), keys, precision="highest") * call.sm_scale
+            return scaled(jnp.einsum("thd,shd->hts", q.astype(jnp.float32), keys, precision="highest"), call.sm_scale)
 
         def weighted(weights, values):
             return jnp.einsum("hts,shd->thd", weights, values, precision="highest")

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.pages import Pages, as_rows, check, check_scale, check_window
+from pallas_kernels.soft_cap import Scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Call:
 
     block_size: int
     window: tuple[int, int] | None
-    sm_scale: float
+    sm_scale: Scale
     return_block_lse: bool
     config: Any
 
@@ -37,7 +38,7 @@ def gather_attention(
     block_frames: Int[Array, "B K W"] | None = None,
     block_size: int | None = None,
     window: tuple[int, int] | None = None,
-    sm_scale: float,
+    sm_scale: Scale,
     return_block_lse: bool = False,
     config: Any = None,
     implementation: str | None = None,
@@ -61,7 +62,7 @@ def gather_attention(
         block_size: tokens per block, divides P (default P). The block LSE has one value per block of this size.
         window: (sink_tokens, window_tokens). Of the listed keys, only those at positions < sink_tokens or > query position - window_tokens
             are attended.
-        sm_scale: multiplies the logits.
+        sm_scale: multiplies the logits, or a `pallas_kernels.soft_cap.SoftCap`.
         return_block_lse: return the third result.
         config: settings of the implementation, a `Config` of its module; give `implementation` with it.
         implementation: see `pallas_kernels.dispatch`.

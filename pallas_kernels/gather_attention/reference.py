@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.gather_attention.api import Call
 from pallas_kernels.pages import open_numbers
+from pallas_kernels.soft_cap import scaled
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -37,9 +38,9 @@ def gather_attention(call: Call, q, pages, table, lengths, blocks, block_frames=
             open_keys, open_values = (numbers(x, rows, there & (rows >= 0)) for x in open_numbers(pages))
         if window is not None:
             seen &= (pos < window[0]) | (pos > at - window[1])
-        logits = jnp.einsum("td,wsd->tws", q.astype(jnp.float32), keys, precision="highest") * sm_scale
+        logits = scaled(jnp.einsum("td,wsd->tws", q.astype(jnp.float32), keys, precision="highest"), sm_scale)
         if pages.open is not None:
-            of_open = jnp.einsum("td,wsd->tws", q.astype(jnp.float32), open_keys, precision="highest") * sm_scale
+            of_open = scaled(jnp.einsum("td,wsd->tws", q.astype(jnp.float32), open_keys, precision="highest"), sm_scale)
             logits = jnp.where(own, of_open, logits)
         logits = jnp.where(seen, logits, -jnp.inf)
         lse = jax.nn.logsumexp(logits, axis=(1, 2))

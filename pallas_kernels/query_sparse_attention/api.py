@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.pages import Pages, check, check_scale, check_window
+from pallas_kernels.soft_cap import Scale
 
 ESTIMATES = ("quantile", "buckets")
 """How the slots after the exact ones are filled."""
@@ -25,7 +26,7 @@ class Call:
     window: tuple[int, int] | None
     tournament: bool
     estimate: str
-    sm_scale: float
+    sm_scale: Scale
     config: Any
 
     def __post_init__(self):
@@ -52,7 +53,7 @@ def query_sparse_attention(
     window: tuple[int, int] | None = None,
     tournament: bool = False,
     estimate: str = "quantile",
-    sm_scale: float,
+    sm_scale: Scale,
     config: Any = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B R H Dv"], Float[Array, "B R H"], Int[Array, "B R H k"], Float[Array, "B R H k"]]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from pallas_kernels.pages import open_numbers
 from pallas_kernels.query_sparse_attention.api import Call
+from pallas_kernels.soft_cap import scaled
 
 EMPTY = (-math.inf, -1)
 """An empty slot; slots are (score, block)."""
@@ -158,7 +159,7 @@ def query_sparse_attention(call: Call, q, pages, table, starts, lengths):
             return jnp.repeat(found.astype(jnp.float32), q.shape[1] // num_kv_heads, axis=1)
 
         def logits_of(keys):
-            return jnp.einsum("rhd,shd->rhs", q.astype(jnp.float32), keys, precision="highest") * call.sm_scale
+            return scaled(jnp.einsum("rhd,shd->rhs", q.astype(jnp.float32), keys, precision="highest"), call.sm_scale)
 
         keys, values = (laid_out(pool, table) for pool in (pages.keys, pages.values))
         logits = logits_of(keys)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from pallas_kernels.page_index import coded_keys
+from pallas_kernels.soft_cap import Scale, scaled
 
 TILE = 16
 """Blocks of a list that are unpacked together. Lists are padded to whole tiles, so that their length changes no bits."""
@@ -19,7 +20,7 @@ TILE = 16
 
 @functools.partial(jax.jit, static_argnames=("kind", "sm_scale"))
 def block_lse(
-    q: Float[Array, "B T H D"], index: UInt8[Array, "N K nb R W"], places: Int[Array, "B T K n"], *, kind: str, sm_scale: float
+    q: Float[Array, "B T H D"], index: UInt8[Array, "N K nb R W"], places: Int[Array, "B T K n"], *, kind: str, sm_scale: Scale
 ) -> Float32[Array, "B T H n"]:
     """The log-sum-exp of scaled logits of every key of listed blocks, per query head; -inf where there is none.
 
@@ -28,7 +29,7 @@ def block_lse(
         index: `page_index` of a kind in `CODED`.
         places: page * nb + block within the page; -1 where there is none.
         kind: of the index.
-        sm_scale: multiplies the logits.
+        sm_scale: multiplies the logits, or a `SoftCap`.
     """
     batch, num_queries, num_heads, head_dim = q.shape
     num_kv_heads, per_page, count = *index.shape[1:3], places.shape[3]
@@ -38,7 +39,7 @@ def block_lse(
 
     def of_tile(at: Int[Array, "B T K tile"]) -> Float32[Array, "B T K G tile"]:
         keys = coded_keys(kind, index[at // per_page, heads, at % per_page])
-        logits = jnp.einsum("btkgd,btknsd->btkgns", q, keys, precision=jax.lax.Precision.HIGHEST) * sm_scale
+        logits = scaled(jnp.einsum("btkgd,btknsd->btkgns", q, keys, precision=jax.lax.Precision.HIGHEST), sm_scale)
         return jax.nn.logsumexp(logits, axis=-1)
 
     tiles = at.reshape(*at.shape[:3], -1, TILE)

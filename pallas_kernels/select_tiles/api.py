@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.pages import CODES, check_window
+from pallas_kernels.soft_cap import Scale, SoftCap
 
 POOLINGS = ("sum", "max")
 """How the weights of a tile's queries are combined."""
@@ -25,7 +26,7 @@ class Call:
     window: tuple[int, int]
     pooling: str
     ranked: bool
-    sm_scale: float
+    sm_scale: Scale
 
     def __post_init__(self):
         for name in ("k", "block_size", "query_tile"):
@@ -39,7 +40,7 @@ class Call:
             raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {self.pooling!r}")
         if not isinstance(self.ranked, bool):
             raise ValueError(f"ranked must be True or False, got {self.ranked!r}")
-        if not isinstance(self.sm_scale, numbers.Real) or not self.sm_scale > 0:
+        if not isinstance(self.sm_scale, SoftCap) and not (isinstance(self.sm_scale, numbers.Real) and self.sm_scale > 0):
             raise ValueError(f"sm_scale must be a positive number known when compiling, because bounds need one; got {self.sm_scale!r}")
 
 
@@ -56,7 +57,7 @@ def select_tiles(
     window: tuple[int, int],
     pooling: str = "sum",
     ranked: bool = False,
-    sm_scale: float,
+    sm_scale: Scale,
     implementation: str | None = None,
 ) -> Int[Array, "B C H W"]:
     """Per tile of queries and query head, the k distant blocks that its queries may pay the most attention to.
@@ -79,7 +80,7 @@ def select_tiles(
         query_tile: queries per tile.
         window: (sink_tokens, window_tokens), at least a page of window_tokens, so that no candidate is unsealed.
         pooling, ranked: as explained above and below.
-        sm_scale: positive, multiplies logits.
+        sm_scale: positive, multiplies logits; or a `pallas_kernels.soft_cap.SoftCap`.
         implementation: see `pallas_kernels.dispatch`.
 
     Returns blocks int32 `[B, C, H, W]`, C = ceil(T / query_tile), W = min(k, M * nb): logical block numbers, -1 at the end where there are

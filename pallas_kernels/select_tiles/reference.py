@@ -9,11 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.select_tiles.api import Call
+from pallas_kernels.soft_cap import SoftCap
 
 
 def paid_by(query, bounds, begins, position, sm_scale):
     """What one query may pay each block: softmax over the blocks that begin at or before it. query [D], bounds [S, 2, D], begins [S]."""
-    logits = (np.maximum(query, 0) * bounds[:, 0] + np.minimum(query, 0) * bounds[:, 1]).sum(-1) * np.float32(sm_scale)
+    logits = (np.maximum(query, 0) * bounds[:, 0] + np.minimum(query, 0) * bounds[:, 1]).sum(-1)
+    if isinstance(sm_scale, SoftCap):
+        logits = sm_scale.cap * np.tanh(logits * (sm_scale.factor / sm_scale.cap))
+    else:
+        logits = logits * np.float32(sm_scale)
     seen = (begins >= 0) & (begins <= position)
     if not seen.any():
         return np.zeros(len(begins), np.float32)

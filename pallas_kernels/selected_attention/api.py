@@ -12,6 +12,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.page_index import CODED, index_shape
 from pallas_kernels.pages import Pages, check, check_frames, check_scale
 from pallas_kernels.select_blocks import api as select_blocks
+from pallas_kernels.soft_cap import Scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Call:
     budget: int
     sink: int
     local: int
-    sm_scale: float
+    sm_scale: Scale
     config: Any
     shortlist: int | None = None
     codes_kind: str | None = None
@@ -62,7 +63,7 @@ def selected_attention(
     budget: int,
     sink: int,
     local: int,
-    sm_scale: float,
+    sm_scale: Scale,
     frames: Int[Array, "B M"] | None = None,
     shortlist: int | None = None,
     codes: UInt8[Array, "N K P/bs R W"] | None = None,

@@ -11,6 +11,7 @@ from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.page_index import coded_keys
 from pallas_kernels.select_blocks import select_blocks
 from pallas_kernels.selected_attention.api import Call
+from pallas_kernels.soft_cap import scaled
 
 
 def selected_attention(call: Call, q, pages, index, table, lengths, frames, codes):
@@ -42,7 +43,7 @@ def _refined(call: Call, page_size: int, q, codes, table, blocks, distant, near,
     def by_codes(q, kv_head, table, blocks):
         first = blocks * call.block_size
         rows = codes[table[first // page_size], kv_head, first % page_size // call.block_size]
-        logits = jnp.einsum("gd,nsd->gns", q.astype(jnp.float32), coded_keys(call.codes_kind, rows), precision="highest") * scale
+        logits = scaled(jnp.einsum("gd,nsd->gns", q.astype(jnp.float32), coded_keys(call.codes_kind, rows), precision="highest"), scale)
         return jax.nn.logsumexp(logits, axis=2)
 
     def of_head(q, near, of_blocks, kv_head, table, blocks, distant):  # q [G, D], near [G], of_blocks [G, W]

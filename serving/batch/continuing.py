@@ -27,7 +27,7 @@ OPTIONS = {
     "dtype": "--dtype",
 }
 """Names in a header whose values are not what was typed: the option of each."""
-SAID_ONLY = ("--weights", "--cache-format", "--reuse-any")
+SAID_ONLY = ("--weights", "--lora", "--cache-format", "--reuse-any")
 """Options that a header has as they were typed."""
 WITH_DEFAULT = (SLOTS, "--max-new-tokens", "--seed", "--page-size", "--prefill-chunk")
 """Options that have a value where they are left out."""
@@ -84,10 +84,13 @@ def said_of(header: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint_of(setup: Setup) -> str | None:
-    """What tells the checkpoint of a folder from others, without reading it whole; None for models that are no folder."""
-    from kvjax.models.checkpoint import digest
+    """What tells a checkpoint and its adapters from others, without reading them whole; None for models that are not here."""
+    from kvjax.models.adapter_files import open_adapters
+    from kvjax.models.checkpoint import open_checkpoint
 
-    return digest(Path(setup.model)) if Path(setup.model).is_dir() else None
+    if not Path(setup.model).exists():
+        return None
+    return " ".join([open_checkpoint(setup.model, ()).digest(), *(each.digest() for each in open_adapters(setup.lora))])
 
 
 def check_same(

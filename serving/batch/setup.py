@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Setup:
     """A model and the arguments of its engine. It can be sent to another process.
 
-    model: folder, hub id or "needle". dtype, weights, max_positions: as in `kvjax.load`. slots: sequences decoded together.
+    model: folder, hub id or "needle". dtype, weights, lora, max_positions: as in `kvjax.load`. slots: sequences decoded together.
     steps_per_launch: as in `kvjax.Scheduler`. stores: where pages may lie besides the device, and whether they are kept. tensor, context:
     of a mesh (`kvjax.mesh`). data: how many engines, each on devices of its own (`kvjax.replicas`). The others: as in `Engine`. pages,
     device_bytes: if both are None, the pool has the pages that the job needs, or as many as fit. left_out: options of the command line that
@@ -50,6 +50,7 @@ class Setup:
     data: int = 1
     stores: StoreOptions = dataclasses.field(default_factory=dict)
     weights: str | None = None
+    lora: tuple[str, ...] = ()
     cache_format: str | None = None
     left_out: tuple[str, ...] = ()
 
@@ -65,12 +66,18 @@ class Setup:
             allow_pinned(host_bytes)
             if self.tensor * self.context * self.data == 1:  # else none of the pool lies there
                 allow_host_pages()
-        return load(self.model, dtype=self.dtype, weights=self.weights, max_positions=self.max_positions, mesh=self.mesh())
+        given = {"dtype": self.dtype, "weights": self.weights, "lora": self.lora, "max_positions": self.max_positions}
+        return load(self.model, **given, mesh=self.mesh())
 
     def said(self) -> dict[str, Any]:
         """The options on which answers depend, as they were typed; None for those that were not."""
         typed = {"--model": self.model, "--policy": self.policy, "--prefill": self.prefill, "--dtype": self.dtype}
-        typed |= {"--weights": self.weights, "--cache-format": self.cache_format, "--max-positions": self.max_positions}
+        typed |= {
+            "--weights": self.weights,
+            "--lora": " ".join(self.lora) or None,
+            "--cache-format": self.cache_format,
+            "--max-positions": self.max_positions,
+        }
         return typed | {"--reuse-any": self.stores.get("reuse") == "any" or None, **dict.fromkeys(self.left_out)}
 
     def sized(self, model: Model, records: Iterable[Record]) -> Setup:
@@ -95,7 +102,8 @@ class Setup:
         """What the command line says about the engine."""
         policies = f"{engine.policy.describe()}, {engine.prefill_policy.describe()}"
         each = f" in each of {self.data} replicas" if self.data > 1 else ""
-        return f"{self.model}, {policies}, {engine.allocators['full'].total:,} pages of {self.page_size} tokens{each}"
+        name = "+".join([self.model, *self.lora])
+        return f"{name}, {policies}, {engine.allocators['full'].total:,} pages of {self.page_size} tokens{each}"
 
 
 def mesh_of(tensor: int, context: int) -> Mesh | None:

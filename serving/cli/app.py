@@ -31,6 +31,7 @@ from kvjax.serving.cli.options import (
     ContextOption,
     CoordinatorOption,
     DtypeOption,
+    LoraOption,
     MaxPositionsOption,
     ModelOption,
     PageSizeOption,
@@ -148,6 +149,7 @@ def generate_command(
     cache_format: CacheFormatOption = None,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
+    lora: LoraOption = None,
     max_positions: MaxPositionsOption = None,
     tensor: TensorOption = 1,
     context: ContextOption = 1,
@@ -174,7 +176,7 @@ def generate_command(
             with named_as_options():
                 job.agree(given | {"cache_format": cache_format})
         devices = mesh_of(tensor, context)
-        loaded, ids = load_model(model, dtype, max_positions, devices, weights), []
+        loaded, ids = load_model(model, dtype, max_positions, devices, weights, lora), []
         messages = [*([{"role": "system", "content": system}] if system is not None else []), {"role": "user", "content": text}]
         if first:
             _check_chat(chat, model, loaded)
@@ -201,6 +203,7 @@ def score_command(
     cache_format: CacheFormatOption = None,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
+    lora: LoraOption = None,
     max_positions: MaxPositionsOption = None,
 ) -> None:
     """Print the log-probability (natural log) of a continuation after a prompt, as one JSON object.
@@ -220,7 +223,7 @@ def score_command(
     from kvjax.scoring import score
     from pallas_kernels.bench.results import finite
 
-    loaded = load_model(model, dtype, max_positions, weights=weights)
+    loaded = load_model(model, dtype, max_positions, weights=weights, lora=lora)
     sizes = pages, page_size, prefill_chunk, cache_format
     engine = _engine(loaded, policy, len(encode(loaded.tokenizer, before + after)), *sizes)
     found = score(engine, before, after)

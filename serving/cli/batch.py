@@ -19,6 +19,7 @@ from kvjax.serving.cli.options import (
     DiskSizeOption,
     DtypeOption,
     HostMemoryOption,
+    LoraOption,
     MaxPositionsOption,
     ModelOption,
     PageSizeOption,
@@ -101,6 +102,7 @@ def batch_command(
     cache_format: CacheFormatOption = None,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
+    lora: LoraOption = None,
     max_positions: MaxPositionsOption = None,
     device_memory: DeviceMemoryOption = None,
     tensor: TensorOption = 1,
@@ -166,6 +168,7 @@ def batch_command(
     _check_together(given, ray=ray, data=data, coordinator=coordinator, processes=processes, kept=kept, progress=progress)
     sizes = {"pages": pages, "device_bytes": device_memory, "page_size": page_size, "prefill_chunk": prefill_chunk}
     sizes |= {"stores": kept, "weights": weights and weights.value, "steps_per_launch": steps_per_launch}
+    sizes["lora"] = tuple(lora or ())
     sizes |= {"tensor": tensor, "context": context, "data": data, "cache_format": cache_format}
     sizes["left_out"] = not_typed(ctx, *WITH_DEFAULT)
     setup = Setup(model, dtype and dtype.value, max_positions, policy, prefill, max_batch, **sizes)
@@ -230,7 +233,7 @@ def _run_here(
         records = list(files.records())
     with named_as_options():
         if job is not None:  # the model may lie in another folder there; what it holds is compared when it is loaded
-            job.agree({name: value for name, value in vars(setup).items() if name not in ("model", "left_out")})
+            job.agree({name: value for name, value in vars(setup).items() if name not in ("model", "lora", "left_out")})
     loaded = setup.load()
     with named_as_options():
         setup = setup.sized(loaded, records) if first else setup

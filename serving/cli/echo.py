@@ -12,6 +12,7 @@ from kvjax.serving.cli.options import (
     ChunkOption,
     DtypeOption,
     JsonOption,
+    LoraOption,
     MaxPositionsOption,
     ModelOption,
     PageSizeOption,
@@ -52,6 +53,7 @@ def echo_command(
     prefill_chunk: ChunkOption = 512,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
+    lora: LoraOption = None,
     max_positions: MaxPositionsOption = None,
 ) -> None:
     """Count the repeated facts and passages of a prompt that prefill predicts, for each prefill policy and for dense.
@@ -90,10 +92,10 @@ def echo_command(
     )
     for line in dense_at(plan.prefills, plan.lengths):
         typer.echo(line, err=True)
-    loaded = load_model(model, dtype, max_positions, weights=weights)
+    loaded = load_model(model, dtype, max_positions, weights=weights, lora=lora)
     run = EchoRun(loaded, source, plan)
     stored = loaded.config.compute_dtype
-    settings = {"model": model, "fingerprint": fingerprint(loaded), "dtype": stored, "text": names, **dataclasses.asdict(plan)}
+    settings = {"model": loaded.name, "fingerprint": fingerprint(loaded), "dtype": stored, "text": names, **dataclasses.asdict(plan)}
     records, figures = [], None
     with bar(Console(stderr=True)) as progress:
         task = progress.add_task("prefill", total=run.work)

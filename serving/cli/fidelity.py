@@ -17,6 +17,7 @@ from kvjax.serving.cli.options import (
     LARGEST_BATCH,
     ChunkOption,
     DtypeOption,
+    LoraOption,
     MaxPositionsOption,
     ModelOption,
     PageSizeOption,
@@ -109,6 +110,7 @@ def fidelity_command(
             show_default=False,
         ),
     ] = None,
+    lora: LoraOption = None,
     max_positions: MaxPositionsOption = None,
 ) -> None:
     """Compare decode policies with dense: facts found, agreement, KL and perplexity on forced text, speed, keys read.
@@ -140,8 +142,9 @@ def fidelity_command(
         weights=tuple(each.value for each in weights or ()),
     )
     source, names = read_texts(text)
-    packed = lambda name: load_model(model, dtype, max_positions, weights=Weights(name))  # noqa: E731
-    panel = Panel(load_model(model, dtype, max_positions), source, plan, packed)
+    packed = lambda name: load_model(model, dtype, max_positions, weights=Weights(name), lora=lora)  # noqa: E731
+    loaded = load_model(model, dtype, max_positions, lora=lora)
+    panel = Panel(loaded, source, plan, packed)
     out.mkdir(parents=True, exist_ok=True)
     try:
         records = run_units(panel, out / RECORDS, describe(panel), Console(stderr=True))
@@ -150,7 +153,10 @@ def fidelity_command(
         raise
     run = describe(panel)
     write_report(
-        panel, records, out, {"model": model, "fingerprint": run["model"], "dtype": run["dtype"], "text": names, TEXT_HASH: run[TEXT_HASH]}
+        panel,
+        records,
+        out,
+        {"model": loaded.name, "fingerprint": run["model"], "dtype": run["dtype"], "text": names, TEXT_HASH: run[TEXT_HASH]},
     )
 
 

@@ -15,6 +15,7 @@ from kvjax.serving.cli.options import (
     ChunkOption,
     DtypeOption,
     JsonOption,
+    LoraOption,
     MaxPositionsOption,
     ModelOption,
     PageSizeOption,
@@ -60,6 +61,7 @@ def needle_command(
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
     cache_format: CacheFormatOption = None,
+    lora: LoraOption = None,
     max_positions: MaxPositionsOption = None,
 ) -> None:
     """Count the needles that a model finds in a long text under each policy. Haystacks are prefilled once; questions are decoded by the
@@ -87,7 +89,7 @@ def needle_command(
         parse(name)
     for name in prefills:
         parse_prefill(name)
-    loaded = load_model(model, dtype, max_positions, weights=weights)
+    loaded = load_model(model, dtype, max_positions, weights=weights, lora=lora)
     sizes = {"length": length, "trials": trials, "distractors": distractors, "seed": seed}
     found = {}
     with bar(Console(stderr=True)) as progress:

@@ -215,6 +215,15 @@ WeightsOption = Annotated[
         **one_of(Weights),
     ),
 ]
+LoraOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="<folder[:scale]>",
+        help="LoRA adapter to merge into the weights: peft's folder or a Hub id, with a scale after it if that is not 1, as DIR:0.5; may "
+        "be given several times.",
+        show_default=False,
+    ),
+]
 MaxPositionsOption = Annotated[
     int | None,
     typer.Option(
@@ -389,14 +398,19 @@ def named_as_options() -> Iterator[None]:
 
 
 def load_model(
-    model: str, dtype: Dtype | None, max_positions: int | None, mesh: Mesh | None = None, weights: Weights | None = None
+    model: str,
+    dtype: Dtype | None,
+    max_positions: int | None,
+    mesh: Mesh | None = None,
+    weights: Weights | None = None,
+    lora: Sequence[str] | None = None,
 ) -> Model:
-    """The model of `--model`, in `--dtype` or packed as `--weights`, for sequences of up to `--max-positions`. mesh: over whose devices it
-    is split."""
+    """The model of `--model`, in `--dtype` or packed as `--weights`, for sequences of up to `--max-positions`, with each `--lora` merged.
+    mesh: over whose devices it is split."""
     from kvjax.models.loading import load
 
     packed = None if weights is None else weights.value
-    return load(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions, mesh=mesh, weights=packed)
+    return load(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions, mesh=mesh, weights=packed, lora=lora)
 
 
 def check_context(context: int) -> None:

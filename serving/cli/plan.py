@@ -80,7 +80,7 @@ def plan_command(
     from kvjax.cache.formats import parse_cache_format
     from kvjax.memory import host_memory as host_parts
     from kvjax.memory import pool_size
-    from kvjax.models.loading import read_config, read_packing
+    from kvjax.models.loading import packs_anew, read_config, read_packing
     from kvjax.reuse import check_stores
     from kvjax.serving.batch.setup import planned
 
@@ -95,7 +95,7 @@ def plan_command(
         kept = check_stores(declared.states.policies, **kept_in)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--policy") from None
-    stored = read_packing(model, config)
+    stored = None if weights is not None and packs_anew(model) else read_packing(model, config)
     if stored is not None and weights is not None:
         raise typer.BadParameter(f"{model} holds packed weights already: leave it out", param_hint="--weights")
     devices = {"tensor": tensor, "context": context, "weights": stored if weights is None else weights.value}

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvjax.serving.cli.options import DtypeOption, ModelOption, Weights, load_model, one_of
+from kvjax.serving.cli.options import DtypeOption, LoraOption, ModelOption, Weights, load_model, one_of
 
 
 def quantize_command(
@@ -22,6 +22,7 @@ def quantize_command(
         ),
     ] = Weights.int8,
     dtype: DtypeOption = None,
+    lora: LoraOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model in OUT, if it holds one and nothing else.")] = False,
 ) -> None:
     """Pack a model's weights, and write them with config and tokenizer. Every command's --model reads the folder.
@@ -37,7 +38,7 @@ def quantize_command(
         raise typer.BadParameter("fp8:tokens is how products are computed, not how weights are stored: write fp8", param_hint="--weights")
     folder = check_target(out, overwrite)
     check_packing(read_config(model), scheme_of(weights.value).format_of)
-    loaded = load_model(model, dtype, None, weights=weights)
+    loaded = load_model(model, dtype, None, weights=weights, lora=lora)
     loaded.save(out, overwrite=overwrite)
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     typer.echo(f"{out}: {loaded.config.num_params:,} weights in {size:,} bytes, {size / loaded.config.num_params:.2f} each")

@@ -18,6 +18,7 @@ from kvjax.serving.cli.options import (
     ContextOption,
     DeviceMemoryOption,
     DtypeOption,
+    LoraOption,
     MaxPositionsOption,
     ModelOption,
     PageSizeOption,
@@ -174,6 +175,7 @@ def serve_command(
     prefill_chunk: ChunkOption = 512,
     cache_format: CacheFormatOption = None,
     dtype: DtypeOption = None,
+    lora: LoraOption = None,
     max_positions: MaxPositionsOption = None,
     tensor: TensorOption = 1,
     context: ContextOption = 1,
@@ -194,14 +196,15 @@ def serve_command(
     from kvjax.serving.session.runtime import SessionRuntime
     from kvjax.serving.session.server import Server
 
+    name = "+".join([model, *(lora or [])])
     options = ServerOptions(
         host=host, port=port, http_port=http_port, tokens=_tokens(token_file), certificate=_certificate(tls_certificate, tls_key),
         max_tokens=max_tokens, max_new_tokens=max_new_tokens, max_calls=max_calls, calls_per_second=rate,
-        messages_per_second=messages_per_second, stall_s=stall_seconds, model_name=model, clip_max_tokens=clip_max_tokens,
+        messages_per_second=messages_per_second, stall_s=stall_seconds, model_name=name, clip_max_tokens=clip_max_tokens,
     )  # fmt: skip
     mesh = mesh_of(tensor, context)
     split = {"mesh": mesh, "cache_format": cache_format, "page_size": page_size, "prefill_chunk": prefill_chunk}
-    engine = _engine(load_model(model, dtype, max_positions, mesh), policy or [None], max_batch, pages, device_memory, split)
+    engine = _engine(load_model(model, dtype, max_positions, mesh, lora=lora), policy or [None], max_batch, pages, device_memory, split)
     metrics = Metrics()
     limits = {"allow_policies": allow_policy or (), "max_policies": max_policies, "max_history": max_history}
     limits |= {"capacity": capacity, "idle_ttl_s": 60 * idle_minutes, "demote_after_s": demote_seconds, "window": window}
@@ -211,7 +214,7 @@ def serve_command(
     for each in runtime.policies:  # so that no client waits for a compiler
         typer.echo(f"compiling {each}", err=True)
         runtime.warmup(each, warmup_tokens)
-    typer.echo(f"{model}: {engine.policy.describe()}, {engine.allocators['full'].total:,} pages of {page_size} tokens", err=True)
+    typer.echo(f"{name}: {engine.policy.describe()}, {engine.allocators['full'].total:,} pages of {page_size} tokens", err=True)
     if state is not None:
         typer.echo(f"sessions from {state}: {runtime.gauges()['sessions']:,}", err=True)
     _until_told(server, drain_seconds)

@@ -13,6 +13,9 @@ from pathlib import Path
 GOLDEN = Path(__file__).with_name("golden") / "config-fields.json"
 PROMPT_TOKENS = 24
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+FAMILIES |= {"mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
+FAMILIES |= {"granite": "GraniteForCausalLM", "seed_oss": "SeedOssForCausalLM", "internlm3": "InternLM3ForCausalLM"}
+FAMILIES |= {"olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM", "phi3": "Phi3ForCausalLM"}
 BASE = {
     "vocab_size": 40,
     "hidden_size": 32,
@@ -126,7 +129,9 @@ def logits(family, fields):
     import torch
     import transformers
 
-    given = copy.deepcopy({"architectures": [FAMILIES[family]]} | BASE | fields)  # transformers writes into what it is given
+    given = copy.deepcopy(
+        {"architectures": [FAMILIES[family]], "pad_token_id": None} | BASE | fields
+    )  # transformers writes into what it is given
     config = transformers.AutoConfig.for_model(family, **given)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     shapes = []

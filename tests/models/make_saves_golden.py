@@ -44,10 +44,10 @@ def open_saved(folders):
 def main(python, number=0):
     """Write the golden files, or compare `number` other models of each kind."""
     import numpy as np
-    from saved_models import FAMILIES, FORMATS, KEPT, digest, our_logits, random_saved, run_open, save_case
+    from saved_models import CASES, KEPT, digest, our_logits, random_saved, run_open, save_case
 
     numbers = range(1, number + 1) if number else range(1)
-    cases = [(family, format, number) for family in FAMILIES for format in FORMATS for number in numbers]
+    cases = [(family, format, number) for family, format in CASES for number in numbers]
     with tempfile.TemporaryDirectory() as root:
         folders = [Path(root) / str(place) for place in range(len(cases))]
         for case, folder in zip(cases, folders, strict=True):

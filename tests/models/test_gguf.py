@@ -7,6 +7,7 @@ import tracemalloc
 from pathlib import Path
 
 import damaged_gguf
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +16,11 @@ from safetensors.numpy import load_file
 from tiny_gguf import SPECS
 from tiny_models import TinyModel
 
-from kvjax.models import load
+from kvjax import Engine
+from kvjax.models import load, read_config
+from kvjax.models.loading import read_packing
+from kvjax.packing import weights_bytes
+from pallas_kernels.matrices import is_packed, pack, unpack
 
 GOLDEN = load_file(Path(__file__).with_name("golden") / "gguf.safetensors")
 TOLERANCE = 1e-4
@@ -120,6 +125,142 @@ def test_types_that_cannot_be_read_are_named(tmp_path):
     shape = tensors["blk.0.attn_q.weight"][0].shape[0]
     tensors["blk.0.attn_q.weight"] = np.zeros((shape, 66), np.uint8), tiny_gguf.Type.IQ2_XXS
     says(rewritten(LEAST, tmp_path, tensors=tensors), "blk.0.attn_q.weight is stored as IQ2_XXS", "Q4_K_M or Q8_0")
+
+
+def test_metadata_becomes_a_configuration(written):
+    config = read_config(written("llama-llama3"))
+    (scaling,) = {layer.mixer.rope.scaling for layer in config.layers}
+    found = {"factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    assert found | {"original_max_position_embeddings": scaling.original_max_positions} == tiny_gguf.LLAMA3
+    assert config.norm_eps == 1e-5  # not the float32 next to it
+    assert config.max_positions == tiny_gguf.CONTEXT
+    assert config.eos_token_ids == (tiny_gguf.byte_vocabulary()[0].index("<|im_end|>"),)
+    assert read_config(written("qwen2-yarn")).layers[0].mixer.rope.scaling.kind == "yarn"
+    gemma = read_config(written("gemma3"))
+    assert [layer.mixer.window for layer in gemma.layers] == [12] * 5 + [None, 12]
+    assert not read_config(written("llama-q4")).tie_embeddings
+    assert read_config(written("qwen3")).tie_embeddings
+
+
+@pytest.mark.parametrize(("low", "high", "original"), [(1.0, 4.0, 8192), (2.0, 5.0, 256), (1.0, 2.0, 100)])
+def test_rope_factors_are_read_back(tmp_path, low, high, original):
+    """Whatever three numbers made them: only their ratios count."""
+    made = tiny_gguf.llama3_factors(10000.0, 64, 32.0, low, high, original)
+    config = read_config(rewritten(dataclasses.replace(SPECS["llama-llama3"], rope_factors=made), tmp_path))
+    scaling = config.layers[0].mixer.rope.scaling
+    again = tiny_gguf.llama3_factors(
+        10000.0, 64, scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_positions
+    )
+    np.testing.assert_allclose(again, made, rtol=1e-3)
+
+
+def test_rope_factors_of_another_scaling_are_refused(tmp_path):
+    made = tuple(1 + (number * 7 % 5) for number in range(32))
+    says(rewritten(dataclasses.replace(SPECS["llama-llama3"], rope_factors=made), tmp_path), "rope_freqs.weight", "llama3")
+
+
+def test_end_of_turn_ends_too(tmp_path):
+    path = rewritten(LEAST, tmp_path, metadata={"tokenizer.ggml.eot_token_id": 9, "tokenizer.ggml.eom_token_id": 2})
+    assert read_config(path).eos_token_ids == (2, 9)
+
+
+@pytest.mark.parametrize(("name", "codes"), [("llama-q8", "int8"), ("llama-q4", "int4")])
+def test_blocks_stay_packed_as_they_are(written, name, codes):
+    """The same numbers as the gguf package makes of them, in as many bytes as in the file."""
+    model = load(written(name), dtype=jnp.float32, tokenizer=False)
+    numbers = tiny_gguf.numbers_of(SPECS[name])
+    for key, stored in {"o": "blk.1.attn_output", "down": "blk.1.ffn_down", "v": "blk.1.attn_v"}.items():
+        matrix, (rows, kind) = model.params["layers"][1][key], numbers[f"{stored}.weight"]
+        assert (matrix.format.codes, matrix.format.columns, matrix.scales.dtype) == (codes, 32, jnp.float16)
+        np.testing.assert_array_equal(unpack(matrix), tiny_gguf.gguf.quants.dequantize(rows, kind))
+        assert matrix.nbytes == rows.nbytes
+    assert is_packed(model.params["embed"])
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_weights_are_packed_anew(written, weights):
+    """As those of a checkpoint of the same numbers."""
+    model = load(written("llama-q8"), dtype=jnp.float32, tokenizer=False, weights=weights)
+    widened = load(written("llama-q8"), dtype=jnp.float32, tokenizer=False)
+    for key, own in (("q", weights), ("down", weights)):
+        matrix = model.params["layers"][0][key]
+        assert str(matrix.format) == {"int8": "int8:1xall", "int4": "int4:1x128"}[own]
+        again = pack(unpack(widened.params["layers"][0][key]), matrix.format)
+        np.testing.assert_array_equal(matrix.codes, again.codes)
+
+
+def test_automatic_types(written):
+    assert load(written("gemma3"), dtype="auto", tokenizer=False).config.compute_dtype == "bfloat16"
+    assert load(written("llama-biases"), dtype="auto", tokenizer=False).config.compute_dtype == "float16"
+    assert load(written("llama-llama3"), dtype="auto", tokenizer=False).config.compute_dtype == "float32"
+    assert load(written("llama-q4"), dtype="auto", tokenizer=False).config.compute_dtype == "bfloat16"
+
+
+def shards(spec, folder, count=3):
+    """The spec's model in several files, as llama-gguf-split writes them."""
+    numbers = list(tiny_gguf.numbers_of(spec).items())
+    for number in range(count):
+        part = dict(numbers[number::count])
+        more = {"split.no": number, "split.count": count, "split.tensors.count": len(numbers)}
+        tiny_gguf.write(spec, folder / f"tiny-{number + 1:05d}-of-{count:05d}.gguf", tensors=part, metadata=more)
+
+
+def test_shards_and_folders(written, tmp_path):
+    shards(SPECS["llama-q8"], tmp_path)
+    (tmp_path / "mmproj-tiny.gguf").write_bytes(b"GGUF")
+    ids = GOLDEN["llama-q8.ids"].tolist()
+    want = logits_of(load(written("llama-q8"), dtype=jnp.float32), ids)
+    for path in (tmp_path, tmp_path / "tiny-00001-of-00003.gguf", tmp_path / "tiny-00003-of-00003.gguf"):
+        np.testing.assert_array_equal(logits_of(load(path, dtype=jnp.float32), ids), want)
+    (tmp_path / "tiny-00002-of-00003.gguf").unlink()
+    says(tmp_path / "tiny-00001-of-00003.gguf", "tiny-00002-of-00003.gguf is missing")
+    with pytest.raises(ValueError, match=r"tiny-00002-of-00003.gguf is missing"):
+        load(tmp_path)
+
+
+def test_a_folder_with_several_models_is_refused(written, tmp_path):
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(written("llama-q8").read_bytes())
+    with pytest.raises(ValueError, match=r"holds 2 GGUF models \(a.gguf, b.gguf\): give one of these files"):
+        load(tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    says(tmp_path / "none.gguf", "there is no file")
+
+
+@pytest.mark.parametrize("name", ["llama-q4", "llama-q8", "llama-llama3"])
+def test_what_is_saved_is_the_same_model(written, tmp_path, name):
+    """Q4_0's embedding is written in 8 bits, which transformers can read; its numbers are the same."""
+    model = load(written(name), dtype=jnp.float32)
+    model.save(tmp_path / "saved")
+    again = load(tmp_path / "saved", dtype=jnp.float32)
+    ids = GOLDEN[f"{name}.ids"].tolist()
+    np.testing.assert_allclose(logits_of(again, ids), logits_of(model, ids), atol=1e-5)
+    text = "the cat <|im_end|>  sat"
+    assert again.tokenizer(text).input_ids == model.tokenizer(text).input_ids
+    assert again.tokenizer.chat_template == model.tokenizer.chat_template
+    assert again.config == dataclasses.replace(model.config)
+
+
+def test_plan_counts_what_stays_packed(written):
+    """As many bytes as the loaded model has."""
+    for name in ("llama-q8", "llama-q4", "llama-types"):
+        model = load(written(name), dtype=jnp.float32, tokenizer=False)
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+        config = read_config(written(name), dtype="float32")
+        assert weights_bytes(config, read_packing(written(name), config)) == held
+
+
+def test_the_engine_decodes_from_packed_blocks(written):
+    model = load(written("llama-q4"), dtype=jnp.float32, tokenizer=False)
+    ids, greedy = GOLDEN["llama-q4.ids"].tolist(), GOLDEN["llama-q4.greedy"].tolist()
+    engine = Engine(model, page_size=16, prefill_chunk=16)
+    (sequence,) = engine.prefill([ids])
+    logits = sequence.logits
+    for token in greedy[:6]:
+        assert int(np.argmax(np.asarray(logits))) == token
+        (logits,) = engine.decode([sequence], [token])
 
 
 def check_damage(folder, rounds, seed):

@@ -54,7 +54,7 @@ def test_other_dtypes_are_refused_before_anything_is_read(dtype):
         ({"torch_dtype": "bfloat16"}, "no option 'torch_dtype': it is called dtype here"),
         ({"device": "cuda"}, "no option 'device': .*jax_default_device"),
         ({"device_map": "auto"}, "no option 'device_map': leave it out"),
-        ({"nonsense": 1}, "no option 'nonsense': there are dtype, max_positions, tokenizer, mesh and weights"),
+        ({"nonsense": 1}, "no option 'nonsense': there are dtype, max_positions, tokenizer, mesh, weights and lora"),
     ],
 )
 def test_options_of_other_libraries_get_a_hint(option, hint):

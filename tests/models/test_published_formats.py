@@ -98,12 +98,21 @@ def compressed_int(rng, f, e, bits=4, zeros=False, whole=False):
     return found, numbers
 
 
-def awq(rng, f, e):
-    codes, zero = rng.integers(0, 16, (e, f)), rng.integers(0, 16, (e // GROUP, f))
+def awq(rng, f, e, zeros=True):
+    """zeros: without them codes are signed, and 8 more is stored."""
+    codes, zero = rng.integers(0, 16, (e, f)), rng.integers(0, 16, (e // GROUP, f)) if zeros else np.full((e // GROUP, f), 8)
     factors = (rng.uniform(1, 2, zero.shape) / 100).astype(np.float16)
     numbers = (codes - np.repeat(zero, GROUP, 0)).astype(np.float32) * np.repeat(factors.astype(np.float32), GROUP, 0)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
-    return {"qweight": words_along(codes, 1, order), "qzeros": words_along(zero, 1, order), "scales": factors}, numbers.T
+    found = {"qweight": words_along(codes, 1, order), "scales": factors}
+    return found | ({"qzeros": words_along(zero, 1, order)} if zeros else {}), numbers.T
+
+
+def fbgemm(rng, f, e):
+    """Meta's: e4m3 with one scale for each row, in float32."""
+    codes = (rng.standard_normal((f, e)) * 50).astype(ml_dtypes.float8_e4m3fn)
+    factors = (rng.uniform(1, 2, (f, 1)) / 1000).astype(np.float32)
+    return {"weight": codes, "weight_scale": factors}, codes.astype(np.float32) * factors
 
 
 def gptq(rng, f, e, version=1, shuffled=False):
@@ -156,6 +165,11 @@ FORMATS = {
         compressed("pack-quantized", **WHOLE | {"num_bits": 8}),
         lambda *a: compressed_int(*a, bits=8, whole=True),
     ),
+    "awq without zeros": (
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": False, "version": "gemm"},
+        lambda *a: awq(*a, zeros=False),
+    ),
+    "fbgemm fp8": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}, fbgemm),
     "awq with nulls": (
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": None, "version": None, "modules_to_not_convert": None},
         awq,
@@ -215,6 +229,22 @@ def test_numbers_are_those_of_the_format(format, tmp_path):
     assert same_params(load(tmp_path / "again", tokenizer=False).params, model.params)
 
 
+def test_inputs_of_compressed_tensors_in_another_order_are_widened(tmp_path):
+    """`actorder` of old releases: weight_g_idx names the group of each input."""
+
+    def shuffled(rng, f, e):
+        found, numbers = compressed_int(rng, f, e)
+        scales, groups = found["weight_scale"].astype(np.float32), rng.permutation(np.arange(e) // GROUP)
+        codes = np.round(numbers / np.repeat(scales, GROUP, 1))
+        return found | {"weight_g_idx": groups.astype(np.int32)}, (codes * scales[:, groups]).astype(np.float32)
+
+    numbers = write(tmp_path / "m", FORMATS["compressed W4A16"][0], shuffled)
+    model = load(tmp_path / "m", tokenizer=False)
+    for w, leaf in zip(checkpoint.wanted_tensors(CONFIG)[0], jax.tree.leaves(model.params, is_leaf=is_packed), strict=True):
+        assert not is_packed(leaf)
+        np.testing.assert_array_equal(leaf, numbers[w.name], err_msg=w.name)
+
+
 def edited(tmp_path, format, edit):
     """The loading of a checkpoint of which `edit` changed the tensors."""
     from safetensors import safe_open
@@ -271,10 +301,13 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path):
         ("awq", change("qweight", lambda words: words[:, 1:]), rf"{UP} has qweight I32\[64, 11\], must be \[64, 12\] in I32"),
         ("gptq", change("qzeros", lambda words: words.astype(np.int64)), rf"{UP} has qzeros I64\[2, 12\], must be \[2, 12\] in I32"),
         ("gptq", change("g_idx", lambda groups: groups[1:]), rf"{UP} has g_idx I32\[63\]"),
-        ("compressed int8 by tensor", change("weight_zero_point", lambda zero: zero + 1), rf"{UP} has a weight_zero_point other than 0"),
+        (
+            "compressed fp8 by channel",
+            lambda tensors: tensors.update({f"{UP}.weight_zero_point": np.ones(1, np.int8)}),
+            rf"{UP} has a weight_zero_point other than 0, which is read for integers alone",
+        ),
         ("gptq", change("bias", lambda bias: bias + 1), r"1 extra: model.layers.1.mlp.up_proj.bias"),
         ("awq", lambda tensors: tensors.pop("model.norm.weight"), r"1 missing: model.norm.weight"),
-        ((FORMATS["gptq"][0], lambda *a: gptq(*a, shuffled=True)), lambda tensors: None, r"down_proj has a g_idx .*desc_act"),
         ((FORMATS["awq"][0], compressed_int), lambda tensors: None, r"_proj is stored packed \(weight_packed\), and quantization_config"),
         ((FORMATS["compressed W4A16"][0], compressed_fp8), lambda tensors: None, r"_proj is stored packed \(F8_E4M3\)"),
     ]
@@ -287,23 +320,30 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path):
     ("config", "message"),
     [
         (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            "quant_method 'bitsandbytes'; supported: awq, compressed-tensors, fp8",
+            {"quant_method": "aqlm", "in_group_size": 8},
+            r"quant_method 'aqlm' \(AQLM: codebooks of vectors\); supported: awq, bitsandbytes, compressed-tensors, fbgemm_fp8, fp8, gptq",
         ),
         ({"bits": 4}, "quant_method None"),
-        ({"quant_method": "mxfp4"}, "'mxfp4'"),
+        ({"quant_method": "hqq"}, r"'hqq' \(HQQ: "),
+        ({"quant_method": "nonsense"}, r"quant_method 'nonsense'; supported"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": True}, "load_in_4bit of quantization_config is True"),
+        ({"quant_method": "torchao", "quant_type": [1]}, "quant_type of quantization_config is"),
         (FP8 | {"fmt": "e5m2"}, "fmt of quantization_config is 'e5m2'"),
         (FP8 | {"weight_block_size": [128]}, r"weight_block_size of quantization_config is \[128\]"),
         (FORMATS["awq"][0] | {"bits": 8}, "bits of quantization_config is 8"),
-        (FORMATS["awq"][0] | {"version": "gemv"}, "version of quantization_config is 'gemv'"),
-        (FORMATS["awq"][0] | {"zero_point": False}, "zero_point"),
-        (FORMATS["gptq"][0] | {"bits": 3}, "bits of quantization_config is 3"),
+        (FORMATS["awq"][0] | {"version": "marlin"}, "version of quantization_config is 'marlin'"),
+        (FORMATS["gptq"][0] | {"bits": 5}, "bits of quantization_config is 5"),
         (FORMATS["gptq"][0] | {"checkpoint_format": "marlin"}, "checkpoint_format of quantization_config is 'marlin'"),
         (FORMATS["gptq"][0] | {"dynamic": {"-:.*": {}}}, "dynamic"),
         (FORMATS["gptq"][0] | {"group_size": 33}, "group_size of quantization_config is 33"),
-        (compressed("nvfp4-pack-quantized", **INT4), "format of quantization_config is 'nvfp4-pack-quantized'"),
+        (compressed("nvfp4-pack-quantized", **INT4), "int of 4 bits in nvfp4-pack-quantized'; supported: float of 4 bits"),
+        (
+            compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=32),
+            "group_size of group_0 of quantization_config is 32; supported: 16 for nvfp4",
+        ),
+        (compressed("mxfp6-pack-quantized", num_bits=6, type="float", group_size=32), "'mxfp6-pack-quantized'"),
         (compressed("pack-quantized", **INT4) | {"format": "nope"}, "format of quantization_config is 'nope'"),
-        (compressed("pack-quantized", **INT4 | {"num_bits": 2}), "int of 2 bits in pack-quantized"),
+        (compressed("pack-quantized", **INT4 | {"num_bits": 1}), "int of 1 bits in pack-quantized"),
         (compressed("int-quantized", num_bits=8, type="int", strategy="token"), "strategy of group_0 of quantization_config is 'token'"),
         (
             compressed("float-quantized", num_bits=8, type="float", strategy="channel") | {"kv_cache_scheme": {"num_bits": 8}},

@@ -17,6 +17,7 @@ from kvjax.rope import turned
 from kvjax.sharding import Shards
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.merge import merge_attention
+from pallas_kernels.soft_cap import Scale
 
 State = Any
 """Per-layer state of a policy: a pytree whose leaves have the batch as first axis; `()` for policies without state."""
@@ -51,7 +52,7 @@ class IndexerQuery:
 class SelectContext:
     """What a policy may use besides the query: static sizes, and the arrays that say where the sequences are.
 
-    lengths include the current tokens. sm_scale: factor of logits. indexer: None in models without a lightning indexer. page_table: page
+    lengths include the current tokens. sm_scale: scale of logits. indexer: None in models without a lightning indexer. page_table: page
     ids; use them for rows of an index. frames: where the bytes of these pages are; use them for ops that read keys. rope: how queries and
     keys were rotated; None in layers of latent attention.
     """
@@ -61,7 +62,7 @@ class SelectContext:
     layer: int = flax.struct.field(pytree_node=False)
     num_layers: int = flax.struct.field(pytree_node=False)
     page_size: int = flax.struct.field(pytree_node=False)
-    sm_scale: float = flax.struct.field(pytree_node=False)
+    sm_scale: Scale = flax.struct.field(pytree_node=False)
     indexer: IndexerQuery | None = None
     moved: Int[Array, "B M"] | None = None
     """Frames, where they are not the page ids."""

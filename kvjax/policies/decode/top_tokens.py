@@ -18,6 +18,7 @@ from kvjax.policies.decode.candidates import ascending, best_candidates
 from kvjax.sharding import Shards
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.indexer_scores import indexer_scores
+from pallas_kernels.soft_cap import Scale
 from pallas_kernels.top_k import top_k
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def read_tokens(
     frames: Int[Array, "B M"],
     seen: Int[Array, "B T"],
     ids: Int[Array, "B T k"],
-    sm_scale: float,
+    sm_scale: Scale,
 ) -> Float[Array, "B T H Dv"]:
     """Attention of each query to its own list. Every query is a separate row."""
     batch, num_queries, *of_query = query.shape

@@ -11,11 +11,12 @@ from kvjax.cache.types import IndexSpec, PagedKV
 from kvjax.layers import Rope
 from kvjax.policies.decode.base import IndexerQuery
 from kvjax.sharding import Shards
+from pallas_kernels.soft_cap import Scale
 
 
 @flax.struct.dataclass
 class PrefillContext:
-    """The place of a chunk: query t of row b is token starts[b] + t; lengths include the chunk's tokens. sm_scale: factor of logits.
+    """The place of a chunk: query t of row b is token starts[b] + t; lengths include the chunk's tokens. sm_scale: scale of logits.
     indexer: None in models without a lightning indexer.
 
     Queries at or past lengths are padding: their outputs are not used, and they must not influence the others. layer: its number among
@@ -29,7 +30,7 @@ class PrefillContext:
     starts: Int[Array, "B"]
     lengths: Int[Array, "B"]
     layer: int | Int[Array, ""]
-    sm_scale: float = flax.struct.field(pytree_node=False)
+    sm_scale: Scale = flax.struct.field(pytree_node=False)
     indexer: IndexerQuery | None = None
     moved: Int[Array, "B M"] | None = None
     """Frames, where they are not the page ids."""

@@ -18,6 +18,7 @@ from kvjax.policies.prefill.lists import (
 )
 from kvjax.policies.prefill.mean_pooled import mean_keys, mean_queries
 from kvjax.policies.prefill.vertical_slash import VerticalSlash
+from pallas_kernels.soft_cap import scaled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ class FlexPrefill(TileLists):
 
             def estimated(pooled, ends):
                 grouped = pooled.reshape(pooled.shape[0], keys.shape[0], -1, keys.shape[2])
-                scores = jnp.einsum("ckgd,ksd->ckgs", grouped, keys, precision=jax.lax.Precision.HIGHEST) * ctx.sm_scale
+                scores = scaled(jnp.einsum("ckgd,ksd->ckgs", grouped, keys, precision=jax.lax.Precision.HIGHEST), ctx.sm_scale)
                 seen = (number * self.key_block < ends[:, None])[:, None]
                 return jax.nn.softmax(jnp.where(seen, scores.reshape(*pooled.shape[:2], -1), -jnp.inf), axis=-1)
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import online_softmax
 from pallas_kernels.pages import read_tile, visible
+from pallas_kernels.soft_cap import Scale
 
 KEY_TILE = 512
 """Keys per step, in tokens, rounded down to whole pages, at least one."""
@@ -61,7 +62,7 @@ def probabilities(
     length: Int[Array, ""],
     keys: Float[Array, "K S D"],
     pos: Int[Array, "S"],
-    sm_scale: float,
+    sm_scale: Scale,
 ) -> Float[Array, "H T S"]:
     """The attention that each query pays to each of these keys, given the log-sum-exp of all of its logits; 0 for padding."""
     num_queries, num_heads, head_dim = q.shape

@@ -33,6 +33,7 @@ from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import Pages
 from pallas_kernels.query_sparse_attention import query_sparse_attention
 from pallas_kernels.query_sparse_attention.api import ESTIMATES
+from pallas_kernels.soft_cap import Scale
 
 
 def captured_mass(
@@ -119,18 +120,18 @@ class RecordedPrefill:
     """
 
     tokens: int
-    sm_scale: float
+    sm_scale: Scale
     pools: dict[int, Pages]
     chunks: list[tuple[int, np.ndarray, tuple[np.ndarray, ...]]]
 
 
 def record_prefill(model: Model, tokens: Sequence[int], *, chunk: int = 2048, page_size: int = 128) -> RecordedPrefill:
     """Prefill `tokens` densely, `chunk` at a time, and keep every layer's queries, keys and values."""
-    scales = {mixer.sm_scale for mixer in model.config.attention}
+    scales = {mixer.scale for mixer in model.config.attention}
     if model.config.latent:
         raise NotImplementedError("a recorded prefill has keys and values, and this model's layers keep latents")
     if len(scales) > 1:
-        raise NotImplementedError(f"a recorded prefill has one scale for the logits of all layers, the model has {sorted(scales)}")
+        raise NotImplementedError(f"a recorded prefill has one scale for the logits of all layers, not {sorted(map(str, scales))}")
     recorded = RecordedPrefill(len(tokens), scales.pop(), {}, [])
 
     def hear(number, query, pages, *place):

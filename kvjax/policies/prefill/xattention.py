@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from kvjax.policies.prefill.key_walk import padded_tokens, tile_tokens, walk_keys
 from kvjax.policies.prefill.lists import TileLists, check_sizes, ranked_until, share_text
 from pallas_kernels import online_softmax
+from pallas_kernels.soft_cap import divided
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ class XAttention(TileLists):
 
         def step(state, i, keys, pos):
             grouped = keys.reshape(num_kv_heads, -1, stride, head_dim)[:, :, ::-1].reshape(num_kv_heads, -1, stride * head_dim)
-            sums = online_softmax.scaled_logits(rows, grouped, sm_scale / stride).reshape(num_heads, squares, -1)
+            sums = online_softmax.scaled_logits(rows, grouped, divided(sm_scale, stride)).reshape(num_heads, squares, -1)
             begins = pos.reshape(-1, stride)
             seen = (begins[:, -1] >= 0) & (begins[:, -1] < first[:, None] + stride) & (first < length)[:, None]
             sums = jnp.where(seen, sums, -jnp.inf).reshape(num_heads, squares, tile // self.key_block, -1)
