@@ -11,12 +11,10 @@ LENGTH, STEPS = 1200, 32
 SIZES = {"prefill_chunk": 256, "batch_buckets": (1,)}
 PAGE = 128
 COVERING = ("top:16", "quest:128", "window:2048")
-SMALL = {"top:2": 0.80, "quest:16": 0.80, "window:1024": 0.90}
+SMALL = {"top:2": 0.9, "quest:16": 0.9, "window:1024": 0.9}
 WRONG = "window:160"
 """Of the latest tokens it reads 32."""
-HEAVY = {"heavy:16": 1.0, "heavy:2": 0.75}
-EXACT = 1e-3
-"""Nats: KL of two ways to add the same numbers stays far below it."""
+HEAVY = {"heavy:16": 1.0, "heavy:2": 0.9}
 FACT = "\nThe pass key for the blue garden is 48213.\n"
 QUESTION = "\nQuestion: what is the pass key for the blue garden?\nAnswer: The pass key is"
 
@@ -48,7 +46,7 @@ def test_budgets_that_cover_everything_are_dense(name, forced):
     beside = forced.beside[name]
     print(f"{name}: KL {beside.kl.max():.2e}, {forced.keys[name]:,.0f} keys")
     assert beside.agrees.all()
-    assert beside.kl.max() < EXACT
+    assert beside.kl.max() == 0  # the same blocks, in the same order
     assert forced.keys[name] == forced.keys["dense"]
 
 
