@@ -298,7 +298,7 @@ def test_all_problems_are_told_at_once():
     [
         (
             {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
-            "architectures is .'MixtralForCausalLM'.; the nearest supported family is mistral; .* experts",
+            "architectures is .'MixtralForCausalLM'.; the nearest supported family is llama; .* experts",
         ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": ["LlamaForCausalLM", "Other"]}, "Other"),
