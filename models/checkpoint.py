@@ -191,9 +191,7 @@ def find_folder(path_or_id: str | Path, patterns: tuple[str, ...]) -> Path:
             f"{path_or_id!s:.300} is a file; give the folder that holds config.json and the .safetensors files, or a file whose name ends "
             "in .gguf"
         )
-    if (os.path.isdir(folder.parent) and str(folder.parent) != ".") or not re.fullmatch(
-        r"[\w-][\w.-]{0,95}(/[\w-][\w.-]{0,95})?", str(path_or_id)
-    ):
+    if not re.fullmatch(r"[\w-][\w.-]{0,95}(/[\w-][\w.-]{0,95})?", str(path_or_id)):
         raise ValueError(f"there is no folder {path_or_id!s:.300}, and it is not a Hub id (owner/name) either")
     return _download(str(path_or_id), patterns)
 
