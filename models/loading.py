@@ -203,14 +203,14 @@ def _formats(config: ModelConfig, format_of: FormatOf | None) -> list[MatrixForm
 
 
 def _as_stored(config: ModelConfig, tensors: dict[str, Tensor], weights: str | None) -> tuple[dict[str, RowsPacked], dict[str, Tensor]]:
-    """The matrices that stay packed as a GGUF file holds them, and the other tensors. None stays so where `weights` packs them anew, or
-    rows come in another order."""
-    shapes = {w.name: w.shape for w in checkpoint.wanted_tensors(config)[0] if w.order is None}
-    packed = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if weights is None and isinstance(tensor, RowsPacked) and tensor.format is not None and tensor.shape == shapes.get(name)
-    }
+    """The matrices that stay packed as a GGUF file holds them, in the order of the parameters, and the other tensors. None stays so where
+    `weights` packs them anew."""
+    wanted = {w.name: w for w in checkpoint.wanted_tensors(config)[0]} if weights is None else {}
+    packed = {}
+    for name, tensor in tensors.items():
+        if name in wanted and isinstance(tensor, RowsPacked) and tensor.shape == wanted[name].shape:
+            ordered = in_order(tensor, wanted[name].order)
+            packed |= {name: ordered} if isinstance(ordered, RowsPacked) and ordered.format is not None else {}
     return packed, {name: tensor for name, tensor in tensors.items() if name not in packed}
 
 

@@ -54,8 +54,15 @@ def test_logits_are_those_of_transformers(written, name):
     print(f"{name}: largest logit error {error:.1e}")
     assert error < TOLERANCE
     assert logits[len(ids) - 1 : -1].argmax(-1).tolist() == greedy
-    if f"{name}.llama_cpp" in GOLDEN:
+    if f"{name}.llama_cpp" in GOLDEN and not SPECS[name].long_factors:
         assert np.abs(logits[len(ids) - len(want) : len(ids)] - GOLDEN[f"{name}.llama_cpp"]).max() < TOLERANCE
+
+
+def test_long_factors_are_those_of_llama_cpp(written):
+    """It takes them where there is room for more tokens than the model was trained on."""
+    model = load(written("phi3-longrope"), dtype=jnp.float32, max_positions=tiny_gguf.CONTEXT, tokenizer=False)
+    want = GOLDEN["phi3-longrope.llama_cpp"]
+    assert np.abs(logits_of(model, GOLDEN["phi3-longrope.ids"].tolist())[-len(want) :] - want).max() < TOLERANCE
 
 
 def rewritten(spec, folder, **options):
@@ -108,7 +115,7 @@ def test_what_is_no_gguf_file_gets_its_own_sentence(tmp_path, begin, part):
         ({"metadata": {"llama.expert_count": 8}}, ("a mixture of experts",)),
         ({"metadata": {"llama.block_count": None}}, ("llama.block_count", "a positive integer")),
         ({"metadata": {"llama.embedding_length": -5.0}}, ("llama.embedding_length", "a positive integer")),
-        ({"metadata": {"llama.rope.scaling.type": "su"}}, ("llama.rope.scaling.type", "none, linear or yarn")),
+        ({"metadata": {"llama.rope.scaling.type": "su"}}, ("llama.rope.scaling.type", "none, linear, yarn or longrope")),
         ({"metadata": {"llama.embedding_length": 128}}, ("misshapen", "[256]")),
         ({"metadata": {"llama.block_count": 3}}, ("missing: model.layers.1.input_layernorm.weight",)),
         ({"metadata": {"llama.rope.dimension_count": 16}}, ("partial_rotary_factor is 0.25",)),
