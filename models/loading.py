@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Never
 
@@ -39,12 +39,16 @@ from kvjax.models.tensors import DTYPES, RowsPacked, Tensor
 from kvjax.packing import FormatOf, place_of, scheme_of
 from kvjax.processes import check_alike
 from kvjax.sharding import Shards, place_tree, several_processes
+from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.matrices import MatrixFormat, PackedMatrix, pack
 
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 8 << 20
 """Bytes of a tensor that are read at a time."""
+
+NARROW = 64
+"""Columns of a block, below which `project_tokens` has no kernel."""
 
 
 def read_config(path_or_id: str | Path, *, dtype: DTypeLike | DtypeName | None = None, max_positions: int | None = None) -> ModelConfig:
@@ -148,6 +152,7 @@ def load(
     if several_processes(mesh):
         given = {"dtype": chosen.name, "weights": str(weights), "max_positions": str(max_positions), "mesh": str(dict(mesh.shape))}
         check_alike(mesh, given | {"checkpoint": opened.digest(), "lora": " ".join(each.digest() for each in adapters)})
+    _say_narrow(path_or_id, packed)
     decoder = TransformerDecoder(config)
     formats = _formats(config, None if weights is None else scheme_of(weights).format_of)
     ways = [packed.get(w.name, own) for w, own in zip(wanted, formats, strict=True)]
@@ -212,6 +217,17 @@ def _as_stored(config: ModelConfig, tensors: dict[str, Tensor], weights: str | N
             ordered = in_order(tensor, wanted[name].order)
             packed |= {name: ordered} if isinstance(ordered, RowsPacked) and ordered.format is not None else {}
     return packed, {name: tensor for name, tensor in tensors.items() if name not in packed}
+
+
+def _say_narrow(path_or_id: str | Path, packed: Mapping[str, Any]) -> None:
+    """A warning where matrices stay packed in blocks for which this device's kernel is not made."""
+    narrow = {str(own.format) for own in packed.values() if isinstance(own, RowsPacked) and (own.format.columns or NARROW) < NARROW}
+    if narrow and compute_capability() >= (9, 0):
+        logger.warning(
+            "%s: matrices stay packed as %s, in blocks that no kernel of this GPU takes: they run in plain XLA, which is slower. "
+            "weights='int8' (--weights int8) packs them anew, for the kernel",
+            *(path_or_id, " and ".join(sorted(narrow))),
+        )
 
 
 Whole = PackedSource | fused.PackedRows

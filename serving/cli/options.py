@@ -179,7 +179,8 @@ class Dtype(enum.StrEnum):
 
 
 ModelOption = Annotated[
-    str, typer.Option("--model", "-m", help="Model folder, Hugging Face hub id, or 'needle', the small model inside this package.")
+    str,
+    typer.Option("--model", "-m", help="Model folder, GGUF file, Hugging Face hub id, or 'needle', the small model inside this package."),
 ]
 _OWN = "[default: dense; tokens:K, as trained, for models with an indexer of tokens]"
 PolicyOption = Annotated[
