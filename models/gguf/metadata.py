@@ -59,6 +59,13 @@ class Metadata:
         value = self.entries.get(key)
         return ValueError(f"{self.header.file}: {key} is {value!r:.200}; it must be {needs}: download the file again")
 
+    def unsupported(self, key: str, why: str) -> ValueError:
+        """For a value under the architecture's keys that is right, and describes a model that kvjax does not have."""
+        name = f"{self.architecture}.{key}"
+        return ValueError(
+            f"{self.header.file}: {name} is {self.entries.get(name)!r:.200}: {why}, which is not supported: take another model"
+        )
+
     def get(self, key: str, default: Any = None) -> Any:
         """A value of this architecture; default: if there is none."""
         self.read.add(key)
