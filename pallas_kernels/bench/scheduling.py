@@ -125,6 +125,15 @@ def transformers_cells(row: Row) -> tuple[str, ...]:
     return row["model"], row["dtype"], what, side, f"{row['median_s'] * 1e3:,.1f}", f"{row['error']:.1e}", same
 
 
+def cpu_cells(row: Row) -> tuple[str, ...]:
+    """Tokens per second of a prompt and of the steps after it."""
+    by = {"transformers": "transformers {transformers}", "llama.cpp": "llama.cpp (llama-cpp-python {llama_cpp_python})"}
+    side = by.get(row["implementation"], row["implementation"]).format(**row)
+    what = f"prompt of {row['tokens']:,}" if row["op"] == "prompt" else f"steps after {row['tokens']:,}"
+    same = f"{row['same_tokens']} of {row['tokens_after']}"
+    return what, side, row["weights"], f"{row['tokens_per_s']:,.1f}", f"{row['error']:.1e}", same
+
+
 def reuse_cells(row: Row) -> tuple[str, ...]:
     """Seconds to the first token, and how far they are from the bytes at the store's plain rate."""
     what = f"{tokens_text(row['tokens'])} + {row['own']:,}"
@@ -244,6 +253,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
     ),
     "cold": (("shape", "prefill", "prompt", "programs", "tracing s", "lowering s", "compiling s", "waiting s"), cold_cells),
     "transformers": (("model", "dtype", "what", "by", "ms", "error of logits", "equal tokens"), transformers_cells),
+    "cpu": (("what", "by", "weights", "tokens/s", "error of logits", "equal tokens"), cpu_cells),
     "reuse": (("shape", "tokens", "chunk", "prompt", "first token s", "GB", "plain GB/s", "floor s"), reuse_cells),
     "tiers": (
         (
@@ -306,7 +316,21 @@ def made(kind: str, rows: list[Row]) -> str:
     """The table of a kind, for a document. Of rows for the same case the last is kept."""
     columns, cells = TABLES[kind]
     told = ("what", "rows", "pages", "shape", "layers", "policy", "prefill", "prompt", "requests", "chunk", "max_gap_ms")
-    told += ("op", "model", "dtype", "tokens", "implementation", "store", "device_bytes", "data", "tensor", "context", "agents", "minutes")
+    told += (
+        "op",
+        "model",
+        "dtype",
+        "tokens",
+        "implementation",
+        "weights",
+        "store",
+        "device_bytes",
+        "data",
+        "tensor",
+        "context",
+        "agents",
+        "minutes",
+    )
     told += ("kind", "phase", "open", "history", "cache_format")
     latest = {(*(row.get(name) for name in told), row.get("steps_per_launch", 1)): row for row in rows}  # 1 in older rows
     return markdown(columns, map(cells, latest.values()))

@@ -73,6 +73,8 @@ def project_tokens(
     (`pallas_kernels.project_tokens.digits` says how exact these are): a token with an input that is not finite gives NaN. "xla" multiplies
     codes in x's dtype where blocks are whole rows; else it unpacks numbers in float32 and rounds them to x's dtype. A CPU holds one tile of
     a widened matrix at a time; other devices at most one widened matrix.
+    On a CPU "xla" widens no integer codes for up to `FEW` tokens, if blocks are whole rows, or for one token, if they are of one row
+    (`pallas_kernels.project_tokens.cpu_codes`): tokens become integers of 22 bits there, too, and one that is not finite gives NaN.
 
     Matrices with `fp8_tokens`: in calls of more than `FEW` tokens "xla" rounds each token to fp8, with a scale of its own, and multiplies
     fp8 by fp8. Calls of fewer tokens read these matrices as any of fp8.

@@ -9,10 +9,14 @@ import jax.numpy as jnp
 
 from pallas_kernels import elementwise
 from pallas_kernels.matrices import LARGEST, PackedMatrix, code_numbers, is_packed, row_scales, rows_from, unpack
+from pallas_kernels.project_tokens import cpu_codes
 from pallas_kernels.project_tokens.api import FEW, Call
 
 TILE_BYTES = 4 << 20
 """Bytes of a widened tile of a packed matrix on a CPU."""
+
+CODES_TILE = 1 << 19
+"""Numbers of a tile of packed codes, which XLA may copy as int8. It fits in the cache of one processor, and XLA shares it among them."""
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -49,7 +53,7 @@ def _rotate(y, rotation):
 
 def _product(x, weight, out_dtype):
     if is_packed(weight):
-        return (_tiled_product if jax.default_backend() == "cpu" else _packed_product)(x, weight, out_dtype)
+        return (_cpu_product if jax.default_backend() == "cpu" else _packed_product)(x, weight, out_dtype)
     # Accelerators multiply float32 with fewer bits by default; shorter types lose nothing by that.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     options = {"precision": precision, "preferred_element_type": out_dtype}
@@ -79,16 +83,29 @@ def _fp8_product(x, weight: PackedMatrix, out_dtype):
     return (sums * scales * row_scales(weight)).astype(out_dtype)
 
 
-def _tiled_product(x, weight: PackedMatrix, out_dtype):
-    """XLA for CPUs always writes the widened matrix, so a few of its rows are widened at a time."""
+def _cpu_product(x, weight: PackedMatrix, out_dtype):
+    """Few tokens by integer codes: without a widened matrix."""
+    if x.shape[0] > FEW or not cpu_codes.takes(weight, x.shape[0]):
+        return _tiled_product(_packed_product, x, weight, TILE_BYTES // x.dtype.itemsize, out_dtype)
+    if weight.format.codes == "int8" and weight.format.columns is None:
+        return _codes_product(x, weight, out_dtype)
+    return _tiled_product(_codes_product, x, weight, CODES_TILE, out_dtype)
+
+
+def _codes_product(x, weight: PackedMatrix, out_dtype):
+    return cpu_codes.codes_product(x, weight).astype(out_dtype)
+
+
+def _tiled_product(product, x, weight: PackedMatrix, numbers: int, out_dtype):
+    """XLA for CPUs always writes the widened matrix, so a few of its rows are widened at a time: those of so many numbers."""
     features, inputs = weight.shape
     block = weight.format.rows
-    rows = max(1, TILE_BYTES // (inputs * x.dtype.itemsize) // block) * block
+    rows = max(1, numbers // inputs // block) * block
     if features <= rows:
-        return _packed_product(x, weight, out_dtype)
+        return product(x, weight, out_dtype)
 
     def with_rows(results, start, count):
-        part = _packed_product(x, rows_from(weight, start, count), out_dtype)
+        part = product(x, rows_from(weight, start, count), out_dtype)
         return jax.lax.dynamic_update_slice(results, part, (0, start))
 
     # Every number is overwritten. XLA would make zeros, which depend on nothing, for the products of all layers at once; so, too, a tile

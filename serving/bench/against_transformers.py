@@ -72,7 +72,7 @@ def comparison_rows(plan: Comparison, say: Callable[[str], None] = lambda what: 
         save(model, Path(folder) / "model")
         with _other(plan.python, Path(folder) / "model", plan.dtype, threads) as ask:
             theirs, ours = [], {policy: [] for policy in plan.policies}
-            engine = _engine(model, plan)
+            engine = engine_of(model, plan)
             for number in range(plan.rounds + 1):
                 say(f"round {number} of {plan.rounds}: transformers")
                 time.sleep(PAUSE)
@@ -80,17 +80,17 @@ def comparison_rows(plan: Comparison, say: Callable[[str], None] = lambda what: 
                 for policy, done in ours.items():
                     say(f"round {number} of {plan.rounds}: {policy}")
                     time.sleep(PAUSE)
-                    done.append(_round(engine, policy, prompt, plan.steps + WARM))
+                    done.append(one_round(engine, policy, prompt, plan.steps + WARM))
             versions = ask.versions
     named = {"model": plan.model, "dtype": plan.dtype, "tokens": plan.tokens, "threads": threads, "chunk": plan.chunk}
     of_theirs = {"implementation": "transformers", "policy": "dense", **versions}
-    yield from _rows(named | of_theirs, theirs, theirs[0])
+    yield from rows_of(named | of_theirs, theirs, theirs[0])
     for policy, done in ours.items():
-        yield from _rows(named | {"implementation": "kvjax", "policy": policy}, done, theirs[0])
+        yield from rows_of(named | {"implementation": "kvjax", "policy": policy}, done, theirs[0])
 
 
-def _rows(named: dict[str, Any], rounds: list[dict[str, Any]], truth: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The first round does not count."""
+def rows_of(named: dict[str, Any], rounds: list[dict[str, Any]], truth: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A row of the prompt and one of a step, with `named` in both. The first round does not count. truth: a round of the other side."""
     right, logits = (np.asarray(each["logits"], np.float64) for each in (truth, rounds[-1]))
     equal = np.cumprod(np.equal(truth["tokens"], rounds[-1]["tokens"]))
     checked = {"error": float(np.linalg.norm(logits - right) / np.linalg.norm(right)), "same_tokens": int(equal.sum())}
@@ -99,12 +99,13 @@ def _rows(named: dict[str, Any], rounds: list[dict[str, Any]], truth: dict[str, 
         yield {"op": op} | named | {"median_s": statistics.median(seconds), "samples": len(seconds), "tokens_after": len(equal)} | checked
 
 
-def _engine(model: Model, plan: Comparison) -> Engine:
+def engine_of(model: Model, plan: Comparison) -> Engine:
+    """An engine that holds the prompt of the plan and its steps."""
     pages = pages_of(plan.tokens + plan.steps + WARM + 1) + 1
     return Engine(model, policies=plan.policies, pages=pages, page_size=PAGE_SIZE, prefill_chunk=plan.chunk, batch_buckets=(1,))
 
 
-def _round(engine: Engine, policy: str, prompt: list[int], steps: int) -> dict[str, Any]:
+def one_round(engine: Engine, policy: str, prompt: list[int], steps: int) -> dict[str, Any]:
     """As `transformers_process.run`."""
     started = time.perf_counter()
     (sequence,) = engine.prefill([prompt], reserve=steps + 1)
@@ -122,7 +123,7 @@ def _round(engine: Engine, policy: str, prompt: list[int], steps: int) -> dict[s
 
 
 class _Asked:
-    """A process of `transformers`: called with a request, returns its answer."""
+    """A process that runs the model: called with a request, returns its answer."""
 
     def __init__(self, process: subprocess.Popen[str]):
         self._process = process
@@ -136,17 +137,21 @@ class _Asked:
     def _answer(self) -> dict[str, Any]:
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process of transformers ended with status {self._process.wait()}; see above for what it printed")
+            raise RuntimeError(f"{self._process.args[1]} ended with status {self._process.wait()}; see above for what it printed")
         answer = json.loads(line)
         if "failed" in answer:
-            raise RuntimeError(f"transformers could not run: {answer['failed']}")
+            raise RuntimeError(f"{Path(self._process.args[1]).stem.split('_')[0]} could not run: {answer['failed']}")
         return answer
 
 
+def _other(python: str, folder: Path, dtype: str, threads: int) -> contextlib.AbstractContextManager[_Asked]:
+    return other_process(python, "transformers_process.py", folder, dtype, threads)
+
+
 @contextlib.contextmanager
-def _other(python: str, folder: Path, dtype: str, threads: int) -> Iterator[_Asked]:
-    script = Path(__file__).with_name("transformers_process.py")
-    command = [python, str(script), str(folder), dtype, str(threads)]
+def other_process(python: str, script: str, *arguments: Any) -> Iterator[_Asked]:
+    """A process of a file beside this one, by another Python. It answers a line of JSON with versions, and one to each line."""
+    command = [python, str(Path(__file__).with_name(script)), *map(str, arguments)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield _Asked(process)

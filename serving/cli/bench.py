@@ -304,6 +304,31 @@ def transformers_command(
     scheduling.run(json_out, "transformers", lambda say: comparison_rows(plan, say))
 
 
+@bench_app.command("cpu")
+def cpu_command(
+    model: Annotated[str, typer.Option("--model", "-m", help="Model folder, or what else kvjax.load takes.")],
+    gguf: Annotated[
+        str, typer.Option(help="GGUF file of the same model for llama.cpp, which writes it anew as Q8_0 and Q4_0. [default: no llama.cpp]")
+    ] = "",
+    tokens: Annotated[int, typer.Option(help="Tokens of the prompt; they are random.", **token_count())] = 2048,
+    weights: Annotated[str, typer.Option(help="Formats of kvjax's weights, separated by commas.")] = "float32,int8,int4",
+    steps: Annotated[int, typer.Option(help="Timed steps after the prompt.", **whole())] = 32,
+    rounds: Annotated[int, typer.Option(help="Timed rounds; in a round every side runs the prompt and the steps.", **whole())] = 3,
+    chunk: Annotated[int, typer.Option(help="Tokens that kvjax prefills at a time, a multiple of 128.", **token_count())] = 512,
+    torch_python: Annotated[str, typer.Option(help="The Python that has torch and transformers. [default: this one]")] = "",
+    llama_python: Annotated[str, typer.Option(help="The Python that has llama-cpp-python. [default: this one]")] = "",
+    json_out: JsonOption = None,
+) -> None:
+    """Time a prompt and the steps after it on the CPU: kvjax with several formats of weights, transformers and llama.cpp, in turns."""
+    import sys
+
+    from kvjax.serving.bench.on_cpu import CpuRun, cpu_rows
+
+    pythons = torch_python or sys.executable, llama_python or sys.executable
+    plan = CpuRun(model, tokens, steps, rounds, chunk, tuple(weights.split(",")), gguf or None, *pythons)
+    scheduling.run(json_out, "cpu", lambda say: cpu_rows(plan, say))
+
+
 def _measured(plans: Sequence[Any], json_out: Path | None, implementation: str | None) -> list[dict[str, Any]]:
     """Run the plans, show their progress, and write rows as they arrive."""
     from kvjax.serving.bench.decode import run_plan

@@ -55,6 +55,9 @@ CASES = {
     "lora-bias": ("llama", BIASED, [({"r": 2, "target_modules": ["q_proj", "o_proj"], "lora_bias": True}, 0.5)]),
     "several": ("llama", UNTIED, [(ALL, 0.5), ({"r": 2, "target_modules": ["q_proj", "up_proj"], "use_dora": True}, 1.0)]),
     "gemma3": ("gemma3_text", TIED | {"query_pre_attn_scalar": 8}, [({"r": 4, "target_modules": [*LINEAR, "embed_tokens"]}, 1.0)]),
+    "phi3": ("phi3", UNTIED, [({"r": 4, "target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}, 1.0)]),
+    "phi3-dora": ("phi3", UNTIED, [({"r": 4, "target_modules": ["qkv_proj", "gate_up_proj"], "use_dora": True}, 0.5)]),
+    "cohere": ("cohere", TIED, [({"r": 4, "target_modules": ["q_proj", "k_proj", "up_proj"]}, 1.0)]),
 }
 SHOWN = {"all": ("model.layers.1.mlp.up_proj.weight",), "dora": ("model.layers.0.self_attn.k_proj.weight",)}
 SHOWN |= {"several": ("model.layers.0.self_attn.q_proj.weight",), "embed-dora": ("model.embed_tokens.weight", "lm_head.weight")}

@@ -164,7 +164,7 @@ def test_fields_round_trip():
         ({"attention_bias": True}, "attention_bias is True"),
         ({"q_lora_rank": None}, "q_lora_rank is None; it must be an integer"),
         ({"index_topk": 0}, "index_topk is 0; it must be a positive integer"),
-        ({"qk_rope_head_dim": 65}, "its dim must be even and positive, got 65"),
+        ({"qk_rope_head_dim": 65}, "its dim must be even, and 0 or more, got 65"),
         ({"index_head_dim": 32}, "cannot rotate 64 elements of an indexer's head of index_dim 32"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [2]}}, "rope_type 'longrope'; supported for DeepSeek"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'; supported for DeepSeek-V3.2: default, linear"),

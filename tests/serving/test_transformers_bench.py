@@ -24,14 +24,14 @@ class Asked:
 
     def __call__(self, request):
         self.requests.append(request)
-        right = bench._round(self.engine, "dense", request["prompt"], request["steps"])
+        right = bench.one_round(self.engine, "dense", request["prompt"], request["steps"])
         tokens = [*right["tokens"][:2], *(token + 1 for token in right["tokens"][2:])]
         return {"prefill_s": 7.0, "step_s": [9.0, 9.0, 1.0, 2.0, 3.0], "tokens": tokens, "logits": right["logits"].tolist()}
 
 
 @pytest.fixture
 def asked(monkeypatch):
-    made = Asked(bench._engine(bench.random_model(bench.config_of("tiny", None, "float32")), PLAN))
+    made = Asked(bench.engine_of(bench.random_model(bench.config_of("tiny", None, "float32")), PLAN))
     monkeypatch.setattr(bench, "_other", lambda *_: contextlib.nullcontext(made))
     monkeypatch.setattr(bench, "PAUSE", 0.0)
     return made
