@@ -172,7 +172,12 @@ def _config(opened: Checkpoint, max_positions: int | None, dtype: str | None) ->
     except ValueError as error:
         if isinstance(opened, Folder) and "config.json" in str(error):
             raise
-        said = str(error).removeprefix("config.json: ").replace("config.json", opened.config_name)
+        said = (
+            str(error)
+            .removeprefix("config.json: ")
+            .replace("unsupported config.json of", "unsupported for")
+            .replace("config.json", opened.config_name)
+        )
         raise ValueError(f"{opened.config_name}: {said}") from error
 
 

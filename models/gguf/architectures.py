@@ -121,7 +121,7 @@ def fields_of(header: Header) -> dict[str, Any]:
     if metadata.size("attention.value_length", head_dim) != head_dim:
         raise metadata.error(f"{metadata.architecture}.attention.value_length", f"the key's length, {head_dim}")
     if metadata.get("attention.causal", True) is not True:
-        raise metadata.error(f"{metadata.architecture}.attention.causal", "true: a model that sees later tokens is no language model")
+        raise metadata.unsupported("attention.causal", "its tokens see later ones")
     rotated, family = metadata.size("rope.dimension_count", head_dim), FAMILIES[architecture.model_type]
     epsilon = {"rms_norm_eps": "layer_norm_rms_epsilon", "layer_norm_eps": "layer_norm_epsilon"}[family.norm_eps]
     stops = [metadata.token(name) for name in ("eos", "eot", "eom")]
@@ -145,7 +145,9 @@ def fields_of(header: Header) -> dict[str, Any]:
     }
     biased = {"attention_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_down.bias"}
     fields |= {field: metadata.has(name) for field, name in biased.items() if field in family.defaults}
-    if rotated != head_dim or "partial_rotary_factor" in family.defaults:
+    if rotated != head_dim and "partial_rotary_factor" not in family.defaults:
+        raise metadata.unsupported("rope.dimension_count", f"RoPE rotates a part of each head of {head_dim} in this family")
+    if "partial_rotary_factor" in family.defaults:
         fields["partial_rotary_factor"] = rotary_fraction(rotated, head_dim)
     fields |= architecture.fields(metadata) if architecture.fields else {}
     metadata.check_all_read()

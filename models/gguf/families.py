@@ -33,7 +33,7 @@ def one_theta(metadata: Metadata) -> None:
     """ValueError for layers with a window whose RoPE has a base of its own."""
     theta = metadata.number("rope.freq_base", 10000.0)
     if metadata.number("rope.freq_base_swa", theta) != theta:
-        raise metadata.error(f"{metadata.architecture}.rope.freq_base_swa", f"that of all layers, {theta}")
+        raise metadata.unsupported("rope.freq_base_swa", f"layers with a window have another base of RoPE than others, {theta}")
 
 
 def gemma2(metadata: Metadata) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def phi3(metadata: Metadata) -> dict[str, Any]:
 def granite(metadata: Metadata) -> dict[str, Any]:
     """ValueError for models without RoPE, which the file says under an older name."""
     if not metadata.get("rope.scaling.finetuned", True):
-        raise metadata.error("granite.rope.scaling.finetuned", "true, because layers without RoPE are not supported for this family")
+        raise metadata.unsupported("rope.scaling.finetuned", "the model has no RoPE")
     return {
         "attention_multiplier": metadata.number("attention.scale", 0.0) or metadata.head_dim**-0.5,
         "embedding_multiplier": metadata.number("embedding_scale", 1.0) or 1.0,
@@ -113,7 +113,7 @@ def cohere2(metadata: Metadata) -> dict[str, Any]:
 def glm(metadata: Metadata) -> dict[str, Any]:
     """ValueError for the text part of GLM-4V, whose rows of q and k are in another order."""
     if np.any(metadata.get("rope.dimension_sections", 0)):
-        raise metadata.error(f"{metadata.architecture}.rope.dimension_sections", "0: the text part of a model for images is not supported")
+        raise metadata.unsupported("rope.dimension_sections", "it is the text part of a model for images")
     return {"attention_bias": metadata.has("blk.0.attn_q.bias") or metadata.has("blk.0.attn_qkv.bias")}
 
 
@@ -131,8 +131,5 @@ def ernie(metadata: Metadata) -> dict[str, Any]:
 def mistral3(metadata: Metadata) -> dict[str, Any]:
     """Mistral Small 3.1. ValueError for Ministral 3, which multiplies queries by a factor of their position."""
     if metadata.number("attention.temperature_scale", 0.0):
-        raise metadata.error(
-            "mistral3.attention.temperature_scale",
-            "0: Ministral 3, which multiplies queries by a factor of their position, is not supported",
-        )
+        raise metadata.unsupported("attention.temperature_scale", "queries are multiplied by a factor of their position (Ministral 3)")
     return {"sliding_window": window(metadata)}

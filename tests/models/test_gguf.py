@@ -105,7 +105,7 @@ def test_what_is_no_gguf_file_gets_its_own_sentence(tmp_path, begin, part):
         ({"metadata": {"llama.rope.scaling.type": "su"}}, ("llama.rope.scaling.type", "none, linear, yarn or longrope")),
         ({"metadata": {"llama.embedding_length": 128}}, ("misshapen", "[256]")),
         ({"metadata": {"llama.block_count": 3}}, ("missing: model.layers.1.input_layernorm.weight",)),
-        ({"metadata": {"llama.rope.dimension_count": 16}}, ("partial_rotary_factor is 0.25",)),
+        ({"metadata": {"llama.rope.dimension_count": 16}}, ("llama.rope.dimension_count is 16: RoPE rotates a part",)),
         ({"metadata": {"general.alignment": 48}}, ("general.alignment is 48",)),
         ({"metadata": {"split.count": 3}}, ("one of 3 files",)),
     ],

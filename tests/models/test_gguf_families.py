@@ -101,7 +101,7 @@ def test_metadata_of_families(written, tmp_path):
     [
         ("llama-q8", {"llama.attention.sliding_window": 64}, ("llama.attention.sliding_window is 64", "not supported")),
         ("llama-q8", {"llama.attention.clamp_kqv": 8.0}, ("llama.attention.clamp_kqv is 8.0",)),
-        ("llama-q8", {"llama.attention.causal": False}, ("llama.attention.causal is False", "true")),
+        ("llama-q8", {"llama.attention.causal": False}, ("llama.attention.causal is False", "see later ones")),
         ("llama-q8", {"llama.rope.scaling.attn_factor": 1.5}, ("rope.scaling.attn_factor is 1.5",)),
         ("llama-llama3", {"llama.rope.scaling.factor": 2.0}, ("rope_freqs.weight", "two scalings")),
         ("gemma3", {"gemma3.final_logit_softcapping": 30.0}, ("gemma3.final_logit_softcapping is 30.0",)),
@@ -122,6 +122,19 @@ def test_metadata_that_is_not_supported_is_named(tmp_path, name, metadata, parts
     for part in (path.name, *parts):
         assert part in str(raised.value), str(raised.value)
     assert "config.json" not in str(raised.value)
+
+
+def test_norms_of_each_head_of_command_r_plus(tmp_path):
+    """llama.cpp has them in models of 64 layers and more; here they must lie in the order of the rows of q and k."""
+    spec = dataclasses.replace(SPECS["command-r"], layers=1, qk_norm="own")
+    model = load(tiny_gguf.write(spec, tmp_path / "model.gguf"), dtype=jnp.float32, tokenizer=False)
+    numbers = tiny_gguf.numbers_of(spec)
+    for key, heads in (("q", 4), ("k", 2)):
+        norm, stored = model.params["layers"][0][f"{key}_norm"], numbers[f"blk.0.attn_{key}_norm.weight"][0]
+        np.testing.assert_array_equal(norm, np.concatenate([stored[:, 0::2], stored[:, 1::2]], axis=1))
+        rows = numbers[f"blk.0.attn_{key}.weight"][0].reshape(heads, 64, -1)
+        ordered = np.concatenate([rows[:, 0::2], rows[:, 1::2]], axis=1).reshape(heads * 64, -1)
+        np.testing.assert_array_equal(model.params["layers"][0][key], ordered)
 
 
 def test_keys_that_llama_cpp_does_not_have_are_ignored_with_a_warning(tmp_path, caplog):
