@@ -19,6 +19,7 @@ from kvjax.models.gguf import families, qwen35, rope
 from kvjax.models.gguf.header import Header
 from kvjax.models.gguf.metadata import Metadata
 from kvjax.models.gguf.tensors import GgufTensor
+from kvjax.models.missing import nearest
 from kvjax.models.partial_rope import rotary_fraction
 
 OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
@@ -92,10 +93,13 @@ def architecture_of(header: Header) -> tuple[Architecture, Metadata]:
     if not isinstance(name, str):
         raise ValueError(f"{header.file} has no general.architecture: it is no model, or damaged; download it again")
     if name not in ARCHITECTURES:
-        raise ValueError(
-            f"{header.file} holds a model of architecture {name!r:.200}; supported: {', '.join(sorted(ARCHITECTURES))}. "
-            "If transformers has the model, give its original checkpoint: its family may be supported there"
+        known, near = ", ".join(sorted(ARCHITECTURES)), nearest(name)
+        advice = (
+            f"{near}: take a model of a supported family"
+            if near
+            else ("If transformers has the model, give its original checkpoint: its family may be supported there")
         )
+        raise ValueError(f"{header.file} holds a model of architecture {name!r:.200}; supported: {known}. {advice[0].upper()}{advice[1:]}")
     found = ARCHITECTURES[name]
     return found if found.type_of is None else dataclasses.replace(found, model_type=found.type_of(metadata)), metadata
 
