@@ -72,7 +72,14 @@ def read_packing(path_or_id: str | Path, config: ModelConfig) -> FormatOf | None
     if not isinstance(opened, Folder):
         tensors = _own_tensors(config, opened.tensors())
         formats = {name: tensor.counted for name, tensor in tensors.items() if isinstance(tensor, RowsPacked)}
-        return None if not any(formats.values()) else lambda layer, name, shape: formats.get(_stored_name(names, layer, name))
+        if not any(formats.values()):
+            return None
+
+        def kept_of(layer: int | None, name: str, shape: tuple[int, ...]) -> MatrixFormat | None:
+            own = _stored_name(names, layer, name)
+            return formats.get(own, formats.get(family.stored_name(own)))
+
+        return kept_of
     _, published = _fields(opened)
     if published is None or published.keeps_none:
         return None
@@ -215,7 +222,7 @@ def _formats(config: ModelConfig, format_of: FormatOf | None) -> list[MatrixForm
 def _as_stored(config: ModelConfig, tensors: dict[str, Tensor], weights: str | None) -> tuple[dict[str, RowsPacked], dict[str, Tensor]]:
     """The matrices that stay packed as a GGUF file holds them, in the order of the parameters, and the other tensors. None stays so where
     `weights` packs them anew."""
-    wanted = {w.name: w for w in checkpoint.wanted_tensors(config)[0]} if weights is None else {}
+    wanted = {w.name: w for w in (*fused.stored_wanted(config), *checkpoint.wanted_tensors(config)[0])} if weights is None else {}
     packed = {}
     for name, tensor in tensors.items():
         if name in wanted and isinstance(tensor, RowsPacked) and tensor.shape == wanted[name].shape:

@@ -168,7 +168,7 @@ def tensors_of(header: Header) -> dict[str, GgufTensor]:
         stored, block = architecture.hf_name(entry.name), _NAME.fullmatch(entry.name)
         if stored is None or (block and layers <= int(block[1]) < metadata.size("block_count")):
             continue
-        for name, tensor in _apart(metadata, stored, GgufTensor(entry, entry.shape)).items():
+        for name, tensor in _apart(architecture, metadata, stored, GgufTensor(entry, entry.shape)).items():
             if name in found:
                 raise ValueError(f"{header.file} holds {entry.name} and {found[name].name}, which are one tensor; download it again")
             module = name.rsplit(".", 2)[-2] if name.count(".") >= 2 else ""
@@ -180,8 +180,9 @@ def tensors_of(header: Header) -> dict[str, GgufTensor]:
     return found
 
 
-def _apart(metadata: Metadata, name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
-    """The tensors that a stored one holds on top of each other: itself, unless it is one of `APART`. ValueError for other sizes."""
+def _apart(architecture: Architecture, metadata: Metadata, name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
+    """The tensors that a stored one holds on top of each other: itself, unless it is one of `APART` that the family's own checkpoints do
+    not have (`kvjax.models.fused` cuts those). ValueError for other sizes."""
     fused = next((each for each in APART if re.search(rf"\.{each}\.(weight|bias)$", name)), None)
     if fused is None:
         return {name: tensor}
@@ -189,6 +190,8 @@ def _apart(metadata: Metadata, name: str, tensor: GgufTensor) -> dict[str, GgufT
     sizes = (metadata.heads * metadata.head_dim, kv, kv) if len(APART[fused]) == 3 else (metadata.size("feed_forward_length"),) * 2
     if tensor.shape[0] != sum(sizes):
         raise ValueError(f"{tensor.entry.file}: {tensor.name} has {tensor.shape[0]} rows, must have {sum(sizes)}; download the file again")
+    if f"{fused}.weight" in FAMILIES[architecture.model_type].fused:
+        return {name: tensor}
     ends = np.cumsum(sizes).tolist()
     return {
         name.replace(fused, part): dataclasses.replace(tensor, order=np.arange(end - size, end), shape=(size, *tensor.shape[1:]))
