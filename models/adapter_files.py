@@ -46,6 +46,7 @@ HARMLESS = frozenset({
 INITIAL = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 """Values of init_lora_weights that leave the model's own weights as they are. With others peft trains on changed ones."""
 
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _PREFIX = "base_model.model."
 _PARTS = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
@@ -132,10 +133,7 @@ def _split(said: str) -> tuple[str, float]:
     name, colon, word = said.rpartition(":")
     if not colon or os.path.isdir(file_path(said)):
         return said, 1.0
-    try:
-        scale = float(word)
-    except ValueError:
-        scale = math.nan
+    scale = float(word) if _NUMBER.fullmatch(word) else math.nan
     if not math.isfinite(scale) or abs(scale) > LARGEST or not name:
         raise ValueError(
             f"the adapter {said!r:.300} has the scale {word!r:.50}; write a finite number, as DIR:0.5, and the folder before it"
@@ -230,9 +228,12 @@ class Scales:
 
         found = []
         for pattern, value in (self._adapter.fields.get(name) or {}).items():
+            if time.monotonic() > self._ends:
+                raise self._error(f"{name} has {len(self._adapter.fields[name]):,} patterns, which take too long to read")
             try:
+                re.compile(pattern)  # peft's own library, which has no recursion
                 found.append((regex.compile(rf"(.*\.)?({pattern})$"), value))
-            except (regex.error, RecursionError, OverflowError) as error:
+            except (re.error, regex.error, RecursionError, OverflowError) as error:
                 raise self._error(f"{pattern!r:.200} in {name} is no regular expression ({error})") from None
         return found
 
@@ -244,7 +245,7 @@ class Scales:
                     raise TimeoutError
                 if pattern.match(module, timeout=left):
                     return value
-            except TimeoutError:
+            except (TimeoutError, MemoryError):
                 raise self._error(f"{pattern.pattern!r:.200} in {name} takes too long to match") from None
         return default
 

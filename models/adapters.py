@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 
-from kvjax.models.adapter_files import Adapter, Scales
+from kvjax.models.adapter_files import MERGE_ELSEWHERE, Adapter, Scales
 from kvjax.models.checkpoint import listed
 from kvjax.models.family import TENSORS, Family
 from kvjax.models.merged import Added, Change, LowRank, LowRankTable, Merged, Replaced
@@ -91,6 +91,11 @@ class _Places:
         owns = {own for name in (*names, *adapter.whole, *adapter.below) if (own := self._family.own_name(name)) is not None}
         for name in sorted(owns):
             self._check_unpacked(adapter, name)
+        biases = {own for own in owns if own.endswith(".bias")}
+        if biases and not biases & self.tensors.keys() and owns - biases <= self.tensors.keys():
+            raise ValueError(
+                f"{adapter.folder} adds biases (lora_bias or bias) to matrices that have none in this model: {MERGE_ELSEWHERE}"
+            )
         if missing := sorted(owns - self.tensors.keys()):
             raise ValueError(
                 f"{adapter.folder} holds tensors that have no place in the model: {listed(missing, 5)}; it was made for {adapter.base}"

@@ -18,7 +18,7 @@ def spread(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     for own, name in NAMES.items():
         if own not in fields:
             continue
-        if found.get(name, fields[own]) != fields[own]:
+        if name in found and found[name] != fields[own]:
             raise ValueError(f"config.json: {own} is {fields[own]!r:.200} and {name} {found[name]!r:.200}; they are one field: delete one")
         found[name] = fields[own]
     first, second = (bool(found.get(name)) for name in NAMES.values())

@@ -182,6 +182,7 @@ FIELDS = [
     ({"use_dora": True}, "comes without magnitudes, and use_dora is True"),
     ({"rank_pattern": {"q_proj": "4"}}, "rank_pattern of q_proj is '4'"),
     ({"rank_pattern": {"(": 4}}, r"'.*' in rank_pattern is no regular expression"),
+    ({"rank_pattern": {"(?R)": 4}}, "in rank_pattern is no regular expression"),  # a gigabyte, where recursion is known
     ({"alpha_pattern": [1]}, r"alpha_pattern is \[1\]; it must be an object"),
 ]
 
@@ -210,7 +211,7 @@ TENSORS = [
     (with_tensor(f"{Q}lora_B.weight", ONES * 3e38), "holds numbers that are not finite: .* its scale too large"),
     (with_tensor(f"{Q}lora_B.weight", ONES.astype(np.int8)), "q_proj.lora_B.weight is stored in I8; supported: F32, F16, BF16"),
     (with_tensor(f"{Q}lora_magnitude_vector", ONES[:, 0].copy()), "comes with magnitudes, and use_dora is False"),
-    (with_tensor(f"{Q}lora_B.bias", ONES[:, 0].copy()), "no place in the model: model.layers.0.self_attn.q_proj.bias"),
+    (with_tensor(f"{Q}lora_B.bias", ONES[:, 0].copy()), "adds biases .* to matrices that have none in this model: merge it with peft"),
     (lambda found: {}, "holds no tensors of an adapter"),
 ]
 
@@ -241,6 +242,7 @@ NAMES = [
     ("", "the adapter's name is empty"),
     ("{one}:x", "has the scale 'x'; write a finite number, as DIR:0.5"),
     ("{one}:nan", "has the scale 'nan'"),
+    ("{one}:1_0", "has the scale '1_0'"),
     ("{one}:1e999", "has the scale '1e999'"),
     (":1", "has the scale '1'; .* the folder before it"),
     ("{one}/adapter_model.safetensors", "is a file; give the adapter's folder"),
@@ -282,6 +284,13 @@ def test_an_adapter_given_as_a_model_says_so(with_config, case, tmp_path):
         shutil.copy(folder / "config.json", own)
     with pytest.raises(ValueError, match=r"is an adapter for owner/base, .* kvjax.load\('owner/base', lora=.*--model owner/base --lora"):
         load(own, tokenizer=False)
+
+
+def test_patterns_that_take_too_long_to_read_are_refused(case, tmp_path, monkeypatch):
+    monkeypatch.setattr(adapter_files, "PATTERN_SECONDS", 0.0)
+    folder, (one,) = case("all")
+    with pytest.raises(ValueError, match="alpha_pattern has 2 patterns, which take too long to read: correct it"):
+        load(folder, lora=changed(folder, one, tmp_path, {"alpha_pattern": {"a": 1, "b": 2}}), tokenizer=False)
 
 
 def test_patterns_that_take_too_long_are_refused(case, tmp_path, monkeypatch):
