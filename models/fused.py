@@ -17,7 +17,7 @@ from jaxtyping import Array
 from kvjax.model import ModelConfig
 from kvjax.models.checkpoint import Wanted, wanted_tensors
 from kvjax.models.families import FAMILIES
-from kvjax.models.tensors import RowsOf, Tensor
+from kvjax.models.tensors import RowsOf, RowsPacked, Tensor
 from pallas_kernels.matrices import MatrixFormat, PackedMatrix, is_packed
 
 
@@ -33,6 +33,10 @@ class Source(Protocol):
 
     def empty(self) -> PackedMatrix:
         """The matrix with shapes and dtypes in the place of its arrays."""
+
+
+Stays = Source | RowsPacked
+"""A matrix that stays packed as it is stored: of safetensors, or of a GGUF file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +91,9 @@ def _groups(config: ModelConfig) -> dict[str, list[Wanted]]:
     return found
 
 
-def cut_apart(config: ModelConfig, tensors: Mapping[str, Tensor], packed: Mapping[str, Source]) -> tuple[dict[str, Tensor], dict]:
+def cut_apart(
+    config: ModelConfig, tensors: Mapping[str, Tensor], packed: Mapping[str, Source | RowsPacked]
+) -> tuple[dict[str, Tensor], dict]:
     """The tensors and the packed matrices by the names of parameters, with a view of some rows for each that is fused with others.
 
     ValueError for a fused tensor of another number of rows, and for packed ones of which a block would be cut.
@@ -100,7 +106,10 @@ def cut_apart(config: ModelConfig, tensors: Mapping[str, Tensor], packed: Mappin
         rows = [range(end - each.shape[0], end) for each, end in zip(parts, ends, strict=True)]
         if stored in packed:
             whole = packed.pop(stored)
-            packed |= {each.name: PackedRows(whole, own, each.name) for each, own in zip(parts, rows, strict=True)}
+            if isinstance(whole, RowsPacked):
+                packed |= {each.name: RowsOf(whole, own) for each, own in zip(parts, rows, strict=True)}
+            else:
+                packed |= {each.name: PackedRows(whole, own, each.name) for each, own in zip(parts, rows, strict=True)}
             continue
         whole = tensors.pop(stored)
         if whole.shape != (ends[-1], *parts[0].shape[1:]):

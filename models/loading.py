@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Never
 
@@ -39,12 +39,16 @@ from kvjax.models.tensors import DTYPES, RowsPacked, Tensor
 from kvjax.packing import FormatOf, place_of, scheme_of
 from kvjax.processes import check_alike
 from kvjax.sharding import Shards, place_tree, several_processes
+from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.matrices import MatrixFormat, PackedMatrix, pack
 
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 8 << 20
 """Bytes of a tensor that are read at a time."""
+
+NARROW = 64
+"""Columns of a block, below which `project_tokens` has no kernel."""
 
 
 def read_config(path_or_id: str | Path, *, dtype: DTypeLike | DtypeName | None = None, max_positions: int | None = None) -> ModelConfig:
@@ -68,7 +72,14 @@ def read_packing(path_or_id: str | Path, config: ModelConfig) -> FormatOf | None
     if not isinstance(opened, Folder):
         tensors = _own_tensors(config, opened.tensors())
         formats = {name: tensor.counted for name, tensor in tensors.items() if isinstance(tensor, RowsPacked)}
-        return None if not any(formats.values()) else lambda layer, name, shape: formats.get(_stored_name(names, layer, name))
+        if not any(formats.values()):
+            return None
+
+        def kept_of(layer: int | None, name: str, shape: tuple[int, ...]) -> MatrixFormat | None:
+            own = _stored_name(names, layer, name)
+            return formats.get(own, formats.get(family.stored_name(own)))
+
+        return kept_of
     _, published = _fields(opened)
     if published is None or published.keeps_none:
         return None
@@ -148,6 +159,7 @@ def load(
     if several_processes(mesh):
         given = {"dtype": chosen.name, "weights": str(weights), "max_positions": str(max_positions), "mesh": str(dict(mesh.shape))}
         check_alike(mesh, given | {"checkpoint": opened.digest(), "lora": " ".join(each.digest() for each in adapters)})
+    _say_narrow(path_or_id, packed)
     decoder = TransformerDecoder(config)
     formats = _formats(config, None if weights is None else scheme_of(weights).format_of)
     ways = [packed.get(w.name, own) for w, own in zip(wanted, formats, strict=True)]
@@ -167,7 +179,12 @@ def _config(opened: Checkpoint, max_positions: int | None, dtype: str | None) ->
     except ValueError as error:
         if isinstance(opened, Folder) and "config.json" in str(error):
             raise
-        said = str(error).removeprefix("config.json: ").replace("config.json", opened.config_name)
+        said = (
+            str(error)
+            .removeprefix("config.json: ")
+            .replace("unsupported config.json of", "unsupported for")
+            .replace("config.json", opened.config_name)
+        )
         raise ValueError(f"{opened.config_name}: {said}") from error
 
 
@@ -203,15 +220,26 @@ def _formats(config: ModelConfig, format_of: FormatOf | None) -> list[MatrixForm
 
 
 def _as_stored(config: ModelConfig, tensors: dict[str, Tensor], weights: str | None) -> tuple[dict[str, RowsPacked], dict[str, Tensor]]:
-    """The matrices that stay packed as a GGUF file holds them, and the other tensors. None stays so where `weights` packs them anew, or
-    rows come in another order."""
-    shapes = {w.name: w.shape for w in checkpoint.wanted_tensors(config)[0] if w.order is None}
-    packed = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if weights is None and isinstance(tensor, RowsPacked) and tensor.format is not None and tensor.shape == shapes.get(name)
-    }
+    """The matrices that stay packed as a GGUF file holds them, in the order of the parameters, and the other tensors. None stays so where
+    `weights` packs them anew."""
+    wanted = {w.name: w for w in (*fused.stored_wanted(config), *checkpoint.wanted_tensors(config)[0])} if weights is None else {}
+    packed = {}
+    for name, tensor in tensors.items():
+        if name in wanted and isinstance(tensor, RowsPacked) and tensor.shape == wanted[name].shape:
+            ordered = in_order(tensor, wanted[name].order)
+            packed |= {name: ordered} if isinstance(ordered, RowsPacked) and ordered.format is not None else {}
     return packed, {name: tensor for name, tensor in tensors.items() if name not in packed}
+
+
+def _say_narrow(path_or_id: str | Path, packed: Mapping[str, Any]) -> None:
+    """A warning where matrices stay packed in blocks for which this device's kernel is not made."""
+    narrow = {str(own.format) for own in packed.values() if isinstance(own, RowsPacked) and (own.format.columns or NARROW) < NARROW}
+    if narrow and compute_capability() >= (9, 0):
+        logger.warning(
+            "%s: matrices stay packed as %s, in blocks that no kernel of this GPU takes: they run in plain XLA, which is slower. "
+            "weights='int8' (--weights int8) packs them anew, for the kernel",
+            *(path_or_id, " and ".join(sorted(narrow))),
+        )
 
 
 Whole = PackedSource | fused.PackedRows

@@ -94,7 +94,8 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class RowsOf:
-    """Some rows of another tensor, in the order of `rows`: a part of a fused matrix (a range), or rows in another order."""
+    """Some rows of another tensor, in the order of `rows`: a part of a fused matrix (a range), or rows in another order. It is
+    `RowsPacked`, too."""
 
     tensor: Tensor
     rows: range | tuple[int, ...]
@@ -114,15 +115,37 @@ class RowsOf:
         """That of the other tensor."""
         return self.tensor.dtype
 
+    @property
+    def format(self) -> MatrixFormat | None:
+        """That in which the other tensor can stay packed, if each of its rows has scales of its own; else None."""
+        own = self.tensor.format if isinstance(self.tensor, RowsPacked) else None
+        return own if own is not None and own.rows == 1 else None
+
+    @property
+    def counted(self) -> MatrixFormat | None:
+        """`RowsPacked.counted`."""
+        return None if self.format is None else self.tensor.counted
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """`Tensor.read`. ValueError if the other tensor has fewer rows than are named."""
+        first, last, places = self._span(start, stop)
+        return self.tensor.read(first, last)[places]
+
+    def read_packed(self, start: int, stop: int) -> PackedMatrix:
+        """`RowsPacked.read_packed`. ValueError as in `read`."""
+        first, last, places = self._span(start, stop)
+        whole = self.tensor.read_packed(first, last)
+        return whole.replace(codes=whole.codes[places], scales=whole.scales[places])
+
+    def _span(self, start: int, stop: int) -> tuple[int, int, np.ndarray]:
+        """The rows [first, last) of the other tensor that hold our rows [start, stop), and which of them are ours."""
         wanted = np.asarray(self.rows[start:stop], np.int64)
         if not wanted.size:
-            return self.tensor.read(0, 0)
+            return 0, 0, wanted
         first, last = int(wanted.min()), int(wanted.max())
         if first < 0 or last >= self.tensor.shape[0]:
             raise ValueError(f"{self.name} has {self.tensor.shape[0]} rows, and row {last if first >= 0 else first} is needed")
-        return self.tensor.read(first, last + 1)[wanted - first]
+        return first, last + 1, wanted - first
 
 
 def read_whole(stored: Stored) -> np.ndarray:

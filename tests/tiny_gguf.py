@@ -29,7 +29,9 @@ ALL = (Type.F32, Type.F16, Type.BF16, *PACKED)
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A tiny model. types: of its matrices, in turn. more: metadata under the architecture's keys. pre: of the tokenizer."""
+    """A tiny model. types: of its matrices, in turn. norms: of a layer, by their places in it: "attn_norm", "ffn_norm", and those after.
+    qk_norm: "each" head, or "joint" over all, or "own" weights for each head. fused: "qkv" and "up" (gate and up) are one matrix.
+    more: metadata under the architecture's keys. long_factors: of longrope, with the short ones. pre: of the tokenizer."""
 
     arch: str = "llama"
     types: tuple[Type, ...] = (Type.F32,)
@@ -39,9 +41,11 @@ class Spec:
     layers: int = 2
     tied: bool = False
     biases: tuple[str, ...] = ()
-    qk_norm: bool = False
-    post_norms: bool = False
+    norms: tuple[str, ...] = ("attn_norm", "ffn_norm")
+    qk_norm: str = ""
+    fused: tuple[str, ...] = ()
     rope_factors: tuple[float, ...] = ()
+    long_factors: tuple[tuple[float, ...], ...] = ()
     more: tuple[tuple[str, object], ...] = ()
     pre: str = "gpt-2"
     tokenizer: str = "gpt2"
@@ -111,13 +115,24 @@ def matrix(generator, shape, kind, std):
 def attention_tensors(spec):
     """Names and shapes of the tensors of a layer of attention."""
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    found = {"attn_norm.weight": (WIDTH,), "attn_q.weight": (q, WIDTH), "attn_k.weight": (kv, WIDTH), "attn_v.weight": (kv, WIDTH)}
-    found |= {"attn_output.weight": (WIDTH, q), "ffn_norm.weight": (WIDTH,)}
-    found |= {"ffn_gate.weight": (WIDTH, WIDTH), "ffn_up.weight": (WIDTH, WIDTH), "ffn_down.weight": (WIDTH, WIDTH)}
+    before, after = [name for name in ("attn_norm", "ffn_norm") if name in spec.norms], spec.norms
+    found = {f"{name}.weight": (WIDTH,) for name in before[:1] if name == "attn_norm"}
+    if "qkv" in spec.fused:
+        found |= {"attn_qkv.weight": (q + 2 * kv, WIDTH)}
+    else:
+        found |= {"attn_q.weight": (q, WIDTH), "attn_k.weight": (kv, WIDTH), "attn_v.weight": (kv, WIDTH)}
+    found |= {"attn_output.weight": (WIDTH, q)} | ({"ffn_norm.weight": (WIDTH,)} if "ffn_norm" in before else {})
+    up = (
+        {"ffn_up.weight": (2 * WIDTH, WIDTH)}
+        if "up" in spec.fused
+        else {"ffn_gate.weight": (WIDTH, WIDTH), "ffn_up.weight": (WIDTH, WIDTH)}
+    )
+    found |= up | {"ffn_down.weight": (WIDTH, WIDTH)}
     if spec.qk_norm:
-        found |= {"attn_q_norm.weight": (spec.head_dim,), "attn_k_norm.weight": (spec.head_dim,)}
-    if spec.post_norms:
-        found |= {"post_attention_norm.weight": (WIDTH,), "post_ffw_norm.weight": (WIDTH,)}
+        shapes = {"each": lambda heads: (spec.head_dim,), "joint": lambda heads: (heads * spec.head_dim,)}
+        shape = shapes.get(spec.qk_norm, lambda heads: (heads, spec.head_dim))
+        found |= {"attn_q_norm.weight": shape(spec.heads), "attn_k_norm.weight": shape(spec.kv_heads)}
+    found |= {f"{name}.weight": (WIDTH,) for name in after if name not in before}
     return found | {f"{name}.bias": found[f"{name}.weight"][:1] for name in spec.biases}
 
 
@@ -159,7 +174,7 @@ def numbers_of(spec, seed=0):
     generator = np.random.default_rng(seed)
     found, turn = {}, 0
     for name, shape in shapes_of(spec).items():
-        if len(shape) > 1 and not name.endswith("ssm_conv1d.weight"):
+        if len(shape) > 1 and not name.endswith(("ssm_conv1d.weight", "_norm.weight")):
             kind, turn = spec.types[turn % len(spec.types)], turn + 1
             if shape[-1] % GGML_QUANT_SIZES[kind][0]:
                 kind = Type.F16  # as llama.cpp does where rows have no whole blocks
@@ -176,6 +191,8 @@ def numbers_of(spec, seed=0):
         found[name] = numbers.astype(np.float32), Type.F32
     if spec.rope_factors:
         found["rope_freqs.weight"] = np.array(spec.rope_factors, np.float32), Type.F32
+    for name, factors in zip(("long", "short"), spec.long_factors, strict=False):
+        found[f"rope_factors_{name}.weight"] = np.array(factors, np.float32), Type.F32
     return found
 
 
@@ -200,7 +217,7 @@ def metadata_of(spec):
         "attention.head_count_kv": spec.kv_heads,
         "attention.key_length": spec.head_dim,
         "attention.value_length": spec.head_dim,
-        "attention.layer_norm_rms_epsilon": 1e-5,
+        f"attention.layer_norm_{'' if spec.arch in ('command-r', 'cohere2') else 'rms_'}epsilon": 1e-5,
         "rope.freq_base": 10000.0,
         "rope.dimension_count": spec.head_dim,
     }
@@ -280,6 +297,16 @@ DELTA = (
 QKV = ("attn_q", "attn_k", "attn_v")
 GEMMA = (("attention.sliding_window", 12), ("rope.scaling.type", "linear"), ("rope.scaling.factor", 2.0), ("rope.freq_base", 1e6))
 
+AROUND = ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm")
+AFTER = AROUND[2:]
+WINDOW = (("attention.sliding_window", 12),)
+CAPS = (*WINDOW, ("attn_logit_softcapping", 20.0), ("final_logit_softcapping", 10.0))
+LONGROPE = (("rope.dimension_count", 48), ("rope.scaling.original_context_length", 256), ("rope.scaling.attn_factor", 1.0606601))
+FACTORS = tuple(tuple(1 + number * growth for number in range(24)) for growth in (0.5, 0.02))
+FACTORS_OF = (("attention.scale", 0.1), ("embedding_scale", 3.0), ("residual_scale", 0.4), ("logit_scale", 2.0), ("vocab_size", 352))
+PATTERN = (*WINDOW, ("attention.sliding_window_pattern", [True, False, True]), *YARN)
+GLM = (("rope.dimension_count", 32), ("attention.key_length", None), ("attention.value_length", None))
+
 SPECS = {
     "llama-types": Spec(types=ALL),
     "llama-q8": Spec(types=(Type.Q8_0,), tied=True, tokenizer="llama"),
@@ -288,8 +315,25 @@ SPECS = {
     "llama-llama3": Spec(rope_factors=llama3_factors(10000.0, 64, 8.0, 1.0, 4.0, 64)),
     "qwen2": Spec("qwen2", (Type.Q5_0, Type.Q8_0), biases=QKV, tied=True, pre="qwen2"),
     "qwen2-yarn": Spec("qwen2", biases=QKV, pre="qwen2", more=YARN),
-    "qwen3": Spec("qwen3", (Type.Q6_K,), head_dim=32, qk_norm=True, tied=True, pre="qwen2"),
-    "gemma3": Spec("gemma3", (Type.BF16,), head_dim=32, layers=7, qk_norm=True, post_norms=True, tied=True, tokenizer="llama", more=GEMMA),
-    "qwen35": Spec("qwen35", (Type.Q4_K, Type.Q8_0), layers=4, qk_norm=True, tied=True, pre="qwen35", std=0.06, more=DELTA),
+    "qwen3": Spec("qwen3", (Type.Q6_K,), head_dim=32, qk_norm="each", tied=True, pre="qwen2"),
+    "gemma3": Spec("gemma3", (Type.BF16,), head_dim=32, layers=7, norms=AROUND, qk_norm="each", tied=True, tokenizer="llama", more=GEMMA),
+    "qwen35": Spec("qwen35", (Type.Q4_K, Type.Q8_0), layers=4, qk_norm="each", tied=True, pre="qwen35", std=0.06, more=DELTA),
+    "gemma2": Spec("gemma2", (Type.BF16,), layers=3, norms=AROUND, tied=True, tokenizer="llama", more=CAPS),
+    "phi3": Spec("phi3", (Type.Q8_0,), fused=("qkv", "up"), tokenizer="llama", more=WINDOW),
+    "phi3-longrope": Spec("phi3", fused=("qkv", "up"), tied=True, more=LONGROPE, long_factors=FACTORS),
+    "gemma": Spec("gemma", head_dim=32, kv_heads=1, tied=True, tokenizer="llama"),
+    "mistral3": Spec("mistral3", more=(*YARN, ("rope.scaling.yarn_log_multiplier", 1.0)), pre="tekken"),
+    "granite": Spec("granite", tied=True, more=FACTORS_OF),
+    "smollm3": Spec("smollm3", layers=4, tied=True, more=YARN, std=0.08),
+    "olmo2": Spec("olmo2", norms=AFTER, qk_norm="joint", fused=("qkv",)),
+    "olmo3": Spec("olmo2", layers=3, norms=AFTER, qk_norm="joint", more=PATTERN),
+    "command-r": Spec(
+        "command-r", norms=("attn_norm",), tied=True, more=(("logit_scale", 0.5), ("rope.scaling.type", "none")), pre="command-r"
+    ),
+    "cohere2": Spec("cohere2", layers=5, norms=("attn_norm",), tied=True, more=(("logit_scale", 0.5), *WINDOW), pre="command-r"),
+    "chatglm": Spec("chatglm", biases=("attn_qkv",), fused=("qkv", "up"), more=GLM, pre="glm4"),
+    "glm4": Spec("glm4", biases=QKV, norms=AROUND, fused=("up",), more=GLM[:1], pre="glm4"),
+    "seed_oss": Spec("seed_oss", head_dim=32, biases=QKV, norms=("attn_norm", "post_attention_norm"), pre="seed-coder"),
+    "ernie4_5": Spec("ernie4_5", head_dim=32, tied=True, tokenizer="llama"),
 }
-"""The models whose logits transformers computed (tests/models/golden/gguf.json)."""
+"""The models whose logits transformers computed, or llama.cpp (tests/models/golden/gguf.safetensors)."""

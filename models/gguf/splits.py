@@ -26,6 +26,7 @@ QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{
 SEED = _WORDS + r"|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+" + _REST
 TEKKEN = "|".join(_CASED) + r"|\p{N}" + _CASED_REST
 GPT4O = "|".join(f"{each}{_CONTRACTIONS}?" for each in _CASED) + r"|\p{N}{1,3}" + _CASED_REST
+TINY_AYA = (r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O)
 DEEPSEEK3 = (
     r"\p{N}{1,3}",
     "[一-龥\u3040-ゟ\u30a0-ヿ]+",
@@ -42,6 +43,7 @@ SPLITS: Mapping[str, tuple[str, ...]] = (
     | dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), DIGITS)
     | dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion", "granite-docling", "exaone4", "a.x-4.0", "mellum"), (GPT2,))
     | dict.fromkeys(("gpt-4o", "llama4", "kanana2"), (GPT4O,))
+    | dict.fromkeys(("tiny_aya", "cohere2moe"), TINY_AYA)
     | dict.fromkeys(("deepseek-v3", "hunyuan-dense"), DEEPSEEK3)
     | {"qwen35": (QWEN35,), "tekken": (TEKKEN,), "seed-coder": (SEED,), "deepseek-coder": DEEPSEEK_CODER, "default": DEFAULT}
 )

@@ -88,7 +88,7 @@ class GgufTensor:
 
     def read_packed(self, start: int, stop: int) -> PackedMatrix:
         """Rows [start, stop) in `format`, which must not be None."""
-        blocks = self._rows(start, stop).reshape(stop - start, -1, self.entry.nbytes * 32 // math.prod(self.shape))
+        blocks = self._rows(start, stop).reshape(stop - start, -1, self.entry.nbytes * 32 // math.prod(self.entry.shape))
         scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]
         if not np.isfinite(scales).all():
             raise ValueError(f"{self.entry.file}: {self.name} holds scales that are not finite: the file is damaged: download it again")

@@ -246,7 +246,7 @@ def predict_command(
 
 @bill_app.command("calibrate")
 def calibrate_command(
-    model: Annotated[str, typer.Option("--model", "-m", help="Model folder, Hugging Face hub id, or 'needle'.")],
+    model: Annotated[str, typer.Option("--model", "-m", help="Model folder, GGUF file, Hugging Face hub id, or 'needle'.")],
     policies: Annotated[str, typer.Option(help="Policies to measure besides dense, separated by commas.")] = "top:8,top:32",
     seconds: Annotated[float, typer.Option(help="How long it may take.", **number(above=0))] = 20.0,
     json_out: JsonOption = None,
@@ -266,7 +266,7 @@ def calibrate_command(
 @bill_app.command("choose")
 def choose_command(
     ctx: typer.Context,
-    model: Annotated[str, typer.Option("--model", "-m", help="Model folder, Hugging Face hub id, or 'needle'.")],
+    model: Annotated[str, typer.Option("--model", "-m", help="Model folder, GGUF file, Hugging Face hub id, or 'needle'.")],
     level: Annotated[str, typer.Option(help="How close to dense: assured, fast, or numbers as kl=0.02,loss=0.05.")] = "assured",
     lengths: Annotated[str, typer.Option(help="Tokens in the cache, separated by commas.")] = "8k,16k,32k",
     batches: Annotated[str, typer.Option(help="Sequences decoded together, separated by commas.")] = "1,8",

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_gguf
 
 from kvjax.models.decoder import causal_mix
 
@@ -52,3 +53,16 @@ def complete():
         return first[: len(ids)], tokens[0, len(ids) :]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory):
+    """Writes a spec's file once."""
+    folder, made = tmp_path_factory.mktemp("gguf"), {}
+
+    def path(name):
+        if name not in made:
+            made[name] = tiny_gguf.write(tiny_gguf.SPECS[name], folder / f"{name}.gguf")
+        return made[name]
+
+    return path

@@ -39,6 +39,8 @@ NAMES = (
     *(
         "trillion",
         "granite-docling",
+        "tiny_aya",
+        "cohere2moe",
         "exaone4",
         "a.x-4.0",
         "mellum",

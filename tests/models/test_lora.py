@@ -313,6 +313,17 @@ def test_a_gguf_takes_an_adapter(kind, weights, tmp_path):
     assert merged.name == f"{file}+{adapter}"
 
 
+def test_an_adapter_of_a_fused_matrix_fits_a_gguf(tmp_path):
+    """peft adapts Phi-3's q, k and v as the one matrix that its checkpoints hold."""
+    spec = tiny_gguf.Spec("phi3", (Type.F16,), layers=1, fused=("qkv", "up"))
+    file = tiny_gguf.write(spec, tmp_path / "model.gguf")
+    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    adapter, delta = write_small(tmp_path / "adapter", q + 2 * kv, tiny_gguf.WIDTH, Q.replace("q_proj", "qkv_proj"))
+    plain, merged = (load(file, lora=lora, dtype="float32", tokenizer=False).params["layers"][0] for lora in (None, adapter))
+    for name, rows in (("q", slice(0, q)), ("k", slice(q, q + kv)), ("v", slice(q + kv, None))):
+        np.testing.assert_allclose(merged[name], plain[name] + delta[rows], atol=1e-5)
+
+
 def test_a_gguf_that_stays_packed_takes_none(tmp_path):
     file = tiny_gguf.write(tiny_gguf.Spec(types=(Type.Q8_0,), layers=1), tmp_path / "model.gguf")
     adapter, _ = write_small(tmp_path / "adapter", tiny_gguf.WIDTH, tiny_gguf.WIDTH)
@@ -320,12 +331,12 @@ def test_a_gguf_that_stays_packed_takes_none(tmp_path):
         load(file, lora=adapter, tokenizer=False)
 
 
-def write_small(folder, features, inputs):
-    """An adapter of the first layer's q matrix. Returns its folder, and what it adds."""
+def write_small(folder, features, inputs, name=Q):
+    """An adapter of the first layer's q matrix, or of another. Returns its folder, and what it adds."""
     draw = np.random.default_rng(3)
     a, b = (draw.standard_normal(shape).astype(np.float32) for shape in ((2, inputs), (features, 2)))
     folder.mkdir()
-    save_file({f"{Q}lora_A.weight": a, f"{Q}lora_B.weight": b}, folder / "adapter_model.safetensors")
+    save_file({f"{name}lora_A.weight": a, f"{name}lora_B.weight": b}, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
     return str(folder), 2 * b @ a
 
