@@ -350,5 +350,6 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], packed: Co
 
 
 def listed(names: Sequence[str], most: int = 20) -> str:
-    """The first names, and how many more there are, for an error."""
-    return ", ".join(f"{name:.200}" for name in names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    """The first names, and how many more there are, for an error. What a terminal would not print is escaped."""
+    shown = [name[:200] if name.isprintable() else repr(name[:200]) for name in names[:most]]
+    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -16,7 +16,7 @@ from kvjax.models.gguf.metadata import Metadata
 def layer_types(metadata: Metadata, every: int) -> list[str]:
     """The kind of each layer. every: of so many layers one has no window, unless the file says otherwise. ValueError for a bad pattern."""
     key = "attention.sliding_window_pattern"
-    count, pattern = metadata.size("block_count"), metadata.get(key, every)
+    count, pattern = metadata.size("block_count"), metadata.get(key, every, lists=True)
     if isinstance(pattern, np.ndarray) and len(pattern) == count:
         return [SLIDING if each else FULL for each in pattern.tolist()]
     if not isinstance(pattern, int) or isinstance(pattern, bool) or pattern < 0:
@@ -112,7 +112,7 @@ def cohere2(metadata: Metadata) -> dict[str, Any]:
 
 def glm(metadata: Metadata) -> dict[str, Any]:
     """ValueError for the text part of GLM-4V, whose rows of q and k are in another order."""
-    if np.any(metadata.get("rope.dimension_sections", 0)):
+    if np.any(metadata.get("rope.dimension_sections", 0, lists=True)):
         raise metadata.unsupported("rope.dimension_sections", "it is the text part of a model for images")
     return {"attention_bias": metadata.has("blk.0.attn_q.bias") or metadata.has("blk.0.attn_qkv.bias")}
 

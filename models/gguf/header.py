@@ -10,6 +10,7 @@ with the bytes that are left, so a damaged file costs no more than a whole one. 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import mmap
 import struct
@@ -28,6 +29,10 @@ MAX_ENTRIES, MAX_TENSORS, MAX_ITEMS, MAX_AXES = 1 << 16, 1 << 20, 1 << 24, 4
 """Entries of metadata, tensors, items of one entry and axes of a tensor that are read. Large models have some 60, 2,000, 600,000 and 3."""
 
 MAX_ALIGNMENT = 1 << 20
+
+_TEXTS = ("general.architecture", "general.type", "tokenizer.ggml.model", "tokenizer.ggml.pre")
+_COUNTS = ("split.count", "split.no", "split.tensors.count")
+"""Keys of any architecture, by what their values must be."""
 
 _NUMBERS = {
     GGUFValueType.UINT8: "<u1",
@@ -130,6 +135,10 @@ class _Reader:
             if key in metadata:
                 raise self.error(f"its metadata has {key[:200]!r} twice")
             metadata[key] = self.value(key[:200])
+        for kind, what, keys in ((str, "text", _TEXTS), (int, "a whole number", _COUNTS)):
+            for key in keys:
+                if not isinstance(metadata.get(key, kind()), kind):
+                    raise self.error(f"{key} is {metadata[key]!r:.200}, and must be {what}")
         found = [self.tensor(number) for number in range(tensors)]
         return Header(self.file, metadata, self.placed(found, metadata.get("general.alignment", 32)))
 
@@ -206,4 +215,8 @@ class _Reader:
                 said = f"ends {missing:,} bytes after the file's end" if missing > 0 else f"begins at byte {offset:,}, which is not aligned"
                 raise self.error(f"{what} {said}")
             tensors[name] = entry
+        in_order = sorted(tensors.values(), key=lambda entry: entry.start)
+        for first, second in itertools.pairwise(in_order):
+            if first.start + first.nbytes > second.start:
+                raise self.error(f"tensors {first.name[:200]!r} and {second.name[:200]!r} lie on the same bytes")
         return tensors

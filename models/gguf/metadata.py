@@ -66,14 +66,17 @@ class Metadata:
             f"{self.header.file}: {name} is {self.entries.get(name)!r:.200}: {why}, which is not supported: take another model"
         )
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """A value of this architecture; default: if there is none."""
+    def get(self, key: str, default: Any = None, *, lists: bool = False) -> Any:
+        """A value of this architecture; default: if there is none. ValueError for a list, unless `lists` says that there may be one."""
         self.read.add(key)
-        return self.entries.get(f"{self.architecture}.{key}", default)
+        value = self.entries.get(f"{self.architecture}.{key}", default)
+        if not lists and isinstance(value, list | np.ndarray):
+            raise self.error(f"{self.architecture}.{key}", "one value, not a list")
+        return value
 
     def size(self, key: str, default: int | None = None) -> int:
         """A positive integer. ValueError if it is missing and there is no default."""
-        value = self.get(key, default)
+        value = self.get(key, default, lists=True)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():  # one for each layer, all alike
             value = value[0].item()
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < BELOW:

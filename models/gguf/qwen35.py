@@ -32,7 +32,7 @@ NAMES = {
 def fields_of(metadata: Metadata) -> dict[str, Any]:
     """config.json's fields beside the shared ones. Layers of multi-token prediction, which the file counts too, are not read."""
     values, inner = metadata.size("ssm.time_step_rank"), metadata.size("ssm.inner_size")
-    metadata.get("rope.dimension_sections")  # which axis of an image turns which pair: a text's tokens have one position for all
+    metadata.get("rope.dimension_sections", lists=True)  # which axis of an image turns which pair: of a text all are alike
     if inner % values:
         raise metadata.error(f"{metadata.architecture}.ssm.inner_size", f"a multiple of the {values} value heads")
     return {

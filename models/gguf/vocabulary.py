@@ -55,6 +55,8 @@ class _Vocabulary:
             raise self.error("tokens", "a list of names, none missing")
         self.types = self.numbers("token_type", np.ones(len(self.tokens), np.int32))
         self.ids = {token: number for number, token in enumerate(self.tokens)}
+        if twice := len(self.tokens) - len(self.ids):
+            logger.warning("%s: %d tokens have the text of another, and no prompt is given their ids", header.file, twice)
 
     def error(self, key: str, needs: str) -> ValueError:
         value = self.metadata.get(f"tokenizer.ggml.{key}")
@@ -140,6 +142,8 @@ class _Vocabulary:
         scores = self.numbers("scores", np.zeros(len(self.tokens), np.float32))
         given = [tuple(merge.split(" ", 1)) for merge in self.strings("merges")]
         if given and (scores == scores[0]).all():  # a converter that had no scores
+            if any(len(pair) != 2 for pair in given):
+                raise self.error("merges", "a list of pairs of tokens")
             return given
         never = {token for token, kind in zip(self.tokens, self.types, strict=True) if kind in (UNKNOWN, CONTROL, BYTE)}
         texts = {token: number for token, number in self.ids.items() if token not in never and len(token) <= MAX_TOKEN}

@@ -109,6 +109,10 @@ def test_what_is_no_gguf_file_gets_its_own_sentence(tmp_path, begin, part):
         ({"metadata": {"llama.rope.dimension_count": 16}}, ("llama.rope.dimension_count is 16: RoPE rotates a part",)),
         ({"metadata": {"general.alignment": 48}}, ("general.alignment is 48",)),
         ({"metadata": {"split.count": 3}}, ("one of 3 files",)),
+        ({"metadata": {"split.count": [3, 3]}}, ("split.count is ", "and must be a whole number")),
+        ({"metadata": {"general.type": ["model"]}}, ("general.type is ['model'], and must be text",)),
+        ({"metadata": {"llama.expert_count": [0, 0]}}, ("llama.expert_count is ", "one value, not a list")),
+        ({"metadata": {"llama.rope.scaling.type": ["none"]}}, ("llama.rope.scaling.type is ", "one value, not a list")),
     ],
 )
 def test_what_cannot_be_loaded_is_named(tmp_path, options, parts):
@@ -120,6 +124,23 @@ def test_types_that_cannot_be_read_are_named(tmp_path):
     shape = tensors["blk.0.attn_q.weight"][0].shape[0]
     tensors["blk.0.attn_q.weight"] = np.zeros((shape, 66), np.uint8), tiny_gguf.Type.IQ2_XXS
     says(rewritten(LEAST, tmp_path, tensors=tensors), "blk.0.attn_q.weight is stored as IQ2_XXS", "Q4_K_M or Q8_0")
+
+
+def test_tensors_on_the_same_bytes_are_named(tmp_path):
+    path = rewritten(LEAST, tmp_path)
+    data = bytearray(path.read_bytes())
+    name = b"blk.0.attn_k.weight"
+    at = data.index(name) + len(name) + 4 + 16 + 4  # past axes, sizes and type
+    data[at : at + 8] = bytes(8)
+    path.write_bytes(data)
+    says(path, "lie on the same bytes", "'blk.0.attn_k.weight'")
+
+
+def test_tokens_twice_are_said(tmp_path, caplog, monkeypatch):
+    tokens, *rest = tiny_gguf.byte_vocabulary()
+    monkeypatch.setattr(tiny_gguf, "byte_vocabulary", lambda: ([*tokens[:-1], tokens[-2]], *rest))
+    load(rewritten(dataclasses.replace(LEAST, tokenizer="gpt2"), tmp_path), dtype=jnp.float32)
+    assert "1 tokens have the text of another" in caplog.text
 
 
 def test_metadata_becomes_a_configuration(written):
