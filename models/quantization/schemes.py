@@ -95,10 +95,15 @@ def _awq(config: Fields) -> Published:
     if version not in _AWQ:
         raise unsupported("version", version, ", ".join(map(repr, _AWQ)))
     columns = group_columns("group_size", size)
+    if version != "gemm" and columns not in _PADDED:  # their scales are padded, so that a wrong size would not show
+        raise unsupported("group_size", size, " and ".join(map(str, _PADDED)) + f" for version {version!r}")
     own = None if version == "gemv_fast" else MatrixFormat("int4", 1, columns)
     rule = Rule(_AWQ[version], own, bits=4, columns=columns, zeros=config.get("zero_point", True) is not False)
     return Published("awq", (rule,), skipped(config, "modules_to_not_convert"), loose=True)
 
+
+_PADDED = (32, 64, 128)
+"""Columns of a group for which AutoAWQ's gemv kernels exist."""
 
 _AWQ = {"gemm": "awq", "gemv": "gemv", "gemv_fast": "gemv_fast"}
 """Versions of AWQ, each with its layout."""

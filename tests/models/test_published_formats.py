@@ -332,6 +332,11 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path):
         (FP8 | {"weight_block_size": [128]}, r"weight_block_size of quantization_config is \[128\]"),
         (FORMATS["awq"][0] | {"bits": 8}, "bits of quantization_config is 8"),
         (FORMATS["awq"][0] | {"version": "marlin"}, "version of quantization_config is 'marlin'"),
+        (
+            FORMATS["awq"][0] | {"version": "gemv", "group_size": -1},
+            "group_size of quantization_config is -1; supported: 32 and 64 and 128 for",
+        ),
+        (FORMATS["awq"][0] | {"version": "gemv_fast", "group_size": 2}, "group_size of quantization_config is 2; supported: 32 and"),
         (FORMATS["gptq"][0] | {"bits": 5}, "bits of quantization_config is 5"),
         (FORMATS["gptq"][0] | {"checkpoint_format": "marlin"}, "checkpoint_format of quantization_config is 'marlin'"),
         (FORMATS["gptq"][0] | {"dynamic": {"-:.*": {}}}, "dynamic"),
