@@ -7,6 +7,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
@@ -374,8 +375,16 @@ def free_bytes(device: jax.Device) -> int:
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return int(DEVICE_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))
-    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS does not say what is free
-    return int(HOST_SHARE * os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE"))
+    return int(HOST_SHARE * _available_bytes())
+
+
+def _available_bytes() -> int:
+    """Bytes of this machine's memory that programs can have. On Linux files that the system keeps in memory count: it drops them."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):  # macOS does not say what is free
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def check_pool(plan: MemoryPlan, pages: int) -> int:

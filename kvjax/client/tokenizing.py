@@ -21,6 +21,8 @@ def load_tokenizer(name: str) -> Any:
 
     if name == "needle":
         folder = Path(str(resources.files("kvjax").joinpath("models", "needle")))
+    elif Path(name).suffix == ".gguf":
+        raise ValueError("it is a GGUF file, which only the server reads: give the folder that kvjax.load(FILE).save(FOLDER) writes")
     elif Path(name).is_dir():
         folder = Path(name)
     else:

@@ -23,6 +23,7 @@ from kvjax.serving.cli.options import (
     ModelOption,
     PageSizeOption,
     TensorOption,
+    WeightsOption,
     byte_count,
     load_model,
     named_as_options,
@@ -175,6 +176,7 @@ def serve_command(
     prefill_chunk: ChunkOption = 512,
     cache_format: CacheFormatOption = None,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     lora: LoraOption = None,
     max_positions: MaxPositionsOption = None,
     tensor: TensorOption = 1,
@@ -204,7 +206,8 @@ def serve_command(
     )  # fmt: skip
     mesh = mesh_of(tensor, context)
     split = {"mesh": mesh, "cache_format": cache_format, "page_size": page_size, "prefill_chunk": prefill_chunk}
-    engine = _engine(load_model(model, dtype, max_positions, mesh, lora=lora), policy or [None], max_batch, pages, device_memory, split)
+    loaded = load_model(model, dtype, max_positions, mesh, weights, lora)
+    engine = _engine(loaded, policy or [None], max_batch, pages, device_memory, split)
     metrics = Metrics()
     limits = {"allow_policies": allow_policy or (), "max_policies": max_policies, "max_history": max_history}
     limits |= {"capacity": capacity, "idle_ttl_s": 60 * idle_minutes, "demote_after_s": demote_seconds, "window": window}
