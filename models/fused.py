@@ -92,11 +92,11 @@ def _groups(config: ModelConfig) -> dict[str, list[Wanted]]:
 
 
 def cut_apart(
-    config: ModelConfig, tensors: Mapping[str, Tensor], packed: Mapping[str, Source | RowsPacked]
+    config: ModelConfig, tensors: Mapping[str, Tensor], packed: Mapping[str, Stays], where: str = "config.json"
 ) -> tuple[dict[str, Tensor], dict]:
     """The tensors and the packed matrices by the names of parameters, with a view of some rows for each that is fused with others.
 
-    ValueError for a fused tensor of another number of rows, and for packed ones of which a block would be cut.
+    where: what holds the configuration. ValueError for a fused tensor of another shape, and for packed ones of which a block would be cut.
     """
     tensors, packed = dict(tensors), dict(packed)
     for stored, parts in _groups(config).items():
@@ -113,9 +113,7 @@ def cut_apart(
             continue
         whole = tensors.pop(stored)
         if whole.shape != (ends[-1], *parts[0].shape[1:]):
-            raise ValueError(
-                f"the weights do not fit config.json; {stored} is {list(whole.shape)}, must be {[ends[-1], *parts[0].shape[1:]]}"
-            )
+            raise ValueError(f"the weights do not fit {where}; {stored} is {list(whole.shape)}, must be {[ends[-1], *parts[0].shape[1:]]}")
         tensors |= {each.name: RowsOf(whole, own) for each, own in zip(parts, rows, strict=True)}
     return tensors, packed
 

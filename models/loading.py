@@ -147,9 +147,10 @@ def load(
     if adapters:
         tensors, tied = merge(adapters, tensors, packed, FAMILIES[config.family], config.tie_embeddings)
         config = dataclasses.replace(config, tie_embeddings=tied)
-    tensors, packed = fused.cut_apart(config, tensors, packed)
+    where = "config.json" if isinstance(opened, Folder) else opened.config_name
+    tensors, packed = fused.cut_apart(config, tensors, packed, where)
     wanted, structure = checkpoint.wanted_tensors(config)
-    checkpoint.check_tensors(config, tensors, packed, "config.json" if isinstance(opened, Folder) else opened.config_name)
+    checkpoint.check_tensors(config, tensors, packed, where)
     own_tokenizer = _tokenizer(opened, str(path_or_id), config) if tokenizer else None
     if chosen is None:
         kind = opened.number_type()

@@ -111,6 +111,7 @@ def test_metadata_of_families(written, tmp_path):
         ("granite", {"granite.rope.scaling.finetuned": False}, ("granite.rope.scaling.finetuned is False",)),
         ("glm4", {"glm4.rope.dimension_sections": [8, 12, 12, 0]}, ("glm4.rope.dimension_sections", "images")),
         ("phi3", {"phi3.feed_forward_length": 128}, ("blk.0.ffn_up.weight has 512 rows, must have 256",)),
+        ("phi3", {"phi3.embedding_length": 128}, ("do not fit the metadata of", "is [512, 256], must be [512, 128]")),
         ("phi3", {"phi3.rope.scaling.type": "longrope"}, ("has no rope_factors_long.weight",)),
         ("phi3-longrope", {"phi3.rope.dimension_count": 32}, ("rope_factors_long.weight is [24], must be [16]",)),
     ],
