@@ -123,9 +123,24 @@ class Agent(threading.Thread):
         super().__init__(name=f"agent {number}", daemon=True)
         self.turns: list[Turn] = []
         self.errors: collections.Counter[str] = collections.Counter()
-        self.sessions = self.tokens = 0
+        self.sessions, self._changes = 0, collections.deque([(0.0, 0)])
         self._address, self._work, self._start_all, self._stopped = address, work, start, stop
         self._number, self._random = number, np.random.default_rng([7, number])
+
+    @property
+    def tokens(self) -> int:
+        """Of the session's history, with what a call under way may add."""
+        return self._changes[-1][1]
+
+    @tokens.setter
+    def tokens(self, count: int) -> None:
+        self._changes.append((time.monotonic(), count))
+
+    def most_tokens(self, since: float) -> int:
+        """The most tokens since a time of `time.monotonic`: a session may begin and end between two looks. Forgets what was before."""
+        while len(self._changes) > 1 and self._changes[1][0] <= since:
+            self._changes.popleft()
+        return max(count for _, count in tuple(self._changes))
 
     def run(self) -> None:
         """Work until told to stop."""

@@ -88,6 +88,9 @@ class Polled(NamedTuple):
 
 LIVE = "session_kv_live_bytes"
 
+LATE_S = 3.0
+"""How late a server's metrics may be (`SessionRuntime.published`, and a step), in seconds."""
+
 
 def note(polled: list[Polled], latest: Polled) -> None:
     """Add a look. Of those between the first and the latest, only the metric that buckets need is kept: four hours have 14,400 looks."""
@@ -112,16 +115,15 @@ class Watched:
             samples = [sample for family in parse(page.read().decode()) for sample in family.samples]
         return {f"{each.name}{sorted(each.labels.values()) or ''}": each.value for each in samples}
 
-    def needed_bytes(self, agents: list[Agent]) -> int:
-        """Bytes of the pages that the agents' histories fill."""
+    def needed_bytes(self, agents: list[Agent], since: float) -> int:
+        """Bytes of the most pages that the agents' histories have filled since a time of `time.monotonic`."""
         size, held = self._page
-        return sum(held * -(-agent.tokens // size) for agent in agents)
+        return sum(held * -(-agent.most_tokens(since) // size) for agent in agents)
 
     def poll(self, agents: list[Agent]) -> Polled:
         """What is there now."""
-        before = self.needed_bytes(agents)  # a session that is closed meanwhile counts with its pages
-        metrics = self.metrics()
-        return Polled(time.monotonic(), metrics, self.resident_bytes(), max(before, self.needed_bytes(agents)), self.cpu_seconds())
+        began, metrics = time.monotonic(), self.metrics()
+        return Polled(time.monotonic(), metrics, self.resident_bytes(), self.needed_bytes(agents, began - LATE_S), self.cpu_seconds())
 
     def resident_bytes(self) -> int:
         """Memory of the process; 0 where the system does not tell."""

@@ -116,11 +116,10 @@ def test_weights_are_hashed_once_while_they_live(model_factory, monkeypatch):
     assert hashed == [model.params["embed"].shape]
     model.params["embed"] = other.params["embed"]  # in place: the same model object
     assert fingerprint(model) == fingerprint(other)
-    kept = len(module._digests)
     del other, model
     gc.collect()
     fingerprint(model_factory(num_layers=1))  # keeps the digests of its own weights, and drops those of dead ones
-    assert len(module._digests) < kept
+    assert all(array() is not None for array, _ in module._digests.values())
 
 
 def test_fingerprints_of_earlier_versions_are_refused():

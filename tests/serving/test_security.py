@@ -462,6 +462,7 @@ def test_a_call_that_was_given_up_holds_none_of_its_tokens(engine):
     """It stays in its queue until its turn comes, which may be long."""
     with SessionRuntime(engine, slots=4) as used, busy(used) as session:
         refused(lambda: session.append(TEXT, timeout=0.01), DeadlineExceeded)
+        until(lambda: used._core.records[session.id].waiting)  # a busy machine may post it later
         ((task, _),) = used._core.records[session.id].waiting
         held = [cell.cell_contents for cell in task.__closure__ if callable(cell.cell_contents)]
         lists = [cell.cell_contents for call in held for cell in (call.__closure__ or ()) if isinstance(cell.cell_contents, list)]
