@@ -1,4 +1,4 @@
-"""Unusual configurations of dense families, with weights and prompts from seeds: NumPy alone, for make_dense_golden.py too."""
+"""Unusual configurations of dense families, with weights and prompts from seeds: NumPy alone, for make_family_golden.py too."""
 
 import zlib
 
