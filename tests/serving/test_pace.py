@@ -219,7 +219,10 @@ def test_messages_of_several_tokens_over_the_wire():
             for thread, _ in told:
                 thread.join(60.0)
             assert [found[0][0] for _, found in told] == expected
-            assert all(each[-1] == 0 and len(each) <= 3 and sum(each) == 30 for each in sizes)
+            assert all(each[-1] == 0 and sum(each) == 30 for each in sizes)
+            *others, most = sorted(map(len, sizes))
+            assert max(others) <= 3
+            assert most <= 4  # on a busy machine one of them has the first turn, before the one whose reader takes nothing
             slow.cancel()
     finally:
         server.stop(drain_s=0.0)
