@@ -85,9 +85,9 @@ def _fp8_product(x, weight: PackedMatrix, out_dtype):
 
 def _cpu_product(x, weight: PackedMatrix, out_dtype):
     """Few tokens by integer codes: without a widened matrix."""
-    if x.shape[0] > FEW or not cpu_codes.takes(weight):
+    if x.shape[0] > FEW or not cpu_codes.takes(weight, x.shape[0]):
         return _tiled_product(_packed_product, x, weight, TILE_BYTES // x.dtype.itemsize, out_dtype)
-    if weight.format.codes == "int8":
+    if weight.format.codes == "int8" and weight.format.columns is None:
         return _codes_product(x, weight, out_dtype)
     return _tiled_product(_codes_product, x, weight, CODES_TILE, out_dtype)
 
