@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array
 
 from kvjax.layers import AttentionLayer, Mixer
-from kvjax.models.tensors import RowsOf, Tensor
+from kvjax.models.tensors import RowsOf, Tensor, View
 from pallas_kernels.matrices import PackedMatrix, is_packed
 
 
@@ -49,26 +49,10 @@ _HEADS = frozenset({"q", "k", "q_bias", "k_bias", "q_norm", "k_norm"})
 
 
 @dataclasses.dataclass(frozen=True)
-class ColumnsOf:
+class ColumnsOf(View):
     """The columns of another tensor in another order (see `kvjax.models.tensors.Tensor`)."""
 
-    tensor: Tensor
     columns: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        """That of the other tensor."""
-        return self.tensor.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the other tensor."""
-        return self.tensor.shape
-
-    @property
-    def dtype(self) -> str:
-        """That of the other tensor."""
-        return self.tensor.dtype
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """`Tensor.read`."""

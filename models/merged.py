@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvjax.models.tensors import Stored, Tensor
+from kvjax.models.tensors import Stored, Tensor, View
 
 ROWS = 4096
 """Rows of an embedding that are read at a time for the norms of its columns."""
@@ -92,21 +92,10 @@ class Added:
 
 
 @dataclasses.dataclass(frozen=True)
-class Merged:
+class Merged(View):
     """A tensor after changes, in order. Rows are float32, and are rounded once, when they are loaded."""
 
-    tensor: Tensor
     changes: tuple[Change, ...]
-
-    @property
-    def name(self) -> str:
-        """That of the tensor."""
-        return self.tensor.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the tensor."""
-        return self.tensor.shape
 
     @property
     def dtype(self) -> str:
@@ -127,16 +116,10 @@ class Merged:
 
 
 @dataclasses.dataclass(frozen=True)
-class Replaced:
+class Replaced(View):
     """A tensor of an adapter in the place of the model's `tensor`, which has the same shape."""
 
-    tensor: Tensor
     by: Stored
-
-    @property
-    def name(self) -> str:
-        """That of the model's."""
-        return self.tensor.name
 
     @property
     def shape(self) -> tuple[int, ...]:

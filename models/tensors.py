@@ -93,12 +93,10 @@ class Stored:
 
 
 @dataclasses.dataclass(frozen=True)
-class RowsOf:
-    """Some rows of another tensor, in the order of `rows`: a part of a fused matrix (a range), or rows in another order. It is
-    `RowsPacked`, too."""
+class View:
+    """Another tensor, shown in another way. `read` and what differs are its subclasses'."""
 
     tensor: Tensor
-    rows: range | tuple[int, ...]
 
     @property
     def name(self) -> str:
@@ -107,13 +105,26 @@ class RowsOf:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As many rows as are named."""
-        return (len(self.rows), *self.tensor.shape[1:])
+        """That of the other tensor."""
+        return self.tensor.shape
 
     @property
     def dtype(self) -> str:
         """That of the other tensor."""
         return self.tensor.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsOf(View):
+    """Some rows of another tensor, in the order of `rows`: a part of a fused matrix (a range), or rows in another order. It is
+    `RowsPacked`, too."""
+
+    rows: range | tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As many rows as are named."""
+        return (len(self.rows), *self.tensor.shape[1:])
 
     @property
     def format(self) -> MatrixFormat | None:
