@@ -213,7 +213,7 @@ def production(
     opened: bool = True,
     **static,
 ) -> tuple:
-    """(op, arrays, keywords) of a call over `tokens` tokens a row: cascade:4, if `static` does not say otherwise. frames: with a table of
+    """(op, arrays, keywords) of a call over `tokens` tokens a row: cascade:4/32, if `static` does not say otherwise. frames: with a table of
     them. format: of packed pages, see `packed_suite`; opened: with open ones beside them."""
     sizes = {"kind": "bounds", "block_size": 128, "budget": 4, "shortlist": 32, "codes_kind": "keys4", "sink": 1, "local": 4}
     keywords = sizes | {"sm_scale": head_dim**-0.5, "config": None} | static
@@ -243,7 +243,7 @@ SPILL_FREE = {
     for name, heads in {"28/4": (28, 4), "32/8": (32, 8)}.items()
     for form in FORMS
 } | {
-    "cascade:4": production(),
+    "cascade:4/32": production(),
     "head dim 64": production(heads=(32, 8), head_dim=64),
     "float16": production(dtype="float16", batch=8),
     "batch 8, a million tokens": production(batch=8, tokens=1 << 20),
@@ -273,7 +273,7 @@ WIDE = {
 """Twice the accumulators, so that spilling some is no news."""
 
 
-@pytest.mark.parametrize("case", rest_long(SPILL_FREE | WIDE, "cascade:4", "4 drafts, batch 8, frames", "by its own keys, int8"))
+@pytest.mark.parametrize("case", rest_long(SPILL_FREE | WIDE, "cascade:4/32", "4 drafts, batch 8, frames", "by its own keys, int8"))
 def test_lowers_and_is_picked_on_hopper(cuda, on_hopper, picked, case):
     call = (SPILL_FREE | WIDE)[case]
     assert "refined_kernel" in cuda.lower(*call)

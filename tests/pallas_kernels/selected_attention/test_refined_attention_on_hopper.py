@@ -34,7 +34,7 @@ BASE = {
 } | SIZES
 OF_128 = {"block_size": 128, "shortlist": 16, "budget": 4, "local": 4}
 CASES = {
-    "cascade:2": OF_128,
+    "cascade:2/16": OF_128,
     "1 bit": OF_128 | {"codes_kind": "keys1"},
     "2 bits, float16, by means": OF_128 | {"codes_kind": "keys2", "dtype": "float16", "kind": "mean"},
     "blocks of 16": {"shortlist": 64, "budget": 16, "local": 32},
@@ -99,7 +99,7 @@ def test_bits_every_time_and_in_any_company(tools, arguments):
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 128 << 10), (8, 128 << 10), (1, 1 << 20)])
 def test_long_contexts(tools, batch, tokens):
-    """As cascade:4 has them. A list that is not the reference's has a candidate whose score is as good, but for rounding; few have."""
+    """As cascade:4/32 has them. A list that is not the reference's has a candidate whose score is as good, but for rounding; few have."""
     width, keys = tokens // 128, jax.random.split(jax.random.key(batch), 4)
     shape = (width + 3, 4, 128, 128)
     k, v = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys[:2])
