@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from real_checkpoint import SOURCE
+from real_checkpoint import CHECKPOINTS
 
 from kvjax.fidelity.documents import load, rendered
 from kvjax.fidelity.statistics import proportion
@@ -262,7 +262,7 @@ def test_the_page_of_a_model_that_others_made_is_what_its_files_make():
     """And each file names the model by package, version and SHA-256, or is of the embedded one, for comparison."""
     text = (ROOT / "docs/smollm2.md").read_text(encoding="utf-8")
     assert rendered(text, SMOLLM2, "smollm2") == text
-    assert [panel["settings"].get("model from", "needle") for panel in SMOLLM2] == ["needle"] + [SOURCE] * 6
+    assert [panel["settings"].get("model from", "needle") for panel in SMOLLM2] == ["needle"] + [CHECKPOINTS["smollm2"].source] * 6
     counted = 0
     for panel in SMOLLM2[1:]:
         (length,) = panel["settings"]["lengths"]
