@@ -213,7 +213,7 @@ def production(
     opened: bool = True,
     **static,
 ) -> tuple:
-    """(op, arrays, keywords) of a call over `tokens` tokens a row: cascade:4/32, if `static` does not say otherwise. frames: with a table of
+    """(op, arrays, keywords) over `tokens` tokens a row: cascade:4/32, if `static` does not say otherwise. frames: with a table of
     them. format: of packed pages, see `packed_suite`; opened: with open ones beside them."""
     sizes = {"kind": "bounds", "block_size": 128, "budget": 4, "shortlist": 32, "codes_kind": "keys4", "sink": 1, "local": 4}
     keywords = sizes | {"sm_scale": head_dim**-0.5, "config": None} | static
