@@ -48,6 +48,11 @@ CASES = {
     "a page is missing": OF_128 | {"hole": True},
     "equal keys": OF_128 | {"keys": "equal"},
     "a shortlist of 128": {"shortlist": 128, "budget": 40},
+    "a shortlist of 256 among more blocks": {"shortlist": 256, "budget": 8, "local": 32},
+    "every block in the shortlist": OF_128 | {"shortlist": 256, "budget": 8},
+    "every block in the shortlist, head dim 256, a page is missing": OF_128
+    | {"head_dim": 256, "kv_heads": 1, "group": 4, "shortlist": 256, "budget": 8, "hole": True},
+    "a shortlist longer than a CTA's threads": {"head_dim": 256, "kv_heads": 1, "group": 4, "shortlist": 256, "budget": 20},
     "int8 pages": OF_128 | {"format": "int8"},
     "int8 pages per channel, 4 drafts": OF_128 | {"format": "int8 per channel", "num_queries": 4},
     "fp8 pages, blocks of 16": {"format": "fp8", "shortlist": 64, "budget": 16, "local": 32},
