@@ -37,6 +37,7 @@ CASES = {
     "frames": {"framed": True, "lengths": (384,)},
     "more than a block for each CTA": {"shortlist": 19, "budget": 9, "lengths": (384,)},
     "all that are short-listed": {"shortlist": 3, "lengths": (384,)},
+    "a warp takes whole blocks": OF_64 | {"shortlist": 130, "lengths": (700,), "group": 9},
     "budget of none": {"budget": 0, "lengths": (384,)},
     "a shortlist longer than the table": {"shortlist": 40, "lengths": (384,)},
     "a shortlist longer than a CTA has threads": {"shortlist": 260, "budget": 9, "lengths": (384,)},
@@ -158,8 +159,8 @@ BUGS = {
     "sink and local keys are not in the softmax": (refined, "_total", _without_near),
     "of equal blocks the higher": (refined, "_share", _last_of_equals),
     "the first head chooses": (refined, "_share", _of_the_first_head),
-    "codes of the block before": (CodedKeys, "copy", lambda *args: COPY(*args[:-2], args[-2] - 1, args[-1])),
-    "every turn has the keys of the first": (CodedKeys, "copy", lambda *args: COPY(*args[:-1], args[-1] * 0)),
+    "codes of the block before": (CodedKeys, "copy", lambda *args: COPY(*args[:4], args[4] - 1, *args[5:])),
+    "every turn has the keys of the first": (CodedKeys, "copy", lambda *args: COPY(*args[:5], args[5] * 0, *args[6:])),
     "sums of lanes are added up twice": (decode_turns.Folded, "to_go_on", lambda self: self),
     "sink and local keys are not attended to": (decode_turns.Folded, "to_go_on", _emptied),
     "what CTAs have found is not sent": (refined, "_exchange", lambda *args: None),
@@ -172,9 +173,17 @@ BUGS |= {
     f"every {name} has the keys of the first": (PageKeys, "copy", lambda *args, n=n: COPY_KEYS(*args[:n], args[n] * 0, *args[n + 1 :]))
     for n, name in ((4, "head"), (6, "block of a page"), (7, "turn of a block"))
 }
+BUGS["queries are scaled for no block"] = CodedKeys, "scaled", lambda self, *args: self.nothing_scaled()
 BUGS["sums of near keys stay in their natural order"] = packed_turns, "coded_order", lambda acc: acc
 BUGS["sums of codes stay in the order of bytes"] = packed_turns, "natural_order", lambda acc: acc
-FOR_BUGS = ("equal keys", "blocks of 64", "groups of 9, two KV heads", "int8 pages", "by its own keys, blocks of 64, two KV heads")
+FOR_BUGS = (
+    "equal keys",
+    "blocks of 64",
+    "a warp takes whole blocks",
+    "groups of 9, two KV heads",
+    "int8 pages",
+    "by its own keys, blocks of 64, two KV heads",
+)
 
 
 @pytest.mark.quick("CTAs do not wait for each other")
