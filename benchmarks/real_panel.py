@@ -40,7 +40,7 @@ class Run:
     checkpoint: str
     lengths: tuple[int, ...]
     trials: int = 400
-    windows: int = 4
+    windows: int = 5
     batch: int = BATCH
 
 
@@ -48,7 +48,7 @@ RUNS = {
     "smollm2": Run("smollm2", (2048, 4096, 8192)),
     "gemma3": Run("gemma3", (2048, 4096, 8192)),
     "gemma3-16k": Run("gemma3", (16384,)),
-    "gemma3-32k": Run("gemma3", (32768,), windows=2, batch=50),
+    "gemma3-32k": Run("gemma3", (32768,), windows=3, batch=50),
 }
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.bits
 
 START = [sys.executable, "-c", "from kvjax.serving.cli import main; main()"]
 SIZES = ("--lengths", "256,320", "--trials", "4", "--distractors", "2", "--windows", "2", "--steps", "24", "--free-steps", "6")
-PAGES = ("--max-batch", "4", "--page-size", "16", "--prefill-chunk", "64")
+PAGES = ("--max-batch", "4", "--again", "2", "--page-size", "16", "--prefill-chunk", "64")
 POLICIES = ("--policies", "dense,window:140")
 UNITS = 2 * (1 + 2)
 
