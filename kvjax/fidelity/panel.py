@@ -1,6 +1,6 @@
 """The panel: measures every policy in one engine, on the same prefilled texts, in units of work. Keep the records of finished units.
 
-    panel = Panel(model, text, Plan(policies=("dense", "top:8"), lengths=(8192,)))
+    panel = Panel(model, text, Plan(policies=("dense", "cascade:8"), lengths=(8192,)))
     records = [panel.measure(unit) for unit in panel.units()]
     figures = kvjax.fidelity.report.summarize(panel.plan, records)
 

@@ -236,24 +236,34 @@ def _choose(r: Shape, found, scratch):
             with lanes.when(lanes.lane() == 0):
                 lanes.store_shared(scratch["totals_s"], row, total)
     lanes.cta_barrier(s.threads)
-    i = lanes.thread()
-    number = lanes.minimum(i, r.shortlist - 1)
-    key = lanes.where(i < found, choose.key_of(_share(r, number, scratch)), choose.NO_KEY)
     size = r.scratch_words()["shares_s"]
-    with lanes.when(i < size):
-        lanes.store_shared(scratch["shares_s"], i, key)
+    for start in range(0, size, s.threads):
+        i = lanes.thread() + start
+        share = _share(r, lanes.minimum(i, r.shortlist - 1), scratch)
+        with lanes.when(i < size):
+            lanes.store_shared(scratch["shares_s"], i, lanes.where(i < found, choose.key_of(share), choose.NO_KEY))
     lanes.cta_barrier(s.threads)
+    kept = lanes.i32(0)
+    for start in range(0, r.shortlist, s.threads):
+        i = lanes.thread() + start
+        chosen = (i < found) & (_better(size, i, scratch["shares_s"]) < r.k)
+        slot, count = lane_sums.before(lanes.where(chosen, lanes.i32(1), 0), scratch["exchange_s"], s.threads)
+        with lanes.when(chosen):
+            lanes.store_shared(scratch["chosen_s"], kept + slot, i)
+        kept = kept + count
+        lanes.cta_barrier(s.threads)
+    return kept
+
+
+def _better(size: int, i, shares_s):
+    """How many of `size` keys are chosen before key number i."""
+    (key,) = lanes.load_shared(shares_s, lanes.minimum(i, size - 1))
     better = lanes.i32(0)
     for start in range(0, size, 4):
-        for j, other in enumerate(lanes.load_shared(scratch["shares_s"], start, count=4)):
+        for j, other in enumerate(lanes.load_shared(shares_s, start, count=4)):
             ahead = (other > key) | ((other == key) & (i > start + j))
             better = better + lanes.where(ahead, lanes.i32(1), 0)
-    chosen = (i < found) & (better < r.k)
-    slot, kept = lane_sums.before(lanes.where(chosen, lanes.i32(1), 0), scratch["exchange_s"], s.threads)
-    with lanes.when(chosen):
-        lanes.store_shared(scratch["chosen_s"], slot, i)
-    lanes.cta_barrier(s.threads)
-    return kept
+    return better
 
 
 def _total(r: Shape, found, row, scratch):

@@ -68,7 +68,7 @@ def fidelity_command(
             help="Decode policies, separated by commas; dense is always the reference. 'baselines': ways to choose 4 blocks, by bounds, "
             "means, keys in few bits, a share of attention, and the oracle."
         ),
-    ] = "dense,window:640,window:4736,top:8,top:32,mean:8,quest:64",
+    ] = "dense,window:640,window:4736,cascade:8,cascade:32,top:8,top:32,quest:64",
     lengths: Annotated[str, typer.Option(help="Tokens of whole contexts, separated by commas.")] = "8k",
     tasks: Annotated[
         str, typer.Option(help="Tasks to run, separated by commas: needle, multi-needle, multi-query, tracking, wordings, passage, repeat.")
