@@ -93,6 +93,20 @@ def test_files_of_several_commands_stand_in_one_part_and_say_whose_they_are(tmp_
     assert rendered(mark, [], "here") == "<!-- fidelity:here -->\n*Not measured yet.*\n<!-- /fidelity -->"
 
 
+def test_an_overview_has_a_row_for_each_cell_and_brackets_where_dense_cannot():
+    panels = load([ROOT / f"benchmarks/results/h200/{name}.json" for name in ("fidelity-panel", "fidelity-haystacks")])
+    text = rendered("<!-- fidelity:overview -->\n<!-- /fidelity -->", panels, "overview")
+    _, head, _, *rows, _ = text.splitlines()
+    cells = {tuple(row.split(" | ")[1:3]): row.strip("| ").split(" | ") for row in rows}
+    names = head.strip("| ").split(" | ")
+    assert len(rows) == len(cells) == 3 + 3
+    top = names.index("top:8 (1,664)")
+    assert cells["8,192", "needle in codes"][3] == "200/200"
+    assert cells["8,192", "needle in codes"][top].startswith("-6.0 [-")
+    assert [cells["8,192", "needle in near-miss"][i][0] for i in (3, top)] == ["(", "("]
+    assert "*Not measured yet.*" in rendered(text, [], "overview")
+
+
 def test_giving_pages_back_changes_no_figure():
     """A window that forgot its sinks, or gave a page back too early, would differ."""
     rows = {row["policy"]: row for row in RELEASED[0]["forced"]}
@@ -255,12 +269,25 @@ def found_at_depths(name: str) -> dict[str, list[int]]:
     return found
 
 
+REAL = load(list((ROOT / "benchmarks/results/h200").glob("real-*.json")))
+
+
+def test_the_page_of_real_checkpoints_is_what_their_files_make():
+    """And each file names the model by packages and SHA-256, not by a path."""
+    text = (ROOT / "docs/real-checkpoints.md").read_text(encoding="utf-8")
+    for part in ("overview", "real"):
+        assert rendered(text, REAL, part) == text
+    known = [checkpoint.source for checkpoint in CHECKPOINTS.values()]
+    assert all(panel["settings"]["model from"] in known for panel in REAL)
+    assert not any("/" in panel["settings"]["model"] for panel in REAL)
+
+
 SMOLLM2 = load(list((ROOT / "benchmarks/results/h200").glob("smollm2-*.json")))
 
 
 def test_the_page_of_a_model_that_others_made_is_what_its_files_make():
     """And each file names the model by package, version and SHA-256, or is of the embedded one, for comparison."""
-    text = (ROOT / "docs/smollm2.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/real-checkpoints.md").read_text(encoding="utf-8")
     assert rendered(text, SMOLLM2, "smollm2") == text
     assert [panel["settings"].get("model from", "needle") for panel in SMOLLM2] == ["needle"] + [CHECKPOINTS["smollm2"].source] * 6
     counted = 0

@@ -58,7 +58,7 @@ RULES = {
     "that dense cannot; they enter no average and no pair.",
     "pairs": "Every policy answers the same trials from the same cache as dense. lost: dense only; gained: the policy only. "
     "p_value: exact McNemar, two-sided; p_loss: one-sided exact binomial; difference: Newcombe's interval for paired proportions.",
-    "noise floor": f"'{ALONE}' is dense with each row decoded alone and in reverse order, against dense in the batch.",
+    "noise floor": f"'{ALONE}' is dense with each row decoded alone, or `again` rows together, the last first, against dense in the batch.",
     "confident": f"A step is confident where dense's two most likely tokens are more than {CONFIDENT_MARGIN} nats apart. The pool of a "
     "policy is every window of every length of this run, none left out; 'members' lists them.",
     "autocorrelation": "The Wilson interval of an agreement takes steps as independent. Steps of one window are not, so it is too narrow: "
@@ -340,7 +340,7 @@ def kinds_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]
     if len(kinds) > 1:
         for length, name in dict.fromkeys((row["length"], row["policy"]) for row in figures["retrieval"]):
             mine = [row for row in figures["retrieval"] if (row["length"], row["policy"]) == (length, name)]
-            found = [_found(row) + ("" if name == "dense" or not row["trials"] else f", {_difference(row)}") for row in mine]
+            found = [found_of(row) + ("" if name == "dense" or not row["trials"] else f", {_difference(row)}") for row in mine]
             rows.append([policy_and_keys(name), f"{length:,}", *found])
     return columns, rows
 
@@ -457,7 +457,7 @@ def _cells(figures: dict[str, Any], row: dict[str, Any]) -> list[str]:
     name = row["policy"]
     forced, speed = _find(figures["forced"], row), _find(figures["speed"], row)
     matched = row["exact_match"]
-    cells = [policy_and_keys(name), f"{row['keys_per_step']:,.0f}", _found(row)]
+    cells = [policy_and_keys(name), f"{row['keys_per_step']:,.0f}", found_of(row)]
     cells.append(span(matched["low"], matched["high"]) if matched else "")
     pairs = row["against_dense"]
     cells += ["", "", ""] if name == "dense" or not pairs else [_pairs(row), points(pairs["difference"]), f"{pairs['p_value']:.2g}"]
@@ -492,7 +492,7 @@ def _nominal_keys(name: str) -> int | None:
     return keys if isinstance(keys, int) else None
 
 
-def _found(row: dict[str, Any]) -> str:
+def found_of(row: dict[str, Any]) -> str:
     """Found of the trials that count; in brackets, of all trials, where none counts."""
     if row["trials"]:
         return f"{row['hits']}/{row['trials']}"
