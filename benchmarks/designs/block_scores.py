@@ -1,7 +1,7 @@
 """Scores of blocks, replayed on queries and keys that checkpoints make: which of them find the block that a query needs.
 
     python benchmarks/designs/block_scores.py --model SmolLM2-135M-Instruct.Q4_1.gguf --model gemma-3-270m-q4_k_m.gguf \
-        --length 4096 --length 8192 --contexts 12 --json designs-block-scores.json
+        --length 4096 --length 8192 --contexts 12 --together 4 --json designs-block-scores.json
 
 A context is a needle task's text with its question and answer, of which the model's dense prediction is right. Of every
 full-attention layer the last 64 queries and all keys are recorded. Then every score of `score_kinds.py` chooses 8 of the distant
@@ -22,6 +22,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -257,14 +258,44 @@ def summary(heads: Sequence[dict]) -> dict[str, dict[str, float]]:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Markdown: for each checkpoint and length a row per score, those that recall most first."""
+    """Markdown: for each checkpoint and length a row per score, those that recall most first; then the reasons."""
     made = []
     for run in figures["runs"]:
         lines = ["| score | heads by | bytes / keys | missed | p99 | worst head | regret | recall in 8 | in 32 |"]
         lines.append("| --- | --- |" + " ---: |" * 7)
         lines += [f"| {' | '.join(_cells(row))} |" for row in sorted(run["rows"], key=lambda row: -(row["recall_8"] or 0))]
-        made.append(f"`{run['file']}`, {run['length']:,} tokens, {run['contexts']} contexts:\n\n" + "\n".join(lines))
-    return "\n\n".join([*made, source(figures)])
+        of = f" (SHA-256 `{run['sha256']}`)" if "sha256" in run else ""
+        made.append(f"`{run['file']}`{of}, {run['length']:,} tokens, {run['contexts']} contexts:\n\n" + "\n".join(lines))
+    return "\n\n".join([*made, *why_table(figures["runs"]), source(figures)])
+
+
+REASONS = {
+    "kept_by_exact": "share of attention kept by the exact choice of 8",
+    "kept_by_bounds": "share kept by bounds of 128",
+    "rank_of_best": "rank by bounds of the block with most attention, 0 the best",
+    "largest_sd": "largest logits of blocks: standard deviation over a query's blocks",
+    "loose": "bound less largest logit: mean",
+    "loose_sd": "bound less largest logit: standard deviation over a query's blocks",
+    "widest": "share of looseness in the 4 channels with the widest boxes",
+    "fast": "share of looseness in channels that turn once or more within a block",
+    "fast_channels": "share of channels that do",
+    "constant": "share of looseness in channels whose mean is above their standard deviation",
+    "constant_channels": "share of channels whose mean is",
+    "mean_norm": "squared norm of the mean key, of the mean squared norm",
+    "key_norm": "norm of keys: mean",
+    "key_norm_sd": "norm of keys: standard deviation",
+    "sink": "share of attention on the first block",
+}
+"""Rows of the table of reasons, by the name of the figure."""
+
+
+def why_table(runs: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """A title, and a column for each run's KV heads: all, and those that retrieve."""
+    columns = [(run, group, why) for run in runs for group, why in run["why"].items()]
+    titles = (f"`{run['file']}`, {run['length']:,}: {group} ({why['kv_heads']})" for run, group, why in columns)
+    lines = [f"| of KV heads | {' | '.join(titles)} |", "| --- |" + " ---: |" * len(columns)]
+    lines += [f"| {said} | {' | '.join(f'{why[name]:.3g}' for _, _, why in columns)} |" for name, said in REASONS.items()]
+    return "Why bounds rank blocks wrongly; logits are in nats:", "\n".join(lines)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -290,6 +321,18 @@ def source_of(name: str, model) -> dict[str, str]:
     return found
 
 
+def measure(cell: tuple[str, Any, int], haystack: str, count: int, draws: int) -> dict[str, Any] | None:
+    """The figures of one checkpoint (its name, the model) and length. None, and a line that says so, where too few trials can be used."""
+    name, model, length = cell
+    found = list(contexts(model, haystack, length, count, draws))
+    if len(found) < 2:
+        typer.echo(f"{name}: {len(found)} of {draws} trials of {length:,} tokens can be used, fewer than 2; skipped")
+        return None
+    rows, heads = replay(model, found)
+    run = source_of(name, model) | {"length": length, "contexts": len(found), "why": summary(heads)}
+    return run | {"rows": rows, "heads": heads}
+
+
 def main(
     json_out: Annotated[Path, typer.Option("--json", help="Write the figures here; with --into, read them.")],
     model: Annotated[list[str] | None, typer.Option(help="Checkpoint, as in kvjax.load; may be given several times.")] = None,
@@ -297,6 +340,7 @@ def main(
     contexts_wanted: Annotated[int, typer.Option("--contexts", min=2, help="Contexts of each checkpoint and length.")] = 12,
     draws: Annotated[int, typer.Option(min=2, help="Trials among which they are looked for.")] = 48,
     text: Annotated[Path | None, typer.Option(help="Text of the haystacks. [default: Python's documentation]", show_default=False)] = None,
+    together: Annotated[int, typer.Option(min=1, help="Checkpoints and lengths at a time: on a GPU this compiles in parallel.")] = 1,
     into: Annotated[Path | None, typer.Option(help="Make the table of this page from the JSON file, and measure nothing.")] = None,
 ) -> None:
     """Compare scores of blocks on what checkpoints attend to."""
@@ -309,18 +353,13 @@ def main(
         raise typer.BadParameter(f"--length must be a multiple of {CHUNK} and at least 2048, got {lengths}: round it")
     haystack = documentation_text() if text is None else text.read_text(encoding="utf-8")
     settings = {"text": "pydoc_data.topics" if text is None else text.name, "draws": draws, "kept": KEPT, "sink": SINK, "local": LOCAL}
-    for name in model or ["needle"]:
-        loaded = kvjax.load(name, dtype="float32")
-        for tokens in lengths:
-            found = list(contexts(loaded, haystack, tokens, contexts_wanted, draws))
-            if len(found) < 2:
-                typer.echo(f"{name}: {len(found)} of {draws} trials of {tokens:,} tokens can be used, fewer than 2; skipped")
-                continue
-            rows, heads = replay(loaded, found)
-            run = source_of(name, loaded) | {"length": tokens, "contexts": len(found), "why": summary(heads), "rows": rows, "heads": heads}
-            runs.append(run)
-            figures = {"bench": "designs-block-scores", "settings": settings | {"queries": LATEST, "block": BLOCK}, "runs": runs}
-            write_result(json_out, figures)
+    settings |= {"queries": LATEST, "block": BLOCK}
+    models = [(name, kvjax.load(name, dtype="float32")) for name in model or ["needle"]]
+    cells = [(*each, tokens) for each in models for tokens in lengths]
+    with ThreadPoolExecutor(together) as pool:
+        for run in pool.map(partial(measure, haystack=haystack, count=contexts_wanted, draws=draws), cells):
+            runs += [run] * (run is not None)
+            write_result(json_out, {"bench": "designs-block-scores", "settings": settings, "runs": runs})
     typer.echo(table(json.loads(json_out.read_text(encoding="utf-8"))) if runs else "nothing was measured")
 
 

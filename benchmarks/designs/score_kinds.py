@@ -176,17 +176,25 @@ def bounds_before_rope(x: Layer, fast: str = "before") -> Estimate:
 def k_means(x: Layer, count: int, bits: int = 16, rounds: int = 3) -> Estimate:
     """Log-sum-exp over centroids of a block's keys, each counted by its keys. The first centroids are keys far from each other."""
     keys = x.blocks.swapaxes(1, 2)
-    distance, chosen = ((keys - keys.mean(2, keepdims=True)) ** 2).sum(-1), []
-    for _ in range(count):
-        chosen.append(jnp.take_along_axis(keys, jnp.argmax(distance, -1)[..., None, None], 2))
-        distance = jnp.minimum(distance, ((keys - chosen[-1]) ** 2).sum(-1))
-    centers = jnp.concatenate(chosen, 2)
-    for _ in range(rounds):
+
+    def choose(number, state):
+        distance, centers = state
+        key = jnp.take_along_axis(keys, jnp.argmax(distance, -1)[..., None, None], 2)[:, :, 0]
+        distance = jnp.minimum(distance, ((keys - key[:, :, None]) ** 2).sum(-1))
+        return distance, jax.lax.dynamic_update_index_in_dim(centers, key, number, 2)
+
+    def assign(_, state):
+        centers, _ = state
         apart = (centers**2).sum(-1)[:, :, None] - 2 * jnp.einsum("nksd,nkcd->nksc", keys, centers, precision="highest")
         member = jax.nn.one_hot(apart.argmin(-1), count)
         size = member.sum(2)
         sums = jnp.einsum("nksc,nksd->nkcd", member, keys, precision="highest")
-        centers = jnp.where(size[..., None] > 0, sums / jnp.maximum(size, 1)[..., None], centers)
+        return jnp.where(size[..., None] > 0, sums / jnp.maximum(size, 1)[..., None], centers), size
+
+    distance = ((keys - keys.mean(2, keepdims=True)) ** 2).sum(-1)
+    centers = jnp.zeros((*keys.shape[:2], count, keys.shape[3]))
+    centers = jax.lax.fori_loop(0, count, choose, (distance, centers))[1]
+    centers, size = jax.lax.fori_loop(0, rounds, assign, (centers, jnp.zeros(centers.shape[:3])))
     rows = centers.swapaxes(1, 2)
     if bits < 16:
         rows = codes(rows, bits)
