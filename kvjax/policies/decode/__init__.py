@@ -19,7 +19,7 @@ from kvjax.policies.decode.mass import KeepsByMass, LearnsFromPrefill, MassConte
 from kvjax.policies.decode.naming import FORMS, built_in, identity, name_of, parse, parse_recorded, register
 from kvjax.policies.decode.top_blocks import TopBlocks
 from kvjax.policies.decode.top_tokens import TopTokens
-from kvjax.policies.decode.watched import Missed, Watched
+from kvjax.policies.decode.watched import Watched
 from kvjax.policies.decode.window import Window
 
 __all__ = [
@@ -35,7 +35,6 @@ __all__ = [
     "KeepsByMass",
     "LearnsFromPrefill",
     "MassContext",
-    "Missed",
     "PrefillMass",
     "ScoresBlocks",
     "SelectContext",

@@ -10,17 +10,19 @@ import dataclasses
 import functools
 import math
 import numbers
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kvjax.cache.groups import Reach
 from kvjax.cache.types import IndexSpec, LayerCache, PagedKV
 from kvjax.checks import whole_number
+from kvjax.missed import Missed
 from kvjax.policies.decode.base import Blocks, DecodePolicy, SelectContext, Stateless, StateSpec, keys_listed
 from kvjax.policies.decode.dense import Dense
 from kvjax.policies.decode.top_tokens import TopTokens
@@ -37,8 +39,8 @@ OWN, WIDE, WHOLE = range(3)
 """What a head reads: the policy's list, one of `LARGER` times the budget, every key."""
 
 LAST, LEVEL, SAMPLES, TOTAL, LARGEST, ALARMS, STEPS, MORE = range(8)
-"""Columns of the state, per KV head: the position of the latest step; what the head reads; measured steps; the sum of their shares, each the
-mean over the query heads; the largest share of a query head; alarms; steps that read more than the policy's list; keys that these read
+"""Columns of the state, per KV head: the position of the latest step; what the head reads; measured steps; the sum of their shares, each
+the mean over the query heads; the largest share of a query head; alarms; steps that read more than the policy's list; keys that these read
 more. Whole numbers are exact up to 2^24."""
 
 
@@ -62,7 +64,9 @@ class Watched(Stateless):
     def __post_init__(self):
         share = self.max_missed
         if isinstance(share, bool) or not isinstance(share, numbers.Real) or not 0 < share <= 1:  # NaN fails every comparison
-            raise ValueError(f"max_missed must be a share above 0 and at most 1, got {share!r:.60}: use 0.02, or 1 to measure without an alarm")
+            raise ValueError(
+                f"max_missed must be above 0 and at most 1, got {share!r:.60}: use 0.02, or 1 to measure without an alarm"
+            )
         object.__setattr__(self, "max_missed", float(share))
         object.__setattr__(self, "every", whole_number("every", self.every, 1))
         if (reason := _why_not(self.policy)) is not None:
@@ -205,48 +209,6 @@ def missed_share(listed: Float32[Array, "..."], whole: Float32[Array, "..."]) ->
     return jnp.clip(-jnp.expm1(listed - whole), 0, 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Missed:
-    """What steps were measured to miss, and what the alarm did: of one answer, or summed over several (`+`).
-
-    measured: shares, one for each measured step, layer and KV head. share: their sum. largest: the largest share of a query head; layer and
-    head: where: the number of the layer among those that attend to pages, and that of its KV head. alarms: times that a head's share was too
-    large. wide, whole: heads that read the larger budget, and every key, in the end. steps: those of such heads, each counted for itself.
-    keys: how many more these read, summed over heads.
-    """
-
-    measured: int = 0
-    share: float = 0.0
-    largest: float = 0.0
-    layer: int | None = None
-    head: int | None = None
-    alarms: int = 0
-    wide: int = 0
-    whole: int = 0
-    steps: int = 0
-    keys: float = 0.0
-
-    @property
-    def mean(self) -> float:
-        """The mean share; 0 if nothing was measured."""
-        return self.share / self.measured if self.measured else 0.0
-
-    def __add__(self, other: Missed) -> Missed:
-        most = max(self, other, key=lambda each: each.largest)
-        own, more = dataclasses.asdict(self), dataclasses.asdict(other)
-        place = {"largest": most.largest, "layer": most.layer, "head": most.head}
-        return Missed(**{name: own[name] + more[name] for name in own if name not in place} | place)
-
-    def __str__(self) -> str:
-        """For reports: one line."""
-        where = f", in layer {self.layer}, KV head {self.head}" if self.layer is not None else ""
-        said = f"{self.mean:.2%} of attention on average, {self.largest:.2%} at most{where} ({self.measured:,} samples)"
-        if not self.alarms:
-            return f"{said}; no alarm"
-        read = f"{self.steps:,} steps of a head read {self.keys:,.0f} keys more"
-        return f"{said}; {self.alarms:,} alarms: {self.wide:,} heads read a larger budget, {self.whole:,} every key; {read}"
-
-
 def missed_of(policy: Any, states: Sequence[Any] | None) -> Missed | None:
     """What a sequence's steps under a policy missed; None where the policy is not watched. states: of its layers; None before its first
     step. Waits for the device."""
@@ -256,13 +218,14 @@ def missed_of(policy: Any, states: Sequence[Any] | None) -> Missed | None:
         return Missed()
     layers = [np.asarray(each, np.float64)[0] for each in jax.device_get(tuple(states))]
     sums = sum(layer.sum(axis=0) for layer in layers)
-    heads = [(layer[head, LARGEST], number, head) for number, layer in enumerate(layers) for head in range(len(layer)) if layer[head, SAMPLES]]
-    largest, layer, head = max(heads, key=lambda each: each[0], default=(0.0, None, None))
     if not math.isfinite(sums[TOTAL]):  # so are the logits of such a step, and the answer is an error
         return Missed()
-    counts = {name: int(sums[column]) for name, column in (("measured", SAMPLES), ("alarms", ALARMS), ("steps", STEPS))}
-    counts |= {name: int(sum((each[:, LEVEL] == level).sum() for each in layers)) for name, level in (("wide", WIDE), ("whole", WHOLE))}
-    return Missed(share=float(sums[TOTAL]), largest=float(largest), layer=layer, head=head, keys=float(sums[MORE]), **counts)
+    heads = [(row[LARGEST], number, head) for number, layer in enumerate(layers) for head, row in enumerate(layer) if row[SAMPLES]]
+    largest, layer, head = max(heads, key=operator.itemgetter(0), default=(0.0, None, None))
+    counts = {name: int(sums[column]) for name, column in (("samples", SAMPLES), ("alarms", ALARMS), ("steps", STEPS), ("keys", MORE))}
+    for name, level in (("wide_heads", WIDE), ("dense_heads", WHOLE)):
+        counts[name] = int(sum((each[:, LEVEL] == level).sum() for each in layers))
+    return Missed(mean=float(sums[TOTAL] / max(sums[SAMPLES], 1)), largest=float(largest), layer=layer, head=head, **counts)
 
 
 def _why_not(policy: Any) -> str | None:
