@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from kvjax.attend import attends_by_list
@@ -19,7 +20,7 @@ from kvjax.chunk_rows import uneven_work
 from kvjax.learning import PolicyStates
 from kvjax.model import Model, ModelConfig
 from kvjax.policies.choice import Choice, ChoosesDecode, ChoosesPrefill
-from kvjax.policies.decode import Cascade, DecodePolicy, Dense, TopTokens, Window, check_budgets, parse
+from kvjax.policies.decode import Cascade, DecodePolicy, Dense, TopTokens, Watched, Window, check_budgets, parse
 from kvjax.policies.decode.base import chooses_over_devices
 from kvjax.policies.prefill import DensePrefill, PrefillPolicy, SinkWindow, TopTokensPrefill, indexes_of, parse_prefill
 from kvjax.policies.prefill.lists import TileLists
@@ -196,6 +197,8 @@ class DeclaredPolicies:
         shards = self._shards
         if shards is None:
             return
+        if isinstance(policy, Watched) and jax.process_count() > 1:
+            raise ValueError(f"policy {policy} is watched by one process, which reads the figures of all heads: leave out --max-missed")
         if shards.context == 1 or not isinstance(policy, DecodePolicy) or isinstance(policy, ChoosesDecode):
             return  # one that chooses has been bound to the mesh
         if not chooses_over_devices(policy) or not attends_by_list(policy):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvjax.checks import check_salt, whole_number
+from kvjax.missed import Missed
 from kvjax.policies.decode import DecodePolicy
 from kvjax.prompts import Prompt
 from kvjax.sampling import Sampling
@@ -50,7 +51,8 @@ class Completion:
     first, if requested. finish_reason: "stop" (stop token or string), "length" (max_new_tokens), "cancelled" or "error". choices: with n
     above 1, all samples in order, this one first; else (). blocks_per_step and keys_per_step: what one KV head of one layer read on average
     per decoded token (0 if no step ran). found_tokens: those of the prompt that the engine found, and did not compute. prompt_end: the last
-    token ids of the prompt, for `kvjax.text.token_text`. error: the exception that ended the request; everything else is then empty.
+    token ids of the prompt, for `kvjax.text.token_text`. missed: what its steps missed of dense's attention; None where its policy is not
+    watched. error: the exception that ended the request; everything else is then empty.
     """
 
     text: str = ""
@@ -65,6 +67,7 @@ class Completion:
     choices: tuple[Completion, ...] = ()
     found_tokens: int = 0
     prompt_end: tuple[int, ...] = ()
+    missed: Missed | None = None
 
     def __repr__(self) -> str:
         if self.error is not None:

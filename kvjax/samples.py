@@ -16,6 +16,7 @@ from jaxtyping import Array, Int, Int32
 from kvjax.launches import STOP_IDS, Ends
 from kvjax.outcomes import BLOCKS, FINITE, KEYS, TOKENS, listed, unpack
 from kvjax.plans import Decoded, DecodeGroup, Launch
+from kvjax.policies.decode.watched import missed_of
 from kvjax.programs import program
 from kvjax.release import takes_several
 from kvjax.requests import Completion, Request
@@ -129,6 +130,7 @@ class Sample:
             keys_per_step=self.keys / heads,
             found_tokens=self.handle.found_tokens,
             prompt_end=self.handle.prompt_end,
+            missed=missed_of(self.handle._policy, self.sequence.states.get(self.handle._policy)),
         )
 
 

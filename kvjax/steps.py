@@ -32,6 +32,7 @@ from kvjax.learning import Learning
 from kvjax.model import Decoder, LayerInput, Params, Recurrence
 from kvjax.outcomes import Reads, pack
 from kvjax.policies.decode import Blocks, DecodePolicy, KeepsByMass, SelectContext
+from kvjax.policies.decode.base import keys_listed
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy, indexes_of
 from kvjax.programs import program
 from kvjax.release import reach_of
@@ -448,15 +449,9 @@ def _count_listed(
         lengths = lengths[:, None, :, None, None]
     else:
         lengths = lengths[:, None, None, None]
-    start, stop = ids * size, jnp.minimum((ids + 1) * size, lengths)
-    keys = jnp.maximum(stop - start, 0)
-    if window is not None:
-        sink_tokens, window_tokens = window
-        oldest = jnp.maximum(lengths - num_tokens - (window_tokens - 1), sink_tokens)
-        keys = jnp.maximum(jnp.minimum(stop, sink_tokens) - start, 0) + jnp.maximum(stop - jnp.maximum(start, oldest), 0)
-    there = ids >= 0
+    keys = keys_listed(ids, size, window, lengths, num_tokens)
     lists = tuple(range(1, ids.ndim))
-    return Reads(there.sum(lists, dtype=jnp.int32), jnp.where(there, keys, 0).sum(lists, dtype=jnp.int32))
+    return Reads((ids >= 0).sum(lists, dtype=jnp.int32), keys.sum(lists, dtype=jnp.int32))
 
 
 def _count_frames(

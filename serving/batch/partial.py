@@ -98,7 +98,8 @@ class Partial(Journal):
     def append(self, result: Result) -> None:
         """Write one result to disk."""
         counts = [getattr(result, name) for name in COUNTS]
-        self._append({"line": result.line, "counts": counts, "output": result.output})
+        missed = {} if result.missed is None else {"missed": result.missed}
+        self._append({"line": result.line, "counts": counts, "output": result.output} | missed)
 
     def finish(self, out: Path, *, overwrite: bool = False, taken: Collection[int] = ()) -> None:
         """Write the outputs in input order, rename them to `out`, and remove this file. ValueError, and this file stays, if `out` is there
@@ -128,4 +129,6 @@ class Partial(Journal):
         self._spans[entry["line"]] = offset
         if earlier:
             counts = dict(zip(COUNTS, entry["counts"], strict=True))
-            self.earlier[entry["line"]] = Result(entry["line"], entry["output"] if counts["failed"] else {}, **counts)
+            self.earlier[entry["line"]] = Result(
+                entry["line"], entry["output"] if counts["failed"] else {}, missed=entry.get("missed"), **counts
+            )

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvjax.cache import OutOfPages
+from kvjax.missed import Missed, all_of
 from kvjax.serving.batch.records import CHAT, Record, by_line
 from kvjax.text import CONTEXT, token_text
 from pallas_kernels.bench.results import finite
@@ -26,7 +27,7 @@ class Result:
     """A record's answer. output: the line, ready for JSON. Counts are in tokens; blocks and keys per step as in `Completion`.
 
     Tokens, blocks and keys count all samples. found_tokens: those of the prompt that were found, and not computed. out_of_pages: whether it
-    failed because the pool is too small.
+    failed because the pool is too small. missed: the fields of `kvjax.missed.Missed`, where the policy is watched.
     """
 
     line: int
@@ -39,6 +40,7 @@ class Result:
     samples: int = 1
     found_tokens: int = 0
     out_of_pages: bool = False
+    missed: dict[str, Any] | None = None
 
 
 def answered(record: Record, completion: Completion, *, model: str, tokenizer: Any) -> Result:
@@ -49,10 +51,14 @@ def answered(record: Record, completion: Completion, *, model: str, tokenizer: A
     generated = sum(len(choice.token_ids) for choice in choices)
     blocks, keys = (_per_step(choices, field) for field in ("blocks_per_step", "keys_per_step"))
     counts = {"prompt_tokens": completion.prompt_tokens, "generated_tokens": generated, "blocks_per_step": blocks, "keys_per_step": keys}
-    output = _plain(record, choices, counts) if record.endpoint is None else _openai(record, choices, counts, model, tokenizer)
+    found = all_of(choice.missed for choice in choices)
+    missed = None if found is None else dataclasses.asdict(found)
+    output = (
+        _plain(record, choices, counts, missed) if record.endpoint is None else _openai(record, choices, counts, missed, model, tokenizer)
+    )
     if finite(output) is not output:
         return refused(record, "the model gave log-probabilities that are not finite; try --dtype float32")
-    return Result(record.line, output, failed=False, samples=len(choices), found_tokens=completion.found_tokens, **counts)
+    return Result(record.line, output, failed=False, samples=len(choices), found_tokens=completion.found_tokens, missed=missed, **counts)
 
 
 def _per_step(choices: Sequence[Completion], field: str) -> float:
@@ -92,8 +98,9 @@ def refused(record: Record, error: str) -> Result:
     return Result(record.line, _envelope(record, 400, body, {"code": INVALID, "message": error}), failed=True)
 
 
-def _plain(record: Record, choices: Sequence[Completion], counts: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(record: Record, choices: Sequence[Completion], counts: Mapping[str, Any], missed: Mapping[str, Any] | None) -> dict[str, Any]:
     """With n above 1, the samples are in `choices`, each with its own number of generated tokens."""
+    counts = counts if missed is None else {**counts, "missed": missed}
     said = []
     for choice in choices:
         said.append({"text": choice.text, "finish_reason": choice.finish_reason})
@@ -108,7 +115,14 @@ def _plain(record: Record, choices: Sequence[Completion], counts: Mapping[str, A
     return {"id": record.id, "choices": several, **counts, "error": None}
 
 
-def _openai(record: Record, choices: Sequence[Completion], counts: Mapping[str, Any], model: str, tokenizer: Any) -> dict[str, Any]:
+def _openai(
+    record: Record,
+    choices: Sequence[Completion],
+    counts: Mapping[str, Any],
+    missed: Mapping[str, Any] | None,
+    model: str,
+    tokenizer: Any,
+) -> dict[str, Any]:
     chat = record.endpoint == CHAT
     prompt, generated = counts["prompt_tokens"], counts["generated_tokens"]
     body = {
@@ -118,7 +132,7 @@ def _openai(record: Record, choices: Sequence[Completion], counts: Mapping[str, 
         "model": model,
         "choices": [_choice(index, choice, record, tokenizer) for index, choice in enumerate(choices)],
         "usage": {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated},
-        "kvjax": {"blocks_per_step": counts["blocks_per_step"], "keys_per_step": counts["keys_per_step"]},
+        "kvjax": {name: counts[name] for name in ("blocks_per_step", "keys_per_step")} | ({} if missed is None else {"missed": missed}),
     }
     return _envelope(record, 200, body, None)
 
@@ -188,7 +202,8 @@ class Summary:
     seconds, and the tokens per second: those of this run alone. blocks_per_step and keys_per_step: means over all decode steps.
     found_tokens: of the prompts of this run, those that were found and not computed. first_errors: (line, message) of the first records
     that failed, by line. ignored: how many records gave each field that changes nothing. repeated: lines that are equal to an earlier one
-    with the same id, and have no answer of their own. slots: each number of slots that a run of the job had, in turn.
+    with the same id, and have no answer of their own. slots: each number of slots that a run of the job had, in turn. missed: what was
+    measured in all answers; None where the policy is not watched.
     """
 
     records: int = 0
@@ -202,6 +217,7 @@ class Summary:
     ignored: dict[str, int] = dataclasses.field(default_factory=dict)
     repeated: int = 0
     slots: Sequence[int | None] = ()
+    missed: Missed | None = None
     _new_prompt_tokens: int = 0
     _new_generated_tokens: int = 0
     _out_of_pages: int = 0
@@ -228,6 +244,7 @@ class Summary:
         self._steps += steps
         self._blocks += steps * result.blocks_per_step
         self._keys += steps * result.keys_per_step
+        self.missed = all_of((self.missed, None if result.missed is None else Missed(**result.missed)))
 
     @property
     def tokens_per_second(self) -> float:
@@ -271,6 +288,8 @@ class Summary:
         ]
         if self._steps:
             rows += [("blocks per step", f"{self.blocks_per_step:,.1f}"), ("keys per step", f"{self.keys_per_step:,.0f}")]
+        if self.missed is not None:
+            rows.append(("attention missed", str(self.missed)))
         if self.ignored:
             counts = (f"{name} ({count:,} record{'s' * (count > 1)})" for name, count in sorted(self.ignored.items()))
             rows.append(("ignored fields", ", ".join(counts)))

@@ -32,6 +32,7 @@ from kvjax.serving.cli.options import (
     CoordinatorOption,
     DtypeOption,
     LoraOption,
+    MaxMissedOption,
     MaxPositionsOption,
     ModelOption,
     PageSizeOption,
@@ -52,6 +53,7 @@ from kvjax.serving.cli.options import (
     png,
     read_text,
     token_count,
+    watched,
     whole,
 )
 from kvjax.serving.cli.plan import plan_command
@@ -131,6 +133,7 @@ def generate_command(
     chat: Annotated[bool, typer.Option("--chat", help="Give the prompt as a user's message, through the model's chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message; needs --chat.", show_default=False)] = None,
     policy: PolicyOption = None,
+    max_missed: MaxMissedOption = None,
     prefill: PrefillOption = None,
     max_new_tokens: TokensOption = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", **number(least=0))] = 0.0,
@@ -160,6 +163,7 @@ def generate_command(
     """Continue one prompt, and print the text as it is generated."""
     if system is not None and not chat:
         raise typer.BadParameter("a system message needs --chat", param_hint="--system")
+    policy = watched(policy, max_missed)
     with joined(coordinator, processes, process) as job:
         first = job is None or job.number == 0
         text = _prompt_text(prompt, file) if first else ""
@@ -344,6 +348,8 @@ def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool) -> None:
             *([] if engine.last_choice is None else [f"{engine.policy} chose {engine.last_choice}"]),
         )
         typer.echo("\n".join(lines), err=True)
+    if completion.missed is not None:
+        typer.echo(f"attention missed: {completion.missed}", err=True)
 
 
 def _engine(

@@ -20,6 +20,7 @@ from kvjax.serving.cli.options import (
     DtypeOption,
     HostMemoryOption,
     LoraOption,
+    MaxMissedOption,
     MaxPositionsOption,
     ModelOption,
     PageSizeOption,
@@ -38,6 +39,7 @@ from kvjax.serving.cli.options import (
     not_typed,
     number,
     stores,
+    watched,
     whole,
 )
 from pallas_kernels.extras import needs_extras
@@ -80,6 +82,7 @@ def batch_command(
     out: OutOption,
     model: ModelOption,
     policy: PolicyOption = None,
+    max_missed: MaxMissedOption = None,
     prefill: PrefillOption = None,
     max_batch: Annotated[int, typer.Option(help="Sequences decoded together.", **whole(most=LARGEST_BATCH))] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens to generate, for records that do not say.", **whole())] = 128,
@@ -171,6 +174,7 @@ def batch_command(
     sizes["lora"] = tuple(lora or ())
     sizes |= {"tensor": tensor, "context": context, "data": data, "cache_format": cache_format}
     sizes["left_out"] = not_typed(ctx, *WITH_DEFAULT)
+    policy = watched(policy, max_missed)
     setup = Setup(model, dtype and dtype.value, max_positions, policy, prefill, max_batch, **sizes)
     options = {"defaults": Defaults(max_new_tokens, temperature, seed), "overwrite": overwrite, "console": Console(stderr=True)}
     options["continue_anyway"] = continue_anyway

@@ -186,6 +186,15 @@ _OWN = "[default: dense; tokens:K, as trained, for models with an indexer of tok
 PolicyOption = Annotated[
     str | None, typer.Option("--policy", "-p", help=f"What each decode step reads: {POLICIES}. {_OWN}", show_default=False)
 ]
+MaxMissedOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Measure in some steps which share of dense's attention --policy misses, and let a KV head that misses more than this, as "
+        "0.02, read a larger budget, or every key. With 1 it only measures. [default: not measured]",
+        show_default=False,
+        **number(above=0, most=1),
+    ),
+]
 PrefillOption = Annotated[str | None, typer.Option(help=f"How the prompt attends to itself: {PREFILLS}. {_OWN}", show_default=False)]
 DtypeOption = Annotated[
     Dtype | None,
@@ -396,6 +405,15 @@ def named_as_options() -> Iterator[None]:
         if said == str(error):
             raise
         raise (NotImplementedError if isinstance(error, NotImplementedError) else ValueError)(said) from error
+
+
+def watched(policy: str | None, max_missed: float | None) -> str | None:
+    """The name of `--policy`, watched as `--max-missed` says."""
+    if max_missed is None:
+        return policy
+    if policy is None:
+        raise typer.BadParameter("is for a policy that reads less than dense: name one with --policy, as top:8", param_hint="--max-missed")
+    return f"{policy}+missed{max_missed!r}"
 
 
 def load_model(

@@ -19,6 +19,7 @@ from kvjax.serving.cli.options import (
     DeviceMemoryOption,
     DtypeOption,
     LoraOption,
+    MaxMissedOption,
     MaxPositionsOption,
     ModelOption,
     PageSizeOption,
@@ -29,6 +30,7 @@ from kvjax.serving.cli.options import (
     named_as_options,
     number,
     token_count,
+    watched,
     whole,
 )
 from kvjax.serving.session.limits import MAX_HISTORY, MAX_POLICIES
@@ -115,6 +117,7 @@ StallOption = Annotated[
 def serve_command(
     model: ModelOption,
     policy: PoliciesOption = None,
+    max_missed: MaxMissedOption = None,
     allow_policy: AllowedOption = None,
     max_policies: MaxPoliciesOption = MAX_POLICIES,
     warmup_tokens: WarmupOption = None,
@@ -192,6 +195,8 @@ def serve_command(
     needs_extras("kvjax serve", "server")
     if len({disk is None, disk_size is None, disk is None or host_memory is None}) > 1:
         raise typer.BadParameter("--disk goes together with --disk-size and --host-memory: give all three", param_hint="--disk")
+    named = policy or [None]
+    policies = [each if each == "dense" and len(named) > 1 else watched(each, max_missed) for each in named]
     from kvjax.serving.batch.setup import mesh_of
     from kvjax.serving.session.desk import ServerOptions
     from kvjax.serving.session.metrics import Metrics
@@ -207,7 +212,7 @@ def serve_command(
     mesh = mesh_of(tensor, context)
     split = {"mesh": mesh, "cache_format": cache_format, "page_size": page_size, "prefill_chunk": prefill_chunk}
     loaded = load_model(model, dtype, max_positions, mesh, weights, lora)
-    engine = _engine(loaded, policy or [None], max_batch, pages, device_memory, split)
+    engine = _engine(loaded, policies, max_batch, pages, device_memory, split)
     metrics = Metrics()
     limits = {"allow_policies": allow_policy or (), "max_policies": max_policies, "max_history": max_history}
     limits |= {"capacity": capacity, "idle_ttl_s": 60 * idle_minutes, "demote_after_s": demote_seconds, "window": window}

@@ -547,7 +547,10 @@ class SessionCore:
 
     def _finish(self, run: Run, completion: Any) -> None:
         """A generation has ended by itself, or failed."""
-        error = completion.error
+        error, missed = completion.error, completion.missed
+        if missed is not None and missed.samples:
+            self.observe("attention_missed_share", missed.mean)
+            self.counts.update(missed_alarms=missed.alarms, missed_steps=missed.steps, missed_keys=missed.keys)
         if error is None:
             run.end(completion.finish_reason)
             return

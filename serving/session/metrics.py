@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvjax.serving.session.runtime import SessionRuntime
 
 TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32_768, 131_072, 524_288, 2_097_152)
+SHARES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.06, 0.1, 0.2, 0.4, 1.0, 3.0, 10.0, 30.0, 100.0)
 HISTOGRAMS = {
     "session_history_tokens": ("Tokens of a session's history when a generation begins.", TOKENS),
@@ -20,6 +21,7 @@ HISTOGRAMS = {
     "generate_prefill_duration_seconds": ("From the step that admits a generation to its first token.", SECONDS),
     "time_to_first_token_seconds": ("From a generation's call to its first token, waiting included.", SECONDS),
     "token_gap_seconds": ("Between two tokens of a generation.", SECONDS),
+    "attention_missed_share": ("Mean share of attention that a generation's measured steps missed, with --max-missed.", SHARES),
 }
 GAUGES = {
     "session_active": ("sessions", "Sessions that exist."),
@@ -39,6 +41,11 @@ COUNTERS = {  # name -> label, {value of the label: key of SessionRuntime.counts
         "to",
         {"host": "demoted", "disk": "shelved"},
         "Times that a session's pages were moved.",
+    ),
+    "attention_missed": (
+        "event",
+        {"alarm": "missed_alarms", "longer_step": "missed_steps", "more_key": "missed_keys"},
+        "Alarms of --max-missed; steps of a KV head that read more for it; keys that these read more.",
     ),
     "history_truncated": ("by", {"window": "truncated"}, "Times that the window dropped tokens of a history."),
 }

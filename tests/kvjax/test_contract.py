@@ -16,6 +16,7 @@ from tiny_models import make_family
 
 from kvjax import Engine
 from kvjax.cache import Cache
+from kvjax.learning import state_specs
 from kvjax.policies.decode import parse
 from kvjax.policies.prefill import parse_prefill
 from kvjax.steps import decode_step, prefill_slice, prefill_step
@@ -180,12 +181,12 @@ def single_layer(model_factory):
 
 
 @pytest.mark.quick_but("dense-1", "window:64+1000-1")
-@pytest.mark.parametrize(("policy", "batch"), [("dense", 1), ("top:8", 4), ("window:64+1000", 1)])
+@pytest.mark.parametrize(("policy", "batch"), [("dense", 1), ("top:8", 4), ("window:64+1000", 1), ("window:64+1000+missed0.02", 1)])
 def test_decode_holds_no_second_copy_of_the_cache(single_layer, policy, batch):
     model = single_layer
     engine = Engine(model, policy, pages=2048, page_size=128, policies=["top:8"])
     cache, size = empty_cache(engine, batch)
-    states = ((),) * model.config.num_layers
+    states = tuple(parse(policy).init(spec, batch) for spec in state_specs(model.config, 128, 64))
     compiled = decode_step.lower(
         model.decoder, parse(policy), engine.indexes, model.params, cache, jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, bool), states
     ).compile()

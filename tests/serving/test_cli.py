@@ -87,6 +87,10 @@ def test_version(kvjax):
         (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--page-size", "100"], "--prefill-chunk 512"),
         (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--prefill", "top:8"], "prefill policy 'top:8' is not understood"),
         (["generate", "x", "--model", "{model}", "--prefill", "momo:4/8"], "k_exact 8 exceeds k 4"),
+        (["generate", "x", "--model", "{model}", "--max-missed", "0.02"], "name one with --policy"),
+        (["generate", "x", "--model", "{model}", "--policy", "dense", "--max-missed", "0.02"], "misses nothing"),
+        (["generate", "x", "--model", "{model}", "--policy", "top:8", "--max-missed", "nan"], "above 0 and at most 1"),
+        (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--policy", "top:8", "--max-missed", "2"], "above 0 and at most 1"),
         (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--max-batch", "0"], "--max-batch"),
         (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--pages", "0"], "--pages"),
         (["generate", "--model", "{model}"], "there is no prompt: give PROMPT, or --file"),
@@ -200,6 +204,23 @@ def test_generate_passes_its_options_on(kvjax, model_folder, loaded):
     )
     assert out == text[: text.index(stop)] + "\n"
     assert "(stop)" in err
+
+
+def test_a_watched_answer_says_what_it_missed(kvjax, model_folder, loaded, tmp_path):
+    prompt = "delta ember " * 20
+    dense, window = (generate(loaded, prompt, policy=policy, max_new_tokens=15) for policy in ("dense", "window:4+8"))
+    assert dense != window
+    for share, text, said in (("1", window, "no alarms"), ("1e-5", dense, "2 alarms: 0 heads read a larger budget, 2 every key; 28 steps")):
+        given = ("--model", model_folder, "--policy", "window:4+8", "--max-missed", share, "--max-new-tokens", 15)
+        status, out, err = kvjax("generate", prompt, *given)
+        assert (status, out) == (0, text + "\n")
+        assert re.search(rf"attention missed: \d+\.\d\d% on average of \d+ samples, .* at most \(layer 0, KV head [01]\); {said}", err)
+    source, target = write(tmp_path / "in.jsonl", [{"id": "a", "prompt": prompt, "max_new_tokens": 15}]), tmp_path / "out.jsonl"
+    status, out, err = kvjax("batch", source, "--out", target, *given[:6], "--max-batch", 1)
+    assert status == 0, err
+    assert re.search(r"attention missed   \d.* 2 alarms", out)
+    (line,) = lines(target)
+    assert (line["text"], line["missed"]["alarms"], line["missed"]["steps"]) == (dense, 2, 28)
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import gc
@@ -57,6 +58,16 @@ def test_what_was_appended_is_there_again(path):
     partial.append(result(2, "new"))
     assert outputs(path, partial) == [{"id": 1, "text": "é\u2028"}, {"id": 2, "text": "new"}, {"id": 3, "text": "é\u2028"}]
     assert sorted(os.listdir(path.parent)) == ["out.jsonl"]
+
+
+def test_what_was_missed_is_there_again(path):
+    partial = Partial(path, JOB)
+    partial.append(dataclasses.replace(result(1), missed={"samples": 4, "mean": 0.25}))
+    partial.append(result(2))
+    partial.close()
+    again = Partial(path, JOB)
+    assert {line: each.missed for line, each in again.earlier.items()} == {1: {"samples": 4, "mean": 0.25}, 2: None}
+    again.close()
 
 
 def test_each_result_is_in_the_file_at_once(path):

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from kvjax.missed import Missed
 from kvjax.requests import Completion
 from kvjax.serving.batch.records import CHAT, COMPLETIONS, parse
 from kvjax.serving.batch.results import Result, Summary, answered, refused
@@ -29,8 +30,8 @@ class Letters:
         return "".join(chr(97 + token) for token in ids)
 
 
-def answer(line, completion=COMPLETION):
-    return answered(parse(line, 3), completion, model="tiny", tokenizer=Letters())
+def answer(line, completion=COMPLETION, **changes):
+    return answered(parse(line, 3), dataclasses.replace(completion, **changes), model="tiny", tokenizer=Letters())
 
 
 def openai(endpoint, **body):
@@ -191,3 +192,16 @@ def test_a_pool_too_small_for_every_record_is_no_success():
     assert summary.nothing_fitted
     summary.add(Result(3, {}, False))
     assert not summary.nothing_fitted
+
+
+def test_what_watched_steps_missed_stands_in_the_line_and_in_the_summary():
+    missed = Missed(4, 0.25, 0.5, 1, 0, 1, 1, 0, 3, 60)
+    plain, chat = (answer(record, missed=missed) for record in ({"id": "a", "prompt": "x"}, openai(CHAT)))
+    assert plain.output["missed"] == chat.output["response"]["body"]["kvjax"]["missed"] == dataclasses.asdict(missed)
+    assert "missed" not in answer({"id": "a", "prompt": "x"}).output
+    summary = Summary()
+    summary.add(plain, earlier=True)
+    summary.add(chat)
+    assert summary.missed == Missed(8, 0.25, 0.5, 1, 0, 2, 2, 0, 6, 120)
+    assert "attention missed   25.00% on average of 8 samples, 50.00% at most (layer 1, KV head 0); 2 alarms: 2 heads read" in str(summary)
+    assert "attention missed" not in str(Summary())

@@ -128,6 +128,21 @@ def test_nothing_is_prefilled_twice(engine):
     assert timed[0][1] > 1e-4  # and not what is left of a step after the prefill in it
 
 
+def test_what_watched_generations_miss_is_counted(engine):
+    seen, policy = [], "window:4+12+missed0.001"
+    with SessionRuntime(engine, slots=4, observe=lambda name, value: seen.append((name, value)), allow_policies=["window:*"]) as runtime:
+        for name in (policy, "dense"):
+            session = runtime.create(TEXT[:70], policy=name)
+            assert len(list(session.generate(max_new_tokens=5, stop_token_ids=()))) == 5
+        counts = {name: runtime.counts[name] for name in ("missed_alarms", "missed_steps", "missed_keys")}
+    (share,) = [value for name, value in seen if name == "attention_missed_share"]
+    heads = sum(engine.config.layers[each].mixer.num_kv_heads for each in range(2))
+    assert 0.001 < share < 1
+    assert counts["missed_alarms"] == heads
+    assert counts["missed_steps"] == 4 * heads
+    assert counts["missed_keys"] > 4 * heads * 40
+
+
 def test_breaking_off_keeps_what_was_taken(runtime):
     session = runtime.create(TEXT[:20])
     for taken, _ in enumerate(session.generate(max_new_tokens=200, stop_token_ids=()), 1):

@@ -19,6 +19,7 @@ from kvjax.policies.decode.mass import KeepsByMass, LearnsFromPrefill, MassConte
 from kvjax.policies.decode.naming import FORMS, built_in, identity, name_of, parse, parse_recorded, register
 from kvjax.policies.decode.top_blocks import TopBlocks
 from kvjax.policies.decode.top_tokens import TopTokens
+from kvjax.policies.decode.watched import Watched
 from kvjax.policies.decode.window import Window
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Stateless",
     "TopBlocks",
     "TopTokens",
+    "Watched",
     "Window",
     "built_in",
     "check_budgets",

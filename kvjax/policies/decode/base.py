@@ -234,6 +234,22 @@ def _attend_here(
     return out, lse, jnp.concatenate([part[2] for part in parts], axis=3) if return_block_lse else None
 
 
+def keys_listed(
+    ids: Int[Array, "..."], size: int, window: tuple[int, int] | None, lengths: Int[Array, "..."], num_tokens: int = 1
+) -> Int[Array, "..."]:
+    """How many keys of each listed block the latest `num_tokens` tokens attend, all together; 0 where an id is -1.
+
+    size: tokens of a block. window: as in `Blocks`. lengths: tokens of the sequence, these included; it must broadcast to `ids`.
+    """
+    start, stop = ids * size, jnp.minimum((ids + 1) * size, lengths)
+    keys = jnp.maximum(stop - start, 0)
+    if window is not None:
+        sink_tokens, window_tokens = window
+        oldest = jnp.maximum(lengths - num_tokens - (window_tokens - 1), sink_tokens)
+        keys = jnp.maximum(jnp.minimum(stop, sink_tokens) - start, 0) + jnp.maximum(stop - jnp.maximum(start, oldest), 0)
+    return jnp.where(ids >= 0, keys, 0)
+
+
 def cache_positions(positions: Int[Array, "..."], window: tuple[int, int]) -> Int[Array, "..."]:
     """Where a query stands in a cache of sinks and window alone: its position, or, once tokens have left, the last place of the cache.
 

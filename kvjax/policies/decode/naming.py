@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.cascade import Cascade
@@ -10,6 +12,7 @@ from kvjax.policies.decode.dense import Dense
 from kvjax.policies.decode.heavy import HeavyPages, HeavyTokens
 from kvjax.policies.decode.top_blocks import TopBlocks
 from kvjax.policies.decode.top_tokens import TopTokens
+from kvjax.policies.decode.watched import EVERY, Watched, suffix_of
 from kvjax.policies.decode.window import Window
 from kvjax.registry import DECODE_FORMS as FORMS
 from kvjax.registry import Registry
@@ -57,18 +60,66 @@ _NAMES = Registry(
     reserved=("dense", "window", "top", "mean", "quest", "cascade", "tokens", "heavy", "heavy-tokens", "auto"),
     read=_read,
 )
-register, name_of, identity, is_built_in = _NAMES.register, _NAMES.name_of, _NAMES.identity, _NAMES.is_built_in
-built_in, parse_recorded = _NAMES.built_in, _NAMES.parse_recorded
+register = _NAMES.register
 WORDS = _NAMES.reserved
 """First words of built-in names."""
+
+_WATCHED = re.compile(r"(?P<policy>.+)\+missed(?P<share>[^/:+]+)(?:/(?P<every>\d+))?", re.DOTALL)
 
 
 def parse(name: str | DecodePolicy) -> DecodePolicy:
     """The policy of a name: built in, registered (`register`), or a class in a file, as my_file.py:Mine or my_file.py:Mine:8/r=4.
 
-    The arguments of a file's class follow the second colon: Python literals with '/' between them, here Mine(8, r=4). A policy is returned
-    as it is. The ValueError lists the known forms, or says in one sentence what is wrong with the user's own policy.
+    The arguments of a file's class follow the second colon: Python literals with '/' between them, here Mine(8, r=4). Any of these names
+    with +missed0.02 after it is that policy, watched (`Watched`). A policy is returned as it is. The ValueError lists the known forms, or
+    says in one sentence what is wrong with the user's own policy.
 
     A file is run as code, so only names that the user typed may come here. Names that stand in data go to `parse_recorded`.
     """
-    return _NAMES.parse(name)
+    return _watched(name, parse) or _NAMES.parse(name)
+
+
+def parse_recorded(name: str) -> DecodePolicy:
+    """The policy of a name that stands in data (`Registry.parse_recorded`)."""
+    return _watched(name, parse_recorded) or _NAMES.parse_recorded(name)
+
+
+def built_in(name: str) -> DecodePolicy | None:
+    """The built-in policy of a name, None for other names. ValueError for numbers that it cannot have."""
+    return _watched(name, built_in) or _NAMES.built_in(name)
+
+
+def is_built_in(name: str) -> bool:
+    """Whether a built-in policy has this name."""
+    try:
+        return built_in(name) is not None
+    except ValueError:
+        return False
+
+
+def name_of(policy: DecodePolicy) -> str:
+    """The name under which reports list a policy, and from which `parse` gives it back (`Registry.name_of`)."""
+    return f"{name_of(policy.policy)}{suffix_of(policy)}" if isinstance(policy, Watched) else _NAMES.name_of(policy)
+
+
+def identity(policy: DecodePolicy) -> str:
+    """Everything that decides what a policy does, for journals of jobs (`Registry.identity`)."""
+    return f"{identity(policy.policy)}, {suffix_of(policy)}" if isinstance(policy, Watched) else _NAMES.identity(policy)
+
+
+def _watched(name: str | DecodePolicy, find: Callable[[str], DecodePolicy | None]) -> Watched | None:
+    """The watched policy of a name, None for other names. find: the policy of the rest of the name."""
+    match = _WATCHED.fullmatch(name.strip()) if isinstance(name, str) else None
+    if match is None:
+        return None
+    try:
+        share = float(match["share"])
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1 or match["every"] == "0":
+        raise ValueError(
+            f"policy {name!r:.80}: what follows +missed is a share above 0 and at most 1, then, if you like, how often steps are measured: "
+            "write +missed0.02, or +missed0.02/8 for every 8th step"
+        )
+    policy = find(match["policy"])
+    return None if policy is None else Watched(policy, share, int(match["every"] or EVERY))
