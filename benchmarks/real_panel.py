@@ -26,8 +26,11 @@ from pallas_kernels.bench.results import write_result
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from real_checkpoint import CHECKPOINTS
 
-POLICIES = "window:640,window:64+1536,top:8,top:32,mean:8,quest:64,cascade:8,cascade:8/all+cache"
+POLICIES = "window:640,window:64+1536,top:8,quest:64,cascade:8,cascade:8/all+cache"
 """The narrow window must fail; the wide one reads as many keys as 8 blocks. The oracle of 8 blocks says what the budget allows."""
+
+LARGER = "top:32,cascade:32,cascade:32/all+cache"
+"""Policies that read all of 4K tokens."""
 
 TASKS = ("wordings", "passage", "repeat")
 STEPS, FREE_STEPS, BATCH, AGAIN = 256, 32, 100, 50
@@ -35,20 +38,29 @@ STEPS, FREE_STEPS, BATCH, AGAIN = 256, 32, 100, 50
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Lengths that one panel measures, its trials of each task, its windows of forced text, and its batch."""
+    """Tokens of a context, trials of each task, windows of forced text, and batch."""
 
     checkpoint: str
-    lengths: tuple[int, ...]
+    length: int
     trials: int = 400
     windows: int = 5
     batch: int = BATCH
 
+    @property
+    def policies(self) -> str:
+        """Decode policies beside dense, separated by commas."""
+        return POLICIES if self.length <= 4096 else f"{POLICIES},{LARGER}"
+
 
 RUNS = {
-    "smollm2": Run("smollm2", (2048, 4096, 8192)),
-    "gemma3": Run("gemma3", (2048, 4096, 8192)),
-    "gemma3-16k": Run("gemma3", (16384,)),
-    "gemma3-32k": Run("gemma3", (32768,), windows=3, batch=50),
+    "smollm2-2k": Run("smollm2", 2048),
+    "smollm2-4k": Run("smollm2", 4096),
+    "smollm2-8k": Run("smollm2", 8192),
+    "gemma3-2k": Run("gemma3", 2048),
+    "gemma3-4k": Run("gemma3", 4096),
+    "gemma3-8k": Run("gemma3", 8192),
+    "gemma3-16k": Run("gemma3", 16384, trials=200),
+    "gemma3-32k": Run("gemma3", 32768, trials=200, windows=3, batch=50),
 }
 
 
@@ -57,7 +69,7 @@ def measure(
     out: Annotated[Path, typer.Option(help="Folder for records, which a later run goes on with.")] = Path("out/real"),
     json_folder: Annotated[Path, typer.Option("--json", help="Folder for results of finished panels.")] = Path("out/real"),
     panels: Annotated[str, typer.Option(help=f"Panels to run, in order, of {', '.join(RUNS)}.")] = ",".join(RUNS),
-    policies: Annotated[str, typer.Option(help="Decode policies beside dense, separated by commas.")] = POLICIES,
+    policies: Annotated[str | None, typer.Option(help="Decode policies beside dense, separated by commas.")] = None,
     tasks: Annotated[str, typer.Option(help="Tasks, separated by commas.")] = ",".join(TASKS),
     trials: Annotated[int | None, typer.Option(help="Trials of each task at each length, instead of each panel's own.")] = None,
     steps: Annotated[int, typer.Option(help="Forced steps.")] = STEPS,
@@ -79,8 +91,8 @@ def measure(
         if run.checkpoint not in loaded:
             loaded = {run.checkpoint: load_model(str(checkpoints / checkpoint.file), dtype, None)}
         plan = Plan(
-            policies=tuple(policies.split(",")),
-            lengths=run.lengths,
+            policies=tuple((policies or run.policies).split(",")),
+            lengths=(run.length,),
             tasks=tuple(tasks.split(",")),
             haystacks=("prose",),
             trials=trials or run.trials,
