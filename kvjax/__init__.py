@@ -4,7 +4,7 @@ The KV cache is a pool of pages and attention reads a list of blocks of them; a 
 
     import kvjax
     model = kvjax.load("needle")
-    kvjax.generate(model, "The pass key for ...", policy="top:8", max_new_tokens=8)
+    kvjax.generate(model, "The pass key for ...", policy="cascade:8", max_new_tokens=8)
 
 Names are resolved on first use, so importing kvjax starts no device.
 """

@@ -24,7 +24,7 @@ DECODE_FORMS = (
     "dense, window:SINK+WINDOW (tokens, as window:64+4544), window:KEYS (tokens, 128 of them sinks), window:...+release (gives "
     "other pages back), window:...+remap (counts positions in the cache), window:...+release+remap (does both), "
     "top:K, mean:K (blocks of 128), quest:K (blocks of 16), "
-    "cascade:K (of the 8K best bounds, by 4-bit keys; cascade:K/SHORTLIST, cascade:K/all; +1bit, +2bit, +4bit, +8bit, +cache; "
+    "cascade:K (of the 256 best bounds, by 4-bit keys; cascade:K/SHORTLIST, cascade:K/all; +1bit, +2bit, +4bit, +8bit, +cache; "
     "+everyN: every Nth layer chooses for those after it; "
     "cascade:pSHARE/SHORTLIST, as cascade:p0.95/64: as many as have this share of attention; cascade:KpSHARE: at most K), "
     "tokens:K (of models with an indexer of tokens), "

@@ -1,6 +1,6 @@
 """An adapter for EleutherAI's lm-evaluation-harness: it runs the harness's tasks on an engine with any decode policy.
 
-    python -m kvjax.serving.harness --model kvjax --model_args pretrained=needle,policy=top:8 --tasks arc_easy
+    python -m kvjax.serving.harness --model kvjax --model_args pretrained=needle,policy=cascade:8 --tasks arc_easy
 
 is `lm_eval` with one more model. lm_eval up to 0.4.13 knows only the models of its own package. Later releases find kvjax by its entry
 point (group `lm_eval.models`), and `lm_eval --model kvjax ...` does the same. In Python:
@@ -107,7 +107,7 @@ class KvjaxLM(LM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: Mapping[str, Any] | None = None) -> Self:
-        """The same from "pretrained=needle,policy=top:8"."""
+        """The same from "pretrained=needle,policy=cascade:8"."""
         from lm_eval.utils import simple_parse_args_string
 
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)

@@ -55,7 +55,7 @@ def pytest_addoption(parser):
         "--needle-128k", metavar="FOLDER", help="the model that `kvjax train-needle --recipe needle-128k` made, for tests of it"
     )
     parser.addoption("--torch-python", help="a Python with torch, transformers and compressed-tensors, to open saved models")
-    parser.addoption("--require-real", action="store_true", help="fail where the real checkpoint cannot be fetched; `make real` does so")
+    parser.addoption("--require-real", action="store_true", help="fail where a real checkpoint cannot be fetched; `make real` does so")
     parser.addoption("--optimized", action="store_true", help="compile programs as users' are, in every module; `make long` does so")
 
 

@@ -129,19 +129,19 @@ def test_sentences_on_the_cascade_are_what_the_results_say():
     (run,) = report.load([RESULTS / "cascade-ops.json"])
     times = {(row["tokens"], row["policy"]): f"{row['median_s'] * 1e6:.2f}" for row in run["rows"]}
     short, long = 2**17, 2**20
-    assert f"takes {times[short, 'cascade:4']} us at 128K tokens and {times[long, 'cascade:4']} us at 1M" in text
+    assert f"takes {times[short, 'cascade:4/32']} us at 128K tokens and {times[long, 'cascade:4/32']} us at 1M" in text
     assert f"beside {times[short, 'top:32']} and {times[long, 'top:32']} us of `top:32`" in text
     (run,) = report.load([RESULTS / "designs-cascade-ops-packed.json"])
-    pages, *packed = (f"{row['median_s'] * 1e6:.2f}" for row in run["rows"] if "128k/b1/cascade:4+cache" in row["case"])
+    pages, *packed = (f"{row['median_s'] * 1e6:.2f}" for row in run["rows"] if "128k/b1/cascade:4/32+cache" in row["case"])
     assert f"takes {pages} us at 128K tokens, and over packed pages {min(packed)} to {max(packed)} us" in text
     rows = json.loads((RESULTS / "designs-cascade-ops.json").read_text(encoding="utf-8"))["rows"]
     found = {}
     for row in rows:
-        found.setdefault((row["design"], row["case"].rpartition("/")[2]), []).append(f"{row['median_s'] * 1e6:.2f}")
+        found.setdefault((row["design"], row["case"].split("/", 4)[4]), []).append(f"{row['median_s'] * 1e6:.2f}")
     assert len(found) == 7
     assert [" | ".join(times) + " |" in text for times in found.values()] == [True] * 7
     assert f"| `top:32` | {' | '.join(found['as it is', 'top:32'])} |" in text
-    assert f"16 CTAs for each KV head | {' | '.join(found['as it is', 'cascade:4'])} |" in text
+    assert f"16 CTAs for each KV head | {' | '.join(found['as it is', 'cascade:4/32'])} |" in text
 
 
 def test_sentences_on_other_platforms_are_what_the_results_say():

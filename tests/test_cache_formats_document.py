@@ -151,7 +151,7 @@ def test_what_packed_pages_lose_is_what_the_panels_say():
     text, found = said("cache-formats"), measured()
     assert [found["dense", length][0]["hits"] for length in LENGTHS] == [200, 198, 195]
     assert "finds 200 of them at 8K, 198 at 16K and 195 at 32K" in text
-    for policy in ("dense", "top:32", "cascade:4"):
+    for policy in ("dense", "top:32", "cascade:4/32"):
         for name in ("int8", "q8_0"):
             assert set(lost(f"{policy} @ {name}")) == {0}
         assert policy == "dense" or set(lost(policy)) == {0}
@@ -177,7 +177,7 @@ def test_what_packed_pages_lose_is_what_the_panels_say():
     top8 = {policy: lost(policy)[-1] for policy, length in found if policy.startswith("top:8") and length == 32768}
     packed = [count for policy, count in top8.items() if "@" in policy]
     assert f"`top:8` loses {top8['top:8']} of 195 over unpacked pages, and {min(packed)} to {max(packed)} over the formats" in text
-    lists = [row["lists"] for (policy, _), (_, row) in found.items() if policy.startswith("cascade:4 @")]
+    lists = [row["lists"] for (policy, _), (_, row) in found.items() if policy.startswith("cascade:4/32 @")]
     assert {(row["lists"], row["chosen"]) for row in lists} == {(1920, 1920)}
 
 
@@ -280,7 +280,7 @@ def test_what_packed_weights_lose_is_what_the_panels_say():
     assert "Perplexity is {:.0f}% and {:.0f}% larger.".format(*(100 * (ratio["value"] - 1) for ratio in ratios[names[2]])) in text
     top8, cascade = (
         [lost(f"{policy}{name}", "formats")[-1] for name in ("", *(name.removeprefix("dense") for name in names))]
-        for policy in ("top:8", "cascade:4")
+        for policy in ("top:8", "cascade:4/32")
     )
     assert (top8, cascade) == ([15, 15, 16, 20], [0, 0, 1, 8])
 
@@ -327,15 +327,15 @@ def test_sentences_on_sparse_ops_over_packed_pages_are_what_the_results_say():
     said = f"took {us['rows'][long + 'int8']} us without, and {us['bulk'][long + 'int8']} with them"
     assert said in text
     assert f"slower: {us['bulk'][unpacked]} us where {us['rows'][unpacked]} were needed" in text
-    cascade = next(row for row in report.load([RESULTS / "h200" / "cascade-ops.json"])[0]["rows"] if "128k/b1/cascade:4" in row["case"])
+    cascade = next(row for row in report.load([RESULTS / "h200" / "cascade-ops.json"])[0]["rows"] if "128k/b1/cascade:4/32" in row["case"])
     said = f"took {cascade['median_s'] * 1e6:.2f} us before (`cascade-ops.json`, of another day) and "
-    said += f"{us['rows']['128k/b1/cascade:4']} us with it"
+    said += f"{us['rows']['128k/b1/cascade:4/32']} us with it"
     assert said in text
     batch = "128k/b8/top:32"
     assert f"at batch 8 it took {us['now'][batch]} us, and {older[batch] * 1e6:.2f} before" in text
     assert f"Beside {older[batch] * 1e6:.2f} us, `int8` is {seconds[eight + 'int8'] / older[batch]:.3f}." in text
     kernels = " ".join((DOCUMENT.parent / "decode-kernels.md").read_text(encoding="utf-8").split())
-    assert f"it takes {us['rows']['128k/b1/cascade:4']} us at 128K tokens, beside {us['rows'][short[:-1]]} us" in kernels
+    assert f"it takes {us['rows']['128k/b1/cascade:4/32']} us at 128K tokens, beside {us['rows'][short[:-1]]} us" in kernels
     _, twelve, _ = of_unpacked("designs-packed-sparse-warps")
     names = short + "int8", long + "int8", eight + "int8", long + "int4"
     said = "`int8` took {:.3f} times as long at 128K and batch 1, {:.3f} times at 1M and {:.3f} times at batch 8, `int4` {:.3f} times at 1M"

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from real_checkpoint import SOURCE
+from real_checkpoint import CHECKPOINTS
 
 from kvjax.fidelity.documents import load, rendered
 from kvjax.fidelity.statistics import proportion
@@ -42,7 +42,7 @@ def test_the_part_on_ways_to_choose_blocks_is_what_its_panel_makes():
     lists = {row["policy"]: row["lists"] for row in BASELINES[0]["forced"] if "lists" in row}
     assert {counts["lists"] for counts in lists.values()} == {768}
     equal = {name: counts["equal"] for name, counts in lists.items()}
-    kept = {"cascade:4/all+8bit": 763, "cascade:4/all+4bit": 656, "cascade:4": 600, "cascade:4/all+1bit": 20}
+    kept = {"cascade:4/all+8bit": 763, "cascade:4/all+4bit": 656, "cascade:4/32": 600, "cascade:4/all+1bit": 20}
     assert {name: equal[name] for name in kept} == kept
     assert lists["cascade:4/all+8bit"]["certified"] == {"levels": 72, "norms": 336}
     assert all(counts["certified"][bound] <= counts["equal"] for counts in lists.values() for bound in ("levels", "norms"))
@@ -57,7 +57,7 @@ def test_the_part_on_64_other_facts_is_what_its_panel_makes():
     (panel,) = NEAR
     assert (panel["settings"]["distractors"], panel["settings"]["haystacks"]) == (64, ["codes", "near-miss"])
     hits = {row["policy"]: row["hits"] for row in panel["retrieval"] if row["haystack"] == "codes"}
-    fewer = {"window:640": 3, "top:4": 16, "cascade:4/all+1bit": 21, "mean:4": 4, "cascade:4+every2": 4}
+    fewer = {"window:640": 3, "top:4": 16, "cascade:4/all+1bit": 21, "mean:4": 4, "cascade:4/32+every2": 4}
     assert hits == dict.fromkeys(hits, 30) | fewer
     assert len(hits) == len(fewer) + 7
     (dense,) = (row for row in panel["retrieval"] if (row["haystack"], row["policy"]) == ("near-miss", "dense"))
@@ -91,6 +91,20 @@ def test_files_of_several_commands_stand_in_one_part_and_say_whose_they_are(tmp_
     named = [line for line in rendered(mark, other, "here").splitlines() if line.startswith("**")]
     assert named == [f"{title[:-2]}; model `other`**" for title in titles]
     assert rendered(mark, [], "here") == "<!-- fidelity:here -->\n*Not measured yet.*\n<!-- /fidelity -->"
+
+
+def test_an_overview_has_a_row_for_each_cell_and_brackets_where_dense_cannot():
+    panels = load([ROOT / f"benchmarks/results/h200/{name}.json" for name in ("fidelity-panel", "fidelity-haystacks")])
+    text = rendered("<!-- fidelity:overview -->\n<!-- /fidelity -->", panels, "overview")
+    _, head, _, *rows, _ = text.splitlines()
+    cells = {tuple(row.split(" | ")[1:3]): row.strip("| ").split(" | ") for row in rows}
+    names = head.strip("| ").split(" | ")
+    assert len(rows) == len(cells) == 3 + 3
+    top = names.index("top:8 (1,664)")
+    assert cells["8,192", "needle in codes"][3] == "200/200"
+    assert cells["8,192", "needle in codes"][top].startswith("-6.0 [-")
+    assert [cells["8,192", "needle in near-miss"][i][0] for i in (3, top)] == ["(", "("]
+    assert "*Not measured yet.*" in rendered(text, [], "overview")
 
 
 def test_giving_pages_back_changes_no_figure():
@@ -151,11 +165,11 @@ def test_what_the_recipe_and_its_model_find_is_what_the_files_say():
     assert f"after {last['seconds']:.0f} seconds of training" in text
     half, whole = (json.loads((ROOT / f"benchmarks/results/h200/long-fidelity-{length}.json").read_text()) for length in ("64k", "128k"))
     lost = [{row["policy"]: row["against_dense"]["lost"] for row in panel["retrieval"]} for panel in (half, whole)]
-    assert all(each[policy] == 0 for each in lost for policy in ("top:32", "cascade:4"))
+    assert all(each[policy] == 0 for each in lost for policy in ("top:32", "cascade:4/32"))
     dense = [next(row["hits"] for row in panel["retrieval"] if row["policy"] == "dense") for panel in (half, whole)]
     assert f"`top:8` loses {lost[0]['top:8']} of {dense[0]} at 64K and {lost[1]['top:8']} of {dense[1]} at 128K" in text
     kl = {row["policy"]: row["kl"]["value"] for row in whole["forced"] if "kl" in row}
-    assert f"({kl['cascade:4']:.3f} against {kl['top:32']:.3f} at 128K)" in text
+    assert f"({kl['cascade:4/32']:.3f} against {kl['top:32']:.3f} at 128K)" in text
 
 
 def test_what_sparse_prefill_recalls_of_long_prompts_is_what_the_files_say():
@@ -215,8 +229,8 @@ def test_what_is_found_at_256k_is_what_the_file_says():
     text = " ".join((ROOT / "docs/long-model.md").read_text(encoding="utf-8").split())
     found = long_file("designs-needle-256k")
     assert (found["model"], found["length"], found["trials"]) == ("needle-256k", 2**18, 20)
-    assert {row["policy"]: row["hits"] for row in found["results"]} == {"dense": 20, "top:32": 20, "top:8": 19, "cascade:4": 20}
-    assert "Dense, `top:32` and `cascade:4` find 20 of 20 needles at 262,144 tokens, `top:8` 19 (" in text
+    assert {row["policy"]: row["hits"] for row in found["results"]} == {"dense": 20, "top:32": 20, "top:8": 19, "cascade:4/32": 20}
+    assert "Dense, `top:32` and `cascade:4/32` find 20 of 20 needles at 262,144 tokens, `top:8` 19 (" in text
     assert f"up to {1 - proportion(20, 20).low:.0%} may be lost (95%)" in text
     assert f"`attention_factor` is {mscale(8.0, 1.0)}, YaRN's own for 8." in text
     command = found["provenance"]["command"].removeprefix("python -m kvjax --traceback needle ")
@@ -231,18 +245,18 @@ def test_needles_of_the_cascade_and_of_the_oracle_are_what_the_files_say():
     files = [json.loads((ROOT / f"benchmarks/results/h200/cascade-needles-{tokens}.json").read_text()) for tokens in (8192, 16384, 32768)]
     assert all((found["trials"], found["distractors"], found["dtype"]) == (200, 16, "bfloat16") for found in files)
     hits = [{row["policy"]: row["hits"] for row in found["results"]} for found in files]
-    names = "cascade:4", "cascade:4/all+cache", "top:32", "dense"
-    said = "`cascade:4` {}, {} and {}, with the oracle {}, {} and {}, with `top:32` {}, {} and {}, and with `dense` {}, {} and {} ("
+    names = "cascade:4/32", "cascade:4/all+cache", "top:32", "dense"
+    said = "`cascade:4/32` {}, {} and {}, with the oracle {}, {} and {}, with `top:32` {}, {} and {}, and with `dense` {}, {} and {} ("
     assert said.format(*(each[name] for name in names for each in hits)) in text
-    assert all(each["cascade:4"] >= each["cascade:4/all+cache"] - 0.02 * 200 for each in hits)
+    assert all(each["cascade:4/32"] >= each["cascade:4/all+cache"] - 0.02 * 200 for each in hits)
     near, more = (found_at_depths(f"designs-cascade-near-miss{name}") for name in ("", "-400"))
-    said = "`dense` finds {}, {} and {} of 200 at 8K, 16K and 32K. There `cascade:4` finds {}, {} and {}, the oracle {}, {} and {}, and "
-    rows = [near[name] for name in ("dense", "cascade:4", "cascade:4/all+cache", "top:32")]
+    said = "`dense` finds {}, {} and {} of 200 at 8K, 16K and 32K. There `cascade:4/32` finds {}, {} and {}, the oracle {}, {} and {}, and "
+    rows = [near[name] for name in ("dense", "cascade:4/32", "cascade:4/all+cache", "top:32")]
     assert (said + "`top:32` {}, {} and {} (").format(*(hits for row in rows for hits in row)) in text
     (dense,), (oracle,), (four,), (eight,), (longer,) = (
-        more[name] for name in ("dense", "cascade:4/all+cache", "cascade:4", "cascade:4+8bit", "cascade:4/64")
+        more[name] for name in ("dense", "cascade:4/all+cache", "cascade:4/32", "cascade:4/32+8bit", "cascade:4/64")
     )
-    said = f"`dense` finds {dense}, the oracle {oracle}, `cascade:4` {four}, `cascade:4+8bit` {eight}, and `cascade:4/64` {longer} ("
+    said = f"`dense` finds {dense}, the oracle {oracle}, `cascade:4/32` {four}, `cascade:4/32+8bit` {eight}, and `cascade:4/64` {longer} ("
     assert said in text
 
 
@@ -255,14 +269,27 @@ def found_at_depths(name: str) -> dict[str, list[int]]:
     return found
 
 
+REAL = load(list((ROOT / "benchmarks/results/h200").glob("real-*.json")))
+
+
+def test_the_page_of_real_checkpoints_is_what_their_files_make():
+    """And each file names the model by packages and SHA-256, not by a path."""
+    text = (ROOT / "docs/real-checkpoints.md").read_text(encoding="utf-8")
+    for part in ("overview", "real"):
+        assert rendered(text, REAL, part) == text
+    known = [checkpoint.source for checkpoint in CHECKPOINTS.values()]
+    assert all(panel["settings"]["model from"] in known for panel in REAL)
+    assert not any("/" in panel["settings"]["model"] for panel in REAL)
+
+
 SMOLLM2 = load(list((ROOT / "benchmarks/results/h200").glob("smollm2-*.json")))
 
 
 def test_the_page_of_a_model_that_others_made_is_what_its_files_make():
     """And each file names the model by package, version and SHA-256, or is of the embedded one, for comparison."""
-    text = (ROOT / "docs/smollm2.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/real-checkpoints.md").read_text(encoding="utf-8")
     assert rendered(text, SMOLLM2, "smollm2") == text
-    assert [panel["settings"].get("model from", "needle") for panel in SMOLLM2] == ["needle"] + [SOURCE] * 6
+    assert [panel["settings"].get("model from", "needle") for panel in SMOLLM2] == ["needle"] + [CHECKPOINTS["smollm2"].source] * 6
     counted = 0
     for panel in SMOLLM2[1:]:
         (length,) = panel["settings"]["lengths"]

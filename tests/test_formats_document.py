@@ -85,7 +85,9 @@ def test_sentences_on_packed_steps_are_what_the_results_say():
     assert f"{said}{rest:.1f} ms between all others together, {rest / traced['steps']:.2f} ms a step" in text
     of_int8 = [spent(alone[SHORT, "int8", None, "top:32"], name) for name in ("project", "selected")]
     assert "Products take {:.2f} ms of a step with `int8`, the 28 launches of attention {:.2f}".format(*of_int8) in text
-    attention = [spent(older[SHORT, "int8", "int8", policy], name) for policy, name in (("cascade:4", "refined"), ("top:32", "selected"))]
+    attention = [
+        spent(older[SHORT, "int8", "int8", policy], name) for policy, name in (("cascade:4/32", "refined"), ("top:32", "selected"))
+    ]
     assert "it took {:.2f} ms of a step at 128K tokens, where `top:32` took {:.2f}".format(*attention) in text
     (row,) = (
         row

@@ -223,7 +223,7 @@ def _name_to_record(name: str) -> str:
 
 
 def _is_whole(dense: Mapping[str, Any]) -> bool:
-    """Whether dense answers a task at every depth."""
+    """Whether all trials of a cell count, and dense answers some."""
     return dense["hits"] > 0 and not dense["invalid_trials"]
 
 

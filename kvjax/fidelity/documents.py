@@ -3,7 +3,8 @@
     python -m kvjax.fidelity.documents benchmarks/results/h200/fidelity-*.json --into docs/fidelity.md --plots docs/fidelity
 
 replaces the part between `<!-- fidelity:evidence -->` and `<!-- /fidelity -->`, and draws the pictures of the first panel of `load`. With
-`--part released` it replaces the part of that name. Figures of another model than the embedded one say whose they are.
+`--part released` it replaces the part of that name; the part `overview` holds one table of all cells. Figures of another model than the
+embedded one say whose they are.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.fidelity.report import kinds_rows, lists_rows, panel_rows, remarks
+from kvjax.fidelity.report import found_of, kinds_rows, lists_rows, panel_rows, points, policy_and_keys, remarks
 from pallas_kernels.bench.prefill.echo import echo_table, needles_table
 from pallas_kernels.bench.report import markdown, source
 
@@ -24,6 +25,26 @@ from pallas_kernels.bench.report import markdown, source
 def evidence(panels: Sequence[dict[str, Any]]) -> str:
     """The Markdown of all panels, one after the other: for each its tables, the remarks, and its source. Without panels it says so."""
     return "\n\n".join(map(_made, panels)) or "*Not measured yet.*"
+
+
+def overview(panels: Sequence[dict[str, Any]]) -> str:
+    """One table of all cells of all panels: what dense finds, and for each policy the difference from dense, in points, with its 95%
+    interval. Where dense cannot, counts of the policies stand in brackets. Without panels it says so."""
+    if not panels:
+        return "*Not measured yet.*"
+    names = list(dict.fromkeys(row["policy"] for figures in panels for row in figures["retrieval"] if row["policy"] != "dense"))
+    lines = []
+    for figures in panels:
+        for cell in dict.fromkeys((row["length"], row["task"], row["haystack"]) for row in figures["retrieval"]):
+            rows = {row["policy"]: row for row in figures["retrieval"] if (row["length"], row["task"], row["haystack"]) == cell}
+            found = [_beside_dense(rows[name]) if name in rows else "" for name in names]
+            length, task, haystack = cell
+            lines.append([f"`{figures['settings']['model']}`", f"{length:,}", f"{task} in {haystack}", found_of(rows["dense"]), *found])
+    return markdown(("model", "tokens", "cell", "dense", *map(policy_and_keys, names)), lines)
+
+
+def _beside_dense(row: dict[str, Any]) -> str:
+    return points(row["against_dense"]["difference"]) if row["against_dense"] else found_of(row)
 
 
 def _made(figures: dict[str, Any]) -> str:
@@ -55,7 +76,8 @@ def rendered(text: str, panels: Sequence[dict[str, Any]], part: str = "evidence"
     mark = re.compile(rf"(<!-- fidelity:{re.escape(part)} -->\n).*?(<!-- /fidelity -->)", re.DOTALL)
     if not mark.search(text):
         raise ValueError(f"there is no part between <!-- fidelity:{part} --> and <!-- /fidelity -->")
-    return mark.sub(lambda found: f"{found[1]}{evidence(panels)}\n{found[2]}", text)
+    made = (overview if part == "overview" else evidence)(panels)
+    return mark.sub(lambda found: f"{found[1]}{made}\n{found[2]}", text)
 
 
 def load(files: Sequence[Path]) -> list[dict[str, Any]]:

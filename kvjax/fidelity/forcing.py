@@ -25,7 +25,7 @@ SYNC_STEPS = 16
 """Steps that the host may run ahead of the device. Each of these steps holds the logits of every policy until it is done."""
 
 ALONE = "dense again"
-"""Name of the noise floor: dense again, each row decoded alone and in reverse order, compared with dense in the batch."""
+"""Name of the noise floor: dense again, each row decoded alone, or few rows together, the last first, compared with dense in the batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +78,10 @@ def force(
     continuations: Sequence[Sequence[int]],
     policies: Mapping[str, str | DecodePolicy | Arm],
     *,
+    again: int = 1,
     on_step: Callable[[], None] | None = None,
 ) -> Forced:
-    """Feed each sequence's continuation under dense, under every policy, and under dense with each row alone.
+    """Feed each sequence's continuation under dense, under every policy, and under dense again, with `again` rows together.
 
     sequences: prefilled; the caller frees them, and forks of them are decoded. continuations: one per sequence, all of one length n + 1.
     Tokens 0 to n-1 are fed, and tokens 1 to n are the true next tokens of the n steps. policies: by their names in the result; an `Arm`
@@ -104,8 +105,8 @@ def force(
             for name, arm in arms.items():
                 row[name] = _beside(logits, arm.engine.decode(running[name], given, arm.policy), true)
                 reads[name] = arm.engine.last_reads.keys
-            one_by_one = [engine.decode([alone[i]], given[i : i + 1], Dense()) for i in reversed(range(len(given)))]
-            row[ALONE] = _beside(logits, jnp.concatenate(one_by_one[::-1]), true)
+            parts = [engine.decode(alone[rows], given[rows], Dense()) for rows in reversed(few_rows(len(given), again))]
+            row[ALONE] = _beside(logits, jnp.concatenate(parts[::-1]), true)
             found.append((row, reads))
             if (step + 1) % SYNC_STEPS == 0:
                 found[-SYNC_STEPS:] = jax.device_get(found[-SYNC_STEPS:])
@@ -128,11 +129,13 @@ def exact_prefixes(
     tokens: Sequence[int],
     policies: Mapping[str, str | DecodePolicy | Arm],
     count: int,
+    *,
+    again: int = 1,
 ) -> dict[str, list[int]]:
     """How many greedy tokens of each policy equal dense's before the first that differs, at most `count`; one number per sequence.
 
-    tokens: the token that is fed first, of each sequence. policies: as in `force`. ALONE is dense again, each row alone. Rounding may flip
-    two tokens that are nearly equally likely, and one flip ends the prefix. So report it, but do not judge a policy by it.
+    tokens: the token that is fed first, of each sequence. policies, again: as in `force`. Rounding may flip two tokens that are nearly
+    equally likely, and one flip ends the prefix. So report it, but do not judge a policy by it.
     """
     scripts = [(([token], count),) for token in tokens]
 
@@ -144,8 +147,13 @@ def exact_prefixes(
     everyone, dense = range(len(sequences)), Arm(engine, sequences, Dense())
     reference = written(everyone, dense)
     texts = {name: written(everyone, arm) for name, arm in _arms(engine, sequences, policies).items()}
-    texts[ALONE] = np.concatenate([written([row], dense) for row in reversed(everyone)][::-1])
+    texts[ALONE] = np.concatenate([written(everyone[rows], dense) for rows in reversed(few_rows(len(everyone), again))][::-1])
     return {name: np.cumprod(text == reference, axis=1).sum(axis=1).tolist() for name, text in texts.items()}
+
+
+def few_rows(count: int, together: int) -> list[slice]:
+    """`count` rows, `together` at a time; the last part may be smaller."""
+    return [slice(start, min(start + together, count)) for start in range(0, count, together)]
 
 
 def _arms(engine: Engine, sequences: Sequence[CachedSequence], policies: Mapping[str, str | DecodePolicy | Arm]) -> dict[str, Arm]:

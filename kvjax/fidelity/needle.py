@@ -20,10 +20,12 @@ MIN_WORDS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """How a fact is written and asked for. Both contain ` {key}`. The needle also contains ` {value}`, the answer to the question."""
+    """How a fact is written and asked for. Both contain ` {key}`. The needle also contains ` {value}`, the answer to the question: one of
+    `words`, or a number if there are none."""
 
     needle: str
     question: str
+    words: tuple[str, ...] = ()
 
     def __post_init__(self):
         if " {key}" not in self.needle or " {value}" not in self.needle or " {key}" not in self.question:
@@ -62,14 +64,18 @@ class Trial:
         not begin with a digit."""
         return ((self.question_ids, len(self.answer_ids) + 1),)
 
+    fed = ()
+    """Tokens that are fed in place of the answer: none, the model's own go on."""
+
     def judge(self, texts: Sequence[str]) -> float:
         """1.0 if the answer to the one question is a hit, else 0.0."""
         return float(self.is_hit(texts[0]))
 
     def is_hit(self, text: str) -> bool:
-        """Whether generated text begins with exactly the answer: every digit is right, and no digit follows."""
+        """Whether generated text begins with exactly the answer: every digit is right, and no digit follows; no letter follows a word."""
         text = text.strip()
-        return text.startswith(self.answer) and not text[len(self.answer) :][:1].isdigit()
+        after = text[len(self.answer) :][:1]
+        return text.startswith(self.answer) and not after.isdigit() and not (self.answer.isalpha() and after.isalpha())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +115,7 @@ class NeedleTask:
             raise ValueError(f"depth must be in [0, 1], got {depth}")
         number = int(rng.integers(len(self.templates))) if template is None else template
         form, (key, *others) = self.templates[number], self.keys(rng)
-        values = self.values(rng)
+        values = self.words_of(form, rng) if form.words else self.values(rng)
         needles = [self._ids(form.needle.format(key=k, value=v)) for k, v in zip((key, *others), values, strict=True)]
         question = self._ids(form.question.format(key=key))
         fill = length - len(self.prefix_ids) - len(question) - sum(map(len, needles))
@@ -152,6 +158,11 @@ class NeedleTask:
         if not self.near_miss:
             return ["".join(map(str, rng.integers(0, 10, self.digits))) for _ in range(1 + self.distractors)]
         return near_values(rng.integers(0, 10, self.digits), self.distractors, rng)
+
+    def words_of(self, form: Template, rng: np.random.Generator) -> list[str]:
+        """A word for each key, the target's first. No other key has the target's word; beyond the number of words, others share one."""
+        target, *others = rng.permutation(form.words).tolist()
+        return [target, *np.resize(others, self.distractors).tolist()]
 
     def _near_keys(self, key: str, rng: np.random.Generator) -> list[str]:
         """The key, and other keys that share its first or its second word. All are held out, or all are training keys."""

@@ -1,6 +1,6 @@
 """The panel: measures every policy in one engine, on the same prefilled texts, in units of work. Keep the records of finished units.
 
-    panel = Panel(model, text, Plan(policies=("dense", "top:8"), lengths=(8192,)))
+    panel = Panel(model, text, Plan(policies=("dense", "cascade:8"), lengths=(8192,)))
     records = [panel.measure(unit) for unit in panel.units()]
     figures = kvjax.fidelity.report.summarize(panel.plan, records)
 
@@ -23,7 +23,7 @@ import numpy as np
 from kvjax.bill.volume import step_bytes
 from kvjax.engine import Engine
 from kvjax.fidelity.certificate import can_certify, count_certified, declared_for
-from kvjax.fidelity.forcing import ALONE, exact_prefixes, force, text_windows
+from kvjax.fidelity.forcing import ALONE, exact_prefixes, few_rows, force, text_windows
 from kvjax.fidelity.needle import encode_text, vocabulary_words
 from kvjax.fidelity.retrieval import ANSWER_ROOM, Answer, Arm, ask, forked, prefilled, prompt_start, step_seconds
 from kvjax.fidelity.tasks import HAYSTACKS, TASKS, answers_of, make_trials
@@ -33,8 +33,6 @@ from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import DecodePolicy, Dense, name_of, parse
 
 TIMED_STEPS, TIMED_ROUNDS = 16, 3
-CERTIFIED_STEPS = 32
-"""Forced steps in which the lists of cascades are compared with the oracle's."""
 
 BASELINES = (
     *("dense", "window:640", "top:4", "mean:4", "cascade:4/all+1bit", "cascade:4/all+4bit", "cascade:4/all+8bit"),
@@ -59,7 +57,9 @@ class Plan:
     tokens of whole contexts, answers and forced text included. tasks, haystacks: of `kvjax.fidelity.tasks`. trials: of each task in each
     haystack at each length. distractors: additional facts, in the haystacks that have them. windows: disjoint pieces of text for teacher
     forcing. steps: forced tokens of each window. free_steps: tokens that are generated greedily, for the exact prefix. batch: contexts that
-    are held and decoded together. cache_formats: texts of `kvjax.cache.formats`; every policy also runs over pages of each, by the name
+    are held and decoded together. again: how many of them in the noise floor, dense again; 1 costs most, and at most half of the batch is
+    used, so that the shapes differ. certified_steps: forced steps in which the lists of cascades are compared with the oracle's; this
+    compiles each cascade twice. cache_formats: texts of `kvjax.cache.formats`; every policy also runs over pages of each, by the name
     "POLICY @ FORMAT". weights: names of packed weights, as "int8"; every policy also runs with each, by the name "POLICY @ weights int8".
     All are compared with dense over pages that are not packed and with the weights as they are.
     """
@@ -74,6 +74,8 @@ class Plan:
     steps: int = 1024
     free_steps: int = 128
     batch: int = 32
+    again: int = 1
+    certified_steps: int = 32
     seed: int = 0
     page_size: int = 128
     prefill_chunk: int = 512
@@ -97,7 +99,17 @@ class Plan:
             if isinstance(parse(policy), ChoosesDecode):
                 raise ValueError(f"policies: {policy!r} chooses another policy at every step; measure those")
         # With a single trial or window, "alone" would be the same as "in the batch", and there would be no noise floor.
-        for name, least in (("trials", 2), ("windows", 2), ("batch", 2), ("steps", 1), ("free_steps", 1), ("distractors", 0), ("seed", 0)):
+        for name, least in (
+            ("trials", 2),
+            ("windows", 2),
+            ("batch", 2),
+            ("again", 1),
+            ("certified_steps", 0),
+            ("steps", 1),
+            ("free_steps", 1),
+            ("distractors", 0),
+            ("seed", 0),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.page_size < 1 or self.prefill_chunk < 1 or self.prefill_chunk % self.page_size:
@@ -147,7 +159,7 @@ class Unit:
 
 
 class Panel:
-    """Runs the units of a plan, with one engine for the model and one for each variant. A unit of a new length makes new engines.
+    """Runs the units of a plan, with one engine for the model and one for each variant.
 
     model: with a tokenizer. text: haystacks and windows are cut from it; it must be long enough for `plan.windows` disjoint windows.
     packed: gives the model with weights of a name in `plan.weights`. ValueError for a text that is too short, and for lengths beyond the
@@ -163,7 +175,7 @@ class Panel:
             known = f"the model's {model.config.max_positions:,} positions{model.config.for_longer(longest)}"
             raise ValueError(f"a length of {longest:,} tokens is more than {known}")
         self.text_ids = encode_text(model.tokenizer, text)
-        self._engines: tuple[int, dict[str | None, Engine]] | None = None
+        self._engines: dict[str | None, Engine] | None = None
         self._trials = functools.lru_cache(maxsize=2)(self._draw)
         text_windows(self.text_ids, longest, plan.windows, self._prefix)
         self._models = {None: model} | {f"{WEIGHTS}{each}": packed(each) for each in plan.weights}
@@ -176,13 +188,13 @@ class Panel:
         for length in plan.lengths:
             for rows in _batches(plan.windows, plan.batch):
                 count = rows[1] - rows[0]
-                calls = plan.steps * (arms + count) + plan.free_steps * (arms + count)
+                calls = (plan.steps + plan.free_steps) * (arms + -(-count // self._again))
                 found.append(Unit("forced", length, rows, work=engines * count * (length - plan.steps) + calls * call))
             for task in plan.tasks:
                 for haystack in plan.haystacks:
                     for rows in _batches(plan.trials, plan.batch):
                         count = rows[1] - rows[0]
-                        calls = (arms + count) * ANSWER_ROOM * answers_of(task)
+                        calls = (arms + -(-count // self._again)) * ANSWER_ROOM * answers_of(task)
                         found.append(Unit("retrieval", length, rows, task, haystack, engines * count * length + calls * call))
         return found
 
@@ -192,7 +204,7 @@ class Panel:
         `took` in the record is the wall-clock time of the unit in seconds, which includes compiling and making an engine.
         """
         advance, start = advance or (lambda tokens: None), time.perf_counter()
-        engines = self._engines_for(unit.length)
+        engines = self._held()
         record = (self._forced if unit.kind == "forced" else self._retrieval)(engines, unit, advance)
         return record | {"took": time.perf_counter() - start}
 
@@ -205,14 +217,15 @@ class Panel:
         plan = self.plan
         windows = text_windows(self.text_ids, unit.length, plan.windows, self._prefix)[slice(*unit.rows)]
         cut = unit.length - plan.steps - 1
-        per_step = (1 + len(plan.others) + len(windows)) * plan.prefill_chunk // 2
+        per_step = (1 + len(plan.others) + -(-len(windows) // self._again)) * plan.prefill_chunk // 2
         with self._arms(engines, [window[:cut] for window in windows], advance) as arms:
             dense = arms.pop("dense")
             engine, sequences = dense.engine, dense.sequences
-            forced = force(engine, sequences, [window[cut:] for window in windows], arms, on_step=lambda: advance(per_step))
-            prefixes = exact_prefixes(engine, sequences, [window[cut] for window in windows], arms, plan.free_steps)
-            fed = [window[cut : cut + min(CERTIFIED_STEPS, plan.steps)] for window in windows]
-            cascades = {name: arm for name, arm in arms.items() if can_certify(parse(arm.policy))}
+            texts = [window[cut:] for window in windows]
+            forced = force(engine, sequences, texts, arms, again=self._again, on_step=lambda: advance(per_step))
+            prefixes = exact_prefixes(engine, sequences, [text[0] for text in texts], arms, plan.free_steps, again=self._again)
+            fed = [window[cut : cut + min(plan.certified_steps, plan.steps)] for window in windows]
+            cascades = {name: arm for name, arm in arms.items() if fed[0] and can_certify(parse(arm.policy))}
             lists = {name: count_certified(arm.engine, arm.sequences, fed, parse(arm.policy)) for name, arm in cascades.items()}
         return {
             "kind": "forced",
@@ -258,9 +271,9 @@ class Panel:
                 keys[name] = float(read.mean())
             alone: list[Answer] = []
             dense = arms["dense"]
-            for haystack, trial in zip(reversed(dense.sequences), reversed(trials), strict=True):
-                with forked(dense.engine, [haystack]) as forks:
-                    alone = [*ask(dense.engine, forks, [trial], tokenizer, policy="dense")[0], *alone]
+            for rows in reversed(few_rows(len(trials), self._again)):
+                with forked(dense.engine, dense.sequences[rows]) as forks:
+                    alone = [*ask(dense.engine, forks, trials[rows], tokenizer, policy="dense")[0], *alone]
             answers[ALONE] = alone
             twice = arms | {ALONE: dense}  # dense is timed twice, to show how much timings vary
             seconds = step_seconds(twice, steps=TIMED_STEPS, rounds=TIMED_ROUNDS) if self._is_timed(unit) else None
@@ -281,25 +294,35 @@ class Panel:
         """Whether a unit is also timed: the first batch of trials of each length is."""
         return (unit.task, unit.haystack, unit.rows[0]) == (self.plan.tasks[0], self.plan.haystacks[0], 0)
 
-    def _engines_for(self, length: int) -> dict[str | None, Engine]:
-        if self._engines is None or self._engines[0] != length:
-            self._engines = None  # frees the old pools before the new ones are made
-            self._engines = (length, {each: self._new_engine(length, each) for each in (None, *self.plan.variants)})
-        return self._engines[1]
+    def _held(self) -> dict[str | None, Engine]:
+        """The engines. All lengths share them, so that a program of one length serves others whose page tables are as wide."""
+        if self._engines is None:
+            self._engines = {each: self._new_engine(each) for each in (None, *self.plan.variants)}
+        return self._engines
 
-    def _new_engine(self, length: int, variant: str | None) -> Engine:
-        plan, model = self.plan, self._models.get(variant, self.model)
+    @property
+    def _batch(self) -> int:
+        """Rows of the largest unit."""
+        return max(last - first for count in (self.plan.trials, self.plan.windows) for first, last in _batches(count, self.plan.batch))
+
+    @property
+    def _again(self) -> int:
+        """Rows of dense again: other matrix shapes than those of the batch."""
+        return min(self.plan.again, self._batch // 2)
+
+    def _new_engine(self, variant: str | None) -> Engine:
+        plan, model, length = self.plan, self._models.get(variant, self.model), max(self.plan.lengths)
         cache_format = None if variant in self._models else variant
-        batch = max(last - first for count in (plan.trials, plan.windows) for first, last in _batches(count, plan.batch))
-        options = {"policies": plan.policies, "page_size": plan.page_size, "prefill_chunk": plan.prefill_chunk, "batch_buckets": (1, batch)}
+        buckets = (self._again, self._batch)
+        options = {"policies": plan.policies, "page_size": plan.page_size, "prefill_chunk": plan.prefill_chunk, "batch_buckets": buckets}
         if cache_format is not None:
             own = plan.of_variant(cache_format)
             windows = max(last - first for first, last in _batches(plan.windows, plan.batch))
-            rows = max(2 * batch, windows * (1 + len(own)))  # contexts and their forks, each with a row of open pages
-            sizes = {"policies": tuple(own.values()), "batch_buckets": (1, batch, rows)}
+            rows = max(2 * self._batch, windows * (1 + len(own)))  # contexts and their forks, each with a row of open pages
+            sizes = {"policies": tuple(own.values()), "batch_buckets": (*buckets, rows)}
             options |= sizes | {"cache_format": cache_format}
         pages = self._pages(length)
-        watched = [declared_for(policy) for policy in map(parse, options["policies"]) if can_certify(policy)]
+        watched = [declared_for(policy) for policy in map(parse, options["policies"]) if plan.certified_steps and can_certify(policy)]
         options["policies"] = (*options["policies"], *watched)
         indexes = tuple(dict.fromkeys(spec for each in options["policies"] for spec in parse(each).indexes()))
         room = memory_plan(model.config, page_size=plan.page_size, indexes=indexes, weights_bytes=0, cache_format=cache_format)

@@ -32,8 +32,8 @@ CONFIDENT_MARGIN = 1.0
 FEW_BLOCKS = 20
 """A bootstrap over fewer blocks of steps gives intervals that are too narrow. Then a remark says so."""
 
-VALID_SHARE = 0.9
-"""Share of a cell's trials that dense must answer for the cell to be valid."""
+DENSE_SHARE = 0.5
+"""Share of a cell's trials that dense must answer for the cell to count."""
 
 EQUAL_BUDGET = 0.1
 """Two policies have equal budgets if their numbers of keys differ by at most this share of the larger (quest:64 and top:8: 7%)."""
@@ -54,11 +54,11 @@ PARTS = 4
 """A forced run is cut into this many parts, to show whether the KL grows as the fed text becomes longer than the local window."""
 
 RULES = {
-    "valid cells": f"A cell (length, task, haystack, fifth of depth) counts where dense answers at least {VALID_SHARE:.0%} of its trials; "
-    "others are listed as invalid and enter no average.",
+    "cells": f"A cell (length, task, haystack) counts where dense answers at least {DENSE_SHARE:.0%} of its trials. Of others it is said "
+    "that dense cannot; they enter no average and no pair.",
     "pairs": "Every policy answers the same trials from the same cache as dense. lost: dense only; gained: the policy only. "
     "p_value: exact McNemar, two-sided; p_loss: one-sided exact binomial; difference: Newcombe's interval for paired proportions.",
-    "noise floor": f"'{ALONE}' is dense with each row decoded alone and in reverse order, against dense in the batch.",
+    "noise floor": f"'{ALONE}' is dense with each row decoded alone, or `again` rows together, the last first, against dense in the batch.",
     "confident": f"A step is confident where dense's two most likely tokens are more than {CONFIDENT_MARGIN} nats apart. The pool of a "
     "policy is every window of every length of this run, none left out; 'members' lists them.",
     "autocorrelation": "The Wilson interval of an agreement takes steps as independent. Steps of one window are not, so it is too narrow: "
@@ -115,23 +115,17 @@ def _check_whole(what: str, wanted: int, records: Sequence[dict]) -> None:
         raise ValueError(f"records hold {len(rows)} of {wanted} {what}: run the panel to its end first")
 
 
-def _valid(dense: np.ndarray, bins: np.ndarray) -> np.ndarray:
-    """Which trials belong to valid cells. dense: whether dense answered each trial. bins: each trial's fifth of depth."""
-    share = np.array([dense[bins == number].mean() if (bins == number).any() else 0.0 for number in range(DEPTH_BINS)])
-    return (share >= VALID_SHARE)[bins]
-
-
-def _trials(records: Sequence[dict], names: Sequence[str]) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """For the trials of one (length, task, haystack): the share found by each policy, the fifth of depth, and whether the trial counts."""
+def _trials(records: Sequence[dict], names: Sequence[str]) -> tuple[dict[str, np.ndarray], np.ndarray, bool]:
+    """For the trials of one cell: the share found by each policy, the fifth of depth of each trial, and whether the cell counts."""
     bins = np.minimum((np.concatenate([r["depths"] for r in records]) * DEPTH_BINS).astype(int), DEPTH_BINS - 1)
     shares = {name: np.concatenate([r["shares"][name] for r in records]) for name in names}
-    return shares, bins, _valid(shares["dense"] == 1.0, bins)
+    return shares, bins, bool(np.mean(shares["dense"] == 1.0) >= DENSE_SHARE)
 
 
 def _retrieval_rows(plan: Plan, records: Sequence[dict]) -> list[dict[str, Any]]:
     """One row per policy, for one (length, task, haystack)."""
     _check_whole("trials", plan.trials, records)
-    shares, bins, valid = _trials(records, ("dense", *plan.others, ALONE))
+    shares, bins, counts = _trials(records, ("dense", *plan.others, ALONE))
     dense, cells = shares["dense"] == 1.0, [number for number in range(DEPTH_BINS) if (bins == number).any()]
     rows = []
     for name, found in shares.items():
@@ -140,15 +134,15 @@ def _retrieval_rows(plan: Plan, records: Sequence[dict]) -> list[dict[str, Any]]
         row = {field: records[0][field] for field in ("length", "task", "haystack")} | {"policy": name, "keys_per_step": keys}
         row["by_depth"] = [
             {"from": number / DEPTH_BINS, "to": (number + 1) / DEPTH_BINS}
-            | {"hits": int(hits[bins == number].sum()), "trials": int((bins == number).sum()), "valid": bool(valid[bins == number].all())}
+            | {"hits": int(hits[bins == number].sum()), "trials": int((bins == number).sum())}
             for number in cells
         ]
-        row |= {"invalid_trials": int((~valid).sum()), "hits": int(hits[valid].sum()), "trials": int(valid.sum())}
-        if valid.any():
+        row |= {"invalid_trials": 0 if counts else hits.size, "hits": int(hits.sum()) * counts, "trials": hits.size * counts}
+        if counts:
             row["exact_match"] = dataclasses.asdict(proportion(row["hits"], row["trials"]))
             row["lower_bound_95"] = lower_bound(row["hits"], row["trials"], 0.95)
-            row["share_found"] = float(found[valid].mean())
-            row["against_dense"] = dataclasses.asdict(paired(dense[valid], hits[valid]))
+            row["share_found"] = float(found.mean())
+            row["against_dense"] = dataclasses.asdict(paired(dense, hits))
         else:
             row |= dict.fromkeys(("exact_match", "lower_bound_95", "share_found", "against_dense"))
         rows.append(row)
@@ -232,9 +226,9 @@ def _contrasts(plan: Plan, records: Sequence[dict]) -> list[dict[str, Any]]:
         row["perplexity_ratio"] = dataclasses.asdict(over_windows(difference["nll"], np.exp))
         for task, haystack in itertools.product(plan.tasks, plan.haystacks):
             some = [r for r in _of(records, "retrieval", length) if (r["task"], r["haystack"]) == (task, haystack)]
-            shares, _, valid = _trials(some, ("dense", first, second))
-            if valid.any():
-                pair = paired(shares[first][valid] == 1.0, shares[second][valid] == 1.0)
+            shares, _, counts = _trials(some, ("dense", first, second))
+            if counts:
+                pair = paired(shares[first] == 1.0, shares[second] == 1.0)
                 row["retrieval"].append({"task": task, "haystack": haystack, **dataclasses.asdict(pair)})
         rows.append(row)
     return rows
@@ -294,7 +288,19 @@ def csv_rows(figures: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-COLUMNS = ("policy (keys)", "keys read", "found", "found, 95%", "lost/gained", "p", "agree", "agree, margin>1", "KL", "KL, 95%")
+COLUMNS = (
+    "policy (keys)",
+    "keys read",
+    "found",
+    "found, 95%",
+    "lost/gained",
+    "points, 95%",
+    "p",
+    "agree",
+    "agree, margin>1",
+    "KL",
+    "KL, 95%",
+)
 COLUMNS += ("perplexity", "ratio, 95%", "prefix", "ms/step")
 
 
@@ -320,8 +326,11 @@ def tables(figures: dict[str, Any]) -> list[Table]:
         title = f"{length:,} tokens: {first['task']} in {first['haystack']}, forced text, speed"
         made.append(terminal_table(columns, here, title=title))
         made[-1].rows[0].end_section = True  # a line after dense, the first row
-    more = {"found, of valid trials (lost/gained)": kinds_rows(figures), LISTS: lists_rows(figures)}
+    more = {KINDS: kinds_rows(figures), LISTS: lists_rows(figures)}
     return [*made, *(terminal_table(columns, rows, title=title) for title, (columns, rows) in more.items() if rows)]
+
+
+KINDS = "found, lost/gained against dense, and the difference in points with its 95% interval"
 
 
 def kinds_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]]]:
@@ -331,7 +340,7 @@ def kinds_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]
     if len(kinds) > 1:
         for length, name in dict.fromkeys((row["length"], row["policy"]) for row in figures["retrieval"]):
             mine = [row for row in figures["retrieval"] if (row["length"], row["policy"]) == (length, name)]
-            found = [_found(row) + ("" if name == "dense" or not row["trials"] else f" ({_pairs(row)})") for row in mine]
+            found = [found_of(row) + ("" if name == "dense" or not row["trials"] else f", {_difference(row)}") for row in mine]
             rows.append([policy_and_keys(name), f"{length:,}", *found])
     return columns, rows
 
@@ -354,16 +363,12 @@ def lists_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]
 
 
 def remarks(figures: dict[str, Any]) -> list[str]:
-    """Remarks below the tables: which policies hold, whether the control fails, invalid cells, bootstraps over too few blocks, policies of
-    equal budget, agreement on confident steps, and the time taken."""
+    """Remarks below the tables: which policies hold, whether the control fails, what dense cannot do, bootstraps over too few blocks,
+    policies of equal budget, agreement on confident steps, and the time taken."""
     lines = [*verdicts(figures), *controls(figures)]
     for row in figures["retrieval"]:
-        bad = [cell for cell in row["by_depth"] if not cell["valid"]]
-        if row["policy"] == "dense" and bad:
-            cells = ", ".join(f"{span(cell['from'], cell['to'], '.1f')} ({cell['hits']}/{cell['trials']})" for cell in bad)
-            lines.append(
-                f"invalid, not counted: {row['task']} in {row['haystack']} at {row['length']:,} tokens, depth {cells} found by dense"
-            )
+        if row["policy"] == "dense" and row["invalid_trials"]:
+            lines.append(_cannot(row))
     for length, blocks in {row["length"]: row["blocks"] for row in figures["forced"] if "blocks" in row}.items():
         if blocks < FEW_BLOCKS:
             within = "`kl_within` and `perplexity_ratio_within`, bootstraps over them, are too narrow"
@@ -385,6 +390,16 @@ def remarks(figures: dict[str, Any]) -> list[str]:
             lines.append(f"{pool['policy']} at {lengths} tokens: {agree} ({len(pool['members'])} windows, {spread})")
     took = ", ".join(f"{seconds:.0f} s at {int(length):,} tokens" for length, seconds in figures["took"].items())
     return [*lines, f"wall-clock time, compilation included: {took}"]
+
+
+def _cannot(row: dict[str, Any]) -> str:
+    """Which trials do not count, from dense's row. Earlier files have cells by depth, and say of each whether it counts."""
+    where = f"{row['task']} in {row['haystack']} at {row['length']:,} tokens"
+    hits, trials = in_all(row)
+    if not row["trials"]:
+        return f"dense cannot, not counted: {where} ({hits} of {trials} found)"
+    bad = [f"{span(cell['from'], cell['to'], '.1f')} ({cell['hits']} of {cell['trials']})" for cell in row["by_depth"] if not cell["valid"]]
+    return f"dense cannot, not counted: {where}, depth {', '.join(bad)}"
 
 
 def verdicts(figures: dict[str, Any]) -> list[str]:
@@ -442,10 +457,10 @@ def _cells(figures: dict[str, Any], row: dict[str, Any]) -> list[str]:
     name = row["policy"]
     forced, speed = _find(figures["forced"], row), _find(figures["speed"], row)
     matched = row["exact_match"]
-    cells = [policy_and_keys(name), f"{row['keys_per_step']:,.0f}", _found(row)]
+    cells = [policy_and_keys(name), f"{row['keys_per_step']:,.0f}", found_of(row)]
     cells.append(span(matched["low"], matched["high"]) if matched else "")
     pairs = row["against_dense"]
-    cells += ["", ""] if name == "dense" or not pairs else [_pairs(row), f"{pairs['p_value']:.2g}"]
+    cells += ["", "", ""] if name == "dense" or not pairs else [_pairs(row), points(pairs["difference"]), f"{pairs['p_value']:.2g}"]
     if name == "dense":
         cells += ["", "", "", "", f"{forced['perplexity']:.3f}", "", ""]
     else:
@@ -477,8 +492,26 @@ def _nominal_keys(name: str) -> int | None:
     return keys if isinstance(keys, int) else None
 
 
-def _found(row: dict[str, Any]) -> str:
-    return f"{row['hits']}/{row['trials']}" if row["trials"] else "invalid"
+def found_of(row: dict[str, Any]) -> str:
+    """Found of the trials that count; in brackets, of all trials, where none counts."""
+    if row["trials"]:
+        return f"{row['hits']}/{row['trials']}"
+    hits, trials = in_all(row)
+    return f"({hits}/{trials})"
+
+
+def in_all(row: dict[str, Any]) -> tuple[int, int]:
+    """Found, and trials, whether they count or not."""
+    return tuple(sum(cell[field] for cell in row["by_depth"]) for field in ("hits", "trials"))
+
+
+def points(difference: dict[str, float]) -> str:
+    """A difference of shares in points, with its interval: "-1.5 [-3.2 to +0.1]"."""
+    return estimate({name: 100 * value for name, value in difference.items()}, "+.1f")
+
+
+def _difference(row: dict[str, Any]) -> str:
+    return f"{_pairs(row)}, {points(row['against_dense']['difference'])}"
 
 
 def _pairs(row: dict[str, Any]) -> str:

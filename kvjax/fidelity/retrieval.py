@@ -16,6 +16,7 @@ import numpy as np
 
 from kvjax.engine import Engine
 from kvjax.fidelity.needle import NeedleTask, Trial, encode_text, exact_match_by_depth, vocabulary_words
+from kvjax.fidelity.passages import PassageTrial
 from kvjax.model import Model
 from kvjax.policies.decode import DecodePolicy, name_of, parse
 from kvjax.sampling import NotFinite, all_finite
@@ -160,38 +161,48 @@ def ask(
     few tokens more, so that the batch keeps its shape. Returns the answers, and for every step the blocks and the keys that one KV head of
     one layer read on average.
     """
-    said, blocks, keys = speak(engine, sequences, [trial.turns for trial in trials], policy=policy)
+    fed = [trial.fed for trial in trials]
+    said, blocks, keys = speak(engine, sequences, [trial.turns for trial in trials], policy=policy, fed=fed)
     answers = []
     for trial, turns in zip(trials, said, strict=True):
         texts = [tokenizer.decode(ids) for ids in turns]
-        share = trial.judge(texts)
+        share = trial.judge_ids(turns) if isinstance(trial, PassageTrial) else trial.judge(texts)
         answers.append(Answer("\n".join(texts), share == 1.0, trial.depth, share))
     return answers, blocks, keys
 
 
 def speak(
-    engine: Engine, sequences: Sequence[CachedSequence], scripts: Sequence[Sequence[Turn]], *, policy: str | DecodePolicy
+    engine: Engine,
+    sequences: Sequence[CachedSequence],
+    scripts: Sequence[Sequence[Turn]],
+    *,
+    policy: str | DecodePolicy,
+    fed: Sequence[Sequence[int]] | None = None,
 ) -> tuple[list[list[list[int]]], np.ndarray, np.ndarray]:
     """Feed every sequence the given tokens of its script, and generate the others greedily. Returns the generated ids of each turn of each
     sequence, and for every step the blocks and the keys that one KV head of one layer read on average.
 
-    A row that finishes before the others goes on with its own tokens. The host waits for the device only at steps where a row's next token
-    is generated. NotFinite if the model gives NaN.
+    fed: for each sequence, the tokens that are fed in place of the ones that it generates, in order; those beyond are its own. The ids
+    returned are those that it generates. A row that finishes before the others goes on with its own tokens. The host waits for the device
+    only at steps where a row's next token is one that it generated. NotFinite if the model gives NaN.
     """
-    # One entry per token of a row's script: the given token, or None for a generated one.
-    plans = [[token for ids, count in turns for token in (*ids, *[None] * count)] for turns in scripts]
-    reads, finite, said = [], [], [[] for _ in plans]
+    # Two entries per token of a row's script: whether it is generated, and the token that is fed, None for the generated one.
+    asked = [[each for ids, count in turns for each in (*[False] * len(ids), *[True] * count)] for turns in scripts]
+    plans = []
+    for turns, instead in zip(scripts, map(iter, fed or [()] * len(scripts)), strict=True):
+        plans.append([token for ids, count in turns for token in (*ids, *(next(instead, None) for _ in range(count)))])
+    reads, finite, greedy = [], [], []
     tokens = [plan[0] for plan in plans]
     for step in range(1, max(map(len, plans))):
-        greedy, usable = _greedy(engine.decode(sequences, tokens, policy=policy))
+        likely, usable = _greedy(engine.decode(sequences, tokens, policy=policy))
         reads.append((engine.last_reads.blocks, engine.last_reads.keys))
         finite.append(usable)
+        greedy.append(likely)
         given = [plan[step] if step < len(plan) else None for plan in plans]
-        own = np.asarray(greedy).tolist() if None in given else given
+        own = np.asarray(likely).tolist() if None in given else given
         tokens = [mine if token is None else token for token, mine in zip(given, own, strict=True)]
-        for row, plan in enumerate(plans):
-            if step < len(plan) and plan[step] is None:
-                said[row].append(tokens[row])
+    written = np.array(jax.device_get(greedy)).T
+    said = [ids[: len(row) - 1][row[1:]] for ids, row in zip(written, map(np.array, asked), strict=True)]
     bad_steps, bad_rows = np.nonzero(~np.array(jax.device_get(finite)))
     if bad_steps.size:
         raise NotFinite(sequences[bad_rows[0]].length - len(finite) + int(bad_steps[0]) + 1)

@@ -4,6 +4,9 @@
     multi-needle   one key with several values: all of them are asked for at once (RULER: multi-value)
     multi-query    several keys with a value each, asked for one after the other (RULER: multi-query)
     tracking       a chain of assignments `VAR b = VAR a`: every name that holds the value is asked for (RULER: variable tracking)
+    wordings       one fact, one question, in many wordings; the answer is a number or a word (`kvjax.fidelity.wordings`)
+    passage        a passage of the text is begun again, and the model goes on (`kvjax.fidelity.passages`)
+    repeat         a passage of the text is fed again, and each of its tokens is to be predicted
 
 Haystacks, from easy to hard: `loop` is one paragraph repeated. `prose` is a running text. `codes` is that text with facts of the same form
 under other keys. `near-miss` is the same, but each of these keys shares a word with the target's key, and each value differs from its value
@@ -19,8 +22,10 @@ from typing import Any
 import numpy as np
 
 from kvjax.fidelity.needle import NeedleTask, Trial, encode, encode_text, insert
+from kvjax.fidelity.passages import PassageTrial, passage, repeat
+from kvjax.fidelity.wordings import WORDINGS
 
-TASKS = ("needle", "multi-needle", "multi-query", "tracking")
+TASKS = ("needle", "multi-needle", "multi-query", "tracking", "wordings", "passage", "repeat")
 HAYSTACKS = ("loop", "prose", "codes", "near-miss")
 PIECES = 4
 """Values of multi-needle, questions of multi-query, names of a tracking chain."""
@@ -51,6 +56,9 @@ class ManyTrial:
     expected: tuple[tuple[str, ...], ...]
     depth: float
 
+    fed = ()
+    """Tokens that are fed in place of answers: none, the model's own go on."""
+
     @property
     def length(self) -> int:
         """Tokens of haystack, questions and answers, without the answer to the last question."""
@@ -74,7 +82,7 @@ def make_trials(
     seed: int = 0,
     distractors: int = 16,
     prefix_ids: tuple[int, ...] = (),
-) -> list[Trial] | list[ManyTrial]:
+) -> list[Trial] | list[ManyTrial] | list[PassageTrial]:
     """`count` trials of `length` tokens, the last answer not counted. Depths are evenly spread over [0, 1], the rest is drawn from `seed`.
 
     text_ids: int[...], the running text. words: for keys and names. distractors: additional facts, in the haystacks `codes` and
@@ -93,16 +101,18 @@ def make_trials(
         prefix_ids=prefix_ids,
         near_miss=haystack == "near-miss",
     )
-    if task == "needle":
-        return source.trials(length, count, seed=seed)
+    if task in ("needle", "wordings"):
+        forms = WORDINGS if task == "wordings" else source.templates
+        return dataclasses.replace(source, templates=forms).trials(length, count, seed=seed)
     rng = np.random.default_rng((seed, length, TASKS.index(task)))
-    make = {"multi-needle": _multi_needle, "multi-query": _multi_query, "tracking": _tracking}[task]
+    make = {"multi-needle": _multi_needle, "multi-query": _multi_query, "tracking": _tracking, "passage": passage, "repeat": repeat}[task]
     return [make(source, length, rng, (i + 0.5) / count) for i in range(count)]
 
 
 def answers_of(task: str) -> int:
-    """How many values or names a task's trial asks for. Room for an answer is reserved for each at the end of the context."""
-    return PIECES if task in ("multi-query", "multi-needle", "tracking") else 1
+    """How many answers a task's trial has at most. Room for each is reserved at the end of the context; a repeated passage takes that of
+    two."""
+    return PIECES if task in ("multi-query", "multi-needle", "tracking") else 2 if task == "repeat" else 1
 
 
 def _multi_needle(task: NeedleTask, length: int, rng: np.random.Generator, depth: float) -> ManyTrial:

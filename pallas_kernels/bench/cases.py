@@ -72,8 +72,9 @@ BUDGETS = {
 """Names as in `kvjax.policies`. The last two have about the same key budgets as the first two, at block size 16."""
 
 REFINED = {
-    "cascade:4": Budget(128, 4, 1, 4, shortlist=32, codes="keys4"),
-    "cascade:4+cache": Budget(128, 4, 1, 4, shortlist=32),
+    "cascade:8": Budget(128, 8, 1, 4, shortlist=256, codes="keys4"),
+    "cascade:4/32": Budget(128, 4, 1, 4, shortlist=32, codes="keys4"),
+    "cascade:4/32+cache": Budget(128, 4, 1, 4, shortlist=32),
 }
 """Budgets with a shortlist, which only `sparse` has."""
 
@@ -203,8 +204,8 @@ def matching(patterns: Sequence[str]) -> list[Case]:
 def _cases() -> Iterator[Case]:
     for tokens in (1024, 2048):
         yield from _place("tiny", tokens, 2, ("top:8", "quest:64"), parts=True)
-    yield Case("sparse", "tiny", 2048, 2, "cascade:4")
-    yield Case("sparse", "tiny", 2048, 2, "cascade:4+cache", "int8")
+    yield Case("sparse", "tiny", 2048, 2, "cascade:4/32")
+    yield Case("sparse", "tiny", 2048, 2, "cascade:4/32+cache", "int8")
     yield from (Case("dense", "tiny", 1024, 2, "dense", format) for format in ("int8-channel", "q4_0"))
     yield from (Case("chunk", "tiny", 1024, 2, "dense", format) for format in (None, "q4_0"))
     yield Case("index", "tiny", 1024, 1, "bounds16")
@@ -214,12 +215,12 @@ def _cases() -> Iterator[Case]:
     for tokens in LENGTHS:
         for batch in (1, 4, 8):
             yield from _place("qwen2.5-7b", tokens, batch, tuple(BUDGETS), parts=batch != 4)
-            for policy in REFINED if (tokens, batch) in FEW_PLACES else ():
+            for policy in REFINED if (tokens, batch) in (*FEW_PLACES, (32768, 1)) else ():
                 yield Case("sparse", "qwen2.5-7b", tokens, batch, policy)
             for format in FORMATS if (tokens, batch) in FEW_PLACES else ():
                 yield Case("dense", "qwen2.5-7b", tokens, batch, "dense", format)
                 yield Case("sparse", "qwen2.5-7b", tokens, batch, "top:32", format)
-                yield Case("sparse", "qwen2.5-7b", tokens, batch, "cascade:4+cache", format)
+                yield Case("sparse", "qwen2.5-7b", tokens, batch, "cascade:4/32+cache", format)
     for policy in ("dense", "lists:32"):
         yield from (Case("chunk", "qwen2.5-7b", 131072, 1, policy, format) for format in (None, *FORMATS))
     for tokens in (8192, 131072):

@@ -117,7 +117,7 @@ def _cut(call: Call, q: Array, pages: Pages, width: int, *, listed: bool) -> tup
     """The tiles of a list of `width` entries, and how many rows of the batch walk through theirs together."""
     if call.config is not None:
         largest = max(1, call.config.tile_tokens // call.block_size)
-        largest = min(largest, width) if listed else largest
+        largest = -(-width // -(-width // largest)) if listed else largest  # tiles alike, with little padding
         return tiles.Cut(width, largest, largest), call.config.rows
     batch, num_queries, num_heads, _ = q.shape
     # Unpacking makes two arrays of 32-bit numbers on the way.

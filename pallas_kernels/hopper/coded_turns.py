@@ -71,9 +71,9 @@ class CodedKeys:
         """Words of a turn: codes, lowest levels, distances."""
         return self.code_words + self.head_dim
 
-    def copy(self, ring_s, at: Scalar, ref, place: Scalar, turn: Scalar) -> None:
+    def copy(self, ring_s, at: Scalar, ref, place: Scalar, turn: Scalar, levels: Scalar | bool = True) -> None:
         """By one warp: start copying a turn of a block to word `at`. place: number of the block in the index `[N, K, nb, R, W]`; zeros
-        where it is -1."""
+        where it is -1. levels: whether the block's levels come, too."""
         rows, row_bytes = index_shape(self.kind, self.block_size, self.head_dim)
         block_bytes, there, place = rows * row_bytes, place >= 0, lanes.maximum(place, 0)
 
@@ -82,26 +82,40 @@ class CodedKeys:
 
         lane_copies.copy_rows_async(ring_s, at, row_place, rows=self.keys, row_bytes=row_bytes)
         start, size = lanes.i32(self.block_size * row_bytes), 4 * self.head_dim
+        there = there if levels is True else there & levels
         lane_copies.copy_bytes_async(ring_s, at + self.code_words, ref, start, size, block=place, block_bytes=block_bytes, there=there)
 
-    def logits(self, ring_s, at: Scalar, query_words, dtype: str) -> list[list[Scalar]]:
-        """Unscaled logits of a turn at word `at`, per 16 keys: keys g, g, g + 8, g + 8 by query rows 2t, 2t + 1, 2t, 2t + 1 of a tile.
+    def scaled(self, ring_s, at: Scalar, query_words, dtype: str) -> list[Scalar]:
+        """What all keys of a block share: per 16 channels four words of q * step, two rounded ones and the remainders; then q . low
+        of the query rows 2t and 2t + 1. `at` is a turn whose levels came.
 
         query_words: a block of 16 channels -> two words of 16-bit numbers of the lane's query g: channels e, e + 2 and e + 1, e + 3, where
         e is 16 * block + 4t. dtype: of these numbers.
         """
-        base, sums = lanes.f32(0.0), [[[lanes.f32(0.0)] * 4 for _ in range(2)] for _ in range(self.keys // 16)]
-        for block, tiles in self._operands(ring_s, at):
+        base, words = lanes.f32(0.0), []
+        for block in range(self.head_dim // 16):
             q = [x for word in query_words(block) for x in lane_pairs.unpack(word, dtype)]
             low, step = self._levels(ring_s, at, block)
             for a, b in zip(q, low, strict=True):
                 base = lanes.fma(a, b, base)
-            for n, words in enumerate(_in_two([a * b for a, b in zip(q, step, strict=True)])):
-                for tile, keys in enumerate(tiles):
-                    sums[tile][n] = lane_pairs.mma(sums[tile][n], keys, words, NUMBERS)
+            words += [word for part in _in_two([a * b for a, b in zip(q, step, strict=True)]) for word in part]
         for distance in (1, 2):
             base = base + lanes.shuffle_xor(base, distance)
-        of_rows = [lanes.bits(lanes.shuffle(lanes.bits(base), (lanes.lane() & 3) * 8 + 4 * j)) for j in range(2)]
+        return words + [lanes.bits(lanes.shuffle(lanes.bits(base), (lanes.lane() & 3) * 8 + 4 * j)) for j in range(2)]
+
+    def nothing_scaled(self) -> list[Scalar]:
+        """Values of the types of `scaled`."""
+        return [lanes.i32(0)] * (self.head_dim // 4) + [lanes.f32(0.0)] * 2
+
+    def logits(self, ring_s, at: Scalar, scaled: list[Scalar]) -> list[list[Scalar]]:
+        """Unscaled logits of a turn at word `at`, per 16 keys: keys g, g, g + 8, g + 8 by query rows 2t, 2t + 1, 2t, 2t + 1 of a tile.
+        scaled: of its block."""
+        of_rows = scaled[-2:]
+        sums = [[[lanes.f32(0.0)] * 4 for _ in range(2)] for _ in range(self.keys // 16)]
+        for block, tiles in self._operands(ring_s, at):
+            for n in range(2):
+                for tile, keys in enumerate(tiles):
+                    sums[tile][n] = lane_pairs.mma(sums[tile][n], keys, scaled[4 * block + 2 * n :][:2], NUMBERS)
         return [[high + less + of_rows[i % 2] for i, (high, less) in enumerate(zip(*both, strict=True))] for both in sums]
 
     def _operands(self, ring_s, at: Scalar):

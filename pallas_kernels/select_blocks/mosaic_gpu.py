@@ -4,7 +4,7 @@
    are one operand of `mma.m16n8k16`. The query, split into its positive and negative part, is the other; its heads are the 8 columns.
 2. Choose the k best, exactly (`choose`). Up to `AT_ONCE` candidates are dealt out in turn, every score goes to all CTAs (distributed shared
    memory), and all make the same choice. With more candidates, each CTA takes a span, chooses its best, and sends these to all others,
-   which choose again.
+   which choose again. Where the table names at most k blocks, all are listed, and nothing is scored.
 
 Memory traffic: each candidate's index rows once (R * D elements), 4 bytes of page table per page, the list. Sources: bounds scoring, Quest
 (ICML 2024). Selection by counting needs no sort and is exact and deterministic.
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import clusters, lane_copies, lane_pairs, lanes
+from pallas_kernels.hopper import clusters, lane_copies, lane_pairs, lane_sums, lanes
 from pallas_kernels.page_index import INDEX_ROWS
 from pallas_kernels.select_blocks import choose
 from pallas_kernels.select_blocks.api import Call, selection_width
@@ -96,6 +96,11 @@ class Shape:
     def blocks(self) -> int:
         """Blocks that a page table can name."""
         return self.table_width * self.per_page
+
+    @property
+    def lists_all(self) -> bool:
+        """Whether every candidate is among the k best, so that nothing is scored."""
+        return self.k >= self.blocks
 
     @property
     def at_once(self) -> bool:
@@ -241,7 +246,10 @@ def select(s: Shape, unit, cta, inputs, scratch, meanwhile: Callable = lambda: N
     first_local = lanes.maximum(lanes.minimum(current - (s.local - 1), open_page), 0)
     local_start = lanes.maximum(first_local, s.sink)
     found = lanes.i32(0)
-    if s.k:
+    if s.lists_all:
+        meanwhile()
+        found = _list_all(s, row // s.num_queries * s.table_width, table_ref, first_local - s.sink, scratch)
+    elif s.k:
         queries_s, ring_s = scratch["queries_s"], scratch["ring_s"]
         arrivals = lanes.part(scratch["counts_s"], 4 * choose.SCRATCH_WORDS)
 
@@ -423,6 +431,22 @@ def _products(s: Shape, ring_s, slot, queries_s, lane):
 def _meet(s: Shape) -> None:
     """Wait for the other CTAs of the cluster. What they sent has then arrived."""
     lanes.cluster_barrier() if s.ctas > 1 else lanes.cta_barrier(s.threads)
+
+
+def _list_all(s: Shape, entries, table_ref, candidates, scratch):
+    """Write every block that may be chosen, ascending, to `scratch["distant_s"]`; return their number. Every CTA does the same."""
+    found = lanes.i32(0)
+    for start in range(0, s.blocks, s.threads):
+        number = lanes.thread() + start
+        block = lanes.minimum(number + s.sink, s.blocks - 1)
+        page = lanes.load_global_now(table_ref, entries + block // s.per_page)
+        there = (number < candidates) & (page >= 0)
+        earlier, count = lane_sums.before(lanes.where(there, lanes.i32(1), 0), scratch["counts_s"], s.threads)
+        with lanes.when(there):
+            lanes.store_shared(scratch["distant_s"], found + earlier, block)
+        lanes.cta_barrier(s.threads)
+        found = found + count
+    return found
 
 
 def _choose_at_once(s: Shape, cta, candidates, score, scratch):

@@ -73,8 +73,6 @@ def _not_refined(call: Call, q, pages, chosen: select.Shape, frames) -> str | No
         return f"a shortlist of {call.shortlist} blocks and the selection leave no shared memory for keys of head dim {q.shape[3]}"
     if reason := _no_index_row(chosen, r.attend):
         return reason
-    if call.shortlist > r.attend.threads:
-        return f"a CTA of {r.attend.threads} threads chooses from a shortlist of at most as many blocks, got {call.shortlist}"
     return select.too_many_blocks(dataclasses.replace(chosen, threads=r.attend.threads))
 
 

@@ -46,6 +46,11 @@ class Shape:
         """Most blocks of the shortlist that a CTA estimates."""
         return -(-self.shortlist // self.attend.splits)
 
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether a warp takes all turns of a block, for which it scales the queries once. Of few blocks each warp takes a turn."""
+        return isinstance(self.keys, CodedKeys) and self.keys.turns > 1 and self.each >= self.attend.warps
+
     def scratch_words(self) -> dict[str, int]:
         """Words of shared memory: the ring of the shortlist's keys; maximum and sum of each turn; log-sum-exp of each block; maximum and
         sum of each CTA's sink and local keys; total of each head; keys of the choice, and the places that it keeps; a word of each warp;
@@ -133,13 +138,16 @@ def _fold(s: decode_turns.Shape, cta, pools, head, length, scratch, number, entr
 def _estimate(r: Shape, cta, head, sinks, found, source, scratch) -> None:
     """By each warp: maximum and sum (log2 units) of the logits of its turns, for every query row, to `scratch["turns_s"]`.
 
-    A CTA takes every `splits`-th block of the shortlist. Its warps take their turns one after the other. source: codes, or the pools.
+    A CTA takes every `splits`-th block of the shortlist. Its warps take their turns one after the other, or whole blocks. source: codes,
+    or the pools.
     """
     s, keys, coded = r.attend, r.keys, isinstance(r.keys, CodedKeys)
     ring_s, per_page = scratch["codes_s"], s.page_size // s.block_size
     ids_s, pages_s = scratch["ids_s"], scratch["page_ids_s" if r.framed else "pages_s"]
 
     def turn_of(n):
+        if r.whole_blocks:
+            return (lanes.warp() + n // keys.turns * s.warps) * keys.turns + n % keys.turns
         return lanes.warp() + n * s.warps
 
     def locate(n):
@@ -156,32 +164,46 @@ def _estimate(r: Shape, cta, head, sinks, found, source, scratch) -> None:
         (page, block), turn = place, turn_of(n) % keys.turns
         if coded:
             row = (page * s.num_kv_heads + head) * per_page + block
-            keys.copy(ring_s, slot(n), source, lanes.where(page >= 0, row, -1), turn)
+            keys.copy(ring_s, slot(n), source, lanes.where(page >= 0, row, -1), turn, turn == 0 if r.whole_blocks else True)
         else:
             keys.copy(ring_s, slot(n), source, head, page, block, turn)
 
-    def logits_of(at):
+    def logits_of(n, scaled):
         """Per column tile, and per 16 keys."""
         if not coded:
-            yield from ([four] for four in keys.logits(ring_s, at, scratch["q_s"]))
-            return
-        for tile in range(s.column_tiles):
-            yield keys.logits(ring_s, at, functools.partial(_query_words, s, scratch["coded_q_s"], tile), s.dtype.name)
+            return [[four] for four in keys.logits(ring_s, slot(n), scratch["q_s"])]
+        return [keys.logits(ring_s, slot(n), each) for each in scaled]
 
-    def consume(n, place):
+    def scaled_for(n, carry):
+        """Per column tile, queries scaled by the steps of the block of turn n: anew in a block's first turn."""
+
+        def anew(*_):
+            tiles = (functools.partial(_query_words, s, scratch["coded_q_s"], tile) for tile in range(s.column_tiles))
+            return [x for words in tiles for x in keys.scaled(ring_s, slot(n), words, s.dtype.name)]
+
+        first = lanes.where(n % keys.turns == 0, lanes.i32(1), 0)
+        return lanes.loop(first, carry, anew) if r.whole_blocks else anew()
+
+    def consume(n, place, *carry):
         there = place[0] >= 0
-        for tile, logits in enumerate(logits_of(slot(n))):
+        carry = scaled_for(n, carry) if coded else []
+        each = len(carry) // s.column_tiles
+        for tile, logits in enumerate(logits_of(n, [carry[i * each :][:each] for i in range(s.column_tiles)])):
             for j in range(2):
                 found = [x[i] * (s.sm_scale * LOG2E) for x in logits for i in (j, j + 2)]
                 m, total = _folded(found if coded else [lanes.where(there, x, float("-inf")) for x in found])
                 at = turn_of(n) * s.rows + (lanes.lane() & 3) * 2 + (8 * tile + j)
                 with lanes.when(lanes.lane() < 4):
                     lanes.store_shared(scratch["turns_s"], at * 2, m, total)
-        return []
+        return carry if r.whole_blocks else []
 
     blocks = lanes.maximum(found - cta + (s.splits - 1), 0) // s.splits
-    count = lanes.maximum(blocks * keys.turns - lanes.warp() + (s.warps - 1), 0) // s.warps
-    lane_copies.pipeline(count, DEPTH, locate, fetch, consume, [])
+    if r.whole_blocks:
+        count = lanes.maximum(blocks - lanes.warp() + (s.warps - 1), 0) // s.warps * keys.turns
+    else:
+        count = lanes.maximum(blocks * keys.turns - lanes.warp() + (s.warps - 1), 0) // s.warps
+    carry = keys.nothing_scaled() * s.column_tiles if r.whole_blocks else []
+    lane_copies.pipeline(count, DEPTH, locate, fetch, consume, carry)
 
 
 def _query_words(s: decode_turns.Shape, q_s, tile: int, block: int) -> list:
@@ -236,24 +258,34 @@ def _choose(r: Shape, found, scratch):
             with lanes.when(lanes.lane() == 0):
                 lanes.store_shared(scratch["totals_s"], row, total)
     lanes.cta_barrier(s.threads)
-    i = lanes.thread()
-    number = lanes.minimum(i, r.shortlist - 1)
-    key = lanes.where(i < found, choose.key_of(_share(r, number, scratch)), choose.NO_KEY)
     size = r.scratch_words()["shares_s"]
-    with lanes.when(i < size):
-        lanes.store_shared(scratch["shares_s"], i, key)
+    for start in range(0, size, s.threads):
+        i = lanes.thread() + start
+        share = _share(r, lanes.minimum(i, r.shortlist - 1), scratch)
+        with lanes.when(i < size):
+            lanes.store_shared(scratch["shares_s"], i, lanes.where(i < found, choose.key_of(share), choose.NO_KEY))
     lanes.cta_barrier(s.threads)
+    kept = lanes.i32(0)
+    for start in range(0, r.shortlist, s.threads):
+        i = lanes.thread() + start
+        chosen = (i < found) & (_better(size, i, scratch["shares_s"]) < r.k)
+        slot, count = lane_sums.before(lanes.where(chosen, lanes.i32(1), 0), scratch["exchange_s"], s.threads)
+        with lanes.when(chosen):
+            lanes.store_shared(scratch["chosen_s"], kept + slot, i)
+        kept = kept + count
+        lanes.cta_barrier(s.threads)
+    return kept
+
+
+def _better(size: int, i, shares_s):
+    """How many of `size` keys are chosen before key number i."""
+    (key,) = lanes.load_shared(shares_s, lanes.minimum(i, size - 1))
     better = lanes.i32(0)
     for start in range(0, size, 4):
-        for j, other in enumerate(lanes.load_shared(scratch["shares_s"], start, count=4)):
+        for j, other in enumerate(lanes.load_shared(shares_s, start, count=4)):
             ahead = (other > key) | ((other == key) & (i > start + j))
             better = better + lanes.where(ahead, lanes.i32(1), 0)
-    chosen = (i < found) & (better < r.k)
-    slot, kept = lane_sums.before(lanes.where(chosen, lanes.i32(1), 0), scratch["exchange_s"], s.threads)
-    with lanes.when(chosen):
-        lanes.store_shared(scratch["chosen_s"], slot, i)
-    lanes.cta_barrier(s.threads)
-    return kept
+    return better
 
 
 def _total(r: Shape, found, row, scratch):

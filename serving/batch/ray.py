@@ -1,6 +1,6 @@
 """Batch jobs over a cluster: what `run_file` does, by Ray Data, with an engine in each of several worker processes.
 
-    print(run_on_ray("in.jsonl", "out.jsonl", Setup("needle", policy="top:8"), replicas=4, gpus_per_replica=0.5))
+    print(run_on_ray("in.jsonl", "out.jsonl", Setup("needle", policy="cascade:8"), replicas=4, gpus_per_replica=0.5))
 
 This process reads the input once, and keeps places and sizes of its records, not the records. Ray Data hands blocks of lines to a pool of
 actors. Each has its own model and engine, reads its lines from the input itself, and sends every answer back when it is complete. This

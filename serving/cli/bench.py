@@ -68,7 +68,7 @@ def decode_command(
         ),
     ] = "qwen2.5-7b",
     lengths: Annotated[str, typer.Option(help="Tokens in the cache, separated by commas.")] = "8k,32k,128k,512k,1m",
-    policies: Annotated[str, typer.Option(help="Decode policies, separated by commas; they take turns.")] = "dense,top:8,top:32",
+    policies: Annotated[str, typer.Option(help="Decode policies, separated by commas; they take turns.")] = "dense,cascade:8,top:32",
     batch: Annotated[int, typer.Option(help="Sequences decoded together, all of the same length.", **whole(most=LARGEST_BATCH))] = 1,
     steps: Annotated[int, typer.Option(help="Steps per round; the host waits only at the end of a round.", **whole())] = 64,
     rounds: Annotated[int, typer.Option(help="Timed rounds of every policy, after one warm-up round.", **whole())] = 5,
@@ -276,7 +276,7 @@ def transformers_command(
         str, typer.Option("--model", "-m", help="Model folder, hub id or 'needle'; or a shape with random weights, such as qwen2.5-0.5b.")
     ] = "needle",
     tokens: Annotated[int, typer.Option(help="Tokens of the prompt; they are random.", **token_count())] = 8128,
-    policies: Annotated[str, typer.Option(help="Decode policies of kvjax, separated by commas.")] = "dense,top:8",
+    policies: Annotated[str, typer.Option(help="Decode policies of kvjax, separated by commas.")] = "dense,cascade:8",
     steps: Annotated[int, typer.Option(help="Timed steps after the prompt.", **whole())] = 32,
     rounds: Annotated[int, typer.Option(help="Timed rounds; in a round every side runs the prompt and the steps.", **whole())] = 3,
     chunk: Annotated[int, typer.Option(help="Tokens that kvjax prefills at a time, a multiple of 128.", **token_count())] = 512,

@@ -17,7 +17,7 @@ from pallas_kernels.bench.pictures import color_of, picture
 if TYPE_CHECKING:
     from kvjax.fidelity.retrieval import NeedleResult
 
-POLICIES = ("dense", "window:64+4544", "top:8", "top:32")
+POLICIES = ("dense", "window:64+4544", "cascade:8", "top:8")
 COLUMNS = ("policy", "blocks/step", "keys/step", "needles found", "seconds")
 
 

@@ -6,6 +6,7 @@ import csv
 import hashlib
 import itertools
 import json
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -67,9 +68,11 @@ def fidelity_command(
             help="Decode policies, separated by commas; dense is always the reference. 'baselines': ways to choose 4 blocks, by bounds, "
             "means, keys in few bits, a share of attention, and the oracle."
         ),
-    ] = "dense,window:640,window:4736,top:8,top:32,mean:8,quest:64",
+    ] = "dense,window:640,window:4736,cascade:8,cascade:32,top:8,top:32,quest:64",
     lengths: Annotated[str, typer.Option(help="Tokens of whole contexts, separated by commas.")] = "8k",
-    tasks: Annotated[str, typer.Option(help="Tasks to run, separated by commas: needle, multi-needle, multi-query, tracking.")] = "needle",
+    tasks: Annotated[
+        str, typer.Option(help="Tasks to run, separated by commas: needle, multi-needle, multi-query, tracking, wordings, passage, repeat.")
+    ] = "needle",
     haystacks: Annotated[
         str,
         typer.Option(
@@ -90,6 +93,12 @@ def fidelity_command(
     steps: Annotated[int, typer.Option(help="Forced tokens of each window, within its length.", **whole())] = 1024,
     free_steps: Annotated[int, typer.Option(help="Tokens generated freely, to measure the length of the exact prefix.", **whole())] = 128,
     max_batch: Annotated[int, typer.Option(help="Contexts held and decoded together.", **whole(2, LARGEST_BATCH))] = 32,
+    again: Annotated[
+        int, typer.Option(help="Of these, decoded together in the noise floor, dense again; 1 takes longest.", **whole(1, LARGEST_BATCH))
+    ] = 1,
+    minutes: Annotated[
+        int | None, typer.Option(help="Begin no more work after so many minutes; the same command goes on.", show_default=False, **whole())
+    ] = None,
     seed: SeedOption = 0,
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
@@ -118,6 +127,7 @@ def fidelity_command(
     All policies run in one engine on the same prefilled contexts. Dense runs twice, which gives the noise floor. Records are kept in
     OUT/records.jsonl. To continue a killed run, run the same command again. A finished run only draws its pictures again.
     """
+    end = None if minutes is None else time.monotonic() + 60 * minutes
     needs_extras("kvjax fidelity", "eval", "plots")
     from rich.console import Console
 
@@ -135,6 +145,7 @@ def fidelity_command(
         steps=steps,
         free_steps=free_steps,
         batch=max_batch,
+        again=again,
         seed=seed,
         page_size=page_size,
         prefill_chunk=prefill_chunk,
@@ -147,10 +158,13 @@ def fidelity_command(
     panel = Panel(loaded, source, plan, packed)
     out.mkdir(parents=True, exist_ok=True)
     try:
-        records = run_units(panel, out / RECORDS, describe(panel), Console(stderr=True))
+        records = run_units(panel, out / RECORDS, describe(panel), Console(stderr=True), end)
     except KeyboardInterrupt:
         typer.echo(f"interrupted; the records so far are in {out / RECORDS}: run the same command again to continue", err=True)
         raise
+    except OutOfTime as error:
+        typer.echo(f"{error}; the records so far are in {out / RECORDS}: run the same command again to continue", err=True)
+        raise typer.Exit(1) from None
     run = describe(panel)
     write_report(
         panel,
@@ -160,8 +174,15 @@ def fidelity_command(
     )
 
 
-def run_units(panel: Panel, path: Path, job: dict[str, Any], console: Console) -> list[dict[str, Any]]:
-    """Records of all units of a panel: those in the file, and the others, which are measured now and appended to it."""
+class OutOfTime(RuntimeError):
+    """Work is left, and the time for it is over."""
+
+
+def run_units(panel: Panel, path: Path, job: dict[str, Any], console: Console, end: float | None = None) -> list[dict[str, Any]]:
+    """Records of all units of a panel: those in the file, and the others, which are measured now and appended to it.
+
+    end: the reading of `time.monotonic` after which no unit is begun; then OutOfTime says how many are left.
+    """
     from kvjax.serving.progress import WorkProgress
 
     units = panel.units()
@@ -171,6 +192,8 @@ def run_units(panel: Panel, path: Path, job: dict[str, Any], console: Console) -
         with WorkProgress(sum(unit.work for unit in units), finished, console) as progress:
             for unit in units:
                 if unit.key not in journal.done:
+                    if end is not None and time.monotonic() > end:
+                        raise OutOfTime(f"out of time with {len(units) - len(journal.done)} of {len(units)} pieces of work left")
                     progress.begin(f"{unit.length:,} tokens, {f'{unit.task} in {unit.haystack}' if unit.task else 'forced text'}")
                     journal.append(unit.key, panel.measure(unit, progress.advance))
                     finished += unit.work

@@ -37,7 +37,7 @@ def needle_command(
     model: ModelOption = "needle",
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", "-p", help=f"May be given several times: {POLICIES}. [default: dense, top:8]", show_default=False),
+        typer.Option("--policy", "-p", help=f"May be given several times: {POLICIES}. [default: dense, cascade:8]", show_default=False),
     ] = None,
     prefill: Annotated[
         list[str] | None,
@@ -73,7 +73,7 @@ def needle_command(
     if len(prefills) > 1:
         needs_extras("kvjax needle with several --prefill", "eval")
     haystack, names = read_texts(text)
-    policies = policy or ["dense", "top:8"]
+    policies = policy or ["dense", "cascade:8"]
 
     from rich.console import Console
 

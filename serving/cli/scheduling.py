@@ -186,7 +186,7 @@ def reuse_command(
 def programs_command(
     shape: ShapeOption = "tiny",
     lengths: Annotated[str, typer.Option(help="Tokens of the prompts, separated by commas.")] = "100,1k,3k,9k",
-    policies: Annotated[str, typer.Option(help="Decode policies; each has every length, greedy and sampled.")] = "dense,top:8",
+    policies: Annotated[str, typer.Option(help="Decode policies; each has every length, greedy and sampled.")] = "dense,cascade:8",
     prefill: Annotated[str, typer.Option(help="Prefill policy.")] = "dense",
     chunk: BenchChunkOption = 512,
     dtype: BenchDtypeOption = "bfloat16",

@@ -26,7 +26,7 @@ def sessions_command(
     minutes: Annotated[
         float, typer.Option(help="Minutes of each run: 30 for the gates G1 and G2, 240 as in ADR 0008.", **number(above=0))
     ] = 30,
-    policy: Annotated[str, typer.Option(help="Decode policy.")] = "top:8",
+    policy: Annotated[str, typer.Option(help="Decode policy.")] = "cascade:8",
     history: Annotated[int, typer.Option(help="Tokens of the longest history; then it begins a new session.", **token_count())] = 4096,
     tokens: Annotated[float, typer.Option(help="Factor of the trace's numbers of tokens.", **number(above=0))] = 1 / 16,
     times: Annotated[float, typer.Option(help="Factor of the trace's waits for tools and people.", **number(least=0))] = 1.0,

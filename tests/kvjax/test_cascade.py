@@ -420,28 +420,28 @@ def test_random_histories_have_the_bits_of_each_sequence_alone(tmp_path):
 
 def test_the_bill_counts_what_the_choice_reads():
     top, bits4, bits1, oracle = (
-        step_bytes(QWEN_7B, parse(name), 131_072) for name in ("top:4", "cascade:4", "cascade:4/all+1bit", "cascade:4/all+cache")
+        step_bytes(QWEN_7B, parse(name), 131_072) for name in ("top:4", "cascade:4/32", "cascade:4/all+1bit", "cascade:4/all+cache")
     )
     tiles, near = 28 * 4, 28 * 4 * 5 * 128 * 128 * 2
     assert (bits4.kv, bits4.index) == (top.kv, top.index + tiles * 32 * (128 + 8) * 64)
     assert (bits1.kv, bits1.index) == (top.kv + near, tiles * 1019 * (128 + 32) * 16)
     assert (oracle.kv, oracle.index) == (top.kv + tiles * 1024 * 128 * 128 * 2, 0)
-    packed = step_bytes(QWEN_7B, parse("cascade:4"), 131_072, cache_format="int8")
+    packed = step_bytes(QWEN_7B, parse("cascade:4/32"), 131_072, cache_format="int8")
     unpacked, scaled = tiles * 128 * 512, 128 + 2  # the open page of a layer's KV heads; bytes of a key of 128 numbers
     assert packed.kv == tiles * scaled * 128 * (2 * 8 + 32) + unpacked
     assert packed.index == top.index
-    anchors = step_bytes(QWEN_7B, parse("cascade:4+every4"), 131_072)
+    anchors = step_bytes(QWEN_7B, parse("cascade:4/32+every4"), 131_072)
     assert (anchors.kv, anchors.index) == (top.kv, bits4.index // 4)
     # Where the choice is no part of one launch, sink and local keys are read to choose, and again to attend.
-    share = step_bytes(QWEN_7B, parse("cascade:4p0.9+every4"), 131_072)
+    share = step_bytes(QWEN_7B, parse("cascade:4p0.9/32+every4"), 131_072)
     assert (share.kv, share.index) == (top.kv + near // 4, anchors.index)
-    on_mesh = step_bytes(QWEN_7B, parse("cascade:4"), 131_072, context=4)
+    on_mesh = step_bytes(QWEN_7B, parse("cascade:4/32"), 131_072, context=4)
     assert (on_mesh.kv, on_mesh.index) == ((top.kv + near) // 4, bits4.index // 4)
     with pytest.raises(NotImplementedError, match=r"cascade:4.*in device memory alone"):
-        step_bytes(QWEN_7B, parse("cascade:4"), 131_072, tier="host")
+        step_bytes(QWEN_7B, parse("cascade:4/32"), 131_072, tier="host")
 
 
-NAMES = "4, 4/64, 4/all+1bit, 4/all+4bit, 2/all+cache, 8+2bit, p0.95, p0.95/64, 16p0.9/all+4bit, 16p0.9, 4p0.5/8+cache, p0.00001"
+NAMES = "4, 4/32, 4/all+1bit, 4/all+4bit, 2/all+cache, 8+2bit, p0.95, p0.95/64, 16p0.9/all+4bit, 16p0.9, 4p0.5/8+cache, p0.00001"
 NAMES += ", 4+every2, 16p0.9/64+4bit+every3"
 
 
@@ -452,7 +452,7 @@ def test_names_and_policies_go_both_ways(name):
 
 
 def test_it_says_what_it_reads():
-    said = "cascade:4 (1,152 keys: 1 sink + 4 local + 4 of 32 distant blocks of 128, by 4 bits, or the packed cache)"
+    said = "cascade:4 (1,152 keys: 1 sink + 4 local + 4 of 256 distant blocks of 128, by 4 bits, or the packed cache)"
     assert parse("cascade:4").describe() == said
 
 

@@ -102,6 +102,16 @@ def test_the_host_does_not_run_far_ahead_of_the_device(engine, windows, policies
     assert fetched == [16, 16, 35]
 
 
+@pytest.mark.parametrize("again", [2, 3])
+def test_rows_of_dense_again_return_to_their_places(engine, windows, again):
+    """Three rows in parts of 2 and 1, or together. Mixed-up rows would differ by nats."""
+    with prefilled(engine, [window[:HISTORY] for window in windows]) as sequences:
+        found = force(engine, sequences, [window[HISTORY : HISTORY + 3] for window in windows], {}, again=again)
+        prefixes = exact_prefixes(engine, sequences, [window[HISTORY] for window in windows], {}, 4, again=again)
+    assert found.beside[ALONE].kl.max() < 1e-6
+    assert prefixes == {ALONE: [4, 4, 4]}
+
+
 def test_a_prefix_ends_at_the_first_token_that_differs(engine, windows, policies, monkeypatch):
     texts = {"dense": [1, 2, 3, 4], "window:8+24": [1, 9, 3, 4]}
     said = lambda engine, forks, scripts, *, policy: ([[texts[str(policy)]] for _ in forks], None, None)  # noqa: E731

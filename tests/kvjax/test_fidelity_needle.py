@@ -195,6 +195,11 @@ def test_is_hit(text, hit):
     assert Trial([1], [2], [3], "48213", 0.5, 0).is_hit(text) is hit
 
 
+@pytest.mark.parametrize(("text", "hit"), [(" mint.\n", True), (" minty", False), (" mint2", False), ("mint and", True)])
+def test_a_word_is_a_hit_where_it_ends(text, hit):
+    assert Trial([1], [2], [3], "mint", 0.5, 0).is_hit(text) is hit
+
+
 def test_insert_keeps_the_order_of_text_and_of_pieces():
     assert insert(np.arange(4), [2, 0, 2, 4], [[10], [20, 21], [30], [40]]) == [20, 21, 0, 1, 10, 30, 2, 3, 40]
     assert insert(np.arange(0), [0, 0], [[5], [6]]) == [5, 6]

@@ -69,29 +69,57 @@ def row_of(figures, kind, policy):
     return row
 
 
-def test_a_cell_where_dense_fails_enters_no_average(figures):
-    """Trials 4 to 7, the second fifth of depth, do not count: dense finds two of four."""
+def test_every_trial_of_a_cell_that_dense_passes_counts(figures):
+    """Dense finds 18 of 20, two of four in the second fifth of depth; the trials that it does not find count as well."""
     dense = row_of(figures, "retrieval", "dense")
-    assert [cell["valid"] for cell in dense["by_depth"]] == [True, False, True, True, True]
     assert [(cell["hits"], cell["trials"]) for cell in dense["by_depth"]] == [(4, 4), (2, 4), (4, 4), (4, 4), (4, 4)]
-    assert (dense["hits"], dense["trials"], dense["invalid_trials"]) == (16, 16, 4)
+    assert (dense["hits"], dense["trials"], dense["invalid_trials"]) == (18, 20, 0)
     top = row_of(figures, "retrieval", "top:8")
-    assert (top["hits"], top["trials"]) == (15, 16)
-    assert (top["against_dense"]["lost"], top["against_dense"]["gained"]) == (1, 0)
-    assert top["exact_match"]["low"] < 15 / 16 < top["exact_match"]["high"]
+    assert (top["hits"], top["trials"]) == (17, 20)
+    assert [top["against_dense"][name] for name in ("both", "lost", "gained", "neither")] == [17, 1, 0, 2]
+    assert top["exact_match"]["low"] < 17 / 20 < top["exact_match"]["high"]
     mean = row_of(figures, "retrieval", "mean:8")
-    assert mean["against_dense"]["p_value"] == pytest.approx(2 * 0.5**5)
-    assert any("depth 0.2 to 0.4 (2/4) found by dense" in line for line in remarks(figures))
+    assert [mean["against_dense"][name] for name in ("lost", "gained")] == [5, 2]
+    assert mean["against_dense"]["p_value"] == pytest.approx(2 * (1 + 7 + 21) / 2**7)
+    assert not any("dense cannot" in line for line in remarks(figures))
 
 
-def test_a_task_that_dense_cannot_do_is_invalid_and_has_no_figures():
-    wrong = WRONG | {"dense": set(range(20))}
+@pytest.mark.parametrize(("missed", "counted"), [(10, 20), (11, 0)])
+def test_a_cell_counts_from_half_of_the_trials_on(missed, counted):
+    wrong = WRONG | {"dense": set(range(missed))}
+    found = summarize(PLAN, [retrieval(0, wrong=wrong), retrieval(10, wrong=wrong), forced()])
+    dense = row_of(found, "retrieval", "dense")
+    assert (dense["trials"], dense["invalid_trials"], dense["hits"]) == (counted, 20 - counted, counted // 2)
+
+
+def test_a_task_that_dense_cannot_do_has_counts_in_brackets_and_no_other_figures():
+    wrong = WRONG | {"dense": set(range(19))}
     found = summarize(PLAN, [retrieval(0, wrong=wrong), retrieval(10, wrong=wrong), forced()])
     top = row_of(found, "retrieval", "top:8")
     assert (top["trials"], top["exact_match"], top["against_dense"]) == (0, None, None)
     assert all(not contrast["retrieval"] for contrast in found["equal_budget"])
-    assert "invalid" in str([list(column.cells) for column in tables(found)[0].columns])
+    columns = {column.header: list(column.cells) for column in tables(found)[0].columns}
+    assert columns["found"] == ["(1/20)", "(17/20)", "(15/20)", "(0/20)", "(18/20)"]
+    assert set(columns["points, 95%"]) == {""}
     assert csv_rows(found)[1]["exact_match"] is None
+    assert "dense cannot, not counted: needle in codes at 2,048 tokens (1 of 20 found)" in remarks(found)
+
+
+def test_files_of_the_earlier_rule_say_which_depths_do_not_count(figures):
+    earlier = json.loads(json.dumps(figures))
+    dense = row_of(earlier, "retrieval", "dense")
+    dense |= {"invalid_trials": 4, "hits": 16, "trials": 16}
+    for cell in dense["by_depth"]:
+        cell["valid"] = cell["hits"] == 4
+    assert "dense cannot, not counted: needle in codes at 2,048 tokens, depth 0.2 to 0.4 (2 of 4)" in remarks(earlier)
+
+
+def test_differences_are_in_points_with_their_intervals(figures):
+    (table,) = tables(figures)
+    cells = dict(zip(table.columns[0].cells, next(c for c in table.columns if c.header == "points, 95%").cells, strict=True))
+    assert (cells["dense (all)"], cells["window:640 (640)"][:7]) == ("", "-90.0 [")
+    assert cells["top:8 (1,664)"].startswith("-5.0 [-")
+    assert cells["dense again (noise)"].startswith("+0.0 [-")
 
 
 def test_agreement_on_confident_steps_is_pooled_with_its_members(figures):
@@ -147,11 +175,11 @@ def test_nothing_is_said_of_few_trials(figures):
 
 
 def test_a_policy_holds_where_neither_facts_nor_kl_are_lost(figures, few_trials):
-    """top:8 loses 1 of 16, which is no evidence; mean:8 loses 5 and its KL is 0.05; the window loses all."""
+    """top:8 loses 1 of 18, which is no evidence; mean:8 finds no fewer by the interval, and its KL is 0.05; the window loses all."""
     (line,) = verdicts(figures)
     held, failed = line.split("; fail: ")
     assert held == "needle in codes at 2,048 tokens: hold: top:8 (1,664)"
-    assert failed == "window:640 (640): 16 of 16 lost; mean:8 (1,664): 5 of 16 lost, KL 0.05"
+    assert failed == "window:640 (640): 18 of 18 lost; mean:8 (1,664): KL 0.05"
 
 
 def test_a_small_loss_and_a_large_kl_are_told_apart(few_trials):
@@ -168,7 +196,7 @@ def test_policies_of_equal_budget_are_compared_in_pairs(figures):
     assert contrast["kl_difference"]["value"] == pytest.approx(0.03)
     assert contrast["perplexity_ratio"]["value"] == pytest.approx(np.exp(0.1))
     (cell,) = contrast["retrieval"]
-    assert (cell["both"], cell["lost"], cell["gained"], cell["neither"]) == (11, 4, 0, 1)
+    assert (cell["both"], cell["lost"], cell["gained"], cell["neither"]) == (13, 4, 2, 1)
     assert any(line.startswith("mean:8 (1,664) against top:8 (1,664)") and "noise: KL 1e-09" in line for line in remarks(figures))
 
 
@@ -248,10 +276,10 @@ def test_a_length_beyond_the_model_or_the_text_is_refused(speaker):
 
 
 def test_a_window_that_fails_is_named_as_the_control(figures, few_trials):
-    """It loses all 16 valid trials, and its KL of 0.01 is no failure."""
+    """It loses all 18 trials that dense finds, and its KL of 0.01 is no failure."""
     (line,) = controls(figures)
     assert line == (
-        "control window:640 (640) fails as it must in needle in codes at 2,048 tokens (16 of 16 lost); "
+        "control window:640 (640) fails as it must in needle in codes at 2,048 tokens (18 of 18 lost); "
         "does not fail in KL at 2,048 tokens (0.01), so that these do not tell policies apart"
     )
     assert line in remarks(figures)
@@ -260,12 +288,12 @@ def test_a_window_that_fails_is_named_as_the_control(figures, few_trials):
 def test_a_window_that_finds_what_dense_finds_is_no_control(few_trials):
     wrong = WRONG | {"window:640": {0, 1, 2, 3, 4, 5}}
     (line,) = controls(summarize(PLAN, [retrieval(0, wrong=wrong), retrieval(10, wrong=wrong), forced()]))
-    assert line.startswith("control window:640 (640) does not fail in needle in codes at 2,048 tokens (4 of 16 lost), KL at")
+    assert line.startswith("control window:640 (640) does not fail in needle in codes at 2,048 tokens (4 of 18 lost), KL at")
 
 
 def test_few_trials_are_no_control(figures):
     (line,) = controls(figures)
-    assert "does not fail in needle in codes at 2,048 tokens (16 trials are too few)" in line
+    assert "does not fail in needle in codes at 2,048 tokens (20 trials are too few)" in line
 
 
 def test_a_panel_without_a_window_says_that_it_has_no_control():

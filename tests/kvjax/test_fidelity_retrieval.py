@@ -10,7 +10,7 @@ import pytest
 
 from kvjax.fidelity import needle
 from kvjax.fidelity.needle import NeedleTask
-from kvjax.fidelity.retrieval import Answer, NeedleResult, ask, needle_exact_match, needle_panel
+from kvjax.fidelity.retrieval import Answer, NeedleResult, ask, needle_exact_match, needle_panel, speak
 from kvjax.fidelity.statistics import paired
 from kvjax.models import load
 from kvjax.models.decoder import TransformerDecoder
@@ -111,6 +111,19 @@ def test_ask_feeds_the_question_and_then_what_the_engine_says(engine, trials, em
     steps = max(len(trial.question_ids) + len(trial.answer_ids) for trial in trials)
     assert blocks.tolist() == [2.0] * steps
     assert keys.tolist() == [20.0] * steps
+
+
+def test_tokens_are_fed_in_place_of_what_the_engine_says(engine, trials):
+    """The row whose tokens are given goes on with them, and what it would have said is returned; the other rows are as before."""
+    scripts = [trial.turns for trial in trials[:2]]
+    sequences = engine.prefill([trial.haystack_ids for trial in trials[:2]])
+    own, *_ = speak(engine, sequences, scripts, policy="right")
+    given = trials[1].answer_ids[::-1]
+    sequences = engine.prefill([trial.haystack_ids for trial in trials[:2]])
+    said, *_ = speak(engine, sequences, scripts, policy="right", fed=[(), given])
+    assert said == own == [[[*trial.answer_ids, 0]] for trial in trials[:2]]
+    asked = len(trials[1].question_ids)
+    assert sequences[1].tokens[asked : asked + len(given)] == given != trials[1].answer_ids
 
 
 def test_right_and_wrong_answers_are_told_apart(engine, trials, embedded):

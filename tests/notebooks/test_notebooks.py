@@ -76,6 +76,14 @@ def test_it_runs(path):
     if path.stem == "prefill_masks":
         assert names["kept"]["vertical slash"] < 0.97 < names["kept"]["measure once"] <= names["kept"]["oracle"]
         assert names["error"]["damped"] < names["error"]["off"] < names["error"]["plain"]
+    if path.stem == "block_scores":
+        regret = {name: row["regret"] for name, row in names["best"].items()}
+        assert regret["exact"] < regret["bounds of 128, radius times 0.5"] < regret["bounds of 128"]
+        assert regret["keys in 4 bits"] < regret["bounds of 32"] < regret["bounds of 128"]
+        assert (
+            min(names["best"][score]["recall_8"] for score in ("bounds of 128", "keys in 4 bits")) > 0.9 > names["best"]["mean"]["recall_8"]
+        )
+        assert all(row["loose"] > 0 for row in names["heads"])
     if path.stem == "one_document_many_questions":
         assert all(names["same"])
         assert sum(names["right"]) >= len(names["right"]) // 2

@@ -1,10 +1,10 @@
-"""The real checkpoint, loaded once. Its tests are marked `real`, and `long`, because pip fetches 93 MB for them."""
+"""The real checkpoints, loaded once. Their tests are marked `real`, and `long`, because pip fetches 93 and 238 MB for them."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
-from real_checkpoint import NotFetched, fetch
+from real_checkpoint import CHECKPOINTS, NotFetched, fetch
 
 from kvjax.models import load
 
@@ -20,21 +20,39 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def gguf_file(request, tmp_path_factory):
-    """The GGUF file, kept in pytest's cache if there is one. Skips where it cannot be fetched, and fails there in `make real`."""
+def fetched(request, tmp_path_factory):
+    """Gives the GGUF file of a name, kept in pytest's cache if there is one. Where pip cannot fetch it, the test skips; in `make real` it
+    fails."""
     cache = getattr(request.config, "cache", None)  # Bazel runs pytest without
-    try:
-        return fetch(tmp_path_factory.mktemp("fetched") if cache is None else Path(cache.mkdir("real")))
-    except NotFetched as error:
-        if request.config.getoption("--require-real"):
-            pytest.fail(str(error))
-        pytest.skip(str(error))
+    folder = tmp_path_factory.mktemp("fetched") if cache is None else Path(cache.mkdir("real"))
+
+    def file(name):
+        try:
+            return fetch(folder, CHECKPOINTS[name])
+        except NotFetched as error:
+            if request.config.getoption("--require-real"):
+                pytest.fail(str(error))
+            pytest.skip(str(error))
+
+    return file
+
+
+@pytest.fixture(scope="session")
+def gguf_file(fetched):
+    """SmolLM2-135M-Instruct."""
+    return fetched("smollm2")
 
 
 @pytest.fixture(scope="session")
 def model(gguf_file):
-    """The model, in float32."""
+    """SmolLM2-135M-Instruct, in float32."""
     return load(gguf_file, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def gemma(fetched):
+    """Gemma 3 270M, the base model, in float32."""
+    return load(fetched("gemma3"), dtype="float32")
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from rich.table import Table
 
 from kvjax.serving.cli import app as cli
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.bits
 
 START = [sys.executable, "-c", "from kvjax.serving.cli import main; main()"]
 SIZES = ("--lengths", "256,320", "--trials", "4", "--distractors", "2", "--windows", "2", "--steps", "24", "--free-steps", "6")
-PAGES = ("--max-batch", "4", "--page-size", "16", "--prefill-chunk", "64")
+PAGES = ("--max-batch", "4", "--again", "2", "--page-size", "16", "--prefill-chunk", "64")
 POLICIES = ("--policies", "dense,window:140")
 UNITS = 2 * (1 + 2)
 
@@ -216,7 +218,7 @@ def test_a_batch_that_memory_does_not_hold_is_refused_before_it_begins(arguments
     monkeypatch.setattr("kvjax.memory.free_bytes", lambda device: 100_000)
     status, _, err = kvjax(*arguments, "--out", tmp_path / "panel")
     assert status == 2
-    assert re.search(r"4 contexts of 256 tokens take \d+ pages, and memory has room for \d+: use a smaller batch", err)
+    assert re.search(r"4 contexts of 320 tokens take \d+ pages, and memory has room for \d+: use a smaller batch", err)
 
 
 def test_every_option_has_a_help_text(kvjax):
@@ -240,3 +242,22 @@ def test_records_of_something_else_are_left_alone(tmp_path):
     (tmp_path / "records.jsonl").write_text('{"format": "kvjax batch 1"}\n')
     with pytest.raises(ValueError, match="is not the records of a kvjax fidelity panel"):
         fidelity_cli.Records(tmp_path / "records.jsonl", {})
+
+
+def test_no_work_is_begun_after_the_given_time(tmp_path):
+    """What is done is kept, and the next run goes on with it."""
+    made, later = [], time.monotonic() + 3600
+    units = [SimpleNamespace(key=f"unit {n}", work=1, length=256, task="", haystack="") for n in range(3)]
+
+    def measure(unit, advance):
+        made.append(unit.key)
+        return {"kind": "forced"}
+
+    panel = SimpleNamespace(units=lambda: units, measure=measure, release=lambda: None)
+    path, console = tmp_path / "records.jsonl", Console(quiet=True)
+    with pytest.raises(fidelity_cli.OutOfTime, match="out of time with 3 of 3 pieces of work left"):
+        fidelity_cli.run_units(panel, path, {}, console, time.monotonic() - 1)
+    assert made == []
+    assert len(fidelity_cli.run_units(panel, path, {}, console, later)) == 3
+    assert len(fidelity_cli.run_units(panel, path, {}, console, time.monotonic() - 1)) == 3
+    assert made == ["unit 0", "unit 1", "unit 2"]

@@ -28,11 +28,14 @@ from pallas_kernels.selected_attention import selected_attention
 BITS = {bits: kind for kind, bits in CODED.items()}
 """Kind of index by bits of a number."""
 
-LIKE_TOP = 8
-"""Blocks of the default shortlist for each that is kept: those of cascade:4 are the distant blocks of top:32."""
+SHORTLIST = 256
+"""Blocks of the default shortlist: every distant one of contexts up to 32K tokens. Bounds alone miss too much on released models
+(docs/selectors.md), so they choose only where there are more blocks."""
 
-SHORT = 4
-"""Blocks that are kept by default."""
+KEPT = 8
+"""Blocks that are kept by default; with a share, at most `KEPT_FOR_SHARE`."""
+
+KEPT_FOR_SHARE = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Cascade(Stateless):
 
     Args:
         k: distant blocks to keep.
-        shortlist: blocks, at least k; None: 8 * k. "all": every distant block, without bounds.
+        shortlist: blocks, at least k; None: `SHORTLIST`, or k if that is more. "all": every distant block, without bounds.
         bits: 1, 2, 4 or 8: of an index of keys. "cache": the cache's own keys, packed or not; with shortlist "all" the choice is then
             exact. None: the cache's own keys in layers that pack them, else 4.
         sink, local, block_size: as `TopBlocks` has them.
@@ -73,13 +76,12 @@ class Cascade(Stateless):
         if self.k is None and self.share is not None and self.shortlist == "all":
             raise ValueError("with share, shortlist 'all' needs k, the most blocks of a list: name it, as in cascade:16p0.95/all")
         if self.k is None:
-            whole = LIKE_TOP * SHORT if self.shortlist is None else self.shortlist
-            object.__setattr__(self, "shortlist", whole)
-            object.__setattr__(self, "k", SHORT if self.share is None else whole)
+            most = KEPT_FOR_SHARE if self.shortlist is None else self.shortlist
+            object.__setattr__(self, "k", KEPT if self.share is None else most)
         for name, least in (("k", 1), ("sink", 0), ("local", 1), ("block_size", 1), ("every", 1)):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
         if self.shortlist is None:
-            object.__setattr__(self, "shortlist", LIKE_TOP * self.k)
+            object.__setattr__(self, "shortlist", max(SHORTLIST, self.k))
         elif self.shortlist != "all":
             object.__setattr__(self, "shortlist", whole_number("shortlist", self.shortlist, self.k))
         if self.bits is not None and self.bits != "cache" and self.bits not in BITS:
@@ -257,9 +259,10 @@ class Cascade(Stateless):
         """The name that `parse` knows, if there is one; else every field."""
         if (self.sink, self.local, self.block_size) != (1, 4, 128):
             return "Cascade(" + ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self)) + ")"
-        kept = "" if self.share is not None and self.k == self.shortlist else f"{self.k}"
+        usual = self.shortlist == max(SHORTLIST, self.k)
+        kept = "" if self.share is not None and self.k == (KEPT_FOR_SHARE if usual else self.shortlist) else f"{self.k}"
         kept += "" if self.share is None else f"p{np.format_float_positional(self.share)}"
-        some = "" if self.shortlist == LIKE_TOP * (self.k if kept[0] != "p" else SHORT) else f"/{self.shortlist}"
+        some = "" if usual else f"/{self.shortlist}"
         how = {None: "", "cache": "+cache"}.get(self.bits, f"+{self.bits}bit")
         return f"cascade:{kept}{some}{how}" + ("" if self.every == 1 else f"+every{self.every}")
 

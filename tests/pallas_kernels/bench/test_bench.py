@@ -46,7 +46,7 @@ def test_names_are_unique_and_cover_the_reach():
             for what in ("dense/*/dense", "sparse/*/top:8", "sparse/*/top:32", "sparse/*/quest:64", "sparse/*/quest:256"):
                 op, _, policy = what.split("/")
                 assert f"{op}/qwen2.5-7b/{tokens}/b{batch}/{policy}" in names
-    assert {"sparse/qwen2.5-7b/128k/b1/cascade:4", "sparse/qwen2.5-7b/1024k/b1/cascade:4"} <= set(names)
+    assert {"sparse/qwen2.5-7b/128k/b1/cascade:4/32", "sparse/qwen2.5-7b/1024k/b1/cascade:4/32"} <= set(names)
     for pattern in ("pair/*", "gather/*", "select/*", "index/*", "append/*/open", "project/*/gate-up", "sparse/llama-3.1-8b/*"):
         assert fnmatch.filter(names, pattern)
 
@@ -75,10 +75,10 @@ def test_bytes_that_have_to_move():
     assert inputs.bytes_read(top, keys) == {"kv": 2 * keys * 128 * 2, "index": 8 * 4 * 1024 * 2 * 128 * 2}
     assert inputs.bytes_read(Case("gather", *top.place, "top:8"), keys) == {"kv": 2 * keys * 128 * 2, "index": 0}
     assert inputs.bytes_read(Case("select", *top.place, "quest:64"), keys) == {"kv": 0, "index": 8 * 4 * 8192 * 2 * 128 * 2}
-    cascade = Case("sparse", *top.place, "cascade:4")
+    cascade = Case("sparse", *top.place, "cascade:4/32")
     assert inputs.bytes_read(cascade, keys) == inputs.bytes_read(top, keys) | {"codes": 8 * 4 * 32 * (128 + 8) * 64}
     assert inputs.bytes_held(cascade, 3) - inputs.bytes_held(top, 3) == 3 * 8 * 4 * 1024 * (128 + 8) * 64
-    by_keys = Case("sparse", *top.place, "cascade:4+cache", "int8")
+    by_keys = Case("sparse", *top.place, "cascade:4/32+cache", "int8")
     assert inputs.bytes_read(by_keys, keys)["codes"] == 8 * 4 * 32 * 128 * (128 + 2)
     dense = Case("dense", "llama-3.1-8b", 8192, 1, "dense")
     assert inputs.bytes_read(dense, 8 * 8192) == {"kv": 2 * 8 * 8192 * 128 * 2, "index": 0}
@@ -246,7 +246,7 @@ def test_two_ops_and_one_are_the_same_but_for_the_launch():
 
 
 def test_a_choice_from_a_shortlist():
-    (row,) = run(Case("sparse", "tiny", 2048, 2, "cascade:4"))
+    (row,) = run(Case("sparse", "tiny", 2048, 2, "cascade:4/32"))
     assert (row["keys_read"], row["same_blocks_as_xla"], row["same_bits"]) == (9 * 128, 1, True)
     assert row["error"] < 4e-3
     assert row["bytes"]["codes"] == 2 * 2 * 16 * (128 + 8) * 32
@@ -254,7 +254,7 @@ def test_a_choice_from_a_shortlist():
 
 @pytest.mark.long
 def test_a_choice_from_a_shortlist_of_packed_pages():
-    (row,) = run(Case("sparse", "tiny", 2048, 2, "cascade:4+cache", "int8"))
+    (row,) = run(Case("sparse", "tiny", 2048, 2, "cascade:4/32+cache", "int8"))
     assert (row["keys_read"], row["same_blocks_as_xla"], row["same_bits"]) == (9 * 128, 1, True)
 
 

@@ -29,6 +29,8 @@ EMULATED: dict[str, dict] = {
     "4 drafts, mean": {"kind": "mean", "num_queries": 4, "lengths": (66, 384), "local": 1},
     "8 drafts, groups of 8": {"num_queries": 8, "group": 8, "kv_heads": 1, "lengths": (5, 263)},
     "16 drafts, groups of 1": {"num_queries": 16, "group": 1, "kv_heads": 1, "lengths": (135,), "block_size": 64, "k": 1, "local": 1},
+    "every block is listed, 4 drafts, a page is missing": {"num_queries": 4, "lengths": (3, 130, 384), "k": 40, "hole": True},
+    "every block is listed, in two rounds": {"lengths": (300, 1023), "block_size": 2, "k": 512, "kv_heads": 1, "width": 16},
     "groups of 9": {"group": 9, "lengths": (384,)},
     "a long table, chosen twice": {"lengths": (2100,), "width": 33, "page_size": 64, "block_size": 1, "kv_heads": 1, "k": 9},
     "chosen twice, a page is missing": {"lengths": (2100,), "width": 33, "block_size": 1, "kv_heads": 1, "k": 9, "hole": True},

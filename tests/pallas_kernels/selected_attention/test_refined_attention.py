@@ -37,8 +37,10 @@ CASES = {
     "frames": {"framed": True, "lengths": (384,)},
     "more than a block for each CTA": {"shortlist": 19, "budget": 9, "lengths": (384,)},
     "all that are short-listed": {"shortlist": 3, "lengths": (384,)},
+    "a warp takes whole blocks": OF_64 | {"shortlist": 130, "lengths": (700,), "group": 9},
     "budget of none": {"budget": 0, "lengths": (384,)},
     "a shortlist longer than the table": {"shortlist": 40, "lengths": (384,)},
+    "a shortlist longer than a CTA has threads": {"shortlist": 260, "budget": 9, "lengths": (384,)},
     "int8 pages": {"format": "int8"},
     "int4 pages, drafts": {"format": "int4", "num_queries": 3, "lengths": (66, 330), "local": 1},
     "q4_0 pages, blocks of 64": {"format": "q4_0"} | OF_64,
@@ -157,8 +159,8 @@ BUGS = {
     "sink and local keys are not in the softmax": (refined, "_total", _without_near),
     "of equal blocks the higher": (refined, "_share", _last_of_equals),
     "the first head chooses": (refined, "_share", _of_the_first_head),
-    "codes of the block before": (CodedKeys, "copy", lambda *args: COPY(*args[:-2], args[-2] - 1, args[-1])),
-    "every turn has the keys of the first": (CodedKeys, "copy", lambda *args: COPY(*args[:-1], args[-1] * 0)),
+    "codes of the block before": (CodedKeys, "copy", lambda *args: COPY(*args[:4], args[4] - 1, *args[5:])),
+    "every turn has the keys of the first": (CodedKeys, "copy", lambda *args: COPY(*args[:5], args[5] * 0, *args[6:])),
     "sums of lanes are added up twice": (decode_turns.Folded, "to_go_on", lambda self: self),
     "sink and local keys are not attended to": (decode_turns.Folded, "to_go_on", _emptied),
     "what CTAs have found is not sent": (refined, "_exchange", lambda *args: None),
@@ -171,9 +173,17 @@ BUGS |= {
     f"every {name} has the keys of the first": (PageKeys, "copy", lambda *args, n=n: COPY_KEYS(*args[:n], args[n] * 0, *args[n + 1 :]))
     for n, name in ((4, "head"), (6, "block of a page"), (7, "turn of a block"))
 }
+BUGS["queries are scaled for no block"] = CodedKeys, "scaled", lambda self, *args: self.nothing_scaled()
 BUGS["sums of near keys stay in their natural order"] = packed_turns, "coded_order", lambda acc: acc
 BUGS["sums of codes stay in the order of bytes"] = packed_turns, "natural_order", lambda acc: acc
-FOR_BUGS = ("equal keys", "blocks of 64", "groups of 9, two KV heads", "int8 pages", "by its own keys, blocks of 64, two KV heads")
+FOR_BUGS = (
+    "equal keys",
+    "blocks of 64",
+    "a warp takes whole blocks",
+    "groups of 9, two KV heads",
+    "int8 pages",
+    "by its own keys, blocks of 64, two KV heads",
+)
 
 
 @pytest.mark.quick("CTAs do not wait for each other")
@@ -213,7 +223,7 @@ def production(
     opened: bool = True,
     **static,
 ) -> tuple:
-    """(op, arrays, keywords) of a call over `tokens` tokens a row: cascade:4, if `static` does not say otherwise. frames: with a table of
+    """(op, arrays, keywords) over `tokens` tokens a row: cascade:4/32, if `static` does not say otherwise. frames: with a table of
     them. format: of packed pages, see `packed_suite`; opened: with open ones beside them."""
     sizes = {"kind": "bounds", "block_size": 128, "budget": 4, "shortlist": 32, "codes_kind": "keys4", "sink": 1, "local": 4}
     keywords = sizes | {"sm_scale": head_dim**-0.5, "config": None} | static
@@ -243,7 +253,7 @@ SPILL_FREE = {
     for name, heads in {"28/4": (28, 4), "32/8": (32, 8)}.items()
     for form in FORMS
 } | {
-    "cascade:4": production(),
+    "cascade:4/32": production(),
     "head dim 64": production(heads=(32, 8), head_dim=64),
     "float16": production(dtype="float16", batch=8),
     "batch 8, a million tokens": production(batch=8, tokens=1 << 20),
@@ -253,6 +263,10 @@ SPILL_FREE = {
     "blocks of 64, means": production(block_size=64, kind="mean"),
     "pages of 256": production(page_size=256, batch=8),
     "a shortlist of 128": production(budget=16, shortlist=128, batch=8),
+    "cascade:8": production(budget=8, shortlist=256),
+    "cascade:8, 32K tokens": production(budget=8, shortlist=256, tokens=32 << 10),
+    "cascade:8, a million tokens": production(budget=8, shortlist=256, tokens=1 << 20),
+    "cascade:8, head dim 256": production(heads=(4, 1), head_dim=256, budget=8, shortlist=256),
     "int8 pages": production(format="int8"),
     "int8 pages per channel, batch 8": production(format="int8 per channel", batch=8),
     "fp8 pages, batch 8, a million tokens": production(format="fp8", batch=8, tokens=1 << 20),
@@ -273,7 +287,7 @@ WIDE = {
 """Twice the accumulators, so that spilling some is no news."""
 
 
-@pytest.mark.parametrize("case", rest_long(SPILL_FREE | WIDE, "cascade:4", "4 drafts, batch 8, frames", "by its own keys, int8"))
+@pytest.mark.parametrize("case", rest_long(SPILL_FREE | WIDE, "cascade:4/32", "4 drafts, batch 8, frames", "by its own keys, int8"))
 def test_lowers_and_is_picked_on_hopper(cuda, on_hopper, picked, case):
     call = (SPILL_FREE | WIDE)[case]
     assert "refined_kernel" in cuda.lower(*call)
@@ -295,7 +309,7 @@ def test_compiles_for_blackwell_without_spilling(spill_free_on_blackwell):
 NOT_HERE = {
     "17 query rows": (production(heads=(17, 1)), r"T \* G must be at most 16 in one launch, got 17"),
     "codes of 8 bytes": (production(head_dim=64, codes_kind="keys1"), "codes of whole 16 bytes; keys1 of head dim 64 has 8 a key"),
-    "a long shortlist": (production(budget=64, shortlist=512), "from a shortlist of at most as many blocks, got 512"),
+    "a long shortlist": (production(budget=64, shortlist=8192), "leave no shared memory"),
     "float32": (production(dtype="float32"), "bfloat16 or float16, q and index alike"),
     "scales of pages": (
         production(format=(PageFormat("int8", "page", read_as="bfloat16"),) * 2),

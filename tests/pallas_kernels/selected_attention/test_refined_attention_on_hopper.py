@@ -34,7 +34,7 @@ BASE = {
 } | SIZES
 OF_128 = {"block_size": 128, "shortlist": 16, "budget": 4, "local": 4}
 CASES = {
-    "cascade:2": OF_128,
+    "cascade:2/16": OF_128,
     "1 bit": OF_128 | {"codes_kind": "keys1"},
     "2 bits, float16, by means": OF_128 | {"codes_kind": "keys2", "dtype": "float16", "kind": "mean"},
     "blocks of 16": {"shortlist": 64, "budget": 16, "local": 32},
@@ -48,6 +48,11 @@ CASES = {
     "a page is missing": OF_128 | {"hole": True},
     "equal keys": OF_128 | {"keys": "equal"},
     "a shortlist of 128": {"shortlist": 128, "budget": 40},
+    "a shortlist of 256 among more blocks": {"shortlist": 256, "budget": 8, "local": 32},
+    "every block in the shortlist": OF_128 | {"shortlist": 256, "budget": 8},
+    "every block in the shortlist, head dim 256, a page is missing": OF_128
+    | {"head_dim": 256, "kv_heads": 1, "group": 4, "shortlist": 256, "budget": 8, "hole": True},
+    "a shortlist longer than a CTA's threads": {"head_dim": 256, "kv_heads": 1, "group": 4, "shortlist": 256, "budget": 20},
     "int8 pages": OF_128 | {"format": "int8"},
     "int8 pages per channel, 4 drafts": OF_128 | {"format": "int8 per channel", "num_queries": 4},
     "fp8 pages, blocks of 16": {"format": "fp8", "shortlist": 64, "budget": 16, "local": 32},
@@ -99,7 +104,7 @@ def test_bits_every_time_and_in_any_company(tools, arguments):
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 128 << 10), (8, 128 << 10), (1, 1 << 20)])
 def test_long_contexts(tools, batch, tokens):
-    """As cascade:4 has them. A list that is not the reference's has a candidate whose score is as good, but for rounding; few have."""
+    """As cascade:4/32 has them. A list that is not the reference's has a candidate whose score is as good, but for rounding; few have."""
     width, keys = tokens // 128, jax.random.split(jax.random.key(batch), 4)
     shape = (width + 3, 4, 128, 128)
     k, v = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys[:2])
