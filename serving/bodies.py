@@ -337,7 +337,7 @@ def whole(name: str, value: Any, limit: int = 2**31) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise WrongField(f"{name} must be a whole number, got {show(value)}", name)
     if not -limit <= value < limit:
-        raise WrongField(f"{name} is out of range: {show(value)}", name)
+        raise WrongField(f"{name} is out of range, which goes from {-limit:,} to {limit - 1:,}: {show(value)}", name)
     return value
 
 

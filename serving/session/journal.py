@@ -5,9 +5,10 @@ some. A record is their number, a checksum of them, one of these two numbers, an
 which finds damage, and no forger: who can write to the folder can write other histories. Each checksum goes on from the one before it, so
 that a record that is lost, doubled or from another file is found, too. A record is written before its call is answered. So a killed process
 loses no token that it has acknowledged, and of a call that it was writing down, the next process finds all tokens or none: the bytes of
-half a record at the end are moved to a file beside it, `.torn`, and the log says so. A file that was cut looks the same. A machine that
-loses power may lose tokens, because the file is not synced; zeros that it left at the end are moved away, too. Keys and values are not
-stored: the first generation after a restart prefills the history again, with the same bits.
+half a record at the end are moved to a file beside it, `.torn`, and the log says so. A file that was cut looks the same. After the last
+record stands an end mark, over which the next record is written, so that a file that was cut exactly at a record's end is noticed, too.
+A machine that loses power may lose tokens, because the file is not synced; zeros that it left at the end are moved away, too. Keys and
+values are not stored: the first generation after a restart prefills the history again, with the same bits.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from kvjax.client.errors import ResourceExhausted
 logger = logging.getLogger(__name__)
 
 SUFFIX, TORN = ".session", ".torn"
-VERSION, FORMER = 4, 3
+VERSION, FORMER = 5, 3
 NUMBERS = struct.Struct("<II")
 """Of a record: the number of its tokens, and their checksum."""
 HEAD = struct.Struct("<III")
 """These numbers, and the checksum of them. Without that, a damaged number that is too large would look like a record that a kill left
-half-written."""
+half-written. An end mark is one of no tokens, with the checksum of all that stands before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +72,8 @@ class Journal:
             raise ValueError(f"another process has the sessions in {folder}: give each server a folder of its own") from None
 
     def load(self) -> Iterator[Stored]:
-        """The sessions that are there. A record that a kill left half-written is moved to a file of its own. ValueError, which names the
-        file, for one that is no session or is damaged, and for one of another model or version."""
+        """The sessions that are there. A record that a kill left half-written is moved to a file of its own; a file that was cut is logged.
+        ValueError, which names the file, for one that is no session or is damaged, and for one of another model or version."""
         for path in self._folder.glob("*.partial"):  # of a session whose caller was not told of it
             try:
                 path.unlink()
@@ -86,8 +87,8 @@ class Journal:
             policy, start, checksum = self._header(content, path)
             history, end, checksum = _records(content, start, checksum, path)
             self._ends[path.stem] = end, checksum
-            if end < len(content):
-                _tear(path, content, end, len(history))
+            if content[end:] != _end_mark(checksum):
+                _mend(path, content, end, checksum, len(history))
             yield Stored(path.stem, policy, history, path.stat().st_mtime)
 
     def create(self, session_id: str, policy: str, history: array.array) -> None:
@@ -98,7 +99,7 @@ class Journal:
         with _disk_errors():
             content = line + record
             try:
-                partial.write_bytes(content)
+                partial.write_bytes(content + _end_mark(checksum))
                 partial.replace(self._path(session_id))
             except OSError:  # what was written takes room that others need
                 with contextlib.suppress(OSError):
@@ -110,8 +111,9 @@ class Journal:
         """Write tokens after those of a session. ResourceExhausted if the disk is full; then they count as not there."""
         if not tokens:
             return
-        start, checksum = self._ends[session_id]
-        (content, checksum), written = _record(array.array("i", tokens), checksum), 0
+        start, former = self._ends[session_id]
+        record, checksum = _record(array.array("i", tokens), former)
+        content, written = record + _end_mark(checksum), 0
         with _disk_errors():
             handle = os.open(self._path(session_id), os.O_WRONLY)
             try:
@@ -119,11 +121,12 @@ class Journal:
                     while written < len(content):  # one call writes at most 2 GiB
                         written += os.pwrite(handle, content[written:], start + written)
                 except OSError:
-                    os.ftruncate(handle, start)
+                    os.ftruncate(handle, start + HEAD.size)
+                    os.pwrite(handle, _end_mark(former), start)
                     raise
             finally:
                 os.close(handle)
-        self._ends[session_id] = start + len(content), checksum
+        self._ends[session_id] = start + len(record), checksum
 
     def end(self, session_id: str) -> None:
         """Delete a session. Where the disk does not allow that, it is tried again when others end."""
@@ -169,18 +172,28 @@ class Journal:
         return self._folder / f"{session_id}{SUFFIX}"
 
 
-def _tear(path: Path, content: bytes, end: int, tokens: int) -> None:
-    """Move what stands after the last whole record of a session's file to a file beside it. tokens: of the whole records."""
-    torn = path.with_suffix(TORN)
+def _mend(path: Path, content: bytes, end: int, checksum: int, tokens: int) -> None:
+    """Write the end mark after the last whole record of a session's file, and move what stands there to a file beside it. checksum: of all
+    before. tokens: of the whole records."""
+    torn, mark, rest = path.with_suffix(TORN), _end_mark(checksum), content[end:]
+    rest = b"" if mark.startswith(rest) else rest.removeprefix(mark)
     try:
-        with open(os.open(torn, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as kept:
-            kept.write(content[end:])
-        os.truncate(path, end)
+        if rest:
+            with open(os.open(torn, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as kept:
+                kept.write(rest)
+        with path.open("r+b") as file:
+            file.seek(end)
+            file.write(mark)
+            file.truncate()
     except OSError as error:
-        raise ValueError(f"{path} ends in half a record, which cannot be moved to {torn.name}: {error.strerror}") from None
-    what = "half a record, as after a kill" if any(content[end:]) else "zeros, as after a loss of power"
+        raise ValueError(f"{path} ends in half a record, and cannot be mended with {torn.name}: {error.strerror}") from None
+    if not rest:
+        said = "session %s: its file has no end mark, so it was cut; its history has the %d tokens that are left"
+        logger.warning(said, path.stem[:8], tokens)
+        return
+    what = "half a record, as after a kill" if any(rest) else "zeros, as after a loss of power"
     said = f"session %s: its file ends in {what}; its history has the %d tokens before, and the %d bytes are in %s"
-    logger.warning(said, path.stem[:8], tokens, len(content) - end, torn)
+    logger.warning(said, path.stem[:8], tokens, len(rest), torn)
 
 
 @contextlib.contextmanager
@@ -210,15 +223,27 @@ def _record(tokens: array.array, checksum: int) -> tuple[bytes, int]:
     return HEAD.pack(*NUMBERS.unpack(numbers), zlib.crc32(numbers)) + content, checksum
 
 
+def _end_mark(checksum: int) -> bytes:
+    """What stands after the last record. checksum: of all before."""
+    numbers = NUMBERS.pack(0, checksum)
+    return numbers + struct.pack("<I", zlib.crc32(numbers))
+
+
 def _records(content: bytes, at: int, checksum: int, path: Path) -> tuple[array.array, int, int]:
     """The tokens of all whole records from a place of a file on, where these end, and the checksum there. checksum: of what stands before.
-    ValueError for a checksum that is wrong."""
+    ValueError for a checksum that is wrong.
+
+    What follows the last of them is an end mark, alone or before zeros; nothing, or half a record, also where a kill came while the next
+    record was written over the end mark; or zeros.
+    """
     history = array.array("i")
     while len(content) - at >= HEAD.size:
         count, given, head_checksum = HEAD.unpack_from(content, at)
         start, end = at + HEAD.size, at + HEAD.size + 4 * count
         good = count > 0 and zlib.crc32(content[at : at + NUMBERS.size]) == head_checksum
-        if (good and end > len(content)) or (not count and not any(content[at:])):
+        if (good and end > len(content)) or (not good and len(content) == start):
+            break
+        if not count and not any(content[at:].removeprefix(_end_mark(checksum))):
             break
         tokens = content[start:end]
         if not good or zlib.crc32(tokens, checksum) != given:

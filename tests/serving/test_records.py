@@ -202,7 +202,7 @@ def test_a_plain_field_that_is_not_known_is_named(field):
         ({"temperature": float("nan")}, "temperature must be a number"),
         ({"temperature": True}, "temperature must be a number"),
         ({"temperature": 10**400}, "temperature is out of range"),
-        ({"top_k": 2**40}, "top_k is out of range"),
+        ({"top_k": 2**40}, "top_k is out of range, which goes from -2,147,483,648 to 2,147,483,647: 1099511627776"),
         ({"top_p": [1]}, "top_p must be a number"),
         ({"seed": 1.5}, "seed must be a whole number"),
         ({"stop": 3}, "stop must be text"),

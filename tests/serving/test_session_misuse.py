@@ -25,7 +25,7 @@ from kvjax.client.errors import FailedPrecondition, InvalidArgument, ResourceExh
 from kvjax.client.wire import protocol
 from kvjax.serving.session.calls import _Talk
 from kvjax.serving.session.desk import ServerOptions
-from kvjax.serving.session.journal import Journal
+from kvjax.serving.session.journal import Journal, _end_mark
 from kvjax.serving.session.stream import Generation, Run
 
 PAGES = 48
@@ -149,7 +149,7 @@ def test_any_damaged_byte_of_a_record_is_noticed(tmp_path):
     journal.close()
     (path,) = tmp_path.glob("*.session")
     whole = path.read_bytes()
-    for at, bit in itertools.product(range(start, len(whole)), range(8)):
+    for at, bit in itertools.product(range(start, len(whole) - len(_end_mark(0))), range(8)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
         again = Journal(tmp_path, "model")
         with pytest.raises(ValueError, match="is damaged"):
@@ -410,23 +410,67 @@ def test_a_torn_end_of_a_session_is_kept_and_said(tmp_path, caplog):
     journal.close()
     path, torn = tmp_path / f"{session_id}.session", tmp_path / f"{session_id}.torn"
     whole = path.read_bytes()
-    for lost in (3, 15):  # in the tokens, and in the numbers before them
+    mark = len(_end_mark(0))
+    for lost in (mark + 3, mark + 15):  # in the tokens, and in the numbers before them
         path.write_bytes(whole[:-lost])
         torn.unlink(missing_ok=True)
         caplog.clear()
         journal = Journal(tmp_path, "model")
         (stored,) = journal.load()
         assert list(stored.history) == [1, 2, 3]
-        assert path.read_bytes() + torn.read_bytes() == whole[:-lost]
+        assert path.read_bytes()[:-mark] + torn.read_bytes() == whole[:-lost]
         assert f"has the 3 tokens before, and the {len(torn.read_bytes())} bytes are in {torn}" in caplog.text
         journal.close()
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # complete, and damaged
+    path.write_bytes(whole[: -mark - 1] + bytes([whole[-mark - 1] ^ 1]) + whole[-mark:])  # complete, and damaged
     journal = Journal(tmp_path, "model")
     with pytest.raises(ValueError, match="tokens after the first 3 are not those written"):
         list(journal.load())
     journal.end(session_id)
     journal.close()
     assert [each.name for each in tmp_path.iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize("histories", [[[1, 2, 3], [4, 5]], [[], [1, 2]], [[1, 2, 3], list(range(9))]])
+def test_a_session_that_was_cut_at_the_end_of_a_record_is_said_once(histories, tmp_path, caplog):
+    session_id, (first, second) = "a" * 32, histories
+    path = tmp_path / f"{session_id}.session"
+    journal = Journal(tmp_path, "model")
+    journal.create(session_id, "dense", array.array("i", first))
+    whole = path.read_bytes()
+    journal.extend(session_id, second)
+    journal.close()
+    path.write_bytes(path.read_bytes()[: len(whole) - len(_end_mark(0))])
+    for said in (1, 1):  # it is whole again when it is opened again
+        journal = Journal(tmp_path, "model")
+        assert [list(stored.history) for stored in journal.load()] == [first]
+        assert caplog.text.count(f"has no end mark, so it was cut; its history has the {len(first)} tokens that are left") == said
+        assert path.read_bytes() == whole
+        journal.close()
+    assert not path.with_suffix(".torn").exists()
+
+
+@pytest.mark.parametrize("written", [1, 4, 11, 12, 13, 19, 20, 21, 25, 31])
+def test_a_kill_while_a_record_is_written_over_the_end_mark_is_half_a_record(written, tmp_path, caplog):
+    session_id = "a" * 32
+    path = tmp_path / f"{session_id}.session"
+    journal = Journal(tmp_path, "model")
+    journal.create(session_id, "dense", array.array("i", [1, 2, 3]))
+    before = path.read_bytes()
+    journal.extend(session_id, [4, 5])
+    journal.close()
+    start = len(before) - len(_end_mark(0))
+    path.write_bytes(path.read_bytes()[: start + written] + before[start + written :])
+    journal = Journal(tmp_path, "model")
+    (stored,) = journal.load()
+    assert list(stored.history) == ([1, 2, 3] if written < 20 else [1, 2, 3, 4, 5])
+    assert ("half a record" if written < 20 else "no end mark") in caplog.text
+    journal.extend(session_id, [6])
+    journal.close()
+    caplog.clear()
+    journal = Journal(tmp_path, "model")
+    assert [list(each.history)[-1] for each in journal.load()] == [6]
+    assert not caplog.text
+    journal.close()
 
 
 @pytest.mark.parametrize("name", ["lock", "x.session", "x.partial"])

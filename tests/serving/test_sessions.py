@@ -23,7 +23,7 @@ from kvjax.client.errors import (
     SessionError,
     SessionNotFound,
 )
-from kvjax.serving.session.journal import Journal
+from kvjax.serving.session.journal import HEAD, Journal
 from kvjax.serving.session.records import Record, Violation, Window, check_invariants
 from kvjax.serving.session.shelf import Shelf
 
@@ -445,7 +445,8 @@ def test_a_killed_process_loses_no_acknowledged_token(engine, tmp_path):
         next(running)
         shutil.copytree(tmp_path / "a", tmp_path / "b")
         (half,) = (tmp_path / "b").glob(f"{child.id}*")
-        half.write_bytes(half.read_bytes() + b"abc")  # a part of a record, of which nobody was told
+        whole = half.read_bytes()
+        half.write_bytes(whole[: -HEAD.size] + b"abc" + whole[3 - HEAD.size :])  # a part of a record, of which nobody was told
         running.cancel(keep=0)
         with pytest.raises(ValueError, match="another process has"):
             SessionRuntime(engine, state=tmp_path / "a")
@@ -466,7 +467,8 @@ def test_a_killed_process_loses_no_acknowledged_token(engine, tmp_path):
         SessionRuntime(make_engine(make_model(hidden_size=32)), state=tmp_path / "b")
     (file,) = (tmp_path / "b").glob("*.session")
     whole = file.read_bytes()
-    for damaged, problem in ((whole[5:], "no header of a session"), (whole[:-1] + b"\x7f", "are not those written")):
+    token = whole[: -HEAD.size - 1] + b"\x7f" + whole[-HEAD.size :]
+    for damaged, problem in ((whole[5:], "no header of a session"), (token, "are not those written")):
         file.write_bytes(damaged)
         with pytest.raises(ValueError, match=problem):
             SessionRuntime(other, state=tmp_path / "b")
@@ -480,13 +482,13 @@ def check_cuts(folder, make):
     journal = make(folder, "model")
     journal.create("a" * 32, "dense", array.array("i", [1, 2]))
     (path,) = folder.glob("*.session")
-    before = path.stat().st_size
+    before = path.stat().st_size - HEAD.size  # without the end mark
     journal.extend("a" * 32, [3] * 12)
     journal.close()
     whole = path.read_bytes()
     for cut in range(before, len(whole) + 1):
         path.write_bytes(whole[:cut])
-        kept = [1, 2, *[3] * 12] if cut == len(whole) else [1, 2]
+        kept = [1, 2, *[3] * 12] if cut >= len(whole) - HEAD.size else [1, 2]
         for length in (1, 40):
             again = make(folder, "model")
             assert [each.history.tolist() for each in again.load()] == [kept]
