@@ -52,7 +52,7 @@ def test_the_needles_are_what_the_results_say():
     rows = {
         "`dense`": (at_4k["dense"], at_8k["dense"]),
         "`cascade:8/all+cache`, exact": (at_4k["cascade:8/all+cache"], at_8k["cascade:8/all+cache"]),
-        "`cascade:8`, keys in 4 bits": (at_4k["cascade:8"], at_8k["cascade:8"]),
+        "`cascade:8/64`, keys in 4 bits": (at_4k["cascade:8/64"], at_8k["cascade:8/64"]),
         "`top:8`, bounds of 128": (at_4k["top:8"], at_8k["top:8"]),
         "half-way boxes of 64": (at_4k["Proto:8/kind=box64"], at_8k["Proto:8/kind=box64"]),
         "half-way boxes of 128": (at_4k["Proto:8/kind=x128/alpha=0.3"], at_8k["Proto:8/kind=x128/alpha=0.3"]),
