@@ -21,7 +21,7 @@ from rich.console import Console
 from kvjax.fidelity.panel import Panel, Plan
 from kvjax.serving.cli.fidelity import RECORDS, TEXT_HASH, OutOfTime, describe, run_units, write_report
 from kvjax.serving.cli.options import Dtype, DtypeOption, load_model, read_texts
-from pallas_kernels.bench.results import write_result
+from pallas_kernels.core.results import write_result
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from real_checkpoint import CHECKPOINTS

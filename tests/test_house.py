@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from pallas_kernels.extras import EXTRAS
+from pallas_kernels.core.optional import EXTRAS
 
 ROOT = Path(__file__).parent.parent
 # Source folder -> imported as; lower layers first.

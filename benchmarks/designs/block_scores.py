@@ -39,7 +39,7 @@ from kvjax.fidelity.needle import NeedleTask, Trial, documentation_text, encode_
 from kvjax.fidelity.retrieval import prompt_start
 from kvjax.model import Heads, fingerprint
 from pallas_kernels.bench.report import source
-from pallas_kernels.bench.results import write_result
+from pallas_kernels.core.results import write_result
 
 SINK, LOCAL, KEPT, WIDER = 1, 4, 8, 32
 """Blocks that are always read, first and last; distant blocks of a list; of the longer list that recall is also counted for."""

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
-from pallas_kernels.bench.results import write_result
+from pallas_kernels.core.results import write_result
 from pallas_kernels.matrices import MatrixFormat, PackedMatrix, pack, unpack
 from pallas_kernels.project_tokens.cpu_codes import codes_product
 

@@ -18,8 +18,8 @@ import numpy as np
 import typer
 from jax import lax
 
-from pallas_kernels.bench.results import write_result
 from pallas_kernels.bench.timing import device_time
+from pallas_kernels.core.results import write_result
 
 FEATURES, WIDTH = 151_936, 896
 PROMPT, MLP = 2048, 4864

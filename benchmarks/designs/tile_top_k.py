@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import typer
 
-from pallas_kernels.bench.results import write_result
 from pallas_kernels.bench.timing import device_time
+from pallas_kernels.core.results import write_result
 from pallas_kernels.top_k import top_k
 from pallas_kernels.top_k.plan import Config
 

@@ -20,7 +20,7 @@ from kvjax.bill.step_bill import Bill, Price, interpolated, sizes_of
 from kvjax.bill.volume import StepBytes, step_bytes
 from kvjax.model import ModelConfig
 from kvjax.policies.decode.naming import parse_recorded
-from pallas_kernels.bench.results import devices_of
+from pallas_kernels.core.results import devices_of
 
 FORMS = {
     "none": "c1 = 0: no free sparse parameter",

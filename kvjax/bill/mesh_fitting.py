@@ -25,7 +25,7 @@ from kvjax.bill.mesh_terms import LAWS, Latency, MeshRange, MeshTerms, exchange_
 from kvjax.bill.volume import StepBytes, step_bytes
 from kvjax.model import ModelConfig
 from kvjax.policies.decode.naming import parse_recorded
-from pallas_kernels.bench.results import devices_of
+from pallas_kernels.core.results import devices_of
 
 MESH_TERMS = {
     "all": "latency of each kind of exchange, its bytes, and the choice over devices",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.bill.mesh_fitting import MESH_GROUPS, MESH_TERMS, mesh_errors, mesh_forecasts
 from kvjax.bill.mesh_terms import LAWS
-from pallas_kernels.bench.results import launch_text, packed_text
+from pallas_kernels.core.results import launch_text, packed_text
 
 if TYPE_CHECKING:
     from kvjax.bill.fitting import Cell

@@ -17,7 +17,7 @@ from kvjax.bill.fitting import FORMS, GROUPS, Cell, errors, forecasts
 from kvjax.bill.mesh_report import MESH_TABLES, named, not_held_out
 from kvjax.bill.regimes import crossover
 from kvjax.bill.regret import regrets, summary
-from pallas_kernels.bench.report import markdown
+from pallas_kernels.core.tables import markdown
 
 if TYPE_CHECKING:
     from kvjax.bill.bus_fitting import TierCell

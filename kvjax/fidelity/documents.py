@@ -19,7 +19,8 @@ import typer
 
 from kvjax.fidelity.report import found_of, kinds_rows, lists_rows, panel_rows, points, policy_and_keys, remarks
 from pallas_kernels.bench.prefill.echo import echo_table, needles_table
-from pallas_kernels.bench.report import markdown, source
+from pallas_kernels.bench.report import source
+from pallas_kernels.core.tables import markdown
 
 
 def evidence(panels: Sequence[dict[str, Any]]) -> str:

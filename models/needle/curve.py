@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.models.needle.recipe import Recipe
-from pallas_kernels.bench import pictures
-from pallas_kernels.bench.formats import tokens_text
+from pallas_kernels.core import pictures
+from pallas_kernels.core.tables import tokens_text
 
 
 class Curve:

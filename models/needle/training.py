@@ -32,7 +32,7 @@ from kvjax.models.needle.parallel import batch_mesh, compiled, on_each, split, t
 from kvjax.models.needle.recipe import Recipe
 from kvjax.models.needle.tokenizer import train_tokenizer, transformers_tokenizer
 from kvjax.models.needle.workers import batches
-from pallas_kernels.bench.results import write_result
+from pallas_kernels.core.results import write_result
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 LOG_EVERY = 20

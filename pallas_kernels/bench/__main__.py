@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pallas_kernels.bench.options import JsonOption
+from pallas_kernels.core.options import JsonOption
 
 HELP = """Time the ops: device time, bytes that had to move against a copy's bandwidth, error, and speed-up over the best dense kernel.
 
@@ -47,9 +47,9 @@ def bench(
 
     from rich.console import Console
 
-    from pallas_kernels.bench.formats import show
     from pallas_kernels.bench.report import table
     from pallas_kernels.bench.session import run
+    from pallas_kernels.core.tables import show
     from pallas_kernels.dispatch import forced
 
     if implementation not in (None, "reference"):

@@ -25,10 +25,10 @@ from jaxtyping import Array
 
 from pallas_kernels import dispatch
 from pallas_kernels.all_reduce import all_reduce
-from pallas_kernels.bench.formats import markdown, stages
-from pallas_kernels.bench.options import JsonOption
-from pallas_kernels.bench.results import write_result
 from pallas_kernels.bench.timing import Timing, device_time
+from pallas_kernels.core.options import JsonOption
+from pallas_kernels.core.results import write_result
+from pallas_kernels.core.tables import markdown, stages
 
 AXIS, CHAIN = "tensor", 56
 DTYPE = jnp.bfloat16

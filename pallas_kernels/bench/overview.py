@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.bench import pictures
-from pallas_kernels.bench.results import devices_of, packed_text
+from pallas_kernels.core import pictures
+from pallas_kernels.core.results import devices_of, packed_text
 
 SHAPE = "qwen2.5-7b"
 LINES = {

@@ -16,14 +16,15 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from pallas_kernels.bench import exchange_bench, mass_bench, overview, pictures, scheduling
-from pallas_kernels.bench.formats import markdown, span, tokens_text
-from pallas_kernels.bench.formats import table as terminal_table
+from pallas_kernels.bench import exchange_bench, mass_bench, overview, scheduling
 from pallas_kernels.bench.prefill import echo as echo_report
 from pallas_kernels.bench.prefill import report as prefill_report
 from pallas_kernels.bench.prefill import targets as prefill_targets
-from pallas_kernels.bench.results import devices_of, launch_text, mesh_text, packed_text
 from pallas_kernels.bench.top_k import report as top_k_report
+from pallas_kernels.core import pictures
+from pallas_kernels.core.results import devices_of, launch_text, mesh_text, packed_text
+from pallas_kernels.core.tables import markdown, span, tokens_text
+from pallas_kernels.core.tables import table as terminal_table
 
 Row = dict[str, Any]
 MARK = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)

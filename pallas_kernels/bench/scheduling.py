@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pallas_kernels.bench.formats import markdown, tokens_text
-from pallas_kernels.bench.results import launch_text
+from pallas_kernels.core.results import launch_text
+from pallas_kernels.core.tables import markdown, tokens_text
 
 Row = dict[str, Any]
 

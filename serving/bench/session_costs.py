@@ -20,7 +20,7 @@ import numpy as np
 from kvjax.client import Client, Session
 from kvjax.policies.decode import parse
 from kvjax.serving.bench.session_load import PAGE_SIZE, ServerProcess, check_chunk, page_of
-from pallas_kernels.bench.results import device_here, provenance
+from pallas_kernels.core.results import device_here, provenance
 
 if TYPE_CHECKING:
     from kvjax.serving.bench.compiling import Compiled

@@ -22,7 +22,7 @@ import numpy as np
 from kvjax.client import Client
 from kvjax.policies.decode import parse
 from kvjax.serving.bench.agents import TRACE, Agent, Turn, Work, run_agents
-from pallas_kernels.bench.results import device_here, provenance
+from pallas_kernels.core.results import device_here, provenance
 
 BUCKETS = 3
 BUCKET_S = 600.0

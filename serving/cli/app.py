@@ -59,7 +59,7 @@ from kvjax.serving.cli.options import (
 from kvjax.serving.cli.plan import plan_command
 from kvjax.serving.cli.quantize import quantize_command
 from kvjax.serving.cli.serve import serve_command
-from pallas_kernels.extras import MissingExtra, needs_extras
+from pallas_kernels.core.optional import MissingExtra, needs_extras
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -225,7 +225,7 @@ def score_command(
 
     from kvjax.prompts import encode
     from kvjax.scoring import score
-    from pallas_kernels.bench.results import finite
+    from pallas_kernels.core.files import finite
 
     loaded = load_model(model, dtype, max_positions, weights=weights, lora=lora)
     sizes = pages, page_size, prefill_chunk, cache_format

@@ -23,7 +23,7 @@ from kvjax.serving.cli.options import (
     token_count,
     whole,
 )
-from pallas_kernels.extras import needs_extras
+from pallas_kernels.core.optional import needs_extras
 
 PackedWeightsOption = Annotated[
     str,
@@ -110,8 +110,8 @@ def decode_command(
     counts = parse_lengths(steps_per_launch, "steps per launch")
     plans = [Plan(shape, config, *sizes, *mesh, scheme, parse_cache_format(pages, dtype), counts) for mesh, (scheme, pages) in kinds]
 
-    from pallas_kernels.bench.formats import show
     from pallas_kernels.bench.report import drafts_table, step_table
+    from pallas_kernels.core.tables import show
 
     with forced_to(implementation):
         rows = _measured(plans, json_out, implementation)
@@ -332,9 +332,9 @@ def cpu_command(
 def _measured(plans: Sequence[Any], json_out: Path | None, implementation: str | None) -> list[dict[str, Any]]:
     """Run the plans, show their progress, and write rows as they arrive."""
     from kvjax.serving.bench.decode import run_plan
-    from pallas_kernels.bench.formats import stages
     from pallas_kernels.bench.measure import copy_rate
-    from pallas_kernels.bench.results import write_result
+    from pallas_kernels.core.results import write_result
+    from pallas_kernels.core.tables import stages
 
     rows: list[dict[str, Any]] = []
     with stages("copy bandwidth") as say:

@@ -50,7 +50,7 @@ from kvjax.serving.cli.options import (
     read_text,
     refuse_given,
 )
-from pallas_kernels.extras import needs_extras
+from pallas_kernels.core.optional import needs_extras
 
 if TYPE_CHECKING:
     from kvjax.bill import Bill
@@ -179,7 +179,7 @@ def predict_command(
     from kvjax.bill.volume import TIERS
     from kvjax.policies.decode import name_of
     from kvjax.serving.bench.decode import config_of
-    from pallas_kernels.bench.formats import show, table
+    from pallas_kernels.core.tables import show, table
 
     check_context(context)
     if tier not in TIERS:
@@ -255,7 +255,7 @@ def calibrate_command(
     from kvjax.bill.calibration import calibrate
     from kvjax.bill.step_bill import to_json
     from kvjax.models.loading import load
-    from pallas_kernels.bench.results import write_result
+    from pallas_kernels.core.results import write_result
 
     bill = calibrate(load(model), policies.split(","), seconds=seconds)
     typer.echo(f"{bill}; mean held-out error {bill.error:.1%}")
@@ -352,7 +352,7 @@ def fit_prefill_command(
     There is one bill for each device and size of layer in the results. If something was timed twice, the later time is used.
     """
     from kvjax.bill.prefill_bill import fit_prefill, to_json
-    from pallas_kernels.bench.results import write_result
+    from pallas_kernels.core.results import write_result
 
     bills = fit_prefill([(in_repository(file), read_json(file, "a result of kvjax bench prefill --ops")) for file in results])
     for bill in bills:
@@ -429,8 +429,8 @@ def regime_map_command(
     from kvjax.bill.regimes import regime_map, save
     from kvjax.bill.report import BATCHES, CROSSINGS, crossing
     from kvjax.serving.bench.decode import config_of
-    from pallas_kernels.bench.formats import show, table
-    from pallas_kernels.bench.results import write_result
+    from pallas_kernels.core.results import write_result
+    from pallas_kernels.core.tables import show, table
 
     ends, sizes = parse_lengths(lengths), parse_lengths(batches, "batches")
     for option, pair, given, example in (("--lengths", ends, lengths, "4k,1m"), ("--batches", sizes, batches, "1,64")):
@@ -470,7 +470,7 @@ def _dots(files: Sequence[Path], bill: Bill, config: ModelConfig, named: str, pa
     bill's. BadParameter if files have none. named: the model."""
     from kvjax.bill.step_bill import sizes_of
     from kvjax.serving.bench.decode import config_of
-    from pallas_kernels.bench.results import packed_text
+    from pallas_kernels.core.results import packed_text
 
     dots: set[tuple[int, int]] = set()
     for key, (cells, tiered) in cells_of(files, steps_per_launch=bill.steps_per_launch).items():

@@ -64,8 +64,8 @@ def fit_command(
     from kvjax.bill.report import ALL_TABLES, checks, projections, rendered, tier_checks
     from kvjax.bill.step_bill import to_json
     from kvjax.serving.bench.decode import config_of
-    from pallas_kernels.bench.formats import show, table
-    from pallas_kernels.bench.results import provenance, write_result
+    from pallas_kernels.core.results import provenance, write_result
+    from pallas_kernels.core.tables import show, table
 
     if form not in FORMS:
         raise typer.BadParameter(f"{form!r} is not one of {', '.join(FORMS)}", param_hint="--form")
@@ -165,7 +165,7 @@ def steps_text(steps: int) -> str:
 def kinds_of(files: Sequence[Path]) -> list[str]:
     """What timed rows of these results are of: model, device, formats, launches and mesh, each kind once."""
     from kvjax.bill.fitting import launch_of
-    from pallas_kernels.bench.results import mesh_text, packed_text
+    from pallas_kernels.core.results import mesh_text, packed_text
 
     kinds: dict[str, None] = {}
     for run in _opened(files):

@@ -135,7 +135,7 @@ def show_parts(bill: Bill, config: ModelConfig, named: Sequence[DecodePolicy], c
     """Print the parts of every step. cells: (length, batch). options: as for `step_parts`."""
     from kvjax.bill.meshes import step_parts
     from kvjax.policies.decode import name_of
-    from pallas_kernels.bench.formats import show, table
+    from pallas_kernels.core.tables import show, table
 
     rows = []
     for (length, batch), policy in itertools.product(cells, named):
@@ -155,7 +155,7 @@ def show_prefill(
     options: as for `prompt_exchanges`."""
     from kvjax.bill.prefill_exchanges import PREFILL_MARKS, prefill_parts
     from kvjax.serving.bench.prefill import policies_of
-    from pallas_kernels.bench.formats import show, table
+    from pallas_kernels.core.tables import show, table
 
     if tensor * context == 1:
         raise typer.BadParameter("needs --tensor or --context: one device exchanges nothing", param_hint="--prefill")
@@ -203,7 +203,7 @@ def show_meshes(
     (length, batch). memory: GiB. options: as for `rank_meshes`."""
     from kvjax.bill.meshes import rank_meshes, reasons_of
     from kvjax.policies.decode import name_of
-    from pallas_kernels.bench.formats import show, table
+    from pallas_kernels.core.tables import show, table
 
     limit, rows, found, refused = None if memory is None else int(memory * 2**30), [], [], {}
     for count, (length, batch), policy in itertools.product(counts, cells, named):

@@ -24,7 +24,7 @@ from kvjax.serving.cli.options import (
     read_texts,
     whole,
 )
-from pallas_kernels.extras import needs_extras
+from pallas_kernels.core.optional import needs_extras
 
 
 def echo_command(
@@ -73,9 +73,9 @@ def echo_command(
     from kvjax.model import fingerprint
     from kvjax.serving.bench.prefill import dense_at
     from kvjax.serving.progress import bar
-    from pallas_kernels.bench.formats import show, table
     from pallas_kernels.bench.prefill.echo import COLUMNS, echo_rows, remarks
-    from pallas_kernels.bench.results import write_result
+    from pallas_kernels.core.results import write_result
+    from pallas_kernels.core.tables import show, table
 
     plan = EchoPlan(
         prefills=tuple(prefill or ("bounds:32+sparse",)),

@@ -10,9 +10,9 @@ import kvjax
 from kvjax.fidelity.needle import encode_text
 from kvjax.fidelity.score_overlap import AGES, capture_scores, overlap_rows
 from kvjax.serving.cli.options import parse_lengths, read_texts
-from pallas_kernels.bench.formats import stages
-from pallas_kernels.bench.results import write_result
 from pallas_kernels.bench.top_k.report import overlap_table, plot_overlap
+from pallas_kernels.core.results import write_result
+from pallas_kernels.core.tables import stages
 
 
 def measure_overlap(

@@ -16,9 +16,9 @@ from kvjax.cache.formats import parse_cache_format
 from kvjax.serving.bench.decode import PAGE_SIZE, config_of
 from kvjax.serving.bench.prefill import PrefillPlan, dense_at, policies_of, run_prefill_plan
 from kvjax.serving.cli.options import named_run, parse_lengths, read_text
-from pallas_kernels.bench.formats import show_markdown, stages
 from pallas_kernels.bench.prefill import report as prefill_report
-from pallas_kernels.bench.results import write_result
+from pallas_kernels.core.results import write_result
+from pallas_kernels.core.tables import show_markdown, stages
 
 if TYPE_CHECKING:
     from kvjax.model import Model

@@ -226,8 +226,8 @@ def plan_of(kind: type, *args: Any, **fields: Any) -> Any:
 def run(json_out: Path | None, kind: str, rows_of: Callable[[Callable[[str], None]], Iterable[dict[str, Any]]]) -> None:
     """Show progress, write rows as they arrive, and print their table. A row may bring the "provenance" of the process that measured it."""
     from pallas_kernels.bench import scheduling
-    from pallas_kernels.bench.formats import show, stages, table
-    from pallas_kernels.bench.results import write_result
+    from pallas_kernels.core.results import write_result
+    from pallas_kernels.core.tables import show, stages, table
 
     rows: list[dict[str, Any]] = []
     with stages(kind) as say:

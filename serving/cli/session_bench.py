@@ -17,7 +17,7 @@ from kvjax.serving.cli.scheduling import (
     plan_of,
     run,
 )
-from pallas_kernels.extras import needs_extras
+from pallas_kernels.core.optional import needs_extras
 
 
 def sessions_command(

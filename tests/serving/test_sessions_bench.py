@@ -21,7 +21,7 @@ from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.metrics import Metrics
 from kvjax.serving.session.server import Server
 from pallas_kernels.bench import scheduling
-from pallas_kernels.bench.results import device_here, provenance
+from pallas_kernels.core.results import device_here, provenance
 
 SIZES = {"history": 200, "tokens": 1 / 64, "times": 0.0, "longest_wait_s": 1.0, "max_batch": 4, "pages": None, "chunk": 128}
 SIZES |= {"dtype": "float32", "layers": None}

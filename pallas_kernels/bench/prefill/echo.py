@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.bench import pictures
-from pallas_kernels.bench.formats import estimate, markdown, span, tokens_text
 from pallas_kernels.bench.prefill.report import layer_seconds
+from pallas_kernels.core import pictures
+from pallas_kernels.core.tables import estimate, markdown, span, tokens_text
 
 NOISE = "dense again"
 COLUMNS = ("tokens", "prefill", "facts", "facts, 95%", "lost/gained", "facts, difference, 95%", "by distance", "passages")

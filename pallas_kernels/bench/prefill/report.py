@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
-from pallas_kernels.bench.formats import estimate, markdown, tokens_text
-from pallas_kernels.bench.results import mesh_text, packed_text
+from pallas_kernels.core.results import mesh_text, packed_text
+from pallas_kernels.core.tables import estimate, markdown, tokens_text
 
 Row = dict[str, Any]
 OP_COLUMNS = ("op", "shape", "tokens", "policy", "path", "ms", "TFLOP/s", "of peak", "TB/s")

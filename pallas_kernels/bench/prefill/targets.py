@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from pallas_kernels.bench.formats import estimate, markdown, tokens_text
+from pallas_kernels.core.tables import estimate, markdown, tokens_text
 
 Row = dict[str, Any]
 Line = tuple[str, str, str]

@@ -15,12 +15,12 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from pallas_kernels.bench.options import JsonOption
-from pallas_kernels.bench.results import write_result
 from pallas_kernels.bench.top_k import cases as top_k_cases
 from pallas_kernels.bench.top_k import report as top_k_report
 from pallas_kernels.bench.top_k import score_rows
 from pallas_kernels.bench.top_k.cases import Captured
+from pallas_kernels.core.options import JsonOption
+from pallas_kernels.core.results import write_result
 from pallas_kernels.top_k import plan, replay
 
 LENGTH, K = 131072, 2048

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.bench import pictures
-from pallas_kernels.bench.formats import markdown, span, tokens_text
+from pallas_kernels.core import pictures
+from pallas_kernels.core.tables import markdown, span, tokens_text
 
 Row = dict[str, Any]
 HINT = "stale-40"

@@ -26,16 +26,16 @@ import typer
 from pallas_kernels import dispatch
 from pallas_kernels.bench import inputs, timing
 from pallas_kernels.bench.checks import same_bits
-from pallas_kernels.bench.formats import stages
 from pallas_kernels.bench.measure import copy_rate
-from pallas_kernels.bench.options import JsonOption
-from pallas_kernels.bench.results import write_result
 from pallas_kernels.bench.timing import Kernel, Timing
 from pallas_kernels.bench.top_k import cases as top_k_cases
 from pallas_kernels.bench.top_k import earlier as top_k_earlier
 from pallas_kernels.bench.top_k import score_rows, torch_top_k
 from pallas_kernels.bench.top_k.cases import Captured, Case, Place
 from pallas_kernels.bench.top_k.programs import compiled, flush_words, hinted, key_of, on_gpu, op_of, ops_of
+from pallas_kernels.core.options import JsonOption
+from pallas_kernels.core.results import write_result
+from pallas_kernels.core.tables import stages
 
 CALLS = 10
 """Timed calls of a program, each with an op per input."""

@@ -20,9 +20,10 @@ from kvjax.models.loading import read_config
 from kvjax.models.needle import curve
 from kvjax.models.needle.recipe import PRESETS
 from kvjax.serving.bench.decode import SHAPES
-from pallas_kernels.bench import pictures, report
+from pallas_kernels.bench import report
 from pallas_kernels.bench.prefill import echo as echo_report
 from pallas_kernels.bench.top_k import report as top_k_report
+from pallas_kernels.core import pictures
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks" / "results"

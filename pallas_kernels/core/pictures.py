@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pallas_kernels.bench.formats import tokens_text
-from pallas_kernels.bench.results import replacing
-from pallas_kernels.extras import needs_extras
+from pallas_kernels.core.files import replacing
+from pallas_kernels.core.optional import needs_extras
+from pallas_kernels.core.tables import tokens_text
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,7 +12,7 @@ def _checked(context: typer.Context, path: Path | None) -> Path | None:
     """Refuse a file that cannot be written before any work is done; say at the end where the figures are."""
     if path is None:
         return None
-    from pallas_kernels.bench.results import check_writable
+    from pallas_kernels.core.files import check_writable
 
     try:
         check_writable(path)

@@ -7,7 +7,8 @@ import os
 import numpy as np
 import pytest
 
-from pallas_kernels.bench.results import finite, write_result
+from pallas_kernels.core.files import finite
+from pallas_kernels.core.results import write_result
 
 
 def read(path):
