@@ -5,8 +5,8 @@ from pathlib import Path
 
 import jax
 
+from benchmarks.hollow import random_model
 from kvjax.serving.bench.decode import config_of
-from kvjax.serving.bench.hollow import random_model
 from pallas_kernels.bench import report
 
 ROOT = Path(__file__).parent.parent

@@ -61,7 +61,6 @@ def test_loading_generating_and_batches_need_no_extra(tmp_path):
             "kvjax needle with several --prefill needs statsmodels, not installed here: pip install 'kvjax[eval]'",
         ),
         ("regime-map", "kvjax regime-map needs matplotlib, not installed here: pip install 'kvjax[plots]'"),
-        ("bench overlap --plot a.png", "kvjax bench overlap --plot needs matplotlib, not installed here: pip install 'kvjax[plots]'"),
         (
             "batch in.jsonl --out out.jsonl --model needle --ray",
             "kvjax batch --ray needs ray and pyarrow, not installed here: pip install 'kvjax[ray]'",

@@ -1,5 +1,4 @@
-"""Tables of `kvjax bench host`, `throughput`, `replicas`, `gaps`, `cold`, `programs`, `transformers`, `reuse`, `sessions`, `session-tokens`
-(with `--idle`: `session-idle`) and `session-turn`, from rows of their JSON."""
+"""Tables of requests through the scheduler, the host's time, compilation, sessions, stores and sequences larger than the device."""
 
 from __future__ import annotations
 

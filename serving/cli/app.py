@@ -95,14 +95,14 @@ def options(
         raise typer.Exit
 
 
-def main() -> None:
+def main(commands: typer.Typer = app) -> None:
     """Entry point of `kvjax`. Exit status: 0; 2 for wrong usage or input; 1 for other failures; 130 when interrupted.
 
-    An error is one line on stderr; `kvjax --traceback COMMAND ...` shows where it came from.
+    An error is one line on stderr; `kvjax --traceback COMMAND ...` shows where it came from. commands: others, to be run in this way.
     """
     try:
         with pressed_again():
-            status = app(standalone_mode=False)
+            status = commands(standalone_mode=False)
         if sys.stdout is not None:  # it is None where the caller closed it
             sys.stdout.flush()
     except KeyboardInterrupt:

@@ -185,10 +185,10 @@ class Captured:
 
 
 def load_captured(file: Path) -> Captured:
-    """Rows as `kvjax bench overlap --save` writes them. ValueError for another file."""
+    """Rows as `python -m benchmarks.overlap --save` writes them. ValueError for another file."""
     with np.load(file) as arrays:
         if not {"scores", "before"} <= set(arrays.files):
-            raise ValueError(f"{file.name} has no arrays `scores` and `before` [L, N]; kvjax bench overlap --save writes them")
+            raise ValueError(f"{file.name} has no arrays `scores` and `before` [L, N]; python -m benchmarks.overlap --save writes them")
         found = Captured(arrays["scores"].astype(np.float32), arrays["before"].astype(np.float32))
     if found.scores.ndim != 2 or found.scores.shape != found.before.shape or found.scores.shape[1] % 4:
         raise ValueError(f"rows must be [L, N], N a multiple of 4, got {found.scores.shape} and {found.before.shape} in {file.name}")

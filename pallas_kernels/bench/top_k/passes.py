@@ -102,7 +102,7 @@ HELP = """Count the passes of top_k by kind of row, replayed on the CPU."""
 
 def count_passes(
     json_out: JsonOption = None,
-    rows: Annotated[list[Path] | None, typer.Option(help="Captured rows, .npz (kvjax bench overlap --save); several times.")] = None,
+    rows: Annotated[list[Path] | None, typer.Option(help="Captured rows, .npz (benchmarks.overlap --save); several times.")] = None,
     count: Annotated[int, typer.Option(help="Rows of each synthetic kind.", min=1)] = 32,
 ) -> None:
     """See HELP."""

@@ -301,7 +301,7 @@ def _by_place(cases: Iterable[Case]) -> dict[Place, list[Case]]:
 HELP = """Time top_k and other selections on the same rows: device time, L2 cold, sets compared with a stable sort's.
 
 CASES are globs over names `rows/scores/batch/k/hint/implementation`, as in 'normal/128k/b1/k2048/*' or '*/b8/*/top_k'; without any, all
-but the tiny ones. With --rows, captured rows (kvjax bench overlap --save) are cases too, FILE.LAYER/...
+but the tiny ones. With --rows, captured rows (python -m benchmarks.overlap --save) are cases too, FILE.LAYER/...
 
 Tables and plots: python -m pallas_kernels.bench.report --help
 """

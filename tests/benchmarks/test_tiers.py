@@ -1,4 +1,4 @@
-"""`kvjax bench tiers` with a tiny shape: pages lie where the bill says, and steps read there what it counts."""
+"""benchmarks/tiers.py with a tiny shape: pages lie where the bill says, and steps read there what it counts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 import jax
 import pytest
 
+from benchmarks import reuse, tiered_prompts, tiers
+from benchmarks.hollow import HollowEngine, random_model
+from benchmarks.lists import Fresh, Replayed
 from kvjax.ahead import NAMED
 from kvjax.bill.bus_fitting import read_tier_cells
 from kvjax.bill.volume import pages_on_host
 from kvjax.cache.spanning import FrameCounts
 from kvjax.policies.decode import parse
 from kvjax.policies.prefill import parse_prefill
-from kvjax.serving.bench import reuse, tiered_prompts, tiers
 from kvjax.serving.bench.decode import config_of
-from kvjax.serving.bench.hollow import HollowEngine, random_model
-from kvjax.serving.bench.lists import Fresh, Replayed
 from pallas_kernels.bench.scheduling import gigabytes, shape_text, tiered_prefill_cells, tiers_cells
 
 CONFIG = config_of("tiny", 1, "float32")
@@ -158,7 +158,7 @@ def test_lists_are_not_read_twice():
         plan(policies=(replayed,), steps=8, rounds=31)
     with pytest.raises(ValueError, match=r"lists of 256 steps, and 264 steps would read some twice.*--steps 8 --rounds 27"):
         plan(policies=(replayed,), steps=8, rounds=28, steps_per_launch=8)
-    with pytest.raises(ValueError, match=r"as --steps 16 --rounds 11, or record more by kvjax bench lists --steps 272"):
+    with pytest.raises(ValueError, match=r"as --steps 16 --rounds 11, or record more by benchmarks.lists --steps 272"):
         plan(policies=(replayed,), steps=16, rounds=12, steps_per_launch=16)
     plan(policies=(replayed,), steps=16, rounds=11, steps_per_launch=16)
     for name in ("tokens", "steps", "rounds"):
@@ -180,7 +180,7 @@ def test_lists_are_not_read_twice():
 )
 def test_a_damaged_file_of_lists_is_named(tmp_path, text, why):
     (tmp_path / "lists.json").write_text(text)
-    with pytest.raises(ValueError, match=f"lists.json is no file of kvjax bench lists: .*{why}"):
+    with pytest.raises(ValueError, match=f"lists.json is no file of benchmarks.lists: .*{why}"):
         Replayed.of(tmp_path / "lists.json")
 
 

@@ -1,4 +1,4 @@
-"""`kvjax bench transformers`, with a process that answers as `transformers` would: PyTorch is not installed here."""
+"""benchmarks/against_transformers.py, with a process that answers as `transformers` would: PyTorch is not installed here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from kvjax.serving.bench import against_transformers as bench
+from benchmarks import against_transformers as bench
 from pallas_kernels.bench import report, scheduling
 
 PLAN = bench.Comparison("tiny", "float32", tokens=200, policies=("dense", "top:1"), steps=3, rounds=2, chunk=128, python=sys.executable)

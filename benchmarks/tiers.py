@@ -1,4 +1,4 @@
-"""`kvjax bench tiers`: decode steps of a sequence that is larger than the device's share of the cache, beside its floors.
+"""Decode steps of a sequence that is larger than the device's share of the cache, beside its floors.
 
 The sequence's pages hold random numbers; there is no prefill. A page lies on the device or in host memory, where kernels read it in place,
 or through the hot buffer. The row to compare with has everything on the device, where that fits.
@@ -12,11 +12,16 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import jax
 import numpy as np
+import typer
 
+from benchmarks.hollow import HollowEngine, random_model
+from benchmarks.lists import Fresh, Replayed
+from benchmarks.run import BenchFormatOption, LayersOption, ShapeOption, config_of_shape, main, plan_of, run
 from kvjax.bill.bus_fitting import OWN
 from kvjax.cache import MOST_TOKENS, CacheSpec
 from kvjax.cache.formats import parse_cache_format
@@ -29,9 +34,10 @@ from kvjax.release import check_several
 from kvjax.sampling import SamplingRows
 from kvjax.sequences import CachedSequence
 from kvjax.serving.bench.decode import PAGE_SIZE, never
-from kvjax.serving.bench.hollow import HollowEngine, random_model
-from kvjax.serving.bench.lists import Fresh, Replayed
 from kvjax.serving.bench.prefill import longest
+from kvjax.serving.cli.bench import BenchDtypeOption
+from kvjax.serving.cli.options import JsonOption, byte_counts, number, parse_lengths, whole
+from kvjax.serving.flags import allow_host_pages
 from pallas_kernels.bench.timing import record
 
 COPY = 1 << 30
@@ -84,7 +90,7 @@ class Tiered:
                 fewer = f"give fewer steps and rounds, as --steps {steps} --rounds {rounds}, or "
                 raise ValueError(
                     f"{policy.file} has lists of {policy.recorded_steps} steps, and {self.later} steps would read some twice, which the "
-                    f"hot buffer would then know: {fewer if rounds > 0 else ''}record more by kvjax bench lists --steps {self.later}"
+                    f"hot buffer would then know: {fewer if rounds > 0 else ''}record more by benchmarks.lists --steps {self.later}"
                 )
 
     @property
@@ -226,3 +232,60 @@ def copy_rate() -> float:
         jax.block_until_ready(jax.device_put(pinned, here))
         seconds.append(time.perf_counter() - started)
     return COPY / statistics.median(seconds)
+
+
+def tiers_command(
+    shape: ShapeOption = "qwen2.5-7b",
+    tokens: Annotated[str, typer.Option(help="Tokens of the sequences, separated by commas.")] = "1m",
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="What the cache takes on the device, as 8GB; the rest lies in host memory. Several sizes are separated by commas.",
+            show_default=False,
+        ),
+    ] = None,
+    resident: Annotated[
+        bool, typer.Option("--resident", help="Time sequences with everything on the device, too, where that fits.")
+    ] = False,
+    policies: Annotated[str, typer.Option(help="Decode policies, separated by commas.")] = "top:32,dense",
+    fresh: Annotated[int, typer.Option(help="Time top:K with lists that share nothing between steps, too; 0: not.", **whole(0))] = 0,
+    recorded: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Time the lists of this file of benchmarks.lists, too.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps in a round.", **whole())] = 16,
+    rounds: Annotated[int, typer.Option(help="Timed rounds.", **whole())] = 8,
+    seconds: Annotated[
+        float, typer.Option(help="How long the rounds of a row may take; slow steps then run fewer to a round.", **number(above=0))
+    ] = 60.0,
+    cache_format: BenchFormatOption = None,
+    steps_per_launch: Annotated[
+        int, typer.Option(help="Decode steps that the device runs without the host; --steps must be a multiple.", **whole(most=16))
+    ] = 1,
+    dtype: BenchDtypeOption = "bfloat16",
+    layers: LayersOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Time decode steps of sequences whose pages lie in host memory where the device has no room for them.
+
+    Weights and pages are random; there is no prefill. `kvjax bill fit` takes the result: it needs --resident, several --tokens, the policy
+    dense, --fresh and --recorded (docs/the-bill.md).
+    """
+    allow_host_pages()
+    from benchmarks.lists import Fresh, Replayed
+    from kvjax.serving.bench.decode import policies_of
+
+    named = [*policies_of(policies)] if policies else []
+    named += [Fresh(fresh)] if fresh else []
+    named += [Replayed.of(recorded)] if recorded else []
+    if not named:
+        raise typer.BadParameter("name at least one policy", param_hint="--policies")
+    sizes = byte_counts(device_memory, "--device-memory") if device_memory else ()
+    fields = {"tokens": parse_lengths(tokens, "tokens"), "policies": tuple(named), "steps": steps, "rounds": rounds, "seconds": seconds}
+    fields |= {"device_bytes": (*sizes, *([None] if resident or not sizes else [])), "cache_format": cache_format}
+    fields["steps_per_launch"] = steps_per_launch
+    plan = plan_of(Tiered, shape, config_of_shape(shape, layers, dtype), **fields)
+    run(json_out, "tiers", lambda say: tiered_rows(plan, say))
+
+
+if __name__ == "__main__":
+    main(tiers_command)

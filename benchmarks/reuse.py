@@ -1,4 +1,4 @@
-"""`kvjax bench reuse`: the first token of a prompt whose beginning is known, from each store, beside the same prompt computed.
+"""The first token of a prompt whose beginning is known, from each store, beside the same prompt computed.
 
 The prompts have random tokens. Each timed prompt ends in tokens of its own. A floor is given for each store: its bytes at the rate at which
 whole copies of the same size, or plain reads of the same files, ran in the same process. Before a read of the disk the system's copy of the
@@ -16,18 +16,22 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
+import typer
 
+from benchmarks.hollow import random_model, random_prompt
+from benchmarks.run import BenchChunkOption, LayersOption, ShapeOption, config_of_shape, main, plan_of, run
 from kvjax.cache.disk_store import READERS
 from kvjax.cache.host_store import KIND
 from kvjax.cache.transfer import block_bytes
 from kvjax.engine import Engine
 from kvjax.model import ModelConfig
 from kvjax.serving.bench.decode import PAGE_SIZE
-from kvjax.serving.bench.hollow import random_model, random_prompt
+from kvjax.serving.cli.bench import BenchDtypeOption
+from kvjax.serving.cli.options import JsonOption, token_count, whole
 
 PIECE = 1 << 26
 """Bytes of a plain copy or read."""
@@ -150,3 +154,30 @@ def _read_rate(folder: Path) -> float:
         started = time.perf_counter()
         read = sum(map(len, pool.map(lambda place: os.pread(opened.fileno(), PIECE, place * PIECE), range(count))))
         return read / (time.perf_counter() - started)
+
+
+def reuse_command(
+    shape: ShapeOption = "qwen2.5-7b",
+    tokens: Annotated[int, typer.Option(help="Tokens that prompts share, whole pages.", **token_count(128))] = 2**17 - 2**10,
+    own: Annotated[int, typer.Option(help="Tokens of each prompt after it.", **token_count())] = 64,
+    rounds: Annotated[int, typer.Option(help="Timed prompts for each store.", **whole())] = 3,
+    folder: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="A folder on the disk to time. [default: the temporary one]")
+    ] = None,
+    stores: Annotated[str, typer.Option(help="Where its pages are kept, separated by commas; none: nowhere.")] = "none,device,host,disk",
+    chunk: BenchChunkOption = 512,
+    dtype: BenchDtypeOption = "bfloat16",
+    layers: LayersOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Time the first token of a prompt whose beginning is known: on the device, in host memory, on disk; and the same prompt computed.
+
+    Weights and prompts are random.
+    """
+    sizes = {"tokens": tokens, "own": own, "chunk": chunk, "rounds": rounds, "folder": folder, "stores": tuple(stores.split(","))}
+    plan = plan_of(Reused, shape, config_of_shape(shape, layers, dtype), **sizes)
+    run(json_out, "reuse", lambda say: reuse_rows(plan, say))
+
+
+if __name__ == "__main__":
+    main(reuse_command)

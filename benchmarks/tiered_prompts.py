@@ -1,4 +1,4 @@
-"""`kvjax bench tiered-prefill`: whole prompts of which the device has room for a part, beside the same prompts with everything on it."""
+"""Whole prompts of which the device has room for a part, beside the same prompts with everything on it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import jax
+import typer
 
+from benchmarks.hollow import HollowEngine, random_model, random_prompt
+from benchmarks.run import BenchChunkOption, BenchFormatOption, LayersOption, ShapeOption, config_of_shape, main, plan_of, run
+from benchmarks.tiers import copy_rate
 from kvjax.ahead import compile_together
 from kvjax.cache.formats import parse_cache_format
 from kvjax.cache.staging import sizes_alone
@@ -22,9 +26,10 @@ from kvjax.model import ModelConfig
 from kvjax.policies.prefill import PrefillPolicy, indexes_of, name_of
 from kvjax.sequences import CachedSequence
 from kvjax.serving.bench.decode import PAGE_SIZE
-from kvjax.serving.bench.hollow import HollowEngine, random_model, random_prompt
 from kvjax.serving.bench.prefill import longest
-from kvjax.serving.bench.tiers import copy_rate
+from kvjax.serving.cli.bench import BenchDtypeOption
+from kvjax.serving.cli.options import JsonOption, byte_counts, parse_lengths
+from kvjax.serving.flags import allow_host_pages
 from pallas_kernels.bench.copies import copy_sizes, traced_copy_rates
 from pallas_kernels.bench.timing import record
 
@@ -196,3 +201,36 @@ def _time_prompt(engine: HollowEngine, tokens: int) -> dict[str, Any]:
         "copy_rates": rates,
         "copy_sizes": sizes,
     }
+
+
+def tiered_prefill_command(
+    shape: ShapeOption = "qwen2.5-7b",
+    tokens: Annotated[str, typer.Option(help="Tokens of the prompts, separated by commas.")] = "1m",
+    device_memory: Annotated[
+        str,
+        typer.Option(help="What the cache takes on the device, as 4GB or 2GB,8GB; the rest lies in host memory. Empty: only --resident."),
+    ] = "4GB",
+    resident: Annotated[bool, typer.Option("--resident", help="Time prompts with everything on the device, too, where that fits.")] = False,
+    policies: Annotated[str, typer.Option(help="Prefill policies, separated by commas.")] = "momo:128/8,bounds:32",
+    chunk: BenchChunkOption = 32_768,
+    cache_format: BenchFormatOption = None,
+    dtype: BenchDtypeOption = "bfloat16",
+    layers: LayersOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Time whole prompts of which the device has room for a part, in the engine.
+
+    Weights and tokens are random. Earlier pages are copied from host memory once for each layer and chunk, so large chunks copy less.
+    """
+    allow_host_pages()
+    from kvjax.serving.bench.prefill import policies_of
+
+    fields = {"tokens": parse_lengths(tokens, "tokens"), "policies": policies_of(policies), "chunk": chunk}
+    sizes = byte_counts(device_memory, "--device-memory") if device_memory else ()
+    fields |= {"device_bytes": (*sizes, *([None] if resident or not sizes else [])), "cache_format": cache_format}
+    plan = plan_of(TieredPrompts, shape, config_of_shape(shape, layers, dtype), **fields)
+    run(json_out, "tiered-prefill", lambda say: tiered_prompt_rows(plan, say))
+
+
+if __name__ == "__main__":
+    main(tiered_prefill_command)

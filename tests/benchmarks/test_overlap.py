@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tiny_models import flat
 
-from kvjax.fidelity import score_overlap
-from kvjax.fidelity.score_overlap import Captured, capture_scores, overlap_rows
+from benchmarks import overlap as score_overlap
+from benchmarks.overlap import Captured, capture_scores, overlap_rows
 from pallas_kernels.bench.top_k import cases as top_k_cases
 from pallas_kernels.bench.top_k import report as top_k_report
 

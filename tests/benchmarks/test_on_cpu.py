@@ -1,4 +1,4 @@
-"""`kvjax bench cpu`, with processes that answer as `transformers` and llama.cpp would: neither is installed here."""
+"""benchmarks/on_cpu.py, with processes that answer as `transformers` and llama.cpp would: neither is installed here."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from benchmarks import against_transformers as turns
+from benchmarks import on_cpu as bench
 from kvjax.models.saving import save
-from kvjax.serving.bench import against_transformers as turns
-from kvjax.serving.bench import on_cpu as bench
 from pallas_kernels.bench import report, scheduling
 
 

@@ -1,4 +1,4 @@
-"""`kvjax bench host`: the host's time for a decode step, with JAX's part listed apart.
+"""The host's time for a decode step, with JAX's part listed apart.
 
 The model's layers do nothing (`PassingDecoder`), but have as many arrays as a real model's. Prompts are not computed, but their lengths and
 pages are set, so the host does all of its work in a step. Between steps, outside of the timed part, the host waits for the device, and then
@@ -11,17 +11,20 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import typer
 
+from benchmarks.hollow import HollowEngine, passing_model
+from benchmarks.run import main, run
 from kvjax.requests import Request
 from kvjax.sampling import Sampling, SamplingRows
 from kvjax.scheduler import Scheduler
 from kvjax.serving.bench.decode import PAGE_SIZE
-from kvjax.serving.bench.hollow import HollowEngine, passing_model
+from kvjax.serving.cli.options import JsonOption, parse_lengths, whole
 
 CASES = ((64, 1024), (8, 8192))
 """Rows of a batch, and pages of each row."""
@@ -128,3 +131,29 @@ STEPS: dict[str, Callable[[HollowEngine, Sequence[int], int], Steps]] = {
     "logprobs": functools.partial(_scheduler_steps, logprobs=True),
 }
 """What is timed, by name: the function that prepares its steps."""
+
+
+def host_command(
+    rows: Annotated[str, typer.Option(help="Sequences decoded together; cases are separated by commas.")] = "64,8",
+    pages: Annotated[str, typer.Option(help="Pages of each sequence, case by case.")] = "1024,8192",
+    steps: Annotated[int, typer.Option(help="Timed steps.", **whole())] = 2000,
+    layers: Annotated[
+        int, typer.Option(help="Number of layers. They compute nothing, but a step is called with their arrays.", **whole())
+    ] = 28,
+    policy: Annotated[str, typer.Option(help="Decode policy; its indexes are among these arrays.")] = "top:32",
+    json_out: JsonOption = None,
+) -> None:
+    """Time the host's part of a decode step, with JAX's share printed separately: Engine.decode_and_sample alone, and Scheduler.step.
+
+    Scheduler.step is also timed with a listener for every token, and with log-probabilities.
+
+    Layers compute nothing and prompts are not prefilled, so the device takes no time. The wait for it between steps is not timed.
+    """
+    cases = tuple(zip(parse_lengths(rows, "rows"), parse_lengths(pages, "pages"), strict=False))
+    if len(cases) != rows.count(",") + 1 or len(cases) != pages.count(",") + 1:
+        raise typer.BadParameter(f"{rows!r} and {pages!r} must have equally many entries", param_hint="--pages")
+    run(json_out, "host", lambda say: host_rows(cases, steps=steps, layers=layers, policy=policy, say=say))
+
+
+if __name__ == "__main__":
+    main(host_command)

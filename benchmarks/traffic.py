@@ -1,4 +1,4 @@
-"""`kvjax bench throughput` and `kvjax bench gaps`: requests through the scheduler, with random weights."""
+"""Requests through the scheduler, with random weights."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
+from benchmarks.hollow import HollowEngine, random_model, random_prompt
+from benchmarks.run import BenchChunkOption, LayersOption, ShapeOption, config_of_shape, main, plan_of, run
 from kvjax.engine import Engine
 from kvjax.model import ModelConfig
 from kvjax.plans import Chunk, StepPlan
@@ -17,7 +20,8 @@ from kvjax.requests import Request
 from kvjax.sampling import Sampling
 from kvjax.scheduler import Handle, Scheduler
 from kvjax.serving.bench.decode import PAGE_SIZE, pages_of
-from kvjax.serving.bench.hollow import HollowEngine, random_model, random_prompt
+from kvjax.serving.cli.bench import BenchDtypeOption
+from kvjax.serving.cli.options import JsonOption, number, token_count, whole
 
 Say = Callable[[str], None]
 """A function that is called with a text about what is running."""
@@ -221,3 +225,52 @@ def _check(handles: list[Handle]) -> None:
     for handle in handles:
         if handle.completion is not None and handle.completion.error is not None:
             raise handle.completion.error
+
+
+def throughput_command(
+    shape: ShapeOption = "qwen2.5-7b",
+    policies: Annotated[str, typer.Option(help="Decode policies, separated by commas; they run one after the other.")] = "dense,top:32",
+    requests: Annotated[int, typer.Option(help="Requests, with a slot for each.", **whole())] = 64,
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", **token_count())] = 8000,
+    answer: Annotated[int, typer.Option(help="Tokens of each answer.", **whole(2))] = 129,
+    prefill: Annotated[str, typer.Option(help="Prefill policy.")] = "dense",
+    chunk: BenchChunkOption = 512,
+    dtype: BenchDtypeOption = "bfloat16",
+    layers: LayersOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Time requests through the scheduler, from the first submit to the last completion, with random weights and no bound on gaps."""
+    config = config_of_shape(shape, layers, dtype)
+    plan = plan_of(Traffic, shape, config, requests=requests, prompt=prompt, answer=answer, prefill=prefill, chunk=chunk)
+    run(json_out, "throughput", lambda say: (throughput_row(plan, policy, say) for policy in policies.split(",")))
+
+
+def gaps_command(
+    shape: ShapeOption = "qwen2.5-7b",
+    max_gap_ms: Annotated[float, typer.Option(help="The scheduler's bound: milliseconds between two tokens.", **number(above=0))] = 60,
+    prefill: Annotated[str, typer.Option(help="Prefill policy of the long prompt.")] = "momo:128/8",
+    policy: Annotated[str, typer.Option(help="Decode policy of the neighbours.")] = "top:32",
+    prompt: Annotated[int, typer.Option(help="Tokens of the long prompt, a multiple of the chunk.", **token_count())] = 2**19,
+    computed: Annotated[
+        int, typer.Option(help="Tokens at its end that are computed, which take the longest; the others are random pages.", **token_count())
+    ] = 2**16,
+    neighbours: Annotated[int, typer.Option(help="Sequences that decode beside it.", **whole())] = 7,
+    history: Annotated[int, typer.Option(help="Tokens of each of them.", **token_count())] = 2**13,
+    chunk: BenchChunkOption = 2048,
+    seconds: Annotated[float, typer.Option(help="Time after which each of the two parts ends, finished or not.", **number(above=0))] = 60,
+    dtype: BenchDtypeOption = "bfloat16",
+    layers: LayersOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Measure gaps between tokens of sequences that decode while a long prompt is prefilled, and what the bound on them costs the prompt.
+
+    First part: the prompt alone, without a bound. Second part: with its neighbours and the bound. Weights are random.
+    """
+    config = config_of_shape(shape, layers, dtype)
+    sizes = {"prompt": prompt, "computed": computed, "neighbours": neighbours, "history": history, "chunk": chunk, "seconds": seconds}
+    plan = plan_of(Gaps, shape, config, max_gap_ms=max_gap_ms, prefill=prefill, policy=policy, **sizes)
+    run(json_out, "gaps", lambda say: [gaps_row(plan, say)])
+
+
+if __name__ == "__main__":
+    main(throughput=throughput_command, gaps=gaps_command)

@@ -1,4 +1,4 @@
-"""`kvjax bench cold` and `kvjax bench programs`: which programs are compiled, and how long that takes without a compilation cache."""
+"""Which programs are compiled, and how long that takes without a compilation cache."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import collections
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
+import typer
 
+from benchmarks.hollow import HollowEngine, random_model, random_prompt
+from benchmarks.run import BenchChunkOption, LayersOption, ShapeOption, config_of_shape, main, run
 from kvjax.engine import Engine
 from kvjax.model import ModelConfig
 from kvjax.requests import Request
 from kvjax.sampling import Sampling
 from kvjax.scheduler import Scheduler
 from kvjax.serving.bench.decode import PAGE_SIZE, pages_of
-from kvjax.serving.bench.hollow import HollowEngine, random_model, random_prompt
+from kvjax.serving.cli.bench import BenchDtypeOption
+from kvjax.serving.cli.options import JsonOption, parse_lengths, token_count
 
 PARTS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",
@@ -139,3 +143,44 @@ def _run(engine: Engine, requests: Sequence[Request], *, slots: int) -> None:
     for handle in handles:
         if handle.completion.error is not None:
             raise handle.completion.error
+
+
+def cold_command(
+    shape: ShapeOption = "qwen2.5-7b",
+    prompt: Annotated[int, typer.Option(help="Tokens of the prompt.", **token_count())] = 2**19,
+    computed: Annotated[
+        int,
+        typer.Option(help="Tokens at its end that are computed; the others would run the same programs, and are skipped.", **token_count()),
+    ] = 2**14,
+    prefill: Annotated[str, typer.Option(help="Prefill policy.")] = "dense",
+    policy: Annotated[str, typer.Option(help="Decode policy of the two tokens after the prompt.")] = "top:32",
+    chunk: BenchChunkOption = 8192,
+    dtype: BenchDtypeOption = "bfloat16",
+    layers: LayersOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Measure the time that a first prompt spends on tracing, lowering and compiling without a compilation cache, and count the
+    programs."""
+    config = config_of_shape(shape, layers, dtype)
+    sizes = {"prompt": prompt, "computed": computed, "chunk": chunk, "prefill": prefill, "policy": policy}
+    run(json_out, "cold", lambda say: [cold_row(shape, config, **sizes)])
+
+
+def programs_command(
+    shape: ShapeOption = "tiny",
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompts, separated by commas.")] = "100,1k,3k,9k",
+    policies: Annotated[str, typer.Option(help="Decode policies; each has every length, greedy and sampled.")] = "dense,cascade:8",
+    prefill: Annotated[str, typer.Option(help="Prefill policy.")] = "dense",
+    chunk: BenchChunkOption = 512,
+    dtype: BenchDtypeOption = "bfloat16",
+    layers: LayersOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Count the programs that a mixed job compiles: several lengths and policies, greedy and sampled, in four slots."""
+    config, known = config_of_shape(shape, layers, dtype), parse_lengths(lengths)
+    sizes = {"lengths": known, "policies": tuple(policies.split(",")), "chunk": chunk, "prefill": prefill}
+    run(json_out, "programs", lambda say: [programs_row(shape, config, **sizes)])
+
+
+if __name__ == "__main__":
+    main(cold=cold_command, programs=programs_command)

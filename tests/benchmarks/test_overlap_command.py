@@ -1,28 +1,31 @@
-"""`kvjax bench overlap` on the embedded model: table, JSON, picture, and rows that the benchmark of `top_k` times."""
+"""benchmarks/overlap.py on the embedded model: table, JSON, picture, and rows that the benchmark of `top_k` times."""
 
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvjax.serving.cli import bench as bench_cli
-from kvjax.serving.cli import overlap as overlap_cli
+from benchmarks import overlap as script
+from benchmarks.run import main
 from pallas_kernels.bench import report
 from pallas_kernels.bench.top_k import cases as top_k_cases
 
+APP = typer.Typer()
+APP.command()(script.overlap_command)
 OPTIONS = {"kind": "relu", "files": (), "json_out": None, "plot": None, "save": None}
 
 
 @pytest.mark.long
 def test_measured_written_and_drawn(tmp_path):
     (tmp_path / "book.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 40)
-    arguments = ["overlap", "--length", "200", "--steps", "3", "--k", "16,32", "--text", str(tmp_path / "book.txt")]
+    arguments = ["--length", "200", "--steps", "3", "--k", "16,32", "--text", str(tmp_path / "book.txt")]
     for option, name in (("--json", "overlap.json"), ("--plot", "overlap.png"), ("--save", "rows.npz")):
         arguments += [option, str(tmp_path / name)]
-    done = CliRunner().invoke(bench_cli.bench_app, arguments)
+    done = CliRunner().invoke(APP, arguments)
     assert done.exit_code == 0, done.output
     assert "| k | layer | raw, 1 step apart (p10 to p90) | 2 | shifted | chance |" in done.output
     found = json.loads((tmp_path / "overlap.json").read_text())
@@ -45,16 +48,12 @@ def test_measured_written_and_drawn(tmp_path):
 )
 def test_what_cannot_be_measured_is_refused(arguments, wrong):
     with pytest.raises(ValueError, match=wrong):
-        overlap_cli.measure_overlap(*arguments, **OPTIONS)
+        script.measure_overlap(*arguments, **OPTIONS)
 
 
-def test_a_mistake_is_one_line():
-    done = CliRunner().invoke(bench_cli.bench_app, ["overlap", "--length", "1k,2k"])
-    assert done.exit_code == 2
-    assert "one length at a time" in done.output
-    assert isinstance(done.exception, (SystemExit, typer.Exit))
-
-
-def test_the_model_has_its_short_option():
-    done = CliRunner().invoke(bench_cli.bench_app, ["overlap", "-m", "needle", "--length", "1k,2k"])
-    assert "one length at a time" in done.output
+def test_a_mistake_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["overlap", "-m", "needle", "--length", "1k,2k"])
+    with pytest.raises(SystemExit) as ended:
+        main(script.overlap_command)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "kvjax: one length at a time, got '1k,2k'\n"

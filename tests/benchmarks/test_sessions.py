@@ -1,4 +1,4 @@
-"""`kvjax bench sessions`: what its agents do, its figures and its gates. The run of half an hour is long."""
+"""benchmarks/sessions.py: what its agents do, its figures and its gates. The run of half an hour is long."""
 
 import collections
 import dataclasses
@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from tiny_models import make_model
 
+from benchmarks.agents import TRACE, Spread, Turn, Work, drawn, token_count
+from benchmarks.session_costs import SPARE, Tokens, Turns, counted, idle_rows, tokens_row, turn_rows
+from benchmarks.sessions import BUCKET_S, Load, Polled, Watched, _buckets, gates, load_row, note, page_of
 from kvjax import Engine, SessionRuntime
-from kvjax.serving.bench.agents import TRACE, Spread, Turn, Work, drawn, token_count
-from kvjax.serving.bench.session_costs import SPARE, Tokens, Turns, counted, idle_rows, tokens_row, turn_rows
-from kvjax.serving.bench.session_load import BUCKET_S, Load, Polled, Watched, _buckets, gates, load_row, note, page_of
 from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.metrics import Metrics
 from kvjax.serving.session.server import Server
@@ -320,7 +320,7 @@ def test_the_longest_history_of_turns_is_never_passed():
 @pytest.mark.long
 def test_half_an_hour_holds_the_gates(tmp_path):
     # With 110 pages the pool is full all the time, and idle sessions are demoted; with room for all, peaks differ by chance.
-    command = [sys.executable, "-m", "kvjax.serving.cli", "bench", "sessions", "--agents", "6", "--minutes", "30", "--pages", "110"]
+    command = [sys.executable, "-m", "benchmarks.sessions", "--agents", "6", "--minutes", "30", "--pages", "110"]
     subprocess.run([*command, "--json", str(tmp_path / "out.json")], check=True, timeout=3000)
     (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert not row["errors"]

@@ -1,4 +1,4 @@
-"""`kvjax bench cpu`: a prompt and the steps after it, by this engine with several formats of weights, by `transformers` in float32, and by
+"""A prompt and the steps after it, by this engine with several formats of weights, by `transformers` in float32, and by
 llama.cpp with weights of 8 and 4 bits, in one run, in turns, on the same processors.
 
 llama.cpp rounds tokens to 8 bits before it multiplies them by such weights; this engine keeps 22 bits. `transformers` and llama.cpp run in
@@ -10,18 +10,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
+import typer
 
+from benchmarks import against_transformers as turns
+from benchmarks.hollow import random_prompt
+from benchmarks.run import main, run
 from kvjax.models.loading import load
 from kvjax.models.saving import save
-from kvjax.serving.bench import against_transformers as turns
-from kvjax.serving.bench.hollow import random_prompt
+from kvjax.serving.cli.options import JsonOption, token_count, whole
 
 LLAMA_TYPES = ("Q8_0", "Q4_0")
 
@@ -83,3 +87,27 @@ def cpu_rows(plan: CpuRun, say: Callable[[str], None] = lambda what: None) -> It
         own = {"implementation": side[0], "weights": side[1], "policy": "dense", **versions.get(side, {})}
         for row in turns.rows_of(named | own, rounds, done["transformers", "float32"][0]):
             yield row | {"tokens_per_s": (plan.tokens if row["op"] == "prompt" else 1) / row["median_s"]}
+
+
+def cpu_command(
+    model: Annotated[str, typer.Option("--model", "-m", help="Model folder, or what else kvjax.load takes.")],
+    gguf: Annotated[
+        str, typer.Option(help="GGUF file of the same model for llama.cpp, which writes it anew as Q8_0 and Q4_0. [default: no llama.cpp]")
+    ] = "",
+    tokens: Annotated[int, typer.Option(help="Tokens of the prompt; they are random.", **token_count())] = 2048,
+    weights: Annotated[str, typer.Option(help="Formats of kvjax's weights, separated by commas.")] = "float32,int8,int4",
+    steps: Annotated[int, typer.Option(help="Timed steps after the prompt.", **whole())] = 32,
+    rounds: Annotated[int, typer.Option(help="Timed rounds; in a round every side runs the prompt and the steps.", **whole())] = 3,
+    chunk: Annotated[int, typer.Option(help="Tokens that kvjax prefills at a time, a multiple of 128.", **token_count())] = 512,
+    torch_python: Annotated[str, typer.Option(help="The Python that has torch and transformers. [default: this one]")] = "",
+    llama_python: Annotated[str, typer.Option(help="The Python that has llama-cpp-python. [default: this one]")] = "",
+    json_out: JsonOption = None,
+) -> None:
+    """Time a prompt and the steps after it on the CPU: kvjax with several formats of weights, transformers and llama.cpp, in turns."""
+    pythons = torch_python or sys.executable, llama_python or sys.executable
+    plan = CpuRun(model, tokens, steps, rounds, chunk, tuple(weights.split(",")), gguf or None, *pythons)
+    run(json_out, "cpu", lambda say: cpu_rows(plan, say))
+
+
+if __name__ == "__main__":
+    main(cpu_command)

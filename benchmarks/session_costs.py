@@ -1,4 +1,4 @@
-"""`kvjax bench session-tokens` and `kvjax bench session-turn`: what sessions cost through gRPC and the Python client, with random weights;
+"""What sessions cost through gRPC and the Python client, with random weights;
 with `--idle`, what a step takes longer beside sessions that do nothing.
 
 The server runs in a process of its own on this machine. The clients are threads of this process.
@@ -13,17 +13,22 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import typer
 
+from benchmarks.run import BenchChunkOption, LayersOption, ShapeOption, config_of_shape, main, plan_of, run
+from benchmarks.sessions import PAGE_SIZE, ServerProcess, check_chunk, page_of
 from kvjax.client import Client, Session
 from kvjax.policies.decode import parse
-from kvjax.serving.bench.session_load import PAGE_SIZE, ServerProcess, check_chunk, page_of
+from kvjax.serving.cli.bench import BenchDtypeOption
+from kvjax.serving.cli.options import LARGEST_BATCH, JsonOption, token_count, whole
+from pallas_kernels.core.optional import needs_extras
 from pallas_kernels.core.results import device_here, provenance
 
 if TYPE_CHECKING:
-    from kvjax.serving.bench.compiling import Compiled
+    from benchmarks.compiling import Compiled
 
 Say = Callable[[str], None]
 """A function that is called with a text about what is running."""
@@ -210,9 +215,9 @@ def sessions_round(plan: Tokens, server: ServerProcess, number: int) -> dict[str
 def serve_tokens(pipe: Any, plan: Tokens) -> None:
     """The server's process of `tokens_row` and `idle_rows`. Words: "engine", a round of the engine alone; "cpu", seconds so far; "held",
     sessions and pages in use; "programs", compiled so far; "end"."""
+    from benchmarks.hollow import random_model
     from kvjax.engine import Engine
     from kvjax.serving.bench.decode import config_of
-    from kvjax.serving.bench.hollow import random_model
 
     model = random_model(config_of(plan.shape, plan.layers, plan.dtype))
     sizes = {"pages": plan.pages, "page_size": PAGE_SIZE, "prefill_chunk": plan.chunk, "batch_buckets": (plan.sessions,)}
@@ -227,7 +232,7 @@ def _listening() -> Compiled:
     """Counts what this process compiles from now on."""
     import jax
 
-    from kvjax.serving.bench.compiling import Compiled
+    from benchmarks.compiling import Compiled
 
     heard = Compiled()
     jax.monitoring.register_event_duration_secs_listener(heard.hear)
@@ -396,9 +401,9 @@ def _first(server: ServerProcess, count: int, begin: Callable[[], Session]) -> t
 def serve_turns(pipe: Any, plan: Turns) -> None:
     """The server's process of `turn_rows`. Words: "demote", all sessions; "programs", compiled so far; "collecting", seconds so far;
     "end"."""
+    from benchmarks.hollow import random_model
     from kvjax.engine import Engine
     from kvjax.serving.bench.decode import config_of
-    from kvjax.serving.bench.hollow import random_model
 
     model = random_model(config_of(plan.shape, plan.layers, plan.dtype))
     pages = -(-plan.longest // PAGE_SIZE) + 2 * plan.answer // PAGE_SIZE + 8
@@ -428,3 +433,71 @@ def collections_of_garbage() -> list[float]:
 
     gc.callbacks.append(note)
     return seconds
+
+
+def tokens_command(
+    shape: ShapeOption = "tiny",
+    sessions: Annotated[int, typer.Option(help="Sessions that generate at once, with a slot for each.", **whole(most=LARGEST_BATCH))] = 64,
+    prompt: Annotated[int, typer.Option(help="Tokens of each history.", **token_count())] = 64,
+    answer: Annotated[int, typer.Option(help="Tokens that each generates.", **whole(2))] = 129,
+    rounds: Annotated[int, typer.Option(help="Timed rounds, of the engine alone and through gRPC.", **whole())] = 3,
+    policy: Annotated[str, typer.Option(help="Decode policy.")] = "dense",
+    idle: Annotated[
+        int | None,
+        typer.Option(
+            help="In place of the engine's own run: compare with the same beside so many open sessions that hold a history and do nothing.",
+            show_default=False,
+            **whole(most=2**20),
+        ),
+    ] = None,
+    chunk: BenchChunkOption = 512,
+    dtype: BenchDtypeOption = "float32",
+    layers: LayersOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Compare sessions through gRPC and the Python client with the engine's own batch run: tokens per second, and the host's time for each
+    token beyond that of the engine.
+
+    That time is CPU time of all threads of the server's process and of the clients' process, less that of the engine alone. Weights are
+    random.
+    """
+    needs_extras("session_costs tokens", "server")
+    config_of_shape(shape, layers, dtype)
+    sizes = {"policy": policy, "sessions": sessions, "prompt": prompt, "answer": answer, "rounds": rounds, "chunk": chunk}
+    plan = plan_of(Tokens, shape, layers, dtype, **sizes, idle=idle or 0)
+    if idle is not None:
+        return run(json_out, "session-idle", lambda say: idle_rows(plan, say))
+    run(json_out, "session-tokens", lambda say: [tokens_row(plan, say)])
+
+
+def turn_command(
+    shape: ShapeOption = "tiny",
+    history: Annotated[int, typer.Option(help="Tokens of the session's history.", **token_count())] = 100_000,
+    append: Annotated[int, typer.Option(help="New tokens of each turn.", **token_count())] = 200,
+    answer: Annotated[int, typer.Option(help="Tokens that each turn generates.", **whole())] = 16,
+    rounds: Annotated[int, typer.Option(help="Timed turns of each kind; of those prefilled again, at most three.", **whole())] = 9,
+    policy: Annotated[str, typer.Option(help="Decode policy.")] = "top:32",
+    chunk: BenchChunkOption = 512,
+    dtype: BenchDtypeOption = "bfloat16",
+    layers: LayersOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Time the first token of a turn in a session with a long history: on the device, demoted to host memory, and prefilled again.
+
+    It is measured in the Python client, from the append to the first token. Weights are random. A turn computes whole chunks, so a smaller
+    --chunk answers sooner, and a larger one reads the history faster. How many it computes depends on where in a chunk it begins, so a fair
+    median takes several turns. Turns of the fewest and of the most chunks come first, untimed.
+
+    Every turn makes the history longer, so the last kind reads more than --history. While it runs, the kinds are called resident, demoted
+    and again, and figures ending in _s are seconds: first_s to the first token, append_s of these until the append was answered,
+    collecting_s in which the server collected garbage.
+    """
+    needs_extras("session_costs turn", "server")
+    config_of_shape(shape, layers, dtype)
+    sizes = {"policy": policy, "history": history, "appended": append, "answer": answer, "rounds": rounds, "chunk": chunk}
+    plan = plan_of(Turns, shape, layers, dtype, **sizes)
+    run(json_out, "session-turn", lambda say: turn_rows(plan, say))
+
+
+if __name__ == "__main__":
+    main(tokens=tokens_command, turn=turn_command)

@@ -11,18 +11,27 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import typer
 from jaxtyping import Array, Float, Int
 
+import kvjax
+from benchmarks.run import main
 from kvjax.engine import Engine
+from kvjax.fidelity.needle import encode_text
 from kvjax.model import Model
 from kvjax.policies.decode import Stateless, select_and_attend
 from kvjax.sampling import NotFinite, all_finite
+from kvjax.serving.cli.options import JsonOption, ModelOption, parse_lengths, png, read_texts, whole
+from pallas_kernels.bench.top_k.report import overlap_table, plot_overlap
 from pallas_kernels.bench.top_k.score_rows import overlap, top_indices
+from pallas_kernels.core.optional import needs_extras
+from pallas_kernels.core.results import write_result
+from pallas_kernels.core.tables import stages
 from pallas_kernels.soft_cap import Scale, scaled
 
 KINDS = ("relu", "logits")
@@ -153,3 +162,80 @@ def overlap_rows(captured: Captured, ks: Sequence[int], ages: Sequence[int] = AG
                     row |= {name: float(found.mean())} | {f"{name}_p{p}": float(np.percentile(found, p)) for p in (10, 90)}
                 rows.append(row)
     return rows
+
+
+def measure_overlap(
+    model: str,
+    length: str,
+    steps: int,
+    ks: str,
+    *,
+    kind: str,
+    files: Sequence[Path],
+    json_out: Path | None,
+    plot: Path | None,
+    save: Path | None,
+) -> list[dict[str, Any]]:
+    """Measure, write the requested files, print a table. Returns the rows. ValueError for what cannot be measured."""
+    lengths, sizes = parse_lengths(length), parse_lengths(ks, "k")
+    if len(lengths) != 1:
+        raise ValueError(f"one length at a time, got {length!r}")
+    (tokens,) = lengths
+    if steps < 2:
+        raise ValueError(f"steps must be at least 2, to compare two, got {steps}")
+    if tokens <= steps:
+        raise ValueError(f"--length {tokens} leaves no keys before {steps} decode steps: use a greater --length or fewer --steps")
+    if max(sizes) > tokens - steps + 1:  # not only after minutes of prefill
+        raise ValueError(f"k must be from 1 to {tokens - steps + 1}, the keys of the first step, got {ks!r}")
+    prose, names = read_texts(files)
+    loaded = kvjax.load(model)
+    ids = encode_text(loaded.tokenizer, prose).tolist()
+    if len(ids) < tokens:
+        raise ValueError(f"the text has {len(ids):,} tokens, but {tokens:,} are needed: give more with --text")
+    with stages() as say:
+        done = 0
+
+        def advance(more: int) -> None:
+            nonlocal done
+            done += more
+            if more > 1 or not done % 16:  # in a log each is a line
+                say(f"{done:,} of {tokens:,} tokens")
+
+        captured = capture_scores(loaded, ids[:tokens], steps, kind=kind, on_tokens=advance)
+    rows = overlap_rows(captured, sizes, [age for age in AGES if age < steps])
+    if json_out is not None:
+        settings = {"model": model, "tokens": tokens, "steps": steps, "kind": kind, "text": names}
+        write_result(json_out, {"bench": "overlap", **settings, "rows": rows})
+    if plot is not None:
+        plot_overlap(rows, plot)
+    if save is not None:
+        captured.save(save)
+    print(overlap_table(rows))
+    return rows
+
+
+def overlap_command(
+    model: ModelOption = "needle",
+    length: Annotated[str, typer.Option(help="Tokens of text, the decoded ones included.")] = "16k",
+    steps: Annotated[int, typer.Option(help="Decode steps at the end of the text.", **whole(2))] = 64,
+    ks: Annotated[str, typer.Option("--k", help="How many keys of a step, separated by commas.")] = "512,2048",
+    kind: Annotated[str, typer.Option(help="relu: as a lightning indexer scores; logits: without relu.")] = "relu",
+    text: Annotated[list[Path] | None, typer.Option(help="Prose to decode. [default: Python's documentation]")] = None,
+    json_out: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(help="File (PNG) for a picture.", **png())] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="File (.npz) for the last two steps' scores, for --rows of pallas_kernels.bench.top_k."),
+    ] = None,
+) -> None:
+    """Measure how many of its best keys a query shares with the previous query, layer by layer: the value of a hint to top_k.
+
+    After a dense prefill, the text is forced through decode steps. Scores come from the model's own attention: `sum_h relu(q_h . k)`.
+    """
+    if plot is not None:
+        needs_extras("overlap --plot", "plots")
+    measure_overlap(model, length, steps, ks, kind=kind, files=text or (), json_out=json_out, plot=plot, save=save)
+
+
+if __name__ == "__main__":
+    main(overlap_command)

@@ -1,14 +1,18 @@
-"""`kvjax bench replicas`: the same load on one engine and on several, with random weights."""
+"""The same load on one engine and on several, with random weights."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import jax
+import typer
 
+from benchmarks.hollow import random_model, random_prompt
+from benchmarks.run import BenchChunkOption, LayersOption, ShapeOption, config_of_shape, main, plan_of
+from benchmarks.traffic import Say
 from kvjax.data_parallel import meshes_of, replicas
 from kvjax.engine import Engine
 from kvjax.generation import run
@@ -16,8 +20,8 @@ from kvjax.model import ModelConfig
 from kvjax.requests import Request
 from kvjax.sampling import Sampling
 from kvjax.serving.bench.decode import PAGE_SIZE, pages_of
-from kvjax.serving.bench.hollow import random_model, random_prompt
-from kvjax.serving.bench.traffic import Say
+from kvjax.serving.cli.bench import BenchDtypeOption
+from kvjax.serving.cli.options import ContextOption, JsonOption, StepsPerLaunchOption, TensorOption, parse_lengths, token_count, whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,3 +85,31 @@ def _seconds(engines: list[Engine], plan: Load, count: int) -> float:
         if completion.error is not None:
             raise completion.error
     return time.perf_counter() - started
+
+
+def replicas_command(
+    shape: ShapeOption = "qwen2.5-7b",
+    data: Annotated[str, typer.Option(help="Numbers of replicas, separated by commas; they run one after the other.")] = "1,2",
+    tensor: TensorOption = 1,
+    context: ContextOption = 1,
+    policy: Annotated[str, typer.Option(help="Decode policy.")] = "top:32",
+    requests: Annotated[int, typer.Option(help="Requests for each replica, with a slot for each.", **whole())] = 16,
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", **token_count())] = 8000,
+    answer: Annotated[int, typer.Option(help="Tokens of each answer.", **whole())] = 129,
+    prefill: Annotated[str, typer.Option(help="Prefill policy.")] = "dense",
+    chunk: BenchChunkOption = 512,
+    steps_per_launch: StepsPerLaunchOption = 1,
+    dtype: BenchDtypeOption = "bfloat16",
+    layers: LayersOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Time the same load for each of one, two, or more data-parallel replicas, as a batch job runs them, with random weights."""
+    counts = parse_lengths(data, "data")
+    sizes = {"requests": requests, "prompt": prompt, "answer": answer, "policy": policy, "prefill": prefill, "chunk": chunk}
+    sizes["steps_per_launch"] = steps_per_launch
+    plan = plan_of(Load, shape, config_of_shape(shape, layers, dtype), counts, tensor, context, **sizes)
+    run(json_out, "replicas", lambda say: replicas_rows(plan, say))
+
+
+if __name__ == "__main__":
+    main(replicas_command)

@@ -1,4 +1,4 @@
-"""`kvjax bench transformers`: a prompt and the steps after it, by this engine and by `transformers`, in one run and with the same weights.
+"""A prompt and the steps after it, by this engine and by `transformers`, in one run and with the same weights.
 
 Both take turns, so that neither has a quieter machine, with a pause before each turn. `transformers` runs in a Python of its own
 (`transformers_process.py`), with as many threads as the machine has processors.
@@ -12,16 +12,20 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import typer
 
+from benchmarks.hollow import random_model, random_prompt
+from benchmarks.run import main, run
 from kvjax.engine import Engine
 from kvjax.model import Model
 from kvjax.models.loading import load
@@ -29,7 +33,8 @@ from kvjax.models.saving import save
 from kvjax.policies.decode import parse
 from kvjax.sampling import Sampling, SamplingRows
 from kvjax.serving.bench.decode import PAGE_SIZE, SHAPES, config_of, pages_of
-from kvjax.serving.bench.hollow import random_model, random_prompt
+from kvjax.serving.cli.bench import BenchDtypeOption, check_dtype
+from kvjax.serving.cli.options import JsonOption, token_count, whole
 
 PAUSE = 1.0
 """Seconds before a turn. OpenMP's threads use a processor for 0.2 s after their last work."""
@@ -157,3 +162,36 @@ def other_process(python: str, script: str, *arguments: Any) -> Iterator[_Asked]
             yield _Asked(process)
         finally:
             process.kill()
+
+
+def transformers_command(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Model folder, hub id or 'needle'; or a shape with random weights, such as qwen2.5-0.5b.")
+    ] = "needle",
+    tokens: Annotated[int, typer.Option(help="Tokens of the prompt; they are random.", **token_count())] = 8128,
+    policies: Annotated[str, typer.Option(help="Decode policies of kvjax, separated by commas.")] = "dense,cascade:8",
+    steps: Annotated[int, typer.Option(help="Timed steps after the prompt.", **whole())] = 32,
+    rounds: Annotated[int, typer.Option(help="Timed rounds; in a round every side runs the prompt and the steps.", **whole())] = 3,
+    chunk: Annotated[int, typer.Option(help="Tokens that kvjax prefills at a time, a multiple of 128.", **token_count())] = 512,
+    dtype: BenchDtypeOption = "bfloat16",
+    python: Annotated[
+        str,
+        typer.Option(
+            help="The Python that runs transformers; torch and transformers must be installed there. [default: this one]",
+            show_default=False,
+        ),
+    ] = "",
+    json_out: JsonOption = None,
+) -> None:
+    """Time a prompt and the steps after it on the CPU, by kvjax and by transformers, with the same weights and in turns.
+
+    transformers runs in a process of its own: PyTorch is not installed with kvjax.
+    """
+    check_dtype(dtype)
+    sizes = {"tokens": tokens, "steps": steps, "rounds": rounds, "chunk": chunk}
+    plan = Comparison(model, dtype, policies=tuple(policies.split(",")), python=python or sys.executable, **sizes)
+    run(json_out, "transformers", lambda say: comparison_rows(plan, say))
+
+
+if __name__ == "__main__":
+    main(transformers_command)

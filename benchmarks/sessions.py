@@ -1,4 +1,4 @@
-"""`kvjax bench sessions`: agents on a server of their own, over gRPC and the Python client, and the gates of ADR 0008, section 7.
+"""Agents on a server of their own, over gRPC and the Python client, and the gates of ADR 0008, section 7.
 
 The server runs in a process of its own on this machine. So rates include everything between an agent and the engine.
 """
@@ -15,13 +15,18 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+import typer
 
+from benchmarks.agents import TRACE, Agent, Turn, Work, run_agents
+from benchmarks.run import BenchChunkOption, LayersOption, main, plan_of, run
 from kvjax.client import Client
 from kvjax.policies.decode import parse
-from kvjax.serving.bench.agents import TRACE, Agent, Turn, Work, run_agents
+from kvjax.serving.cli.bench import check_dtype
+from kvjax.serving.cli.options import LARGEST_BATCH, JsonOption, number, parse_lengths, token_count, whole
+from pallas_kernels.core.optional import needs_extras
 from pallas_kernels.core.results import device_here, provenance
 
 BUCKETS = 3
@@ -194,10 +199,10 @@ def page_of(engine: Any) -> tuple[int, int]:
 
 def serve(pipe: Any, load: Load, agents: int) -> None:
     """The server's process: serve until the pipe says so."""
+    from benchmarks.hollow import random_model
     from kvjax.engine import Engine
     from kvjax.models.loading import load as load_model
     from kvjax.serving.bench.decode import config_of
-    from kvjax.serving.bench.hollow import random_model
     from kvjax.serving.session.desk import ServerOptions
     from kvjax.serving.session.metrics import Metrics
     from kvjax.serving.session.runtime import SessionRuntime
@@ -268,8 +273,8 @@ def _buckets(turns: list[Turn], began: float, polled: list[Polled], seconds: flo
     """The run in parts of `_bucket_seconds`. prefilled: of its turns. server_cpu_s: CPU time of the server's process between the first and
     the last look in it."""
     length, found = _bucket_seconds(seconds), []
-    for number in range(max(BUCKETS, int(seconds / length))):
-        first, last = number * length, (number + 1) * length
+    for place in range(max(BUCKETS, int(seconds / length))):
+        first, last = place * length, (place + 1) * length
         inside = [turn for turn in turns if first <= turn.at - began < last]
         seen = [each for each in polled if first <= each.at - began < last]
         bucket: dict[str, Any] = {"from_s": first, "to_s": last, "turns": len(inside), "generated": sum(turn.generated for turn in inside)}
@@ -363,3 +368,38 @@ def _checks(server: Watched) -> dict[str, Any]:
     except urllib.error.HTTPError as error:
         shim = {"holds": None, "why": f"the shim answered {error.code}: a model with random weights has no tokenizer"}
     return {"G3": {"histories": len(equal), "holds": all(equal)}, "G6": shim}
+
+
+def sessions_command(
+    model: Annotated[str, typer.Option("--model", "-m", help="'needle', a folder, a hub id; or a shape with random weights.")] = "needle",
+    agents: Annotated[str, typer.Option(help="Numbers of agents, separated by commas; they run one after the other.")] = "4,16",
+    minutes: Annotated[
+        float, typer.Option(help="Minutes of each run: 30 for the gates G1 and G2, 240 as in ADR 0008.", **number(above=0))
+    ] = 30,
+    policy: Annotated[str, typer.Option(help="Decode policy.")] = "cascade:8",
+    history: Annotated[int, typer.Option(help="Tokens of the longest history; then it begins a new session.", **token_count())] = 4096,
+    tokens: Annotated[float, typer.Option(help="Factor of the trace's numbers of tokens.", **number(above=0))] = 1 / 16,
+    times: Annotated[float, typer.Option(help="Factor of the trace's waits for tools and people.", **number(least=0))] = 1.0,
+    longest_wait: Annotated[float, typer.Option(help="The longest wait, in seconds, after that.", **number(above=0))] = 30.0,
+    max_batch: Annotated[int, typer.Option(help="Generations at once.", **whole(most=LARGEST_BATCH))] = 8,
+    pages: Annotated[int | None, typer.Option(help="Pages in the pool. [default: enough]", show_default=False, **whole())] = None,
+    chunk: BenchChunkOption = 512,
+    dtype: Annotated[str, typer.Option(help="Type of weights and cache: bfloat16, float16 or float32.")] = "float32",
+    layers: LayersOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Let simulated agents work on a server over gRPC, through the Python client, and compute the gates of docs/sessions.md.
+
+    How many tokens they append and generate, and how long they wait, follows a published trace of coding agents (TraceLab, arXiv
+    2606.30560). A run shorter than three buckets of ten minutes does not decide G1 and G2.
+    """
+    needs_extras("sessions", "server")
+    check_dtype(dtype)
+    sizes = {"history": history, "tokens": tokens, "times": times, "longest_wait_s": longest_wait, "max_batch": max_batch}
+    sizes |= {"pages": pages, "chunk": chunk, "dtype": dtype, "layers": layers}
+    load = plan_of(Load, model, parse_lengths(agents, "agents"), minutes, policy, **sizes)
+    run(json_out, "sessions", lambda say: load_rows(load, say))
+
+
+if __name__ == "__main__":
+    main(sessions_command)

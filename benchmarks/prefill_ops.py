@@ -1,4 +1,4 @@
-"""`kvjax bench prefill --ops`: times attention of one layer over a whole prompt, dense and sparse, and the steps of the sparse policies.
+"""Times attention of one layer over a whole prompt, dense and sparse, and the steps of the sparse policies.
 
 The name of a row is `op/shape/tokens/b1/policy`:
 
@@ -22,22 +22,28 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import typer
 from jaxtyping import Array, Bool, Float
 
+from benchmarks.run import Row, main, run, sparse_of
 from kvjax.cache import PagedKV
 from kvjax.policies.prefill import BoundsBlocks, MeasureOnceMaskOnce, PrefillContext, PrefillPolicy, indexes_of
 from kvjax.policies.prefill.lists import TileLists
+from kvjax.serving.cli.bench import BenchDtypeOption, check_dtype, exit_unless_timed
+from kvjax.serving.cli.options import ImplementationOption, JsonOption, forced_to, parse_lengths
 from pallas_kernels import dispatch
 from pallas_kernels.bench import torch_sdpa
 from pallas_kernels.bench.cases import PAGE_SIZE, SHAPES, Shape
 from pallas_kernels.bench.checks import row_error
 from pallas_kernels.bench.inputs import QUERY_SCALE, pool_pages, random_pages
+from pallas_kernels.bench.prefill import report as prefill_report
 from pallas_kernels.bench.timing import Kernel, Timing, device_time, kernel_timing, record
+from pallas_kernels.core.tables import stages
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import Pages
@@ -437,3 +443,54 @@ def _sparse_error(prompt: Prompt, p: TileLists, out: Array, blocks: Array) -> fl
 
     expected = jnp.concatenate([found for found, _ in _heads(prompt, samples, seen)], axis=1)
     return row_error(out[0, samples], expected)
+
+
+def all_rows(shape: str, tokens: Sequence[int], policies: str, peak: float, dtype: str, baselines: bool, say: Callable) -> Iterator[Row]:
+    """Rows of every length. One that fails is a row that says why, and the other lengths continue."""
+    sparse = sparse_of(policies)
+    for length in tokens:
+        try:
+            yield from op_rows(shape, length, sparse, peak, dtype=dtype, baselines=baselines, on_progress=say)
+        except Exception as error:
+            named = {"case": f"prompt/{shape}/{length}", "op": "prompt", "shape": shape, "tokens": length, "batch": 1, "policy": policies}
+            yield named | {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"}
+
+
+def ops_table(rows: Sequence[Row]) -> str:
+    """Both tables of a run, in Markdown."""
+    return f"{prefill_report.op_table(rows)}\n\n{prefill_report.steps_table(rows)}"
+
+
+def ops_command(
+    shape: Annotated[str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b or tiny.")] = "qwen2.5-7b",
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompt, separated by commas.")] = "32k,128k,512k,1m",
+    policies: Annotated[str, typer.Option(help="Sparse prefill policies, separated by commas.")] = "momo:128/8",
+    dtype: BenchDtypeOption = "bfloat16",
+    baselines: Annotated[
+        bool, typer.Option(help="Also time other projects' dense kernels, and ours over contiguous keys. Slow for long prompts.")
+    ] = True,
+    json_out: JsonOption = None,
+    implementation: ImplementationOption = None,
+) -> None:
+    """Time the attention of one layer over a whole prompt and its steps, beside other projects' dense kernels."""
+    check_dtype(dtype)
+    if shape not in SHAPES:
+        raise typer.BadParameter(f"{shape!r} is not one of {', '.join(SHAPES)}; models: benchmarks.prefill_layers", param_hint="--shape")
+    sparse_of(policies)
+    tokens = parse_lengths(lengths)
+    with forced_to(implementation):
+        with stages("peak of a matrix product"):
+            peak = peak_flops(dtype)
+        rows = run(
+            json_out,
+            "prefill-ops",
+            lambda say: all_rows(shape, tokens, policies, peak["flops_per_s"], dtype, baselines, say),
+            fields={"peak": peak},
+            table_of=ops_table,
+            implementation=implementation,
+        )
+    exit_unless_timed(rows)
+
+
+if __name__ == "__main__":
+    main(ops_command)

@@ -1,4 +1,4 @@
-"""`kvjax bench prefill --ops --shape MODEL`: times attention of a real model's layers over a text, with its own queries and keys.
+"""Times attention of a real model's layers over a text, with its own queries and keys.
 
 Some policies make lists as long as the attention needs. Random keys, which shapes without a model have, show nothing about these. Here the
 prompt is prefilled densely once. Then every policy attends to the whole prompt in one call, layer after layer. The name of a row is
@@ -8,21 +8,27 @@ prompt is prefilled densely once. Then every policy attends to the whole prompt 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import typer
 from jaxtyping import Array, Float
 
+from benchmarks.run import main, read_prompt, run, sparse_of
 from kvjax.cache import PagedKV
 from kvjax.model import Model
 from kvjax.policies.prefill import DensePrefill, PrefillContext, PrefillPolicy, indexes_of
 from kvjax.policies.prefill.lists import TileLists
 from kvjax.policies.prefill.measures import output_error, record_prefill
+from kvjax.serving.bench.prefill import dense_at
+from kvjax.serving.cli.bench import BenchDtypeOption, check_dtype, exit_unless_timed
+from kvjax.serving.cli.options import ImplementationOption, JsonOption, TextOption, forced_to, parse_lengths
 from pallas_kernels import dispatch
 from pallas_kernels.bench.cases import PAGE_SIZE
+from pallas_kernels.bench.prefill import report as prefill_report
 from pallas_kernels.bench.timing import device_time
 from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import Pages
@@ -85,3 +91,37 @@ def _measured(policy: PrefillPolicy, q, pages: Pages, ctx: PrefillContext) -> tu
 
 def _indexes(k: Float[Array, "L N K P D"], kind: str, block_size: int):
     return jax.lax.map(lambda keys: page_index(keys, kind=kind, block_size=block_size), k)
+
+
+def layers_command(
+    shape: Annotated[str, typer.Option(help="A model folder, hub id or 'needle'.")] = "needle",
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompt, separated by commas.")] = "8k,16k",
+    policies: Annotated[str, typer.Option(help="Sparse prefill policies, separated by commas.")] = "bounds:32",
+    dtype: BenchDtypeOption = "bfloat16",
+    text: TextOption = None,
+    json_out: JsonOption = None,
+    implementation: ImplementationOption = None,
+) -> None:
+    """Time the attention of all layers of a model over a text, with the model's own queries and keys."""
+    check_dtype(dtype)
+    chosen, tokens = sparse_of(policies), parse_lengths(lengths)
+    if odd := [length for length in tokens if length < 1 or length % PAGE_SIZE]:
+        raise ValueError(f"the prompt has a positive multiple of {PAGE_SIZE} tokens, got {', '.join(map(str, odd))}")
+    loaded, ids = read_prompt(shape, dtype, text or (), max(tokens))
+    for line in dense_at(chosen, tokens):
+        typer.echo(line, err=True)
+
+    def rows_of(say: Callable) -> Iterator[dict[str, Any]]:
+        for length in tokens:
+            say(f"{length:,} tokens")
+            for row in layer_rows(shape, loaded, ids[:length], chosen):
+                say(f"{length:,} tokens: {row['policy']} is done")
+                yield row
+
+    with forced_to(implementation):
+        rows = run(json_out, "prefill-layers", rows_of, table_of=prefill_report.layers_table, implementation=implementation)
+    exit_unless_timed(rows)
+
+
+if __name__ == "__main__":
+    main(layers_command)

@@ -11,16 +11,19 @@ import functools
 import itertools
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import typer
 from jaxtyping import Int
 
+from benchmarks.run import main, run
 from kvjax.bill.bus_fitting import RECORDED
 from kvjax.policies.decode import Blocks, Stateless, TopBlocks
 from kvjax.serving.bench.decode import PAGE_SIZE
+from kvjax.serving.cli.options import JsonOption, token_count, whole
 
 
 def recorded_row(tokens: int, steps: int, k: int) -> dict[str, Any]:
@@ -59,22 +62,22 @@ def _pairs(by_layer: np.ndarray):
 
 @functools.lru_cache(maxsize=4)
 def _recorded(file: str) -> tuple[Int[np.ndarray, "L steps K k"], int]:
-    """Lists and pages of a file of `kvjax bench lists`. ValueError, with its name, for any other."""
+    """Lists and pages of a file of benchmarks.lists. ValueError, with its name, for any other."""
     try:
         (row,) = json.loads(Path(file).read_text(encoding="utf-8"))["rows"]
         lists, pages = np.array(row["lists"], np.int32), int(row["pages"])
     except (ValueError, TypeError, KeyError) as error:  # also what is no JSON
-        raise ValueError(f"{file} is no file of kvjax bench lists: {error}") from error
+        raise ValueError(f"{file} is no file of benchmarks.lists: {error}") from error
     if lists.ndim != 4 or 0 in lists.shape or not 0 <= lists.min() <= lists.max() < pages:
         raise ValueError(
-            f"{file} is no file of kvjax bench lists: lists {list(lists.shape)} of {pages} pages; needs [layers, steps, KV heads, K]"
+            f"{file} is no file of benchmarks.lists: lists {list(lists.shape)} of {pages} pages; needs [layers, steps, KV heads, K]"
         )
     return lists, pages
 
 
 @dataclasses.dataclass(frozen=True)
 class Replayed(TopBlocks):
-    """`top:K` that then reads recorded lists in turn, one for each step. file: of `kvjax bench lists`."""
+    """`top:K` that then reads recorded lists in turn, one for each step. file: of `python -m benchmarks.lists`."""
 
     file: str = ""
     attend = Stateless.attend
@@ -141,3 +144,17 @@ def _instead(real: Blocks, distant: Int[jax.Array, "B K k"], last: Int[jax.Array
     padding = real.ids.shape[2] - ids.shape[2]
     ids = jnp.pad(ids, ((0, 0), (0, 0), (0, padding)), constant_values=-1)
     return real.replace(ids=jnp.where(real.ids < -1, real.ids, ids))
+
+
+def lists_command(
+    tokens: Annotated[int, typer.Option(help="Tokens of text before the first step.", **token_count(2048, 32_000))] = 16_384,
+    steps: Annotated[int, typer.Option(help="Steps to record.", **whole(2))] = 64,
+    k: Annotated[int, typer.Option("--k", help="Distant pages that each KV head lists.", **whole())] = 32,
+    json_out: JsonOption = None,
+) -> None:
+    """Record which pages the embedded model lists in consecutive steps, for `python -m benchmarks.tiers --recorded`."""
+    run(json_out, "lists", lambda say: [recorded_row(tokens, steps, k)])
+
+
+if __name__ == "__main__":
+    main(lists_command)

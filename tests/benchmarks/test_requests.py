@@ -1,4 +1,4 @@
-"""`kvjax bench host`, `throughput`, `gaps`, `cold` and `programs` with tiny shapes: what they run is the engine and the scheduler."""
+"""The scripts host, traffic, replicas and compiling with tiny shapes: what they run is the engine and the scheduler."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import typer
 
+from benchmarks import compiling, replicas, traffic
+from benchmarks import host as host_time
+from benchmarks.hollow import HollowEngine, random_model
 from kvjax.plans import Chunk, StepPlan
-from kvjax.serving.bench import compiling, host_time, traffic
 from kvjax.serving.bench.decode import config_of
-from kvjax.serving.bench.hollow import HollowEngine, random_model
-from kvjax.serving.cli import scheduling as commands
 from pallas_kernels.bench import report, scheduling
 
 CONFIG = config_of("tiny", 1, "float32")
@@ -75,7 +75,7 @@ def test_every_step_of_the_host_benchmark_is_taken():
 def test_throughput(tmp_path, capsys):
     file = tmp_path / "throughput.json"
     sizes = {"requests": 2, "prompt": 200, "answer": 3, "prefill": "dense", "chunk": 128, "dtype": "float32", "layers": 1}
-    commands.throughput_command("tiny", "dense,top:8", **sizes, json_out=file)
+    traffic.throughput_command("tiny", "dense,top:8", **sizes, json_out=file)
     written = json.loads(file.read_text())
     assert (written["bench"], [row["policy"] for row in written["rows"]]) == ("throughput", ["dense", "top:8"])
     for row in written["rows"]:
@@ -90,7 +90,7 @@ def test_throughput(tmp_path, capsys):
 def test_replicas(tmp_path, capsys):
     file = tmp_path / "replicas.json"
     sizes = {"requests": 2, "prompt": 200, "answer": 3, "prefill": "dense", "chunk": 128, "dtype": "float32", "layers": 1}
-    commands.replicas_command("tiny", "1,2", 1, 1, "dense", **sizes, json_out=file)
+    replicas.replicas_command("tiny", "1,2", 1, 1, "dense", **sizes, json_out=file)
     written = json.loads(file.read_text())
     assert [(row["data"], row["tensor"]) for row in written["rows"]] == [(1, 1), (2, 1)]
     one, two = written["rows"]
@@ -100,7 +100,7 @@ def test_replicas(tmp_path, capsys):
     assert "1 x 1" in capsys.readouterr().out
     assert scheduling.made("replicas", written["rows"]).count("2 of 200 + 3") == 2
     with pytest.raises(typer.BadParameter, match="data 9 x tensor 1 x context 1 needs 9 devices, and there are 8"):
-        commands.replicas_command("tiny", "1,9", layers=1)
+        replicas.replicas_command("tiny", "1,9", layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +160,6 @@ def test_programs_of_a_mixed_job():
 
 def test_commands_refuse_what_makes_no_sense():
     with pytest.raises(typer.BadParameter, match="equally many"):
-        commands.host_command("64,8", "1024")
+        host_time.host_command("64,8", "1024")
     with pytest.raises(typer.BadParameter, match="int8"):
-        commands.cold_command(dtype="int8")
+        compiling.cold_command(dtype="int8")
