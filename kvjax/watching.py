@@ -53,8 +53,7 @@ def programs_of(policy: DecodePolicy) -> tuple[DecodePolicy, ...]:
 def program_of(policy: Watched, slots: Slots, written: Written, *, several: bool) -> DecodePolicy:
     """The policy whose program runs the next launch: `policy`, or the one that it watches.
 
-    several: whether the launch has several steps. It then waits for what the launch before measured, which takes less time than as many
-    steps that measure nothing.
+    several: whether the launch has several steps. It then waits for what the launch before measured, so that all its steps can be quiet.
     """
     if any(_measured(policy, slots, written)):
         return policy
