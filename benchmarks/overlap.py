@@ -21,14 +21,14 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from benchmarks.run import main
+from benchmarks.top_k.report import overlap_table, plot_overlap
+from benchmarks.top_k.score_rows import overlap, top_indices
 from kvjax.engine import Engine
 from kvjax.fidelity.needle import encode_text
 from kvjax.model import Model
 from kvjax.policies.decode import Stateless, select_and_attend
 from kvjax.sampling import NotFinite, all_finite
 from kvjax.serving.cli.options import JsonOption, ModelOption, parse_lengths, png, read_texts, whole
-from pallas_kernels.bench.top_k.report import overlap_table, plot_overlap
-from pallas_kernels.bench.top_k.score_rows import overlap, top_indices
 from pallas_kernels.core.optional import needs_extras
 from pallas_kernels.core.results import write_result
 from pallas_kernels.core.tables import stages
@@ -225,7 +225,7 @@ def overlap_command(
     plot: Annotated[Path | None, typer.Option(help="File (PNG) for a picture.", **png())] = None,
     save: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, help="File (.npz) for the last two steps' scores, for --rows of pallas_kernels.bench.top_k."),
+        typer.Option(dir_okay=False, help="File (.npz) for the last two steps' scores, for --rows of benchmarks.top_k."),
     ] = None,
 ) -> None:
     """Measure how many of its best keys a query shares with the previous query, layer by layer: the value of a hint to top_k.

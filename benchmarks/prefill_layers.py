@@ -17,6 +17,7 @@ import numpy as np
 import typer
 from jaxtyping import Array, Float
 
+from benchmarks import prefill_tables as prefill_report
 from benchmarks.run import main, read_prompt, run, sparse_of
 from kvjax.cache import PagedKV
 from kvjax.model import Model
@@ -28,7 +29,6 @@ from kvjax.serving.cli.bench import BenchDtypeOption, check_dtype, exit_unless_t
 from kvjax.serving.cli.options import ImplementationOption, JsonOption, TextOption, forced_to, parse_lengths
 from pallas_kernels import dispatch
 from pallas_kernels.bench.cases import PAGE_SIZE
-from pallas_kernels.bench.prefill import report as prefill_report
 from pallas_kernels.bench.timing import device_time
 from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import Pages

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks import prefill_tables as prefill_report
 from benchmarks.run import main, read_prompt, run
 from kvjax.policies.prefill import DensePrefill, MeasureOnceMaskOnce
 from kvjax.policies.prefill.measures import ablation, check_measurable, measure_recorded, record_prefill
@@ -14,7 +15,6 @@ from kvjax.serving.bench.decode import PAGE_SIZE
 from kvjax.serving.bench.prefill import policies_of
 from kvjax.serving.cli.bench import exit_unless_timed
 from kvjax.serving.cli.options import DtypeOption, ImplementationOption, JsonOption, TextOption, forced_to, parse_lengths, whole
-from pallas_kernels.bench.prefill import report as prefill_report
 
 
 def measures_command(

@@ -30,6 +30,7 @@ import numpy as np
 import typer
 from jaxtyping import Array, Bool, Float
 
+from benchmarks import prefill_tables as prefill_report
 from benchmarks.run import Row, main, run, sparse_of
 from kvjax.cache import PagedKV
 from kvjax.policies.prefill import BoundsBlocks, MeasureOnceMaskOnce, PrefillContext, PrefillPolicy, indexes_of
@@ -41,7 +42,6 @@ from pallas_kernels.bench import torch_sdpa
 from pallas_kernels.bench.cases import PAGE_SIZE, SHAPES, Shape
 from pallas_kernels.bench.checks import row_error
 from pallas_kernels.bench.inputs import QUERY_SCALE, pool_pages, random_pages
-from pallas_kernels.bench.prefill import report as prefill_report
 from pallas_kernels.bench.timing import Kernel, Timing, device_time, kernel_timing, record
 from pallas_kernels.core.tables import stages
 from pallas_kernels.flash_attention import flash_attention

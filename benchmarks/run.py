@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import kvjax
+from benchmarks import tables
 from kvjax.fidelity.needle import encode_text
 from kvjax.policies.prefill import DensePrefill
 from kvjax.serving.bench.decode import config_of
@@ -17,7 +18,6 @@ from kvjax.serving.bench.prefill import policies_of
 from kvjax.serving.cli import app as command_line
 from kvjax.serving.cli.bench import check_dtype
 from kvjax.serving.cli.options import named_run, read_texts, token_count, whole
-from pallas_kernels.bench import scheduling
 from pallas_kernels.core.results import write_result
 from pallas_kernels.core.tables import show, show_markdown, stages, table
 
@@ -86,7 +86,7 @@ def run(
     if table_of is not None:
         show_markdown(table_of(rows))
     else:
-        columns, cells = scheduling.TABLES[kind]
+        columns, cells = tables.TABLES[kind]
         show(table(columns, map(cells, rows)))
     for row in rows:
         if "failed" in row:

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import jax
 import typer
 
+from benchmarks.copies import copy_sizes, traced_copy_rates
 from benchmarks.hollow import HollowEngine, random_model, random_prompt
 from benchmarks.run import BenchChunkOption, BenchFormatOption, LayersOption, ShapeOption, config_of_shape, main, plan_of, run
 from benchmarks.tiers import copy_rate
@@ -30,7 +31,6 @@ from kvjax.serving.bench.prefill import longest
 from kvjax.serving.cli.bench import BenchDtypeOption
 from kvjax.serving.cli.options import JsonOption, byte_counts, parse_lengths
 from kvjax.serving.flags import allow_host_pages
-from pallas_kernels.bench.copies import copy_sizes, traced_copy_rates
 from pallas_kernels.bench.timing import record
 
 MOST = 0.93

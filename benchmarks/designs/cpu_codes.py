@@ -1,6 +1,6 @@
 """Designs that were measured for `project_tokens` of one token by int8 codes with a scale for each row on a CPU.
 
-    python benchmarks/designs/cpu_codes.py --json designs-cpu-codes.json
+    python -m benchmarks.designs.cpu_codes --json designs-cpu-codes.json
 
 The matrices are those of SmolLM2-135M: of its MLP, and its head. A real step reads others in between, so small ones are slower there:
 here they stay in the caches.

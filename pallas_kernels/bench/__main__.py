@@ -19,7 +19,7 @@ Dense kernels of others (cuDNN, PyTorch SDPA) run at the same shapes and are row
 On a GPU the clock is the profiler's trace, from the start of an op's first kernel to the end of its last, ops of one program captured
 together as XLA captures a decode step; elsewhere it is the wall clock, and rows say so.
 
-Render tables: python -m pallas_kernels.bench.report --help
+Render tables: python -m benchmarks.report --help
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -145,7 +146,7 @@ def decode_command(
     counts = parse_lengths(steps_per_launch, "steps per launch")
     plans = [Plan(shape, config, *sizes, *mesh, scheme, parse_cache_format(pages, dtype), counts) for mesh, (scheme, pages) in kinds]
 
-    from pallas_kernels.bench.report import drafts_table, step_table
+    from kvjax.serving.bench.tables import drafts_table, step_table
     from pallas_kernels.core.tables import show
 
     with forced_to(implementation):
@@ -200,7 +201,7 @@ def prefill_command(
     from kvjax.cache.formats import parse_cache_format
     from kvjax.serving.bench.decode import config_of
     from kvjax.serving.bench.prefill import PrefillPlan, policies_of, run_prefill_plan
-    from pallas_kernels.bench.prefill import report
+    from kvjax.serving.bench.tables import split_table, time_table
     from pallas_kernels.core.results import write_result
     from pallas_kernels.core.tables import show_markdown, stages
 
@@ -217,7 +218,7 @@ def prefill_command(
             rows.append(row)
             if json_out is not None:
                 write_result(json_out, named_run("prefill", implementation) | {"rows": rows})
-    show_markdown(f"{report.time_table(rows)}\n\n{report.split_table(rows)}")
+    show_markdown(f"{time_table(rows)}\n\n{split_table(rows)}")
     for row in rows:
         if "failed" in row:
             typer.echo(f"{row['op']} {row['tokens']:,} {row['policy']} failed: {row['failed']}", err=True)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks import against_transformers as bench
-from pallas_kernels.bench import report, scheduling
+from benchmarks import report
+from benchmarks import tables as scheduling
 
 PLAN = bench.Comparison("tiny", "float32", tokens=200, policies=("dense", "top:1"), steps=3, rounds=2, chunk=128, python=sys.executable)
 

@@ -10,8 +10,9 @@ import pytest
 
 from benchmarks import against_transformers as turns
 from benchmarks import on_cpu as bench
+from benchmarks import report
+from benchmarks import tables as scheduling
 from kvjax.models.saving import save
-from pallas_kernels.bench import report, scheduling
 
 
 @pytest.mark.long

@@ -10,8 +10,8 @@ from tiny_models import flat
 
 from benchmarks import overlap as score_overlap
 from benchmarks.overlap import Captured, capture_scores, overlap_rows
-from pallas_kernels.bench.top_k import cases as top_k_cases
-from pallas_kernels.bench.top_k import report as top_k_report
+from benchmarks.top_k import cases as top_k_cases
+from benchmarks.top_k import report as top_k_report
 
 
 @pytest.fixture(scope="module")

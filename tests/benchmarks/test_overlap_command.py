@@ -10,9 +10,9 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import overlap as script
+from benchmarks import report
 from benchmarks.run import main
-from pallas_kernels.bench import report
-from pallas_kernels.bench.top_k import cases as top_k_cases
+from benchmarks.top_k import cases as top_k_cases
 
 APP = typer.Typer()
 APP.command()(script.overlap_command)

@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 import typer
 
-from benchmarks import prefill_layers, prefill_measures, prefill_ops
+from benchmarks import prefill_layers, prefill_measures, prefill_ops, prefill_targets, report
+from benchmarks import prefill_tables as prefill_report
 from benchmarks.run import read_prompt
 from kvjax.policies.prefill import BoundsBlocks, MeasureOnceMaskOnce, SinkWindow, parse_prefill
 from kvjax.serving.bench.decode import config_of
 from kvjax.serving.bench.prefill import PrefillPlan, policies_of, run_prefill_plan
-from pallas_kernels.bench import report
-from pallas_kernels.bench.prefill import report as prefill_report
-from pallas_kernels.bench.prefill import targets as prefill_targets
 
 SMALL = MeasureOnceMaskOnce(k=4, k_exact=2, k_trim=4, chi=64, window_tokens=64)
 OPS = ["baseline", "dense", "dense", "query-sparse", "union", "block-sparse", "delta", "sparse"]
@@ -319,3 +317,18 @@ def test_measures_take_chunk_and_dtype(monkeypatch, tmp_path):
     (row,) = json.loads((tmp_path / "a.json").read_text())["rows"]
     assert (row["policy"], row["dtype"], row["chunk"]) == ("mean:4", "bfloat16", 256)
     assert asked == ["bfloat16", {"chunk": 256, "page_size": 128}]
+
+
+def test_a_target_is_judged_where_the_cell_is_valid():
+    def line(value, why=()):
+        pair = {"difference": {"value": value, "low": value - 0.01, "high": value + 0.01}}
+        row = {"policy": "momo:32/8", "length": 2**14, "hits": 390, "facts": 400, "against_dense": pair}
+        dense = {"policy": "dense", "length": 2**14, "hits": 385, "facts": 400}
+        run = {"rows": [dense, row], "cells": [{"length": 2**14, "facts_invalid": list(why)}]}
+        table = prefill_targets.targets_table((), (), (), (), (), [run]).splitlines()
+        (found,) = (each for each in table if "after momo:32/8, 16K: at most 1 point" in each)
+        return found
+
+    assert line(381 / 400 - 385 / 400).endswith("to -0.000] | yes |")  # as floats less than -0.01
+    assert line(-0.0125).endswith("| no |")
+    assert line(0.0, ["the control fails"]).endswith("| invalid: the control fails | not measured |")

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import typer
 
-from benchmarks import compiling, replicas, traffic
+from benchmarks import compiling, replicas, report, traffic
 from benchmarks import host as host_time
+from benchmarks import tables as scheduling
 from benchmarks.hollow import HollowEngine, random_model
 from kvjax.plans import Chunk, StepPlan
 from kvjax.serving.bench.decode import config_of
-from pallas_kernels.bench import report, scheduling
 
 CONFIG = config_of("tiny", 1, "float32")
 

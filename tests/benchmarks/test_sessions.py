@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tiny_models import make_model
 
+from benchmarks import tables as scheduling
 from benchmarks.agents import TRACE, Spread, Turn, Work, drawn, token_count
 from benchmarks.session_costs import SPARE, Tokens, Turns, counted, idle_rows, tokens_row, turn_rows
 from benchmarks.sessions import BUCKET_S, Load, Polled, Watched, _buckets, gates, load_row, note, page_of
@@ -20,7 +21,6 @@ from kvjax import Engine, SessionRuntime
 from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.metrics import Metrics
 from kvjax.serving.session.server import Server
-from pallas_kernels.bench import scheduling
 from pallas_kernels.core.results import device_here, provenance
 
 SIZES = {"history": 200, "tokens": 1 / 64, "times": 0.0, "longest_wait_s": 1.0, "max_batch": 4, "pages": None, "chunk": 128}

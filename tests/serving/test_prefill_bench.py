@@ -15,12 +15,12 @@ from kvjax.cache.formats import parse_cache_format
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.prefill import BoundsBlocks, MeasureOnceMaskOnce, parse_prefill
 from kvjax.serving.bench import prefill as prefill_bench
+from kvjax.serving.bench import tables
 from kvjax.serving.bench.decode import SHAPES, config_of
 from kvjax.serving.bench.prefill import PrefillPlan, policies_of, run_prefill_plan, split
 from kvjax.serving.bench.random_model import placed, random_params
 from kvjax.serving.cli import bench as bench_cli
 from kvjax.sharding import place_params
-from pallas_kernels.bench.prefill import report as prefill_report
 from pallas_kernels.bench.timing import Kernel
 
 SMALL = MeasureOnceMaskOnce(k=4, k_exact=2, k_trim=4, chi=64, window_tokens=64)
@@ -109,7 +109,7 @@ def test_the_longest_kernels_are_named():
 def test_a_split_shows_parts_that_earlier_runs_did_not_have():
     place = {"shape": "tiny", "tokens": 1024}
     old, new = ({"policy": name, "profile": {"parts_s": [parts]}} for name, parts in (("a", {"x": 0.25}), ("b", {"y": 0.5, "x": 0.5})))
-    first, _, *lines = prefill_report.split_table([place | old, place | new]).splitlines()
+    first, _, *lines = tables.split_table([place | old, place | new]).splitlines()
     assert first.endswith("| ms a chunk | y | x |")
     assert [line.split("|")[5:-1] for line in lines] == [[" 0.0 (0%) ", " 250.0 (100%) "], [" 500.0 (50%) ", " 500.0 (50%) "]]
 
@@ -156,7 +156,7 @@ def test_rows_of_a_mesh_say_so():
     (row,), (other,) = (list(run_prefill_plan(each)) for each in (plan, alone))
     assert (row["tensor"], row["context"], other["tensor"], other["context"]) == (2, 2, 1, 1)
     assert 0.25 < row["held_bytes"] / other["held_bytes"] < 0.6, "of one device"
-    lines = prefill_report.time_table([row, other]).splitlines()
+    lines = tables.time_table([row, other]).splitlines()
     assert "dense, tensor 2 context 2" in lines[2]
     assert lines[2].split("|")[8].strip() == "1.00", "compared with dense on the same mesh"
 
@@ -212,4 +212,4 @@ def test_prompts_over_packed_weights_and_pages():
         for each in (None, "int4")
     ]
     assert [row["held_bytes"] for row in (plain, packed)] == [sum(each) for each in zip(pages, weights, strict=True)]
-    assert "dense, weights int4, pages k=int8:channel,v=int4" in prefill_report.time_table([plain, packed])
+    assert "dense, weights int4, pages k=int8:channel,v=int4" in tables.time_table([plain, packed])

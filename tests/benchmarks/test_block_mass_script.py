@@ -12,8 +12,8 @@ import typer
 from paging import block_mass, flash_attention
 from typer.testing import CliRunner
 
-from pallas_kernels.bench import mass_bench
-from pallas_kernels.bench.mass_bench import Case
+from benchmarks import block_mass as mass_bench
+from benchmarks.block_mass import Case
 
 
 @pytest.mark.parametrize("first", [0, 70])

@@ -1,4 +1,4 @@
-"""`python -m pallas_kernels.bench.top_k`: time `top_k` and other selections on the same rows.
+"""`python -m benchmarks.top_k`: time `top_k` and other selections on the same rows.
 
 All programs are compiled first, several at a time, while rows are made: one program for all rows and hints of the same sizes. Then places
 are measured one after another, a few under each trace of the profiler. A program runs an op on each of a place's inputs, and reads twice
@@ -23,16 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
+from benchmarks.top_k import cases as top_k_cases
+from benchmarks.top_k import earlier as top_k_earlier
+from benchmarks.top_k import score_rows, torch_top_k
+from benchmarks.top_k.cases import Captured, Case, Place
+from benchmarks.top_k.programs import compiled, flush_words, hinted, key_of, on_gpu, op_of, ops_of
 from pallas_kernels import dispatch
 from pallas_kernels.bench import inputs, timing
 from pallas_kernels.bench.checks import same_bits
 from pallas_kernels.bench.measure import copy_rate
 from pallas_kernels.bench.timing import Kernel, Timing
-from pallas_kernels.bench.top_k import cases as top_k_cases
-from pallas_kernels.bench.top_k import earlier as top_k_earlier
-from pallas_kernels.bench.top_k import score_rows, torch_top_k
-from pallas_kernels.bench.top_k.cases import Captured, Case, Place
-from pallas_kernels.bench.top_k.programs import compiled, flush_words, hinted, key_of, on_gpu, op_of, ops_of
 from pallas_kernels.core.options import JsonOption
 from pallas_kernels.core.results import write_result
 from pallas_kernels.core.tables import stages
@@ -303,7 +303,7 @@ HELP = """Time top_k and other selections on the same rows: device time, L2 cold
 CASES are globs over names `rows/scores/batch/k/hint/implementation`, as in 'normal/128k/b1/k2048/*' or '*/b8/*/top_k'; without any, all
 but the tiny ones. With --rows, captured rows (python -m benchmarks.overlap --save) are cases too, FILE.LAYER/...
 
-Tables and plots: python -m pallas_kernels.bench.report --help
+Tables and plots: python -m benchmarks.report --help
 """
 
 
@@ -338,7 +338,7 @@ def bench(
     if list_cases:
         typer.echo("\n".join(case.name for case in (chosen if cases else everything)))
         return
-    from pallas_kernels.bench.top_k import report as top_k_report
+    from benchmarks.top_k import report as top_k_report
 
     with stages() as say:
         found = run(chosen, implementation, files, json_out=json_out, say=say, jobs=jobs, earlier=earlier)

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from benchmarks import report
+from benchmarks.top_k import report as top_k_report
 from kvjax.bill import report as bill_report
+from kvjax.fidelity import echo_tables as echo_report
 from kvjax.fidelity import report as fidelity_report
 from kvjax.serving.cli import demo
-from pallas_kernels.bench import report
-from pallas_kernels.bench.prefill import echo as echo_report
-from pallas_kernels.bench.top_k import report as top_k_report
 from pallas_kernels.core import tables
 
 ROOT = Path(__file__).parents[3]

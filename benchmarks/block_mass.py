@@ -1,4 +1,4 @@
-"""`python -m pallas_kernels.bench.mass_bench`: block_mass beside flash_attention, the last chunk of a prompt over all its tokens.
+"""`python -m benchmarks.block_mass`: block_mass beside flash_attention, the last chunk of a prompt over all its tokens.
 
 A name is `shape/queries-of-tokens/counted`, as in `qwen2.5-7b/8k-of-128k/all`: the number of queries of the chunk, the number of tokens of
 the sequence, and which of the queries count: all (H2O), or a number of the last ones (SnapKV). A row has both ops on the same inputs.

@@ -13,16 +13,16 @@ from matplotlib.contour import ContourSet
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from benchmarks import echo_pictures, report
+from benchmarks import evidence as documents
+from benchmarks.top_k import report as top_k_report
 from kvjax.bill import known_bill
 from kvjax.bill.regimes import regime_map, save
-from kvjax.fidelity import documents, plots
+from kvjax.fidelity import plots
 from kvjax.models.loading import read_config
 from kvjax.models.needle import curve
 from kvjax.models.needle.recipe import PRESETS
 from kvjax.serving.bench.decode import SHAPES
-from pallas_kernels.bench import report
-from pallas_kernels.bench.prefill import echo as echo_report
-from pallas_kernels.bench.top_k import report as top_k_report
 from pallas_kernels.core import pictures
 
 ROOT = Path(__file__).parents[3]
@@ -173,7 +173,7 @@ def test_a_picture_of_echoes(drawn, tmp_path):
         for length in (8192, 16_384)
         for name, kl in (("dense", 0.0), ("momo:64/8", 0.003), ("window:64+1024", 0.2))
     ]
-    echo_report.plot([{"rows": rows}], tmp_path / "echo.png")
+    echo_pictures.plot([{"rows": rows}], tmp_path / "echo.png")
     (figure,) = drawn
     check(figure)
     assert legends(figure) == {"8K tokens", "16K tokens"}
@@ -194,8 +194,8 @@ def test_a_picture_of_echoes_against_time(drawn, tmp_path):
         timed | {"policy": "momo:64/8", "tokens": 32_768, "median_s": 0.032},
         timed | {"policy": "momo:64/8", "failed": "out of memory"},
     ]
-    assert echo_report.layer_times(ops, 16_384) == {"dense": 0.003, "bounds:32": 0.002, "momo:128/8": 0.005}
-    echo_report.plot_against_time([{"rows": rows}], ops, tmp_path / "time.png")
+    assert echo_pictures.layer_times(ops, 16_384) == {"dense": 0.003, "bounds:32": 0.002, "momo:128/8": 0.005}
+    echo_pictures.plot_against_time([{"rows": rows}], ops, tmp_path / "time.png")
     (figure,) = drawn
     check(figure)
     assert legends(figure) == {"dense", "bounds:32", "momo:64/8", "oracle:32: not timed"}
@@ -205,7 +205,7 @@ def test_a_picture_of_echoes_against_time(drawn, tmp_path):
         assert {name: tuple(line.get_xydata()[0]) for name, line in found.items()} == expected
         assert {name: to_hex(line.get_color()) for name, line in found.items()} == {name: pictures.color_of(name) for name in expected}
     with pytest.raises(ValueError, match="no sparse policy has both a time and facts"):
-        echo_report.plot_against_time([{"rows": rows}], ops[:1], tmp_path / "time.png")
+        echo_pictures.plot_against_time([{"rows": rows}], ops[:1], tmp_path / "time.png")
 
 
 def test_a_name_without_an_entry_has_one_colour_too():

@@ -7,22 +7,39 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
-from pallas_kernels.core.results import mesh_text, packed_text
+from kvjax.serving.bench.tables import TIME_COLUMNS, time_cells
 from pallas_kernels.core.tables import estimate, markdown, tokens_text
 
 Row = dict[str, Any]
+
+
 OP_COLUMNS = ("op", "shape", "tokens", "policy", "path", "ms", "TFLOP/s", "of peak", "TB/s")
+
+
 OP_COLUMNS += ("error", "same bits", "lists full", "x best dense")
-TIME_COLUMNS = ("shape", "tokens", "policy", "chunk", "path", "s", "tokens/s", "x dense", "temp GB", "peak GB beyond weights and cache")
+
+
 MEASURES = (("captured", min), ("of_oracle", min), ("error", max), ("error_with_delta", max))
+
+
 MEASURES += (("error_between", max), ("error_between_with_delta", max))
 """Figures of `measures_table`, and the function that picks the worst layer."""
+
+
 MEASURES_COLUMNS = ("model", "tokens", "policy", "blocks", "captured", "of the oracle's", "error", "with delta")
+
+
 MEASURES_COLUMNS += ("between: error", "with delta", "sparsity")
+
+
 BY_ROWS = "rows: of their oracle's"
 """A further column, if any run has measured it."""
+
+
 MISSED = "missed, sampled"
 """Another column, beside the captured share: what was sampled, with the interval of the worst layer."""
+
+
 STEPS = ("query-sparse", "union", "select", "block-sparse", "delta", "sparse")
 
 
@@ -101,48 +118,9 @@ def steps_table(rows: Sequence[Row]) -> str:
     return markdown(("shape", "tokens", "policy", "fastest dense, ms", *STEPS, "x dense"), lines)
 
 
-def time_cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
-    """The cells of `TIME_COLUMNS`. rows: all rows, to find the dense one of the same prompt."""
-    first = row["shape"], tokens_text(row["tokens"]), row["policy"] + mesh_text(row) + packed_text(row), f"{row['chunk']:,}"
-    if "median_s" not in row:
-        return *first, row.get("skipped") or f"FAILED {row['failed']}", *[""] * (len(TIME_COLUMNS) - 5)
-    place = ("shape", "tokens", "layers", "chunk", "weights", "cache_format")  # older rows lack the last two
-    alike = (r for r in rows if all(r.get(k) == row.get(k) for k in place) and mesh_text(r) == mesh_text(row))
-    dense = next((r for r in alike if r["policy"] == "dense" and "median_s" in r), None)
-    return (
-        *first,
-        ", ".join(sorted(set(row["path"].values()))),
-        f"{row['median_s']:.2f}",
-        f"{row['tokens_per_s']:,.0f}",
-        f"{dense['median_s'] / row['median_s']:.2f}" if dense else "",
-        f"{row['temp_bytes'] / 1e9:.2f}",
-        f"{(row['peak_bytes'] - row['held_bytes']) / 1e9:.2f}" if row["peak_bytes"] else "",
-    )
-
-
-def time_table(rows: Sequence[Row]) -> str:
-    """Time to first token, short prompts first."""
-    return markdown(TIME_COLUMNS, (time_cells(row, rows) for row in sorted(rows, key=itemgetter("tokens"))))
-
-
 def time_table_of_runs(runs: Sequence[dict[str, Any]]) -> str:
     """Time to first token in runs of the same prompts on several paths. Each row is compared with dense in its own run."""
     return markdown(TIME_COLUMNS, (time_cells(row, run["rows"]) for run in runs for row in run["rows"]))
-
-
-def split_table(rows: Sequence[Row]) -> str:
-    """Where the time of the profiled chunks goes, short prompts first."""
-    profiled = sorted((row for row in rows if row.get("profile")), key=itemgetter("tokens"))
-    names = max((list(row["profile"]["parts_s"][0]) for row in profiled), key=len, default=[])
-    lines = []
-    for row in profiled:
-        parts = row["profile"]["parts_s"]
-        together = {name: sum(of.get(name, 0.0) for of in parts) / len(parts) for name in names}
-        total = sum(together.values())
-        shares = (f"{seconds * 1e3:,.1f} ({seconds / total:.0%})" for seconds in together.values())
-        name = row["policy"] + mesh_text(row) + packed_text(row)
-        lines.append((row["shape"], tokens_text(row["tokens"]), name, f"{total * 1e3:,.1f}", *shares))
-    return markdown(("shape", "tokens", "policy", "ms a chunk", *names), lines)
 
 
 def layers_table(rows: Sequence[Row]) -> str:

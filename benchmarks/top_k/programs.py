@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from benchmarks.top_k import cases as top_k_cases
+from benchmarks.top_k import radix_select
+from benchmarks.top_k.cases import Case, Place
 from pallas_kernels import dispatch
 from pallas_kernels.bench import inputs
-from pallas_kernels.bench.top_k import cases as top_k_cases
-from pallas_kernels.bench.top_k import radix_select
-from pallas_kernels.bench.top_k.cases import Case, Place
 from pallas_kernels.hopper import lanes
 from pallas_kernels.top_k import top_k
 

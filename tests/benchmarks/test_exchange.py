@@ -14,8 +14,8 @@ from all_reduce_suite import AXIS
 from jax.sharding import Mesh
 from typer.testing import CliRunner
 
-from pallas_kernels.bench import exchange_bench
-from pallas_kernels.bench.exchange_bench import Case
+from benchmarks import exchange as exchange_bench
+from benchmarks.exchange import Case
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """Times all_reduce over the devices of one machine, beside `psum`, in the same run.
 
-    python -m pallas_kernels.bench.exchange_bench --json exchange.json
-    python -m pallas_kernels.bench.exchange_bench '2/8x3584/*' 'tiny/*'
+    python -m benchmarks.exchange --json exchange.json
+    python -m benchmarks.exchange '2/8x3584/*' 'tiny/*'
 
 A program adds `CHAIN` times, as a decode step does: each addition is followed by one elementwise kernel that makes the next parts from the
 sum. The same chain without exchanges is timed too. On GPUs the clock is that of the first one's trace.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from quick_cases import in_turn
 
-from pallas_kernels.bench.top_k import radix_select
+from benchmarks.top_k import radix_select
 from pallas_kernels.hopper import lanes
 
 

@@ -1,6 +1,6 @@
 """torch.topk as a baseline, in a separate process, because two profilers cannot share a device.
 
-    python -m pallas_kernels.bench.top_k.torch_top_k < asked.json > answers.json
+    python -m benchmarks.top_k.torch_top_k < asked.json > answers.json
 
 Asked is a list of {"name", "rows": an .npy file of scores `[copies, B, N]` float32, "k", "sorted", "flush_bytes", "calls", "answers": the
 .npy file that the indices `[copies, B, k]` are written to}, with flush_bytes and calls the same in all. An answer has the name and, per

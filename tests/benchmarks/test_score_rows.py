@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from pallas_kernels.bench.top_k import score_rows
-from pallas_kernels.bench.top_k.score_rows import Yarn
+from benchmarks.top_k import score_rows
+from benchmarks.top_k.score_rows import Yarn
+from kvjax import rope
+from kvjax.models import config_json
 
 N = 20_000
 LAWS = {
@@ -158,3 +160,13 @@ def test_a_seed_gives_the_same_again_and_another_something_else(make):
 def test_a_row_does_not_depend_on_the_batch():
     few, many = (score_rows.drawn_rows("beta", batch, 200, seed=9).scores for batch in (2, 5))
     np.testing.assert_array_equal(few, many[:2])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("base", "factor"), [(1e4, 40.0), (1e6, 4.0)])
+def test_the_rows_of_the_benchmarks_rotate_by_the_same_frequencies(head_dim, base, factor):
+    scaling = {"rope_type": "yarn", "rope_theta": base, "factor": factor, "original_max_position_embeddings": 4096}
+    stated = {"model_type": "llama", "rope_parameters": scaling, "hidden_size": 64, "num_attention_heads": 2, "head_dim": head_dim}
+    stated["max_position_embeddings"] = 131_072
+    theirs = rope.frequencies(config_json.parse(stated, None, None).layers[0].mixer.rope)
+    np.testing.assert_allclose(Yarn(head_dim, base, factor, 4096).frequencies(), theirs, rtol=2e-6)

@@ -7,7 +7,7 @@ import json
 import pytest
 import typer
 
-from pallas_kernels.bench import report
+from benchmarks import report
 
 PROVENANCE = {"device": "some GPU", "versions": {"jax": "0.11.2"}, "date": "2026-01-02T03:04:05+00:00", "command": "python -m it"}
 

@@ -11,13 +11,13 @@ import paging
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.top_k import cases as top_k_cases
+from benchmarks.top_k import earlier as top_k_earlier
+from benchmarks.top_k import programs, score_rows, torch_top_k
+from benchmarks.top_k import report as top_k_report
+from benchmarks.top_k import timings as top_k_bench
+from benchmarks.top_k.cases import Case, Place
 from pallas_kernels.bench.timing import Kernel
-from pallas_kernels.bench.top_k import cases as top_k_cases
-from pallas_kernels.bench.top_k import earlier as top_k_earlier
-from pallas_kernels.bench.top_k import programs, score_rows, torch_top_k
-from pallas_kernels.bench.top_k import report as top_k_report
-from pallas_kernels.bench.top_k import timings as top_k_bench
-from pallas_kernels.bench.top_k.cases import Case, Place
 
 TINY = Place("normal", 1024, 2, 32)
 YARN = Place("yarn", 2048, 1, 64)

@@ -1,7 +1,7 @@
-"""`python -m pallas_kernels.bench.top_k.passes`: how many passes over a row `top_k` takes, by kind of row, without a GPU.
+"""`python -m benchmarks.top_k.passes`: how many passes over a row `top_k` takes, by kind of row, without a GPU.
 
 The kernel's decisions are replayed (`pallas_kernels.top_k.replay`). They depend only on scores, hint and sizes, so the counts are the
-kernel's, on any machine. Rows are those of `pallas_kernels.bench.top_k`, but more of them, one row at a time.
+kernel's, on any machine. Rows are those of `benchmarks.top_k`, but more of them, one row at a time.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from pallas_kernels.bench.top_k import cases as top_k_cases
-from pallas_kernels.bench.top_k import report as top_k_report
-from pallas_kernels.bench.top_k import score_rows
-from pallas_kernels.bench.top_k.cases import Captured
+from benchmarks.top_k import cases as top_k_cases
+from benchmarks.top_k import report as top_k_report
+from benchmarks.top_k import score_rows
+from benchmarks.top_k.cases import Captured
 from pallas_kernels.core.options import JsonOption
 from pallas_kernels.core.results import write_result
 from pallas_kernels.top_k import plan, replay

@@ -1,10 +1,7 @@
-"""Writes a marked part of a document from committed panels, and from files of `kvjax echo` and of `kvjax needle` with several prefills.
+"""The marked part of a document, from committed panels and from files of `kvjax echo` and of `kvjax needle` with several prefills.
 
-    python -m kvjax.fidelity.documents benchmarks/results/h200/fidelity-*.json --into docs/fidelity.md --plots docs/fidelity
-
-replaces the part between `<!-- fidelity:evidence -->` and `<!-- /fidelity -->`, and draws the pictures of the first panel of `load`. With
-`--part released` it replaces the part of that name; the part `overview` holds one table of all cells. Figures of another model than the
-embedded one say whose they are.
+`rendered` replaces the part between `<!-- fidelity:evidence -->` and `<!-- /fidelity -->`, or the part of another name; `overview` holds
+one table of all cells. Figures of another model than the embedded one say whose they are.
 """
 
 from __future__ import annotations
@@ -13,13 +10,11 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from benchmarks.report import source
+from kvjax.fidelity.echo_tables import echo_table, needles_table
 from kvjax.fidelity.report import found_of, kinds_rows, lists_rows, panel_rows, points, policy_and_keys, remarks
-from pallas_kernels.bench.prefill.echo import echo_table, needles_table
-from pallas_kernels.bench.report import source
 from pallas_kernels.core.tables import markdown
 
 
@@ -93,23 +88,3 @@ def _place(panel: dict[str, Any]) -> tuple[int, ...]:
         return 1, "bench" not in panel, panel["length"] if "length" in panel else panel["settings"]["lengths"][0]
     settings = panel["settings"]
     return 0, -len(settings["lengths"]), len(settings["tasks"]) * len(settings["haystacks"]), -settings["steps"]
-
-
-def write_document(
-    files: Annotated[list[Path], typer.Argument(metavar="PANEL.json...", help="Panels of kvjax fidelity.")],
-    into: Annotated[Path, typer.Option(help="Document whose marked part is replaced.")],
-    part: Annotated[str, typer.Option(help="Name of the marked part.")] = "evidence",
-    plots: Annotated[Path | None, typer.Option(help="Folder for the pictures of the panel that stands first.")] = None,
-) -> None:
-    """Make the tables and pictures of a document from panels."""
-    panels = load(files)
-    into.write_text(rendered(into.read_text(encoding="utf-8"), panels, part), encoding="utf-8")
-    if plots is not None:
-        from kvjax.fidelity.plots import draw
-
-        plots.mkdir(parents=True, exist_ok=True)
-        draw(panels[0], plots)
-
-
-if __name__ == "__main__":
-    typer.run(write_document)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.bench.top_k.cases import Case
+from benchmarks.top_k.cases import Case
 
 
 def load_run(file: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pallas_kernels.bench.copies import copy_sizes, traced_copy_rates
+from benchmarks.copies import copy_sizes, traced_copy_rates
 from pallas_kernels.bench.timing import Kernel
 
 

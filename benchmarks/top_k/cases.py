@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.bench.top_k import score_rows
+from benchmarks.top_k import score_rows
 
 LENGTHS = tuple(n * 1024 for n in (8, 32, 64, 128, 256, 512, 1024))
 BATCHES = (1, 8, 64)
