@@ -1,7 +1,7 @@
 """Panels of released checkpoints, one after the other within a time limit, and their results for docs/real-checkpoints.md.
 
     python tests/real_checkpoint.py checkpoints
-    python benchmarks/real_panel.py checkpoints --out out/real --json benchmarks/results/h200 --minutes 9
+    python -m benchmarks.real_panel checkpoints --out out/real --json benchmarks/results/h200 --minutes 9
 
 The same command goes on where it ended. A panel that is finished is written to the folder of `--json` as real-PANEL.json.
 """
