@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from kvjax.axes import check_mesh, plan_sizes
 from kvjax.cache import PageAllocator
 from kvjax.cache.formats import parse_cache_format
 from kvjax.cache.groups import GroupPages, pages_for
@@ -30,6 +31,7 @@ from kvjax.inspection import StepRead, inspect
 from kvjax.memory import MemoryPlan, host_memory, memory_plan, plan_with_weights, pool_pages
 from kvjax.model import Model
 from kvjax.outcomes import Reads
+from kvjax.placement import place_model
 from kvjax.plans import Chunk, Decoded, DecodeGroup, StepPlan, StepResult, check_plan
 from kvjax.policies.choice import Choice
 from kvjax.policies.decode import DecodePolicy
@@ -39,7 +41,7 @@ from kvjax.reuse import StoreOptions, check_stores, make_reuse, reusing
 from kvjax.sampling import Sampled, Sampling, SamplingRows
 from kvjax.sequence_copies import SequenceCopies
 from kvjax.sequences import CachedSequence, check_usable
-from kvjax.sharding import check_mesh, place_model, plan_sizes, spec_on_mesh
+from kvjax.sharding import spec_on_mesh
 from kvjax.slots import Slots, Written
 from kvjax.steps import decode_step
 from kvjax.warmup import warm_up

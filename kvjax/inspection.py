@@ -12,15 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
+from kvjax.axes import WHOLE_COPY, Shards, spec_of
 from kvjax.cache import Cache, CacheSpec, LatentSpec, PagedSpec
-from kvjax.cache.types import LayerCache
+from kvjax.cache.arrays import LayerCache
 from kvjax.checks import listed
 from kvjax.decoding import padded_rows
 from kvjax.policies.decode import Blocks, DecodePolicy, ScoresBlocks, SelectContext
 from kvjax.policies.decode.base import attend_listed
 from kvjax.programs import program
 from kvjax.sequences import CachedSequence
-from kvjax.sharding import WHOLE_COPY, Shards, on_mesh, spec_of, specs_of_states
+from kvjax.sharding import on_mesh, specs_of_states
 from kvjax.slots import NextPages
 from kvjax.steps import decode
 

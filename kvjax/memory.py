@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from kvjax.axes import CONTEXT, least_of_processes
 from kvjax.cache import OPEN, WHOLE, CacheSpec, IndexSpec, OutOfPages
 from kvjax.cache.formats import CacheFormat, parse_cache_format
 from kvjax.cache.groups import Reach, frame_counts, most_pages, window_of
@@ -22,7 +23,6 @@ from kvjax.checks import whole_number
 from kvjax.model import ModelConfig, Params
 from kvjax.packing import FormatOf, format_function
 from kvjax.packing import weights_bytes as packed_bytes
-from kvjax.sharding import CONTEXT, least_of_processes
 
 DEVICE_SHARE, HOST_SHARE = 0.85, 0.5
 """Share of the free memory that a plan uses. It is larger on an accelerator, because other programs use the host's memory too."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jaxtyping import Array, Float
 
-from kvjax.sharding import on_host
+from kvjax.axes import on_host
 
 if TYPE_CHECKING:
     from kvjax.cache.groups import Reach

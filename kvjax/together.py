@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvjax.model import fingerprint
+from kvjax.identity import fingerprint
 from kvjax.policies.decode import identity
 from kvjax.policies.prefill import identity as prefill_identity
 from kvjax.scheduler import Scheduler

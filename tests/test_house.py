@@ -122,7 +122,7 @@ def test_imports_point_one_way():
         ("kvjax.model", "from kvjax.models.decoder import TransformerDecoder"),
         ("kvjax.engine", "from kvjax import models"),
         ("kvjax.engine", "from . import models"),
-        ("kvjax.cache.types", "from ..models import load"),
+        ("kvjax.cache.arrays", "from ..models import load"),
         ("kvjax.engine", "from kvjax import load"),
         ("kvjax.engine", "import importlib\nimportlib.import_module('kvjax.models.loading')"),
         ("kvjax.models.loading", "import kvjax.serving.cli"),

@@ -27,11 +27,11 @@ from kvjax.cache.allocator import OutOfPages, PageAllocator
 from kvjax.cache.disk_store import DiskStore
 from kvjax.cache.groups import GroupPages, Holder, PageIds, first_stored
 from kvjax.cache.host_store import HostStore
+from kvjax.cache.index_spec import IndexSpec
 from kvjax.cache.pins import Pins
 from kvjax.cache.pool import Pool
 from kvjax.cache.spec import OPEN
 from kvjax.cache.transfer import PIECE, Block, read_blocks, write_blocks
-from kvjax.cache.types import IndexSpec
 from pallas_kernels import dispatch
 
 AHEAD = 3

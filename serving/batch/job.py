@@ -28,7 +28,8 @@ from kvjax.data_parallel import engines_of
 from kvjax.engine import Engine
 from kvjax.generation import pages_needed, run
 from kvjax.guard import interrupts
-from kvjax.model import Model, fingerprint
+from kvjax.identity import fingerprint
+from kvjax.model import Model
 from kvjax.policies.decode import DecodePolicy, identity, parse
 from kvjax.policies.prefill import identity as prefill_identity
 from kvjax.requests import OnToken, Request

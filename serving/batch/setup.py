@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from kvjax.axes import mesh, plan_sizes
 from kvjax.checks import engine_sizes
 from kvjax.data_parallel import meshes_of, replicas
 from kvjax.declared import DeclaredPolicies
@@ -14,7 +15,6 @@ from kvjax.memory import MemoryPlan, memory_plan
 from kvjax.serving.batch.job import pages_of_job
 from kvjax.serving.batch.records import Record
 from kvjax.serving.flags import allow_host_pages, allow_pinned
-from kvjax.sharding import mesh, plan_sizes
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
