@@ -24,11 +24,11 @@ from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.spec import GroupSpec
 from kvjax.cache.staging import Copies, Sizes, Staged, Window, WindowRows, copy_window, sizes_alone, stage, stage_with
 from kvjax.cache.tables import page_table, staged_width, table_width
-from kvjax.learning import Learning, OpenChunk, PolicyStates, after_chunk
+from kvjax.learning import Learning, PolicyStates, after_chunk
 from kvjax.model import Decoder, Model
 from kvjax.plans import Prefilled
 from kvjax.policies.prefill import DensePrefill, PrefillPolicy
-from kvjax.sequences import CachedSequence
+from kvjax.sequences import CachedSequence, OpenChunk
 from kvjax.steps import embed_chunk, prefill_slice, row_logits
 
 logger = logging.getLogger(__name__)

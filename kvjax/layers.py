@@ -10,12 +10,7 @@ import dataclasses
 import math
 from typing import ClassVar, Literal
 
-from kvjax.axes import (
-    Cut,
-    cut,
-    even,
-    even_or_copied,
-)
+from kvjax.axes import Cut, cut, even, even_or_copied
 from kvjax.cache.spec import LatentSpec, PagedSpec, RecurrentSpec
 from kvjax.checks import whole_number
 from pallas_kernels.soft_cap import Scale, SoftCap

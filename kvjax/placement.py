@@ -44,7 +44,7 @@ def place_params(decoder: Decoder, params: Any, shards: Shards) -> Any:
 
 def place_tree(how: Any, params: Any, shards: Shards) -> Any:
     """`place_param` of every array of a tree, with its cut in its place in `how`. A packed matrix may have None for its zeros."""
-    return jax.tree.map(lambda each, leaf: leaf if leaf is None else place_param(each, leaf, shards), how, params, is_leaf=_is_cut)
+    return jax.tree.map(lambda each, leaf: leaf if leaf is None else place_param(each, leaf, shards), how, params, is_leaf=is_cut)
 
 
 def place_param(how: Cut | None, leaf: Array | np.ndarray, shards: Shards) -> Array:
@@ -87,7 +87,7 @@ def whole_params(model: Model) -> Any:
     def found(how: Cut | None, leaf: Array | None) -> Callable[[], np.ndarray] | None:
         return None if leaf is None else functools.partial(_whole, how, leaf, sizes)
 
-    return jax.tree.map(found, cuts, model.params, is_leaf=_is_cut)
+    return jax.tree.map(found, cuts, model.params, is_leaf=is_cut)
 
 
 def _whole(how: Cut | None, leaf: Array, sizes: Mapping[str, int]) -> np.ndarray:
@@ -99,5 +99,5 @@ def _whole(how: Cut | None, leaf: Array, sizes: Mapping[str, int]) -> np.ndarray
     return np.take(placed, first[: sizes.get(how.axes[how.axis])], axis=how.axis)
 
 
-def _is_cut(node: Any) -> bool:
+def is_cut(node: Any) -> bool:
     return node is None or isinstance(node, Cut)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from kvjax.cache.groups import Reach
     from kvjax.cache.prefixes import Chain
     from kvjax.cache.transfer import Stored
-    from kvjax.learning import OpenChunk
     from kvjax.policies.decode import DecodePolicy
 
 
@@ -193,3 +192,21 @@ def check_usable(sequences: Sequence[CachedSequence], live: Set[CachedSequence],
         raise ValueError("the sequence is suspended; engine.resume(sequence) brings its pages back")
     if in_chunks and not in_chunks.isdisjoint(given):
         raise ValueError("the sequence is in the middle of a chunk of prefill: continue the chunk (Engine.step), or free it")
+
+
+States = tuple[Any, ...]
+"""A policy's states, one per layer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenChunk:
+    """A sequence's last chunk while it is not full: the policies' states before `position`, and the tokens prefilled from there on.
+
+    The next call computes these tokens' queries again, so every cut of a prompt gives the same bits. This costs nothing, because a chunk
+    always computes all of its rows. Where pages are packed, position begins a page, because the tokens of that page before it may be
+    known only as packed when the queries run again. So queries of a page that steps began are not observed by prefill.
+    """
+
+    position: int
+    tokens: tuple[int, ...]
+    states: Mapping[DecodePolicy, States]

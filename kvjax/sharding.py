@@ -9,11 +9,9 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from kvjax.axes import WHOLE_COPY, Shards, spec_of
-from kvjax.cache.arrays import (
-    layer_specs,
-)
+from kvjax.cache.arrays import layer_specs
 from kvjax.cache.cache import Cache
-from kvjax.placement import _is_cut
+from kvjax.placement import is_cut
 
 if TYPE_CHECKING:
     from kvjax.cache.spec import CacheSpec
@@ -79,7 +77,7 @@ def on_mesh_alone(
 
 def param_specs(decoder: Decoder, params: Any, tensor: int) -> Any:
     """The `PartitionSpec` of each parameter."""
-    return jax.tree.map(lambda each: WHOLE_COPY if each is None else spec_of(each.axes), decoder.cuts(params, tensor), is_leaf=_is_cut)
+    return jax.tree.map(lambda each: WHOLE_COPY if each is None else spec_of(each.axes), decoder.cuts(params, tensor), is_leaf=is_cut)
 
 
 def specs_of_states(policy: Any, states: Any) -> Any:

@@ -26,12 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from kvjax.axes import (
-    Shards,
-    cut,
-    cut_of,
-    even,
-)
+from kvjax.axes import Shards, cut, cut_of, even
 from kvjax.layers import AttentionLayer, DeltaLayer, LatentLayer, LayerConfig
 from kvjax.model import Heads, Latents, LayerInput, Matrix, Mix, ModelConfig, Params, Recurrence
 from kvjax.models.mixers.attention import attend_heads

@@ -26,7 +26,7 @@ FRONT_DOOR = "kvjax.__init__"
 DOORS = {FRONT_DOOR, "kvjax.__main__"}  # they name what is above them as strings
 MADE_WITH = (*EXTRAS, "docs", "test")  # the extras of `make`'s environment
 BRING_YOUR_OWN = {"llama_cpp", "lm_eval", "torch"}  # imported only by an adapter, or as a baseline, for people who have it
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 120
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 1000, 120
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 CLIENTS = ROOT / "serving" / "clients"  # clients in other languages, and READMEs of all: no part of a Python package

@@ -226,7 +226,7 @@ class GroupPages:
 
     def skip(self, sequence: Holder) -> None:
         """Name no page for tokens before `sequence.length` beyond the last page, as if they had been given back. For a sequence that only
-        seems to have so many tokens (`kvjax.warmup`)."""
+        seems to have so many tokens (`Engine.warmup`)."""
         for group in self.spec.groups:
             if window_of(group, sequence.reach) is not None:
                 ids = sequence.pages[group.name]

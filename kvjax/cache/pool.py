@@ -14,12 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from kvjax.axes import Shards
-from kvjax.cache.arrays import (
-    LatentPages,
-    LayerCache,
-    PagedKV,
-    SlotLayer,
-)
+from kvjax.cache.arrays import LatentPages, LayerCache, PagedKV, SlotLayer
 from kvjax.cache.cache import Cache, Residency, check_missing
 from kvjax.cache.frames import Frames
 from kvjax.cache.hot import HotBuffers, HotTiles, counted, empty_hot, forget, no_buffers

@@ -15,13 +15,7 @@ from jax import lax
 from jaxtyping import Array, Int, UInt8
 
 from kvjax.axes import Shards
-from kvjax.cache.arrays import (
-    LatentPages,
-    LayerCache,
-    OpenRows,
-    SlotLayer,
-    kept_cut,
-)
+from kvjax.cache.arrays import LatentPages, LayerCache, OpenRows, SlotLayer, kept_cut
 from kvjax.cache.index_spec import IndexSpec, kept_in
 from kvjax.cache.pool import Pool, first_array, place_beside
 from kvjax.cache.spec import OPEN, CacheSpec, PagedSpec, RecurrentSpec

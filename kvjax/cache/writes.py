@@ -12,14 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.arrays import (
-    INDEXER,
-    INDEXER_SCALES,
-    LatentPages,
-    LayerCache,
-    PagedKV,
-    kept_cut,
-)
+from kvjax.cache.arrays import INDEXER, INDEXER_SCALES, LatentPages, LayerCache, PagedKV, kept_cut
 from kvjax.cache.index_spec import IndexSpec
 from kvjax.programs import program
 from pallas_kernels import dispatch

@@ -13,13 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Int
 
-from kvjax.axes import (
-    CONTEXT,
-    TENSOR,
-    Cut,
-    Shards,
-    spec_of,
-)
+from kvjax.axes import CONTEXT, TENSOR, Cut, Shards, spec_of
 from kvjax.cache import OPEN, Cache, IndexSpec, PagedKV, pages_of_step
 from kvjax.cache.arrays import OpenRows, layer_specs
 from kvjax.cache.index_spec import over_packed

@@ -13,12 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.axes import Shards
-from kvjax.cache.arrays import (
-    INDEXER,
-    INDEXER_SCALES,
-    LatentPages,
-    LayerCache,
-)
+from kvjax.cache.arrays import INDEXER, INDEXER_SCALES, LatentPages, LayerCache
 from kvjax.policies.decode.base import Blocks, IndexerQuery, SelectContext, State, Stateless, StateSpec
 from kvjax.policies.decode.candidates import ascending, best_candidates
 from pallas_kernels.gather_attention import gather_attention
