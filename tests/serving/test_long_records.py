@@ -13,6 +13,7 @@ from kvjax.client.errors import SessionError
 from kvjax.serving.batch import job as batch
 from kvjax.serving.batch.job import prepared, run_batch
 from kvjax.serving.batch.records import Defaults, parse, read
+from kvjax.serving.batch.setup import pages_of_job
 from kvjax.serving.bodies import prompt_ids
 from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.openai_form import asked
@@ -52,7 +53,7 @@ def test_a_record_far_over_the_limit_is_refused_before_it_is_tokenized(engine, t
         assert f"because a token of this tokenizer has at most {most}: more than the model's 512 positions" in error
         assert "the prompt has 1,80" in error
     assert max(tokenized) < 100
-    assert batch.pages_of_job(read(records[::3], Defaults()), engine.model, 3, 16) == 1
+    assert pages_of_job(read(records[::3], Defaults()), engine.model, 3, 16) == 1
     assert max(tokenized) < 100
 
 
