@@ -16,7 +16,6 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from kvjax.ahead import compile_together
 from kvjax.axes import check_mesh, plan_sizes
 from kvjax.cache import PageAllocator
 from kvjax.cache.formats import parse_cache_format
@@ -24,14 +23,13 @@ from kvjax.cache.groups import GroupPages, pages_for
 from kvjax.cache.pool import Pool, PoolStats
 from kvjax.cache.prefixes import PrefixStats
 from kvjax.cache.tables import staged_widths, table_width, table_widths
-from kvjax.capacity import Capacity
 from kvjax.checks import PROMPTS_REMEDY, check_model, check_salt, engine_sizes, listed, optional_function, token_ids, whole_number
 from kvjax.chunks import ChunkRun, Prefiller
 from kvjax.declared import DeclaredPolicies
 from kvjax.decoding import DecodeRunner, Launched, padded_rows
 from kvjax.guard import CallGuard, guarded
 from kvjax.inspection import StepRead, inspect_step, read_of
-from kvjax.memory import MemoryPlan, host_memory, memory_plan, plan_with_weights, pool_pages
+from kvjax.memory import Capacity, MemoryPlan, host_memory, memory_plan, plan_with_weights, pool_pages
 from kvjax.model import Model
 from kvjax.outcomes import Reads
 from kvjax.placement import place_model
@@ -39,6 +37,7 @@ from kvjax.plans import Chunk, Decoded, DecodeGroup, StepPlan, StepResult, check
 from kvjax.policies.choice import Choice, possible_prefills
 from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import PrefillPolicy
+from kvjax.programs import compile_together
 from kvjax.release import PageRelease
 from kvjax.reuse import StoreOptions, check_stores, make_reuse, reusing
 from kvjax.sampling import Sampled, Sampling, SamplingRows

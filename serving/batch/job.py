@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from kvjax.capacity import MOST_POSITIONS
 from kvjax.data_parallel import engines_of
 from kvjax.engine import Engine
 from kvjax.generation import run
 from kvjax.guard import interrupts
 from kvjax.identity import fingerprint
+from kvjax.memory import MOST_POSITIONS
 from kvjax.model import Model
 from kvjax.policies.decode import DecodePolicy, identity, parse
 from kvjax.policies.prefill import identity as prefill_identity

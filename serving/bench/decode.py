@@ -27,7 +27,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from kvjax.ahead import compiled
 from kvjax.axes import Shards, mesh
 from kvjax.bill.exchanges import counts_in
 from kvjax.bill.volume import rows_bytes, step_bytes
@@ -43,6 +42,7 @@ from kvjax.outcomes import Reads
 from kvjax.packing import format_function, table_shape, weights_bytes
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import Cascade, DecodePolicy, name_of, parse
+from kvjax.programs import compiled
 from kvjax.release import check_several
 from kvjax.sampling import SamplingRows
 from kvjax.serving.bench.random_model import placed, random_cache, random_params

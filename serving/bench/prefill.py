@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.ahead import compiled
 from kvjax.axes import Shards, mesh
 from kvjax.cache import OPEN, WHOLE, Cache, CacheSpec
 from kvjax.cache.arrays import made_on
@@ -35,6 +34,7 @@ from kvjax.models.decoder import TransformerDecoder
 from kvjax.packing import format_function, scheme_of, weights_bytes
 from kvjax.policies.choice import ChoosesPrefill
 from kvjax.policies.prefill import BoundsBlocks, PrefillPolicy, indexes_of, name_of, parse_prefill
+from kvjax.programs import compiled
 from kvjax.serving.bench.decode import MEMORY_SHARE, PAGE_SIZE, bytes_of, pages_of
 from kvjax.serving.bench.random_model import dealt_out, placed, random_params
 from kvjax.steps import prefill_step
