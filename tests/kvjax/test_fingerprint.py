@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_models import QWEN_7B, altered
 
-from kvjax import model as module
+from kvjax import identity as module
 from kvjax.identity import check_fingerprint, fingerprint
 from kvjax.layers import RopeScaling
 

@@ -96,13 +96,13 @@ def test_a_long_record_is_answered_with_the_others(engine, model, monkeypatch, r
     """With a limit that makes long texts of short ones: answers are the same, and a slow one ends last."""
     records = [{"id": n, "prompt": "amber basil " * (n + 1), "max_new_tokens": 6} for n in range(6)]
     expected = {answer["id"]: answer for answer in run_batch(records, engine, slots=3)}
-    prepare = batch._request
+    prepare = batch.request_of
 
     def slow(record, *arguments):
         time.sleep(0.05 if record.size > 40 else 0)
         return prepare(record, *arguments)
 
-    monkeypatch.setattr(batch, "_request", slow)
+    monkeypatch.setattr(batch, "request_of", slow)
     monkeypatch.setattr(batch, "LONG", 40)
     sizes = {"pages": 60, "page_size": 16, "prefill_chunk": 64, "batch_buckets": (1, 3)}
     engines = engine if replicas == 1 else kvjax.replicas(model, "window:8+24", policies=["dense"], data=replicas, **sizes)
