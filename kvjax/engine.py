@@ -35,7 +35,7 @@ from kvjax.outcomes import Reads
 from kvjax.placement import place_model
 from kvjax.plans import Chunk, Decoded, DecodeGroup, StepPlan, StepResult, check_plan
 from kvjax.policies.choice import Choice, possible_prefills
-from kvjax.policies.decode import DecodePolicy
+from kvjax.policies.decode import DecodePolicy, Watched
 from kvjax.policies.prefill import PrefillPolicy
 from kvjax.programs import compile_together
 from kvjax.release import PageRelease
@@ -298,7 +298,8 @@ class Engine:
         try:
             launched = self._launch(inspect_step, padded, given, policy)
             launched.slots.forget()  # the step's result is dropped
-            return read_of(launched.policy, len(sequences), *launched.results)
+            named = self.declared(policy)
+            return read_of(named if isinstance(named, Watched) else launched.policy, len(sequences), *launched.results)
         finally:
             runner.last_reads, declared.last_choice = kept
             for sequence, counts in zip(sequences, pages, strict=True):
