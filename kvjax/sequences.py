@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Bool, Float
 
 from kvjax.axes import on_host
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from kvjax.cache.prefixes import Chain
     from kvjax.cache.transfer import Stored
     from kvjax.policies.decode import DecodePolicy
-    from kvjax.watching import Alarm
+    from kvjax.sequences import Alarm
 
 
 class Growth:
@@ -213,3 +214,24 @@ class OpenChunk:
     position: int
     tokens: tuple[int, ...]
     states: Mapping[DecodePolicy, States]
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Alarm:
+    """Whether a head of a sequence reads more than the policy's list, after the latest launch that measured the sequence.
+
+    flags: of the batch of that launch, on their way to the host. row: the sequence's. unread: for how many launches the host still takes an
+    alarm for granted, so that it need not wait.
+    """
+
+    flags: Bool[Array, "B"]
+    row: int
+    unread: int
+
+    def raised(self, *, waits: bool) -> bool:
+        """Whether the next launch has to take it that a head reads more. waits: read the flag now, and wait for the device."""
+        if self.unread and not waits:
+            self.unread -= 1
+            return True
+        self.unread = 0
+        return bool(np.asarray(self.flags)[self.row])
