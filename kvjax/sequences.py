@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from kvjax.cache.prefixes import Chain
     from kvjax.cache.transfer import Stored
     from kvjax.policies.decode import DecodePolicy
-    from kvjax.sequences import Alarm
 
 
 class Growth:
