@@ -166,8 +166,8 @@ def test_a_prompts_chunks_bring_as_many_pages_as_they_reach():
     assert {each.mark for each in known} == {ASSUMED}
     for each in known:
         assert math.isclose(each.seconds, each.count * 10e-6 + each.received / 50e9)
-    with pytest.raises(NotImplementedError, match="flex"):
-        prompt_exchanges(TINY, parse_prefill("flex:0.9"), 640, 256, **sizes)
+    with pytest.raises(NotImplementedError, match="oracle"):
+        prompt_exchanges(TINY, parse_prefill("oracle:8"), 640, 256, **sizes)
 
 
 MUTANTS = {
