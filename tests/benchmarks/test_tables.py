@@ -17,7 +17,7 @@ from kvjax.fidelity import report as fidelity_report
 from kvjax.serving.cli import demo
 from pallas_kernels.core import tables
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def test_an_interval_says_to():

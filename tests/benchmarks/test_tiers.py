@@ -15,12 +15,12 @@ from benchmarks import reuse, tiered_prompts, tiers
 from benchmarks.hollow import HollowEngine, random_model
 from benchmarks.lists import Fresh, Replayed
 from benchmarks.tables import gigabytes, shape_text, tiered_prefill_cells, tiers_cells
-from kvjax.ahead import NAMED
 from kvjax.bill.bus_fitting import read_tier_cells
 from kvjax.bill.volume import pages_on_host
 from kvjax.cache.spanning import FrameCounts
 from kvjax.policies.decode import parse
 from kvjax.policies.prefill import parse_prefill
+from kvjax.programs import NAMED
 from kvjax.serving.bench.decode import config_of
 
 CONFIG = config_of("tiny", 1, "float32")

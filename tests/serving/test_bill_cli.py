@@ -294,7 +294,7 @@ def test_the_built_in_bill_is_the_default(kvjax):
 def test_evidence_is_recorded_and_the_choice_explained(kvjax, model, model_folder, tmp_path, monkeypatch):
     from kvjax.bill import auto_decode
     from kvjax.bill.step_bill import Bill, Price, sizes_of
-    from kvjax.model import fingerprint
+    from kvjax.identity import fingerprint
     from kvjax.models.loading import load
 
     interval = {"value": 0.01, "low": 0.0, "high": 0.02}
@@ -546,7 +546,7 @@ def test_a_mesh_without_terms_or_with_wrong_options_is_refused(kvjax, tmp_path):
         ("--devices", "4", "--tensor", "2"): "leave out --tensor",
         ("--memory", "80"): "needs --devices",
         ("--prefill", "dense"): "needs --tensor or --context",
-        ("--prefill", "flex:0.9", "--context", "2"): "is not counted",
+        ("--prefill", "oracle:8", "--context", "2"): "is not counted",
         ("--prefill", "dense", "--context", "3"): "is 3, and pages are dealt out over a power of two devices: use 2, 4 or 8",
         ("--prefill", "dense", "--context", "2", "--prefill-chunk", "100"): "is 100, and must be a multiple of the page size 128",
         ("--devices", "8..4"): "write the smaller number first, as 4..8",

@@ -13,6 +13,7 @@ import typer
 
 from kvjax.cache.formats import parse_cache_format
 from kvjax.models.decoder import TransformerDecoder
+from kvjax.placement import place_params
 from kvjax.policies.prefill import BoundsBlocks, MeasureOnceMaskOnce, parse_prefill
 from kvjax.serving.bench import prefill as prefill_bench
 from kvjax.serving.bench import tables
@@ -20,7 +21,6 @@ from kvjax.serving.bench.decode import SHAPES, config_of
 from kvjax.serving.bench.prefill import PrefillPlan, policies_of, run_prefill_plan, split
 from kvjax.serving.bench.random_model import placed, random_params
 from kvjax.serving.cli import bench as bench_cli
-from kvjax.sharding import place_params
 from pallas_kernels.bench.timing import Kernel
 
 SMALL = MeasureOnceMaskOnce(k=4, k_exact=2, k_trim=4, chi=64, window_tokens=64)
