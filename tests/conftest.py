@@ -150,3 +150,25 @@ def emulated_kernels():
     from emulator import kernels
 
     return kernels
+
+
+@pytest.fixture(scope="session")
+def hopper() -> None:
+    """For tests marked `gpu` that run the Mosaic GPU kernels: skips where there is no GPU that can run all of them, in all forms."""
+    from pallas_kernels import dispatch
+
+    if "mosaic_gpu" not in dispatch.available("flash_attention"):
+        pytest.skip("needs an NVIDIA GPU of compute capability 9.0")
+
+
+@pytest.fixture(scope="session")
+def cuda():
+    """What can be done for a GPU without one."""
+
+    import cuda_kernels
+
+    class Cuda:
+        lower = staticmethod(cuda_kernels.lower)
+        compile = staticmethod(cuda_kernels.compile_for)
+
+    return Cuda

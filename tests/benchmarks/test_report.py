@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-import typer
 
-from benchmarks import report
+from benchmarks import overview, report
 
 PROVENANCE = {"device": "some GPU", "versions": {"jax": "0.11.2"}, "date": "2026-01-02T03:04:05+00:00", "command": "python -m it"}
 
@@ -169,30 +168,16 @@ def test_rows_of_other_formats_and_meshes_are_other_cases():
     ], "the last one is the first one, measured again"
 
 
-def test_the_command_writes_documents_and_plots(tmp_path):
-    for name, run in (("ops.json", OPS), ("steps.json", STEPS)):
-        (tmp_path / name).write_text(json.dumps(run))
-    document = tmp_path / "page.md"
-    document.write_text("<!-- bench:op-rows -->\n<!-- /bench -->\n")
-    report.write_documents([tmp_path / "ops.json", tmp_path / "steps.json"], into=[document], plots=tmp_path / "plots")
-    assert "| sparse/qwen2.5-7b/top:8 | xla | 13 |" in document.read_text()
-    for name in ("step-time.png", "decode-op.png", "decode-step.png"):
-        assert (tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG")
+def test_pictures_are_drawn_of_rows_that_have_times(tmp_path):
+    report.plot(OPS["rows"], tmp_path / "ops.png", scale=1e6, unit="us")
+    overview.plot(OPS["rows"], STEPS["rows"], tmp_path / "step-time.png")
     timed = step_row("dense", 5.7, timeline=[["project", 0, 1000], ["span", 1000, 2000]])
-    (tmp_path / "steps.json").write_text(json.dumps(STEPS | {"rows": [timed]}))
-    report.write_documents([tmp_path / "steps.json"], timeline=tmp_path / "timeline.png")
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(typer.BadParameter, match="no step of 131,072 tokens and batch 1 has a timeline"):
-        report.write_documents([tmp_path / "ops.json"], timeline=tmp_path / "none.png")
+    report.plot_timeline([timed], tmp_path / "timeline.png")
+    for name in ("ops.png", "step-time.png", "timeline.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no step of 131,072 tokens and batch 1 has a timeline"):
+        report.plot_timeline([], tmp_path / "none.png")
     with pytest.raises(ValueError, match="no row has a time"):
         report.plot([op_row("dense", "dense", None)], tmp_path / "x.png", scale=1, unit="s")
     with pytest.raises(ValueError, match=r"no row of qwen2\.5-7b at batch 1 or 8 has a time"):
-        report.overview.plot([op_row("dense", "dense", None)], [], tmp_path / "x.png")
-
-
-def test_the_command_prints_what_it_has(tmp_path, capsys):
-    (tmp_path / "ops.json").write_text(json.dumps(OPS))
-    report.write_documents([tmp_path / "ops.json"])
-    out = capsys.readouterr().out
-    assert "## decode-op\n" in out
-    assert "## decode-step\n\n*Not measured yet.*" in out
+        overview.plot([op_row("dense", "dense", None)], [], tmp_path / "x.png")

@@ -285,13 +285,6 @@ def tools():
     return Tools
 
 
-@pytest.fixture(scope="session")
-def hopper() -> None:
-    """For tests marked `gpu` that run the Mosaic GPU kernels: skips where there is no GPU that can run all of them, in all forms."""
-    if "mosaic_gpu" not in dispatch.available("flash_attention"):
-        pytest.skip("needs an NVIDIA GPU of compute capability 9.0")
-
-
 @pytest.fixture(params=["wgmma", "without wgmma"])
 def tensor_cores(request):
     """For tests on a Hopper GPU of kernels that have two forms: Hopper's, and its successors', which Hopper can run, too."""
@@ -304,17 +297,6 @@ def nvidia() -> None:
     """For tests marked `gpu` that run on every NVIDIA GPU from Ampere on: skips elsewhere."""
     if "cudnn" not in dispatch.available("flash_attention"):
         pytest.skip("needs an NVIDIA GPU of compute capability 8.0 or newer")
-
-
-@pytest.fixture(scope="session")
-def cuda():
-    """What can be done for a GPU without one."""
-
-    class Cuda:
-        lower = staticmethod(cuda_kernels.lower)
-        compile = staticmethod(cuda_kernels.compile_for)
-
-    return Cuda
 
 
 @pytest.fixture
