@@ -31,7 +31,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 CLIENTS = ROOT / "serving" / "clients"  # clients in other languages, and READMEs of all: no part of a Python package
 SOURCES = [path for folder in LAYERS for path in sorted((ROOT / folder).rglob("*.py")) if CLIENTS not in path.parents]
-ALL_PYTHON = SOURCES + [path for folder in ("tests", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
+ALL_PYTHON = SOURCES + [path for folder in ("examples", "tests", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def label(path: Path) -> str:
