@@ -37,7 +37,7 @@ def place_params(decoder: Decoder, params: Any, shards: Shards) -> Any:
     cannot be split, whose heads do not divide, or that is on a mesh of other sizes."""
     if not hasattr(decoder, "cuts"):
         raise ValueError(
-            f"{type(decoder).__name__} cannot be split over a mesh: it needs the methods cuts and on_shards of kvjax.model.Decoder"
+            f"{type(decoder).__name__} cannot be split over a mesh: it needs cuts and on_shards of kvjax.model.Decoder"
         )
     return place_tree(decoder.cuts(params, shards.tensor), params, shards)
 
