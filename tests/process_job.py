@@ -24,7 +24,7 @@ from kvjax.bill import Auto, Bill, Bound, Evidence
 from kvjax.bill.exchanges import KINDS
 from kvjax.bill.mesh_terms import Latency, MeshRange, MeshTerms
 from kvjax.bill.step_bill import Price, sizes_of
-from kvjax.model import fingerprint
+from kvjax.identity import fingerprint
 from kvjax.policies.decode import HeavyPages, Stateless, TopBlocks
 
 PAGE, CHUNK, STEPS = 16, 64, 10

@@ -18,7 +18,7 @@ from kvjax.bill.prefill_exchanges import prompt_exchanges
 from kvjax.bill.regimes import crossover
 from kvjax.bill.report import TABLES, rendered
 from kvjax.bill.step_bill import from_json, to_json
-from kvjax.model import fingerprint
+from kvjax.identity import fingerprint
 from kvjax.models.loading import load
 from kvjax.policies.decode import parse
 from kvjax.policies.prefill import parse_prefill

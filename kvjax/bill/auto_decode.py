@@ -18,7 +18,8 @@ from kvjax.bill.step_bill import OWN, PROJECTED_GAIN, Bill, known_bill, sizes_of
 from kvjax.bill.volume import pages_on_host
 from kvjax.cache import OutOfPages
 from kvjax.cache.spanning import FrameCounts
-from kvjax.model import Model, ModelConfig, fingerprint
+from kvjax.identity import fingerprint
+from kvjax.model import Model, ModelConfig
 from kvjax.packing import FormatOf, packing_of
 from kvjax.policies.choice import ByFields, Choice, ChoosesDecode
 from kvjax.policies.decode.base import DecodePolicy, Stateless, chooses_over_devices

@@ -15,7 +15,8 @@ import jax
 from kvjax.bill.evidence import Fidelity, PrefillEvidence, parse_level, qualified, recorded_prefill_evidence
 from kvjax.bill.prefill_bill import LayerSizes, PrefillBill, known_prefill_bills, layer_sizes, nearest_quote, timed_as
 from kvjax.bill.step_bill import PROJECTED_GAIN, worthwhile
-from kvjax.model import Model, fingerprint
+from kvjax.identity import fingerprint
+from kvjax.model import Model
 from kvjax.policies.choice import ByFields, Choice, ChoosesPrefill
 from kvjax.policies.prefill.base import indexes_of
 from kvjax.policies.prefill.dense import DensePrefill

@@ -15,6 +15,7 @@ import jax.dtypes
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.axes import CONTEXT, TENSOR
 from kvjax.cache.spec import LatentSpec
 from kvjax.layers import DeltaLayer
 from kvjax.model import ModelConfig
@@ -24,7 +25,6 @@ from kvjax.policies.decode.dense import Dense
 from kvjax.policies.decode.top_blocks import TopBlocks
 from kvjax.policies.decode.top_tokens import TopTokens
 from kvjax.policies.decode.window import Window
-from kvjax.sharding import CONTEXT, TENSOR
 from pallas_kernels.all_gather.api import KERNEL_BYTES
 from pallas_kernels.all_reduce.xla import GATHERED_BYTES
 from pallas_kernels.select_blocks import selection_width

@@ -14,8 +14,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from kvjax.axes import TENSOR
 from kvjax.bill.exchanges import KINDS, Exchange
-from kvjax.sharding import TENSOR
 
 LAWS: dict[str, Callable[[int], float]] = {"log2": math.log2, "ring": lambda devices: devices - 1}
 """How often the latency of two devices counts among more of them: log2 for trees, one less than the devices for rings."""

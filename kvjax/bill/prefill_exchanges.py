@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kvjax.axes import CONTEXT, TENSOR
 from kvjax.bill.exchanges import ALL_GATHER, ALL_REDUCE, Exchange
 from kvjax.bill.mesh_terms import MeshTerms
+from kvjax.cache.index_spec import IndexSpec
 from kvjax.cache.spec import LatentSpec, LayerSpec, RecurrentSpec
 from kvjax.cache.tables import staged_width
-from kvjax.cache.types import IndexSpec
 from kvjax.chunk_rows import in_parts, tiles_each
 from kvjax.layers import LatentLayer
 from kvjax.model import ModelConfig
 from kvjax.policies.prefill import BoundsBlocks, DensePrefill, MeasureOnceMaskOnce, PrefillPolicy, SinkWindow, indexes_of, query_tile_of
-from kvjax.sharding import CONTEXT, TENSOR
 
 PREFILL_PARTS = {
     "products": "sums of the embedding and of every o and down projection",

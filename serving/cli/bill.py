@@ -331,7 +331,7 @@ def evidence_command(
 
     mark = None
     if model is not None:
-        from kvjax.model import fingerprint
+        from kvjax.identity import fingerprint
         from kvjax.models.loading import load
 
         mark = fingerprint(load(model, dtype=dtype))
@@ -384,7 +384,7 @@ def evidence_prefill_command(
 
     ran = None
     if model is not None:
-        from kvjax.model import fingerprint
+        from kvjax.identity import fingerprint
 
         loaded = load_model(model, dtype, max_positions)
         ran = fingerprint(loaded), loaded.config.compute_dtype

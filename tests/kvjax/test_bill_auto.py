@@ -20,7 +20,7 @@ from kvjax.bill.evidence import LEVELS, qualified, read_evidence, with_panel, wr
 from kvjax.bill.exchanges import KINDS
 from kvjax.bill.mesh_terms import Latency, MeshRange, MeshTerms
 from kvjax.bill.step_bill import Price, sizes_of
-from kvjax.model import fingerprint
+from kvjax.identity import fingerprint
 from kvjax.policies.decode import DecodePolicy, Dense, parse
 from kvjax.sampling import Sampled, SamplingRows
 from kvjax.steps import decode_step

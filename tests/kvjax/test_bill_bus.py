@@ -18,8 +18,8 @@ from kvjax.bill.report import bus_error_table, bus_table, tier_checks
 from kvjax.bill.step_bill import Price, from_json, load_bills, sizes_of, to_json
 from kvjax.bill.volume import pages_on_host
 from kvjax.cache.spanning import FrameCounts
+from kvjax.identity import fingerprint
 from kvjax.memory import memory_plan, pool_frames
-from kvjax.model import fingerprint
 from kvjax.policies.choice import Choice, ChoosesDecode
 from kvjax.policies.decode import Dense, Stateless, TopBlocks, Window, parse
 

@@ -13,6 +13,7 @@ from quick_cases import rest_long
 from tiny_models import QWEN_7B, RECURRENT, TINY, altered, make_family, random_weights
 
 import kvjax
+from kvjax.axes import CONTEXT, TENSOR, Shards
 from kvjax.bill import step_bytes
 from kvjax.bill.exchanges import ALL_GATHER, ALL_REDUCE, Exchange, counts_in, counts_of, layers_that_choose, step_exchanges
 from kvjax.bill.fitting import fit, read_cells, solve
@@ -33,16 +34,16 @@ from kvjax.bill.meshes import ASSUMED, EXTRAPOLATED, FITTED, MEASURED, device_by
 from kvjax.bill.prefill_exchanges import chunk_exchanges, prefill_parts, prompt_exchanges
 from kvjax.bill.report import checks
 from kvjax.bill.step_bill import from_json, load_bills, to_json
+from kvjax.cache.cache import Cache
 from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.spec import WHOLE
-from kvjax.cache.types import Cache
 from kvjax.layers import DeltaLayer
 from kvjax.models.decoder import TransformerDecoder
+from kvjax.placement import place_params
 from kvjax.policies.decode import Cascade, TopBlocks, TopTokens, parse
 from kvjax.policies.prefill import BoundsBlocks, DensePrefill, indexes_of, parse_prefill
 from kvjax.sampling import SamplingRows
 from kvjax.serving.bench.decode import SHAPES
-from kvjax.sharding import CONTEXT, TENSOR, Shards, place_params
 from kvjax.steps import decode_and_sample, embed_chunk, prefill_slice, row_logits
 
 PAGE, BATCH = 16, 3

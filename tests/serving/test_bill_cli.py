@@ -294,7 +294,7 @@ def test_the_built_in_bill_is_the_default(kvjax):
 def test_evidence_is_recorded_and_the_choice_explained(kvjax, model, model_folder, tmp_path, monkeypatch):
     from kvjax.bill import auto_decode
     from kvjax.bill.step_bill import Bill, Price, sizes_of
-    from kvjax.model import fingerprint
+    from kvjax.identity import fingerprint
     from kvjax.models.loading import load
 
     interval = {"value": 0.01, "low": 0.0, "high": 0.02}
