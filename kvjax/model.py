@@ -462,7 +462,7 @@ def fingerprint(model: Model) -> str:
 def _text(config: ModelConfig) -> str:
     """A description of the configuration that never changes, because the fingerprint hashes it.
 
-    The first version's configuration had one set of fields for all layers, and its repr was hashed. Evidence, bills and saved sequences
+    The first version's configuration had one set of fields for all layers, and its repr was hashed. Evidence, times and saved sequences
     name models by that hash, so a model with such fields keeps exactly that text. Biases of o and of the MLP came later, and count as
     weights. compute_dtype is left out, because each weight counts with its dtype.
     """

@@ -196,12 +196,12 @@ def test_imports_make_no_circle():
 @pytest.mark.parametrize(
     ("name", "code"),
     [
-        ("kvjax.engine", "import kvjax.bill"),
-        ("kvjax.engine", "from kvjax.bill.auto_decode import Auto"),
-        ("kvjax.engine", "def f():\n    from kvjax.bill import calibration"),
-        ("kvjax.engine", "import importlib\nimportlib.import_module('kvjax.bill.auto_decode')"),
-        ("kvjax.policies.decode.naming", "from kvjax.bill.auto_decode import Auto"),
-        ("kvjax.policies.prefill.naming", "def f():\n    from kvjax.bill.auto_prefill import AutoPrefill"),
+        ("kvjax.engine", "import kvjax.cost_model"),
+        ("kvjax.engine", "from kvjax.cost_model.auto import Auto"),
+        ("kvjax.engine", "def f():\n    from kvjax.cost_model import auto"),
+        ("kvjax.engine", "import importlib\nimportlib.import_module('kvjax.cost_model.auto')"),
+        ("kvjax.policies.decode.naming", "from kvjax.cost_model.auto import Auto"),
+        ("kvjax.policies.prefill.naming", "def f():\n    from kvjax.cost_model.auto import AutoPrefill"),
         ("kvjax.cache.spec", "from kvjax.engine import Engine"),
         ("kvjax.cache.spec", "from ..engine import Engine"),
         ("kvjax.registry", "from kvjax.policies.decode.naming import parse"),
