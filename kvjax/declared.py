@@ -26,6 +26,7 @@ from kvjax.policies.prefill import DensePrefill, PrefillPolicy, SinkWindow, TopT
 from kvjax.policies.prefill.lists import TileLists
 from kvjax.release import kept_from_the_start
 from kvjax.sharding import Shards
+from kvjax.watching import programs_of
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ class DeclaredPolicies:
     def possible(self, policy: str | DecodePolicy | None, longest: int, batch: int) -> tuple[DecodePolicy, ...]:
         """The policies that may run for `batch` sequences of up to `longest` tokens when this one is named."""
         policy = self.find(policy)
-        return policy.possible(longest, batch, *self._sizes) if isinstance(policy, ChoosesDecode) else (policy,)
+        return policy.possible(longest, batch, *self._sizes) if isinstance(policy, ChoosesDecode) else programs_of(policy)
 
     @property
     def _sizes(self) -> tuple[FrameCounts, ...]:

@@ -24,12 +24,13 @@ from kvjax.model import Model
 from kvjax.outcomes import Reads
 from kvjax.plans import Decoded, DecodeGroup
 from kvjax.policies.choice import ChoosesDecode
-from kvjax.policies.decode import DecodePolicy
+from kvjax.policies.decode import DecodePolicy, Watched
 from kvjax.release import PageRelease, check_several
 from kvjax.sampling import Sampling, SamplingRows, check_rows
 from kvjax.sequences import CachedSequence
 from kvjax.slots import Slots, Written, in_bucket
 from kvjax.steps import decode_and_sample, sample_first
+from kvjax.watching import after_prompts, alarms_of, program_of, programs_of
 
 DRAFTS = (1, 4, 8, 16)
 """How many tokens of a sequence a step may write. There are few sizes, so that few programs are compiled."""
@@ -148,8 +149,9 @@ class DecodeRunner:
         launches: the numbers of steps of `decode_steps`, in place of the decode step. Done once for each policy, number of slots and width
         of page tables."""
         widths = {group.name: table_width(-(-tokens // group.page_size)) for group in self._groups.spec.groups}
-        if (key := (policy, len(samplings), *widths.values())) not in self._ahead:
-            self._ahead.begin(key, functools.partial(self._after_prefill, policy, sequence, widths, samplings, launches))
+        for each in programs_of(policy):
+            if (key := (each, len(samplings), *widths.values())) not in self._ahead:
+                self._ahead.begin(key, functools.partial(self._after_prefill, each, sequence, widths, samplings, launches))
 
     def _after_prefill(
         self,
@@ -218,6 +220,8 @@ class DecodeRunner:
         if isinstance(policy, ChoosesDecode):
             counts = [written] * len(slots.rows) if isinstance(written, int) else written[slots.rows].tolist()
             policy = self._declared.choose(policy, [length + count for length, count in zip(slots.lengths, counts, strict=True)])
+        if isinstance(policy, Watched) and not self._watches_each(tokens):
+            policy = program_of(policy, slots, written, several=not isinstance(written, int) or written > 1)
         if self._pool.frames:
             self._pool.advance_copies()
             self._pool.bring_back(slots.sealed)
@@ -227,6 +231,8 @@ class DecodeRunner:
         if self._pool.beside is not None and not isinstance(tokens, jax.Array):
             tokens = self._pool.put(tokens)
         states = self._declared.states.of_batch(policy, slots.sequences)
+        if isinstance(policy, Watched):
+            states = after_prompts(policy, slots, states)
         args = (self.model.decoder, policy, self._declared.indexes, self.model.params, cache, tokens, slots.active, states, *rest)
         try:
             results = self._pool.run(step, *args, following=following, shards=self._pool.shards, kept=self._kept)
@@ -235,6 +241,11 @@ class DecodeRunner:
             raise
         *results, cache, states, self.last_reads = results
         return Launched(policy, slots, results, states, cache)
+
+    def _watches_each(self, tokens: Array) -> bool:
+        """Whether a watched policy runs one program for all steps, because those of the policy alone round otherwise: drafted tokens attend
+        together there, and pages in host memory are read through the hot buffer."""
+        return (tokens.ndim == 2 and tokens.shape[1] > 1) or bool(self._pool.frames)
 
     def _kept(self, result: tuple) -> tuple[Layers, Array]:
         """The pages in a decode step's result, and one of its outputs."""
@@ -259,11 +270,12 @@ class DecodeRunner:
     def keep(self, launched: Launched, written: Written = 1) -> None:
         """Keep a step's result. written: how many of the tokens written stay, per slot."""
         slots, states = launched.slots, launched.states
-        learned = []
+        learned, alarms = [], {}
         if not self._declared.states.stateless(launched.policy) and jax.tree.leaves(states):
             try:
                 rows = rows_of(states)
                 learned = [rows[row] for row in slots.rows]
+                alarms = alarms_of(launched.policy, slots, written, states)
             except BaseException:  # no memory on the device, say
                 slots.forget()
                 raise
@@ -274,6 +286,8 @@ class DecodeRunner:
                 self._groups.give_back(sequence)
         for sequence, state in zip(slots.live, learned, strict=False):
             sequence.states[launched.policy] = state
+        for sequence, alarm in alarms.items():
+            sequence.alarms[launched.policy] = alarm
         if self._release.gives_back(launched.policy):
             counts = [written] * len(slots.live) if isinstance(written, int) else written[slots.rows].tolist()
             self._release.after_step(launched.policy, slots.live, counts)

@@ -16,7 +16,7 @@ from kvjax.cache import Cache, CacheSpec, LatentSpec, PagedSpec
 from kvjax.cache.types import LayerCache
 from kvjax.checks import listed
 from kvjax.decoding import padded_rows
-from kvjax.policies.decode import Blocks, DecodePolicy, ScoresBlocks, SelectContext
+from kvjax.policies.decode import Blocks, DecodePolicy, ScoresBlocks, SelectContext, Watched
 from kvjax.policies.decode.base import attend_listed
 from kvjax.programs import program
 from kvjax.sequences import CachedSequence
@@ -138,7 +138,8 @@ def inspect(engine: Engine, sequences: Sequence[CachedSequence], tokens: Sequenc
     try:
         launched = engine._launch(inspect_step, padded, given, policy)
         launched.slots.forget()  # the step's result is dropped
-        return read_of(launched.policy, len(sequences), *launched.results)
+        named = engine.declared(policy)
+        return read_of(named if isinstance(named, Watched) else launched.policy, len(sequences), *launched.results)
     finally:
         runner.last_reads, declared.last_choice = kept
         for sequence, counts in zip(sequences, pages, strict=True):

@@ -38,7 +38,6 @@ PREFILL_FORMS = (
     "+uncorrected, +gamma4, +gamma1), "
     "window:SINK+WINDOW (tokens, as window:64+1024; window:64+1024+remap counts positions in the cache), "
     "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS, "
-    "flex:GAMMA, xattention:THRESHOLD, bfla:MASS (shares of attention, as flex:0.9), "
     "tokens:K (of models with an indexer of tokens), "
     "auto, auto:LEVEL (per chunk, the fastest policy on record for the level), " + _OWN_FORMS
 )

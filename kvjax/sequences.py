@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvjax.cache.transfer import Stored
     from kvjax.learning import OpenChunk
     from kvjax.policies.decode import DecodePolicy
+    from kvjax.watching import Alarm
 
 
 class Growth:
@@ -61,10 +62,10 @@ class CachedSequence:
     held: which logical pages these are, by layer group. keeping: which policy gives pages of it back, and what stays; None: everything.
     prefix: what prefix it begins with, where the engine reuses pages. failed: the error that stopped a chunk of it half-way, when rows of
     its state had moved to the chunk's end: it can only be freed. growth: the batch in which it has been decoded since `length` and `pages`
-    were last set; None before the next decode step.
+    were last set; None before the next decode step. alarms: what the host knows of its heads, by watched policy.
     """
 
-    __slots__ = ("_growth", "_length", "_pages", "failed", "held", "keeping")
+    __slots__ = ("_growth", "_length", "_pages", "alarms", "failed", "held", "keeping")
     __slots__ += ("logits", "open_chunk", "prefix", "states", "suspended", "tokens")
 
     def __init__(
@@ -86,6 +87,7 @@ class CachedSequence:
         self.keeping = keeping
         self.prefix: Chain | None = None
         self.failed: Exception | None = None
+        self.alarms: dict[DecodePolicy, Alarm] = {}
 
     @property
     def length(self) -> int:
@@ -156,6 +158,7 @@ class CachedSequence:
         """A second sequence of the same tokens, states and logits, with pages of its own."""
         other = CachedSequence(list(self.tokens), self.length, pages, self.logits, dict(self.states), self.open_chunk)
         other.prefix = None if self.prefix is None else self.prefix.copy()
+        other.alarms = dict(self.alarms)
         other.keeping = None if self.keeping is None else self.keeping.copy()
         return other
 

@@ -100,7 +100,7 @@ class Slots:
     def lacking(self, written: Written) -> tuple[list[CachedSequence], list[int]]:
         """The sequences that lack pages for so many more tokens, and how many these are for each. written: for all slots, or slot by
         slot."""
-        grown = [(self.live[place], _of_slot(written, self.rows[place])) for place in self._near_a_limit(_most(written))]
+        grown = [(self.live[place], of_slot(written, self.rows[place])) for place in self._near_a_limit(_most(written))]
         lacking = [(each, count) for each, count in grown if each.length + count > self._room(each)]
         return [each for each, _ in lacking], [count for _, count in lacking]
 
@@ -204,7 +204,8 @@ def _most(written: Written) -> int:
     return written if isinstance(written, int) else int(written.max())
 
 
-def _of_slot(written: Written, slot: int) -> int:
+def of_slot(written: Written, slot: int) -> int:
+    """How many tokens are written in a slot."""
     return written if isinstance(written, int) else int(written[slot])
 
 

@@ -52,7 +52,7 @@ MOST_MAPS = 40_000
 def pytest_addoption(parser):
     parser.addoption("--soak-minutes", type=float, default=30, help="how long the long soak of tests/kvjax/test_soak.py runs")
     parser.addoption(
-        "--needle-128k", metavar="FOLDER", help="the model that `kvjax train-needle --recipe needle-128k` made, for tests of it"
+        "--needle-128k", metavar="FOLDER", help="the model that recipe needle-128k of tools/train_needle made, for tests of it"
     )
     parser.addoption("--torch-python", help="a Python with torch, transformers and compressed-tensors, to open saved models")
     parser.addoption("--require-real", action="store_true", help="fail where a real checkpoint cannot be fetched; `make real` does so")

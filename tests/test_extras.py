@@ -76,10 +76,6 @@ def test_loading_generating_and_batches_need_no_extra(tmp_path):
             "not installed here: pip install 'kvjax[server]'",
         ),
         ("demo", "kvjax demo needs matplotlib, not installed here: pip install 'kvjax[plots]'"),
-        (
-            "train-needle RUN --text TEXT --held-out TEXT",
-            "kvjax train-needle needs matplotlib, not installed here: pip install 'kvjax[plots]'",
-        ),
     ],
 )
 def test_a_command_that_needs_an_extra_says_so_at_once_in_one_line(line, said, tmp_path, monkeypatch, capsys):

@@ -158,10 +158,10 @@ def test_what_a_run_without_stretched_positions_found_is_what_its_file_says():
 
 def test_what_the_recipe_and_its_model_find_is_what_the_files_say():
     text = " ".join((ROOT / "docs/long-model.md").read_text(encoding="utf-8").split())
-    found = json.loads((ROOT / "kvjax/models/needle/long_evaluation.json").read_text())
+    found = json.loads((ROOT / "tools/train_needle/long_evaluation.json").read_text())
     shares = [f"{100 * found[str(length)]['exact_match']:.3g}%" for length in (2**13, 2**14, 2**15, 2**16, 2**17)]
     assert f"YaRN finds {', '.join(shares[:-1])} and {shares[-1]}** of 200 needles" in text
-    last = json.loads((ROOT / "kvjax/models/needle/long_curve.jsonl").read_text().splitlines()[-1])
+    last = json.loads((ROOT / "tools/train_needle/long_curve.jsonl").read_text().splitlines()[-1])
     assert f"after {last['seconds']:.0f} seconds of training" in text
     half, whole = (json.loads((ROOT / f"benchmarks/results/h200/long-fidelity-{length}.json").read_text()) for length in ("64k", "128k"))
     lost = [{row["policy"]: row["against_dense"]["lost"] for row in panel["retrieval"]} for panel in (half, whole)]

@@ -265,7 +265,7 @@ def test_arrays_of_objects_are_not_read(tmp_path):
     mark = tmp_path / "mark"
     np.save(tmp_path / "objects.npy", np.array([Leaves(mark)], object), allow_pickle=True)
     with pytest.raises(ValueError, match="allow_pickle=False"):
-        np.load(tmp_path / "objects.npy")  # as pallas_kernels.bench and kvjax.models.needle read arrays: NumPy's default
+        np.load(tmp_path / "objects.npy")  # as pallas_kernels.bench and tools/train_needle read arrays: NumPy's default
     assert not mark.exists()
 
 

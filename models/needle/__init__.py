@@ -1,4 +1,4 @@
-"""The embedded needle model, and the code that trains it (`training.train`)."""
+"""The embedded needle model. `tools/train_needle` is how it was made."""
 
 from __future__ import annotations
 

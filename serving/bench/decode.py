@@ -41,7 +41,7 @@ from kvjax.models.loading import read_config
 from kvjax.outcomes import Reads
 from kvjax.packing import format_function, table_shape, weights_bytes
 from kvjax.policies.choice import ChoosesDecode
-from kvjax.policies.decode import Cascade, DecodePolicy, name_of, parse
+from kvjax.policies.decode import Cascade, DecodePolicy, Watched, name_of, parse
 from kvjax.release import check_several
 from kvjax.sampling import SamplingRows
 from kvjax.serving.bench.random_model import placed, random_cache, random_params
@@ -158,6 +158,8 @@ class Plan:
             raise ValueError(f"drafts must be among {', '.join(map(str, DRAFTS))}, each once, got {self.drafts}")
         if auto := [policy for policy in self.policies if isinstance(policy, ChoosesDecode)]:
             raise ValueError(f"policy {auto[0]} chooses another policy for each step and is not timed itself: name those policies")
+        if watched := [policy for policy in self.policies if isinstance(policy, Watched)]:
+            raise ValueError(f"policy {watched[0]} runs two programs, which benchmarks/designs/watched_steps.py times: leave out +missed")
         for name, values in (("batch", (self.batch,)), ("steps", (self.steps,)), ("rounds", (self.rounds,)), ("lengths", self.lengths)):
             if not values or min(values) < 1:
                 raise ValueError(f"{name} must be at least 1, got {values}")

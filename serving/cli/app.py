@@ -261,46 +261,6 @@ def demo_command(
     run_demo(picture, prompts=prompts, length=length, seed=seed)
 
 
-@app.command("train-needle")
-def train_needle_command(
-    folder: Annotated[
-        Path, typer.Argument(file_okay=False, help="Folder of the run: checkpoints, loss curve, and the model in folder/model.")
-    ],
-    text: Annotated[list[Path], typer.Option(help="Training text: a .txt or .py file, or a folder of them; may be given several times.")],
-    held_out: Annotated[list[Path], typer.Option(help="Text that training never sees, for evaluation; may be given several times.")],
-    recipe: Annotated[
-        str,
-        typer.Option(
-            help="needle (the embedded model), needle-128k (trained on from it; both need an accelerator) or toy (minutes on a CPU)."
-        ),
-    ] = "needle",
-    python_sources: Annotated[bool, typer.Option(help="Also train on the standard library's sources.")] = True,
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Processes that make batches. [default: depends on the number of CPUs]", show_default=False, **whole(most=1024)),
-    ] = None,
-    stop_at: Annotated[
-        int | None,
-        typer.Option(help="Stop after this many steps, with a checkpoint. [default: the recipe's end]", show_default=False, **whole()),
-    ] = None,
-) -> None:
-    """Train the model that finds needles, or continue an earlier run in the same folder."""
-    from kvjax.models.needle.recipe import PRESETS
-
-    if recipe not in PRESETS:
-        raise typer.BadParameter(f"{recipe!r} is not a recipe; there are {', '.join(PRESETS)}", param_hint="--recipe")
-
-    needs_extras("kvjax train-needle", "plots")
-    from kvjax.models.needle.training import train
-
-    try:
-        model = train(PRESETS[recipe], text, held_out, folder, with_python_sources=python_sources, workers=workers, stop_at=stop_at)
-    except KeyboardInterrupt:
-        typer.echo(f"interrupted; run the same command again to continue from the last checkpoint in {folder / 'checkpoints'}", err=True)
-        raise
-    typer.echo(f"stopped at step {stop_at}; run again to continue" if model is None else f"the model is in {model}")
-
-
 UNREAD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings of a command that takes any arguments."""
 

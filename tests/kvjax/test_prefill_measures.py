@@ -19,7 +19,6 @@ from kvjax.policies.prefill import (
     OracleBlocks,
     PrefillContext,
     SinkWindow,
-    XAttention,
     measures,
     missed,
 )
@@ -190,16 +189,6 @@ def test_rows_of_lists_and_paths_are_told(rows):
 
 def test_queries_that_chose_the_lists_do_not_judge_them():
     assert inspect.signature(measures.measure_recorded).parameters["seed"].default != BoundsShare().seed
-
-
-@pytest.mark.long
-def test_lists_as_wide_as_the_table_are_measured(model, text):
-    """Of policies that list as many blocks as they need: the queries behind what their shortest lists hold, and no more than the oracle."""
-    for row in measure_prefill(model, text[:160], [XAttention(0.6, 4, **SIZES)], chunk=32, page_size=16):
-        assert row["queries"] == (160 - 8 - 8 - 12) * model.config.layers[0].mixer.num_heads
-        assert 0 < row["listed"] < 16
-        assert row["of_oracle"] <= 1 + 1e-6
-        assert row["missed"]["low"] - 0.1 < 1 - row["captured"] < row["missed"]["high"] + 0.1
 
 
 def test_policies_with_neither_lists_nor_window_are_refused(model, text):

@@ -5,18 +5,15 @@ import pytest
 import kvjax
 from kvjax import Engine
 from kvjax.policies.prefill import (
-    BlockFilter,
     BoundsBlocks,
     BoundsShare,
     DensePrefill,
-    FlexPrefill,
     MeanPooled,
     MeasureOnceMaskOnce,
     OracleBlocks,
     SinkWindow,
     TopTokensPrefill,
     VerticalSlash,
-    XAttention,
     parse_prefill,
 )
 
@@ -33,9 +30,6 @@ from kvjax.policies.prefill import (
         ("bounds:0.002", BoundsShare(0.002)),
         ("bounds:0.9999999", BoundsShare(0.9999999)),
         ("bounds:0.0000000000123", BoundsShare(1.23e-11)),
-        ("xattention:1.0", XAttention(1.0)),
-        ("flex:1.0", FlexPrefill(1.0)),
-        ("bfla:1.0", BlockFilter(1.0)),
         ("momo:128/8", MeasureOnceMaskOnce()),
         ("momo:64/64", MeasureOnceMaskOnce(k=64, k_exact=64, k_trim=64)),
         ("momo:128/8+quantile+score+plain", MeasureOnceMaskOnce(estimate="quantile", rank="score", delta="plain")),
@@ -47,9 +41,6 @@ from kvjax.policies.prefill import (
         ("mean:32", MeanPooled(32)),
         ("oracle:32", OracleBlocks(32)),
         ("vertical-slash:10+7", VerticalSlash(10, 7)),
-        ("flex:0.95", FlexPrefill(0.95)),
-        ("xattention:0.9", XAttention()),
-        ("bfla:0.99", BlockFilter()),
     ],
 )
 def test_names(name, policy):
@@ -93,11 +84,6 @@ def test_what_is_no_policy_is_refused():
         (lambda: MeanPooled(k=0), "k must be an int of at least 1"),
         (lambda: OracleBlocks(key_block=0), "key_block"),
         (lambda: VerticalSlash(slash=0), "slash"),
-        (lambda: FlexPrefill(0.0), "gamma must be a fraction, at most 1, got 0.0"),
-        (lambda: XAttention(1.5), "threshold must be a fraction above 0, at most 1, got 1.5"),
-        (lambda: BlockFilter(0.0), "mass must be a fraction above 0, at most 1, got 0.0"),
-        (lambda: BlockFilter(chi=96), "chi 96 must divide coarse 256 and be a multiple of group 64"),
-        (lambda: XAttention(stride=12), "stride 12 must divide chi 128 and key_block 64"),
         (lambda: SinkWindow(-1), "sink_tokens must be an int of at least 0, got -1"),
         (lambda: SinkWindow(gamma=0), "gamma"),
         (lambda: parse_prefill("momo:4/8"), "k_exact 8 exceeds k 4"),

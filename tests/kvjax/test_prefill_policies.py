@@ -1,38 +1,31 @@
 """Prefill policies: what covers everything is dense; each policy's rule against a plain one; chunks, padding, extending."""
 
-import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from prefill_chunks import SCALE, SIZES, attend, attend_sparse, chunk, close, distant, find_lists, laid_out, listed, paid, tiles
 from quick_cases import some_long
-from scipy.spatial import distance
 
 from kvjax import Engine
 from kvjax.cache import PagedKV
 from kvjax.fidelity.echo import ListedDense
 from kvjax.policies.prefill import (
-    BlockFilter,
     BoundsBlocks,
     BoundsShare,
     DensePrefill,
-    FlexPrefill,
     MeanPooled,
     MeasureOnceMaskOnce,
     OracleBlocks,
-    PrefillContext,
     SinkWindow,
     VerticalSlash,
-    XAttention,
     attention_mass,
 )
 from kvjax.policies.prefill.missed import drawn_positions
-from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import Pages
 
-SIZES = {"chi": 8, "key_block": 8, "sink_tokens": 8, "window_tokens": 12}
 PAGE_WINDOW = {"window_tokens": 16}
 SPARSE_BOUNDS = SIZES | PAGE_WINDOW | {"dense_below": 0}
 MOMO = {"gamma": 4, "k": 5, "k_exact": 2, "k_trim": 4}
@@ -46,10 +39,6 @@ COVERING = {
     "oracle": OracleBlocks(**SIZES, k=16),
     "vertical": VerticalSlash(**SIZES, vertical=16, slash=1, last_queries=6),
     "slash": VerticalSlash(**SIZES, vertical=1, slash=16, last_queries=6),
-    "flex, means": FlexPrefill(1.0, 1.0, **SIZES),
-    "flex, lines": FlexPrefill(1.0, 0.0, **SIZES),
-    "xattention": XAttention(1.0, 4, **SIZES),
-    "block filter": BlockFilter(1.0, 16, 4, **SIZES),
     "window": SinkWindow(8, 120),
     "window with delta": SinkWindow(8, 120, gamma=4),
     "every block listed": ListedDense(**SIZES),
@@ -64,88 +53,14 @@ SPARSE = {
     "mean": MeanPooled(**SIZES, k=3),
     "oracle": OracleBlocks(**SIZES, k=3),
     "vertical-slash": VerticalSlash(**SIZES, vertical=2, slash=1, last_queries=6),
-    "flex": FlexPrefill(0.3, 0.28, **SIZES),
-    "xattention": XAttention(0.6, 4, **SIZES),
-    "block filter": BlockFilter(0.6, 16, 4, **SIZES),
     "window": SinkWindow(8, 12),
     "window with delta": SinkWindow(8, 12, gamma=4),
 }
 LISTING = ("momo", "bounds", "bounds, a share", "mean", "oracle", "vertical-slash")
-SCALE = 0.35
-LONG = ("momo, exact, untrimmed", "bounds, a share", "slash", "flex, lines", "momo, quantile", "bounds, maximum", "momo, no delta")
+LONG = ("momo, exact, untrimmed", "bounds, a share", "slash", "momo, quantile", "bounds, maximum", "momo, no delta")
 """Variants: what they show, another case shows nearly as well."""
 ENGINE = {"pages": 48, "page_size": 16, "prefill_chunk": 32, "batch_buckets": (1,)}
 """Sizes of every engine here, so that programs are shared."""
-
-
-@functools.partial(jax.jit, static_argnames="policy")
-def attend(policy, query, layer, ctx):
-    """Compiled once per policy and shapes, whatever number of tests ask."""
-    return policy.attend(query, layer, ctx)
-
-
-@functools.partial(jax.jit, static_argnames="policy")
-def attend_sparse(policy, query, layer, ctx):
-    return policy.attend_sparse(query, layer, ctx)
-
-
-@functools.partial(jax.jit, static_argnames="policy")
-def find_lists(policy, query, layer, ctx):
-    return policy.lists(query, layer, ctx)
-
-
-@functools.cache
-def chunk(seed=0, start=64, length=120, num_queries=64, page_size=16, capacity=128):
-    """(query, layer, context): a chunk at the end of one sequence on permuted pages; padding after it and NaN wherever nothing is."""
-    rng = np.random.default_rng(seed)
-    pages = capacity // page_size
-    table = rng.permutation(pages + 3)[:pages]
-    pool = np.full((2, pages + 3, 2, page_size, 8), np.nan, np.float32)
-    for position in range(length):
-        pool[:, table[position // page_size], :, position % page_size] = rng.standard_normal((2, 2, 8))
-    query = 2 * rng.standard_normal((1, num_queries, 6, 8))
-    used = -(-length // page_size)
-    table = np.where(np.arange(pages) < used, table, -1)[None].astype(np.int32)
-    k, v = map(jnp.asarray, pool)
-    layer = PagedKV(Pages(k, v), {"bounds8": page_index(k, kind="bounds", block_size=8)} if page_size == 16 else {})
-    positions = (jnp.asarray(table), jnp.array([start], jnp.int32), jnp.array([length], jnp.int32))
-    return jnp.asarray(query, jnp.float32), layer, PrefillContext(*positions, layer=0, sm_scale=SCALE)
-
-
-def laid_out(query, layer, ctx):
-    """(q, keys, positions of the written queries, length) of the one sequence as numpy, keys per query head: [T H D], [S H D]."""
-    length, start = int(ctx.lengths[0]), int(ctx.starts[0])
-    keys = np.asarray(layer.pages.k)[np.asarray(ctx.page_table[0])].swapaxes(1, 2).reshape(-1, 2, 8)[:length].repeat(3, axis=1)
-    positions = np.arange(start, min(start + query.shape[1], length))
-    return np.asarray(query[0], np.float64)[: len(positions)], keys.astype(np.float64), positions, length
-
-
-def paid(query, layer, ctx):
-    """The attention of every written query of the chunk to every key, float64, `[H T S]`."""
-    q, keys, positions, length = laid_out(query, layer, ctx)
-    logits = np.where(np.arange(length) <= positions[:, None], np.einsum("thd,shd->hts", q, keys) * SCALE, -np.inf)
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
-
-
-def distant(first, last):
-    """Blocks of 8 with a key before `last`'s window of 12 and after the sink of 8."""
-    return [block for block in range(16) if block * 8 + 8 > 8 and block * 8 <= last - 12]
-
-
-def tiles(positions):
-    """(tile, indices of its queries, first and last position)."""
-    for number, start in enumerate(range(0, len(positions), 8)):
-        of_tile = range(start, min(start + 8, len(positions)))
-        yield number, list(of_tile), positions[of_tile[0]], positions[of_tile[-1]]
-
-
-def listed(ids):
-    return [block for block in np.asarray(ids).tolist() if block >= 0]
-
-
-def close(a, b, rows=56, tolerance=1e-5):
-    np.testing.assert_allclose(np.asarray(a)[:, :rows], np.asarray(b)[:, :rows], rtol=0, atol=tolerance)
 
 
 def mostly(names):
@@ -155,7 +70,7 @@ def mostly(names):
 # A policy that covers everything is dense.
 
 
-@pytest.mark.quick_but("momo", "oracle", "mean", "block filter", "vertical", "momo, all estimated, no delta")
+@pytest.mark.quick_but("momo", "oracle", "mean", "vertical", "momo, all estimated, no delta")
 @pytest.mark.parametrize("name", mostly(COVERING))
 def test_covering_everything_is_dense(name):
     arguments = chunk()
@@ -224,70 +139,6 @@ def test_every_gamma_th_query_is_exact(name):
     found, dense = attend_sparse(SPARSE[name], *arguments), attend(DensePrefill(), *arguments)
     close(found[:, ::4], dense[:, ::4], rows=14)
     assert jnp.abs(found - dense)[:, 1:56:4].max() > 1e-2
-
-
-def test_xattention_lists_what_antidiagonals_rank():
-    """Written out square by square: the fewest blocks, the largest first, until they and what is read anyway hold the threshold."""
-    query, layer, ctx = chunk()
-    lists = find_lists(XAttention(0.6, 4, **SIZES), query, layer, ctx)
-    q, keys, positions, length = laid_out(query, layer, ctx)
-    for tile, queries, first, last in tiles(positions):
-        for head in range(6):
-            worth = np.zeros(16)
-            for row in queries[::4]:
-                seen = [at for at in range(0, length, 4) if at <= positions[row]]
-                sums = np.array([sum(q[row + i, head] @ keys[at + 3 - i, head] for i in range(4)) for at in seen]) * SCALE / 4
-                weights = np.exp(sums - sums.max())
-                np.add.at(worth, np.array(seen) // 8, weights / weights.sum())
-            candidates = sorted(distant(first, last), key=lambda block: (-worth[block], block))
-            held, best = worth.sum() - worth[candidates].sum(), []
-            while candidates and held < 0.6 * worth.sum():
-                held += worth[candidates[0]]
-                best.append(candidates.pop(0))
-            assert listed(lists[0, tile, head]) == best
-
-
-def test_a_block_filter_lists_what_pooled_logits_rank():
-    """Written out block by block: per head the fewest blocks of 16 that hold the mass, joined over the three heads of a KV head."""
-    query, layer, ctx = chunk()
-    lists = find_lists(BlockFilter(0.6, 16, 4, **SIZES), query, layer, ctx)
-    q, keys, _, length = laid_out(query, layer, ctx)
-    q, keys = (np.pad(x, ((0, 128 - len(x)), (0, 0), (0, 0))) for x in (q, keys))
-    kept = np.zeros((4, 6, 8), bool)
-    for row, head in itertools.product(range(4), range(6)):
-        end = min(64 + row * 16 + 16, length)
-        blocks = range(-(-end // 16))
-        own = [q[i : i + 4, head] for i in range(row * 16, min(row * 16 + 16, length - 64), 4)]
-        of_block = {b: [keys[j : j + 4, head] for j in range(b * 16, min(b * 16 + 16, length), 4)] for b in blocks}
-        sums = [max(np.sum(x * y) for x in own for y in of_block[b]) for b in blocks]
-        weights = np.exp(SCALE * np.array(sums) - SCALE * max(sums))
-        order = sorted(blocks, key=lambda b: (-weights[b], b))
-        needed = next(n for n in range(1, len(order) + 1) if weights[order[:n]].sum() >= 0.6 * weights.sum())
-        kept[row, head, order[:needed]] = True
-    kept = kept.reshape(4, 2, 3, 8).any(2).repeat(3, axis=1)
-    assert not kept.all(axis=(0, 1)).all()
-    for tile, _, first, last in tiles(np.arange(64, length)):
-        for head in range(6):
-            assert listed(lists[0, tile, head]) == [b for b in distant(first, last) if kept[tile // 2, head, b // 2]]
-
-
-@pytest.mark.long
-def test_flex_takes_the_estimate_that_the_last_queries_bear_out():
-    """Heads below tau list by means as with tau 1, the others lines as with tau 0; some of each."""
-    query, layer, ctx = chunk()
-    means, lines = (np.asarray(find_lists(FlexPrefill(0.3, tau, **SIZES), query, layer, ctx)) for tau in (1.0, 0.0))
-    q, keys, _, length = laid_out(query, layer, ctx)
-    weights, distances = paid(query, layer, ctx), []
-    for head in range(6):
-        pooled = np.array([keys[at : min(at + 8, length), head].mean(0) for at in range(0, length, 8)])
-        guess = np.exp(q[-8:, head].mean(0) @ pooled.T * SCALE)
-        true = [weights[head, -8:, at : at + 8].sum() for at in range(0, length, 8)]
-        distances.append(distance.jensenshannon(guess, true))
-    tau = float(np.median(distances))
-    found = np.asarray(find_lists(FlexPrefill(0.3, tau, **SIZES), query, layer, ctx))
-    for head in range(6):
-        assert (found[:, :7, head] == (means if distances[head] < tau else lines)[:, :7, head]).all()
-    assert (means != lines).any(axis=(0, 1, 3)).all()
 
 
 @pytest.mark.quick_but("0.05")

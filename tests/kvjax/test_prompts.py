@@ -5,6 +5,9 @@ import pickle
 
 import numpy as np
 import pytest
+from tiny_tokenizers import byte_level
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from kvjax import Engine, Sampling, generate, score
 from kvjax.prompts import encode, one_by_one
@@ -83,6 +86,20 @@ def test_true_and_false_are_no_token_ids(engine, prompt):
     for call in (lambda: generate(engine, prompt, **SETTINGS), lambda: score(engine, [1, 2], prompt)):
         with pytest.raises(ValueError, match="a prompt is text or a list of token ids"):
             call()
+
+
+def test_a_rendered_chat_that_gets_a_second_beginning_is_warned_about_once(caplog):
+    inner = byte_level()
+    inner.add_special_tokens(["<s>"])
+    bos = inner.token_to_id("<s>")
+    inner.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", chat_template="{{ bos_token }}" + TEMPLATE)
+    rendered = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert encode(tokenizer, CHAT).count(bos) == encode(tokenizer, "hi").count(bos) == 1
+    assert not caplog.messages
+    assert encode(tokenizer, rendered)[:2] == encode(tokenizer, rendered + "!")[:2] == [bos, bos]
+    (said,) = caplog.messages
+    assert said == "a prompt begins with '<s>', and the tokenizer adds another one: give messages instead of a rendered chat, or cut it"
 
 
 def test_options_of_a_chat_template_need_messages(engine, chatty):

@@ -18,7 +18,6 @@ GENERATE = "generate x --model {model}"
 SCORE = "score x y --model {model}"
 PLAN = "plan --model {model}"
 NEEDLE = "needle --model {model}"
-TRAIN = "train-needle {out} --text {text} --held-out {text}"
 DECODE = "bench decode --shape tiny --lengths 256 --steps 2 --rounds 1 --policies dense"
 PREFILL = "bench prefill --shape tiny --lengths 256 --policies dense --chunk 128"
 OVERLAP = "bench overlap --model {model}"
@@ -213,16 +212,6 @@ WRONG = [
     (NEEDLE + " --text {none}", "no file"),
     (NEEDLE + " --text {binary}", "UTF-8"),
     (NEEDLE + " --json {folder}", "is not a file"),
-    # train-needle
-    (TRAIN + " --recipe big", "big"),
-    (TRAIN + " --workers 0", "got 0"),
-    (TRAIN + " --workers -1", "-1"),
-    (TRAIN + " --stop-at 0", "got 0"),
-    (TRAIN + " --stop-at {long}", "characters)"),
-    ("train-needle {out} --text {none} --held-out {text}", "none"),
-    ("train-needle {out} --text {text} --held-out {none}", "none"),
-    ("train-needle {out} --text {text}", "--held-out"),
-    ("train-needle {text} --text {text} --held-out {in}", "is a file."),
     # bench
     ("bench decode --shape big", "big"),
     (DECODE + " --lengths 0", "lengths '0'"),

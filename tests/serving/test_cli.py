@@ -51,11 +51,11 @@ def test_help_is_quick_and_imports_nothing_heavy():
     seconds = time.monotonic() - started
     assert done.stderr.strip() == "[]"
     assert seconds < 2
-    for command in ("batch", "generate", "score", "plan", "serve", "needle", "echo", "train-needle", "demo"):
+    for command in ("batch", "generate", "score", "plan", "serve", "needle", "echo", "demo"):
         assert re.search(rf"^\s+{command} ", done.stdout, re.MULTILINE), command
 
 
-@pytest.mark.parametrize("command", ["batch", "generate", "score", "plan", "serve", "needle", "echo", "train-needle", "demo"])
+@pytest.mark.parametrize("command", ["batch", "generate", "score", "plan", "serve", "needle", "echo", "demo"])
 def test_every_option_has_a_help_text(kvjax, command):
     status, out, _ = kvjax(command, "--help")
     assert status == 0
@@ -108,7 +108,6 @@ def test_version(kvjax):
         (["plan", "--model", "{model}", "--memory", "0"], "--memory"),
         (["needle", "--model", "{model}", "--trials", "0"], "--trials"),
         (["needle", "--model", "{model}", "--text", "{none}"], "no file"),
-        (["train-needle", "{none}", "--text", "{in}", "--held-out", "{in}", "--recipe", "big"], "big"),
         (["no-such-command"], "no-such-command"),
     ],
 )
@@ -295,7 +294,7 @@ def test_score_prints_json_whatever_the_figures(kvjax, model_folder, monkeypatch
     assert figures.get("error") == (None if perplexity else "not finite, so written as null: perplexity")
 
 
-# plan, needle, train-needle
+# plan, needle
 
 
 def test_a_model_is_loaded_for_the_sequences_that_are_asked_for(kvjax, model_folder):
@@ -404,29 +403,3 @@ def test_demo_hands_over_its_options(kvjax, monkeypatch, tmp_path):
     status, _, err = kvjax("demo", "--picture", tmp_path / "none" / "a.png")
     assert status == 2
     assert "no folder" in err
-
-
-def test_train_needle_hands_over_its_options(kvjax, monkeypatch, tmp_path):
-    from kvjax.models.needle import training
-    from kvjax.models.needle.recipe import PRESETS
-
-    calls = []
-    monkeypatch.setattr(training, "train", lambda *args, **options: calls.append((args, options)))
-    folder, text, held_out = tmp_path / "run", tmp_path / "text", tmp_path / "held"
-    options = ("--recipe", "toy", "--no-python-sources", "--workers", 1, "--stop-at", 5)
-    status, out, _ = kvjax("train-needle", folder, "--text", text, "--text", held_out, "--held-out", held_out, *options)
-    assert status == 0
-    assert calls == [((PRESETS["toy"], [text, held_out], [held_out], folder), {"with_python_sources": False, "workers": 1, "stop_at": 5})]
-    assert "stopped at step 5" in out
-
-
-def test_ctrl_c_in_training_says_how_to_go_on(kvjax, monkeypatch, tmp_path):
-    from kvjax.models.needle import training
-
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(training, "train", interrupted)
-    status, _, err = kvjax("train-needle", tmp_path / "run", "--text", tmp_path, "--held-out", tmp_path)
-    assert status == 130
-    assert "run the same command again to continue from the last checkpoint" in err

@@ -1,7 +1,8 @@
 """A policy that is watched: some of its steps measure the share of dense's attention that lies outside the list, and may read more.
 
-A measured step scores every key once, without values, in float32. By then the keys are written, so the share is that of this very step. The
-other steps do what the policy does alone, and test one flag in each layer.
+A measured step scores every key once, without values, in float32. By then the keys are written, so the share is that of this very step. An
+engine runs the program made here only where a row is measured, or where a head reads more. For all other steps it runs the program of the
+policy alone (`kvjax.watching`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvjax.cache.groups import Reach
 from kvjax.cache.types import IndexSpec, LayerCache, PagedKV
 from kvjax.checks import whole_number
 from kvjax.missed import Missed
-from kvjax.policies.decode.base import Blocks, DecodePolicy, SelectContext, Stateless, StateSpec, keys_listed
+from kvjax.policies.decode.base import Blocks, DecodePolicy, ScoresBlocks, SelectContext, Stateless, StateSpec, keys_listed
 from kvjax.policies.decode.dense import Dense
 from kvjax.policies.decode.top_tokens import TopTokens
 from kvjax.policies.decode.window import Window
@@ -38,10 +39,10 @@ LARGER = 4
 OWN, WIDE, WHOLE = range(3)
 """What a head reads: the policy's list, one of `LARGER` times the budget, every key."""
 
-LAST, LEVEL, SAMPLES, TOTAL, LARGEST, ALARMS, STEPS, MORE = range(8)
-"""Columns of the state, per KV head: the position of the latest step; what the head reads; measured steps; the sum of their shares, each
-the mean over the query heads; the largest share of a query head; alarms; steps that read more than the policy's list; keys that these read
-more. Whole numbers are exact up to 2^24."""
+DUE, LEVEL, SAMPLES, TOTAL, LARGEST, ALARMS, STEPS, MORE = range(8)
+"""Columns of the state, per KV head: 1 if the next step is measured wherever it is; what the head reads; measured steps; the sum of their
+shares, each the mean over the query heads; the largest share of a query head; alarms; steps that read more than the policy's list; keys
+that these read more. Whole numbers are exact up to 2^24."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +89,10 @@ class Watched(Stateless):
         return self.policy.indexes()
 
     def init(self, spec: StateSpec, batch: int) -> Float32[Array, "B K C"]:
-        """Nothing measured, and every head on the policy's list."""
+        """Nothing measured, every head on the policy's list, and the next step due."""
         if jax.tree.leaves(self.policy.init(spec, batch)):
             raise ValueError(f"policy {self.policy} cannot be watched: it keeps a state of its own. Leave out --max-missed")
-        return jnp.zeros((batch, spec.num_kv_heads, 8), jnp.float32).at[:, :, LAST].set(-2)
+        return jnp.zeros((batch, spec.num_kv_heads, 8), jnp.float32).at[:, :, DUE].set(1)
 
     def state_axes(self) -> tuple[str | None, ...]:
         """The logical axes of the state, for meshes."""
@@ -117,6 +118,10 @@ class Watched(Stateless):
         """The policy's list."""
         return self.policy.select(query, layer, ctx, ())[0], state
 
+    def scores(self, query, layer, ctx, state):
+        """Those of the policy; None if it has none."""
+        return self.policy.scores(query, layer, ctx, ()) if isinstance(self.policy, ScoresBlocks) else None
+
     def attend(self, query, layer, ctx, state):
         """What the policy reads, unless the step is measured or a head reads more. The list that is returned is the policy's own."""
         out, blocks, _ = self.policy.attend(query, layer, ctx, ())
@@ -124,10 +129,10 @@ class Watched(Stateless):
             return out, None, state
         _check(self.policy, layer, blocks)
         position, live = ctx.lengths - 1, ctx.lengths > 0
-        due = live & ((position != state[:, 0, LAST].astype(jnp.int32) + 1) | (position % self.every == 0))
-        state = state.at[:, :, LAST].set(jnp.where(live, position, state[:, 0, LAST].astype(jnp.int32)).astype(jnp.float32)[:, None])
+        due = live & ((state[:, 0, DUE] > 0) | (position % self.every == 0))
+        state = state.at[:, :, DUE].min(jnp.where(live, 0.0, 1.0)[:, None])
         watch = functools.partial(self._watch, query, layer, ctx, blocks, due)
-        busy = due.any() if self.max_missed == 1 else due.any() | (live[:, None] & (state[:, :, LEVEL] > OWN)).any()
+        busy = due.any() | (live[:, None] & (state[:, :, LEVEL] > OWN)).any()
         out, state = jax.lax.cond(busy, watch, lambda out, state: (out, state), out, state)
         return out, blocks, state
 

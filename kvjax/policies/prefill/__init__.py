@@ -1,12 +1,10 @@
 """Prefill policies: how the queries of a prompt attend to it. `parse_prefill("momo:128/8")` finds one by name."""
 
 from kvjax.policies.prefill.base import PrefillContext, PrefillPolicy, indexes_of, query_tile_of
-from kvjax.policies.prefill.block_filter import BlockFilter
 from kvjax.policies.prefill.bounds import BoundsBlocks
 from kvjax.policies.prefill.bounds_share import BoundsShare
 from kvjax.policies.prefill.delta import delta_correction
 from kvjax.policies.prefill.dense import DensePrefill
-from kvjax.policies.prefill.flex import FlexPrefill
 from kvjax.policies.prefill.mean_pooled import MeanPooled
 from kvjax.policies.prefill.measure_once import MeasureOnceMaskOnce
 from kvjax.policies.prefill.naming import FORMS, identity, name_of, parse_prefill, register
@@ -14,15 +12,12 @@ from kvjax.policies.prefill.oracle_blocks import OracleBlocks, attention_mass
 from kvjax.policies.prefill.sink_window import SinkWindow
 from kvjax.policies.prefill.top_tokens import TopTokensPrefill
 from kvjax.policies.prefill.vertical_slash import VerticalSlash
-from kvjax.policies.prefill.xattention import XAttention
 
 __all__ = [
     "FORMS",
-    "BlockFilter",
     "BoundsBlocks",
     "BoundsShare",
     "DensePrefill",
-    "FlexPrefill",
     "MeanPooled",
     "MeasureOnceMaskOnce",
     "OracleBlocks",
@@ -31,7 +26,6 @@ __all__ = [
     "SinkWindow",
     "TopTokensPrefill",
     "VerticalSlash",
-    "XAttention",
     "attention_mass",
     "delta_correction",
     "identity",

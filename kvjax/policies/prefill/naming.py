@@ -7,18 +7,15 @@ import re
 from kvjax.policies.choice import ChoosesPrefill
 from kvjax.policies.decode.naming import is_built_in as is_decode_policy
 from kvjax.policies.prefill.base import PrefillPolicy
-from kvjax.policies.prefill.block_filter import BlockFilter
 from kvjax.policies.prefill.bounds import BoundsBlocks
 from kvjax.policies.prefill.bounds_share import BoundsShare
 from kvjax.policies.prefill.dense import DensePrefill
-from kvjax.policies.prefill.flex import FlexPrefill
 from kvjax.policies.prefill.mean_pooled import MeanPooled
 from kvjax.policies.prefill.measure_once import CHANGES, MeasureOnceMaskOnce
 from kvjax.policies.prefill.oracle_blocks import OracleBlocks
 from kvjax.policies.prefill.sink_window import SinkWindow
 from kvjax.policies.prefill.top_tokens import TopTokensPrefill
 from kvjax.policies.prefill.vertical_slash import VerticalSlash
-from kvjax.policies.prefill.xattention import XAttention
 from kvjax.registry import PREFILL_FORMS as FORMS
 from kvjax.registry import Registry
 
@@ -43,8 +40,6 @@ def _read(text: str) -> PrefillPolicy | None:
         return VerticalSlash(*map(int, match.groups()))
     if match := re.fullmatch(r"bounds:(0\.\d+)", text):
         return BoundsShare(float(match[1]))
-    if match := re.fullmatch(r"(flex|xattention|bfla):(0\.\d+|1\.0)", text):
-        return {"flex": FlexPrefill, "xattention": XAttention, "bfla": BlockFilter}[match[1]](float(match[2]))
     if match := re.fullmatch(r"bounds:(\d+)(\+sparse)?", text):
         return BoundsBlocks(int(match[1]), dense_below=0 if match[2] else None)
     if match := re.fullmatch(r"tokens:(\d+)", text):
@@ -54,7 +49,14 @@ def _read(text: str) -> PrefillPolicy | None:
     return None
 
 
-def _decode_hint(text: str) -> str:
+PEERS = {"flex": "flex.py:FlexPrefill", "xattention": "xattention.py:XAttention", "bfla": "bfla.py:BlockFilter"}
+"""Policies of other authors that later ones are compared with: the files and classes of benchmarks/peers, by the names in results."""
+
+
+def _hint(text: str) -> str:
+    word, colon, args = text.partition(":")
+    if word in PEERS:
+        return f": it is no part of the library; in a checkout, give benchmarks/peers/{PEERS[word]}{colon}{args}"
     return f". {text!r} is a decode policy: give it as policy (--policy)" if is_decode_policy(text) else ""
 
 
@@ -63,12 +65,9 @@ _NAMES = Registry(
     forms=FORMS,
     remedy="kvjax.policies.prefill.PrefillPolicy says what each does",
     parts=("attend", "queries_stand_alone", "describe"),
-    reserved=(
-        *("dense", "bounds", "momo", "window", "delta", "vertical-slash", "mean", "oracle"),
-        *("flex", "xattention", "bfla", "tokens", "auto"),
-    ),
+    reserved=("dense", "bounds", "momo", "window", "delta", "vertical-slash", "mean", "oracle", "tokens", "auto"),
     read=_read,
-    hint=_decode_hint,
+    hint=_hint,
 )
 register, name_of, identity, parse_recorded_prefill = _NAMES.register, _NAMES.name_of, _NAMES.identity, _NAMES.parse_recorded
 

@@ -147,8 +147,8 @@ def test_a_prompts_chunks_bring_as_many_pages_as_they_reach():
     places = {each.bytes: each.count for each in found if each.part == "places"}
     assert places == {16 * 4: TINY.num_layers, 64 * 4: 2 * TINY.num_layers}
     assert sum(each.count for each in found if each.part == "hidden") == 1
-    with pytest.raises(NotImplementedError, match="flex"):
-        prompt_exchanges(TINY, parse_prefill("flex:0.9"), 640, 256, **sizes)
+    with pytest.raises(NotImplementedError, match="oracle"):
+        prompt_exchanges(TINY, parse_prefill("oracle:8"), 640, 256, **sizes)
 
 
 def test_seconds_are_bytes_over_a_rate_and_a_latency_of_each():

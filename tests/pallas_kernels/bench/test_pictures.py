@@ -17,12 +17,12 @@ from kvjax.cost_model import known_cost_model
 from kvjax.cost_model.regimes import regime_map, save
 from kvjax.fidelity import documents, plots
 from kvjax.models.loading import read_config
-from kvjax.models.needle import curve
-from kvjax.models.needle.recipe import PRESETS
 from kvjax.serving.bench.decode import SHAPES
 from pallas_kernels.bench import pictures, report
 from pallas_kernels.bench.prefill import echo as echo_report
 from pallas_kernels.bench.top_k import report as top_k_report
+from train_needle import curve
+from train_needle.recipe import PRESETS
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -148,7 +148,7 @@ def test_no_line_of_a_regime_map_is_cut_by_its_label(drawn, tmp_path):
 
 
 def test_lines_of_the_training_curve_are_named(drawn, tmp_path):
-    curve.plot(curve.read_records(ROOT / "models/needle/training_curve.jsonl"), PRESETS["needle"], tmp_path / "curve.png")
+    curve.plot(curve.read_records(ROOT / "tools/train_needle/training_curve.jsonl"), PRESETS["needle"], tmp_path / "curve.png")
     (figure,) = drawn
     check(figure)
     assert legends(figure) == {"training loss (weighted)", "held-out text", "needles found (right axis)"}

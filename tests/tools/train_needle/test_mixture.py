@@ -8,8 +8,8 @@ import pytest
 from kvjax.fidelity import needle
 from kvjax.models import load
 from kvjax.models.needle import path
-from kvjax.models.needle.mixture import RECORD, Mixture, Vocabulary
-from kvjax.models.needle.recipe import FAR_MIXTURE, LONG_MIXTURE, MIXTURE, NEEDLE, WARM_UP
+from train_needle.mixture import RECORD, Mixture, Vocabulary
+from train_needle.recipe import FAR_MIXTURE, LONG_MIXTURE, MIXTURE, NEEDLE, WARM_UP
 
 TEXT_WEIGHT, ANSWER_WEIGHT = 0.3, 4.0
 KINDS = ("needles", "far", "records", "text", "recall", "repeats")

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from kvjax.fidelity.needle import NeedleTask, Trial, exact_match_by_depth
 from kvjax.model import Decoder, Mix, Params
-from kvjax.models.needle.parallel import batch_mesh, on_each, split, whole
+from train_needle.parallel import batch_mesh, on_each, split, whole
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "mix", "mesh", "tail"))

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.models.needle.recipe import Recipe
 from pallas_kernels.bench import pictures
 from pallas_kernels.bench.formats import tokens_text
+from train_needle.recipe import Recipe
 
 
 class Curve:

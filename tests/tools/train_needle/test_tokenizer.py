@@ -4,7 +4,8 @@ import pytest
 
 from kvjax.fidelity.needle import documentation_text
 from kvjax.models import load
-from kvjax.models.needle import path, tokenizer
+from kvjax.models.needle import path
+from train_needle import tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,10 @@
-"""Writes the figures of the model card: the marked parts of README.md, from the JSON files that hold them.
+"""Writes the figures of the model card: the marked parts of models/needle/README.md, from the JSON files that hold them.
 
-    python -m kvjax.models.needle.card benchmarks/results/h200/needle-*.json benchmarks/results/h200/long-needles-*.json
+    python -m train_needle.card ../benchmarks/results/h200/needle-*.json ../benchmarks/results/h200/long-needles-*.json
 
-rewrites the card in place. The files are the engine's measurements, written by `kvjax needle`. The training runs' measurements are in this
-folder: `training_curve.jsonl` and `evaluation.json`, and of the model for 128K tokens `long_curve.jsonl` and `long_evaluation.json`, which
-are a run's `curve.jsonl` and `evaluation.json`.
+rewrites the card in place, run in tools/. The files are the engine's measurements, written by `kvjax needle`. The training runs'
+measurements are in this folder: `training_curve.jsonl` and `evaluation.json`, and of the model for 128K tokens `long_curve.jsonl` and
+`long_evaluation.json`, which are a run's `curve.jsonl` and `evaluation.json`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from typing import Any
 
 from kvjax.models.loading import read_config
 from kvjax.models.needle import path
-from kvjax.models.needle.curve import read_records
-from kvjax.models.needle.recipe import NEEDLE, NEEDLE_128K, Recipe
+from train_needle.curve import read_records
+from train_needle.recipe import NEEDLE, NEEDLE_128K, Recipe
 
 NOTHING = "*Not measured yet.*"
+RECORDS = Path(__file__).parent
+"""The folder of what the training runs measured."""
 
 
 def rendered(card: str, engine_files: Iterable[Path]) -> str:
@@ -34,7 +36,7 @@ def rendered(card: str, engine_files: Iterable[Path]) -> str:
     parts = {"model": _model(), "data": _data(), "engine": _engine(own), "long_engine": _engine(long)}
     parts |= {"training": _training(NEEDLE, "training_curve.jsonl", "evaluation.json"), "evaluation": _evaluation("evaluation.json")}
     parts |= {"long_training": NOTHING, "long_evaluation": NOTHING}
-    if (path() / "long_evaluation.json").exists():
+    if (RECORDS / "long_evaluation.json").exists():
         parts["long_training"] = _training(NEEDLE_128K, "long_curve.jsonl", "long_evaluation.json")
         parts["long_evaluation"] = _evaluation("long_evaluation.json")
     mark = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -58,7 +60,7 @@ def _depths(shares: Sequence[float | None]) -> str:
 
 
 def _json(name: str) -> dict:
-    return json.loads((path() / name).read_text(encoding="utf-8"))
+    return json.loads((RECORDS / name).read_text(encoding="utf-8"))
 
 
 def _model() -> str:
@@ -91,7 +93,7 @@ def _data() -> str:
 
 
 def _training(recipe: Recipe, curve: str, evaluation: str) -> str:
-    records = {record["step"]: record for record in read_records(path() / curve)}
+    records = {record["step"]: record for record in read_records(RECORDS / curve)}
     rows, end, before = [], 0, 0.0
     for stage in recipe.stages:
         end += stage.steps

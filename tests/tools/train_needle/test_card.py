@@ -1,4 +1,4 @@
-"""The model card and what lies beside the checkpoint: figures come from the committed files, and nothing is too large."""
+"""The model card and what lies beside the checkpoint: figures come from the committed files, and no file is too large."""
 
 import json
 import math
@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.models.needle import card, curve, path
-from kvjax.models.needle.recipe import NEEDLE, NEEDLE_128K
+from kvjax.models.needle import path
+from train_needle import card, curve
+from train_needle.recipe import NEEDLE, NEEDLE_128K
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "h200"
 MEASURED = [file for names in ("needle-*.json", "long-needles-*.json") for file in sorted(RESULTS.glob(names))]
 README = path() / "README.md"
 
@@ -64,22 +65,22 @@ def test_engine_figures_are_sorted_by_length(tmp_path):
     ids=["needle", "needle-128k"],
 )
 def test_the_curve_is_that_of_the_recipe_and_evaluation(recipe, curve_file, evaluation_file):
-    if recipe is NEEDLE_128K and not (path() / curve_file).exists() and not (path() / evaluation_file).exists():
+    if recipe is NEEDLE_128K and not (card.RECORDS / curve_file).exists() and not (card.RECORDS / evaluation_file).exists():
         pytest.skip("no run of needle-128k is on record")
-    records = curve.read_records(path() / curve_file)
+    records = curve.read_records(card.RECORDS / curve_file)
     steps = [record["step"] for record in records]
     assert steps == sorted(set(steps))
     assert steps[-1] == recipe.steps
     assert all(record["tokens"] == recipe.tokens(record["step"]) for record in records)
     assert all(math.isfinite(record["loss"]) for record in records)
-    evaluation = json.loads((path() / evaluation_file).read_text())
+    evaluation = json.loads((card.RECORDS / evaluation_file).read_text())
     assert (evaluation["recipe"], evaluation["steps"], evaluation["tokens"]) == (recipe.name, recipe.steps, records[-1]["tokens"])
 
 
 def test_figures_of_the_model_for_128k_tokens_stand_apart(tmp_path, monkeypatch):
     """A run's own files, and the engine's measurements of another model than the embedded one."""
-    for name in ("config.json", "generation_config.json", "model.safetensors", "data.json", "training_curve.jsonl", "evaluation.json"):
-        (tmp_path / name).symlink_to(path() / name)
+    for name in ("data.json", "training_curve.jsonl", "evaluation.json"):
+        (tmp_path / name).symlink_to(card.RECORDS / name)
     ends = [60, 220, 244]
     rest = {"loss": 1.25, "exact_match": 0.96875, "text_nats": 3.6}
     records = [{"step": step, "tokens": NEEDLE_128K.tokens(step), "seconds": 60.0 * n, **rest} for n, step in enumerate(ends, 1)]
@@ -90,7 +91,7 @@ def test_figures_of_the_model_for_128k_tokens_stand_apart(tmp_path, monkeypatch)
     result = {"policy": "top:8", "exact_match": 0.9, "by_depth": [0.9] * 3, "blocks_per_step": 13.0, "keys_per_step": 1630, "seconds": 2}
     run = {"provenance": provenance, "model": "needle-128k", "length": 131072, "trials": 200, "distractors": 16, "text": "x.txt"}
     (tmp_path / "engine").write_text(json.dumps(run | {"results": [result]}))
-    monkeypatch.setattr(card, "path", lambda: tmp_path)
+    monkeypatch.setattr(card, "RECORDS", tmp_path)
     before = README.read_text(encoding="utf-8")
     text = card.rendered(before, [*MEASURED, tmp_path / "engine"])
     parts = {part.split(" -->")[0]: part.split("<!-- end -->")[0] for part in text.split("<!-- figures: ")[1:]}
@@ -104,13 +105,13 @@ def test_figures_of_the_model_for_128k_tokens_stand_apart(tmp_path, monkeypatch)
 
 
 def test_nothing_is_too_large():
-    sizes = {file.name: file.stat().st_size for file in path().iterdir() if file.is_file()}
+    sizes = {file.name: file.stat().st_size for folder in (path(), card.RECORDS) for file in folder.iterdir() if file.is_file()}
     assert sizes["model.safetensors"] < 25e6
     assert sizes["curve.png"] < 100_000
     assert sizes["training_curve.jsonl"] < 60_000
 
 
 def test_the_picture_is_drawn_from_records(tmp_path):
-    records = curve.read_records(path() / "training_curve.jsonl")
+    records = curve.read_records(card.RECORDS / "training_curve.jsonl")
     curve.plot(records, NEEDLE, tmp_path / "curve")
     assert (tmp_path / "curve").read_bytes().startswith(b"\x89PNG")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvjax.models.needle.mixture import Mixture, Vocabulary
-from kvjax.models.needle.recipe import Recipe
+from train_needle.mixture import Mixture, Vocabulary
+from train_needle.recipe import Recipe
 
 _mixture: Mixture
 """The mixture of a worker process, set once when it starts."""

@@ -7,8 +7,8 @@ import pytest
 from tiny_models import altered, flat
 
 from kvjax.models.decoder import TransformerDecoder
-from kvjax.models.needle.initial import structured_params
-from kvjax.models.needle.recipe import NEEDLE, TOY
+from train_needle.initial import structured_params
+from train_needle.recipe import NEEDLE, TOY
 
 TOKENS = 96
 

@@ -23,16 +23,16 @@ from kvjax.model import Mix, Params
 from kvjax.models.checkpoint import find_folder
 from kvjax.models.decoder import TransformerDecoder, causal_mix, init_params
 from kvjax.models.loading import load
-from kvjax.models.needle import corpus
-from kvjax.models.needle.curve import Curve
-from kvjax.models.needle.evaluation import needle_report
-from kvjax.models.needle.initial import structured_params
-from kvjax.models.needle.mixture import Vocabulary
-from kvjax.models.needle.parallel import batch_mesh, compiled, on_each, split, total, whole
-from kvjax.models.needle.recipe import Recipe
-from kvjax.models.needle.tokenizer import train_tokenizer, transformers_tokenizer
-from kvjax.models.needle.workers import batches
 from pallas_kernels.bench.results import write_result
+from train_needle import corpus
+from train_needle.curve import Curve
+from train_needle.evaluation import needle_report
+from train_needle.initial import structured_params
+from train_needle.mixture import Vocabulary
+from train_needle.parallel import batch_mesh, compiled, on_each, split, total, whole
+from train_needle.recipe import Recipe
+from train_needle.tokenizer import train_tokenizer, transformers_tokenizer
+from train_needle.workers import batches
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 LOG_EVERY = 20

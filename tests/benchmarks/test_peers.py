@@ -1,0 +1,179 @@
+"""Prefill policies of other authors, loaded as anybody's own: what covers everything is dense, and each one's rule against a plain one."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from prefill_chunks import SCALE, SIZES, attend, attend_sparse, chunk, distant, find_lists, laid_out, listed, paid, tiles
+from scipy.spatial import distance
+from tiny_models import VOCAB, make_model
+
+from kvjax import Engine
+from kvjax.policies.prefill import DensePrefill, identity, name_of, parse_prefill
+from kvjax.policies.prefill.measures import measure_prefill
+from kvjax.policies.prefill.naming import PEERS, built_in_name, parse_recorded_prefill
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "peers"
+TEXT = np.random.default_rng(0).integers(0, VOCAB, 300).tolist()
+DROPPING = [("flex", 0.3, 0.28), ("xattention", 0.6, 4), ("bfla", 0.6, 16, 4)]
+
+
+def named(word, *args):
+    """The name of a peer with tiny sizes."""
+    settings = "/".join([*map(str, args), *(f"{name}={size}" for name, size in SIZES.items())])
+    return f"{FOLDER}/{PEERS[word]}:{settings}"
+
+
+def peer(word, *args):
+    return parse_prefill(named(word, *args))
+
+
+def test_every_file_of_the_folder_is_named():
+    assert sorted(file.partition(":")[0] for file in PEERS.values()) == sorted(file.name for file in FOLDER.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", ["flex:0.9", "xattention:0.9", "bfla:0.99", "bfla"])
+def test_its_old_name_says_which_file_to_load(name):
+    with pytest.raises(ValueError, match=r"is no part of the library; in a checkout, give (\S+)$") as error:
+        parse_prefill(name)
+    file = str(error.value).rpartition(" ")[2]
+    policy = parse_prefill(f"{FOLDER.parents[1]}/{file}")
+    assert (str(policy).partition(":")[0], ":" not in name or str(policy) == name) == (name.partition(":")[0], True)
+    assert f"{policy} prefill" in policy.describe()
+    assert built_in_name(name) is None
+    with pytest.raises(ValueError, match="is not understood here"):
+        parse_recorded_prefill(name)
+
+
+def test_reports_and_journals_name_the_file():
+    name = named("flex", 0.3, 0.28)
+    policy = parse_prefill(name)
+    assert name_of(policy) == name
+    assert parse_prefill(name) == policy
+    assert "file with SHA-256" in identity(policy)
+
+
+@pytest.mark.parametrize(
+    ("word", "settings", "message"),
+    [
+        ("flex", {"gamma": 0.0}, "gamma must be a fraction, at most 1, got 0.0"),
+        ("xattention", {"threshold": 1.5}, "threshold must be a fraction above 0, at most 1, got 1.5"),
+        ("xattention", {"stride": 12}, "stride 12 must divide chi 8 and key_block 8"),
+        ("bfla", {"mass": 0.0}, "mass must be a fraction above 0, at most 1, got 0.0"),
+        ("bfla", {"chi": 96}, "chi 96 must divide coarse 256 and be a multiple of group 64"),
+    ],
+)
+def test_wrong_sizes_are_refused(word, settings, message):
+    small = {"xattention": (1.0, 4)}.get(word, ())
+    policy = peer(word, *small) if word != "bfla" else parse_prefill(f"{FOLDER}/{PEERS[word]}")
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(policy, **settings)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("flex", 1.0, 1.0),
+        pytest.param(("flex", 1.0, 0.0), marks=pytest.mark.long),
+        ("xattention", 1.0, 4),
+        pytest.param(("bfla", 1.0, 16, 4), marks=pytest.mark.long),
+    ],
+    ids=lambda arguments: " ".join(map(str, arguments)),
+)
+def test_covering_everything_is_dense(arguments):
+    sparse, dense = attend_sparse(peer(*arguments), *chunk()), attend(DensePrefill(), *chunk())
+    np.testing.assert_allclose(np.asarray(sparse)[:, :56], np.asarray(dense)[:, :56], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("flex", 0.3, 0.28), ("xattention", 0.6, 4), ("bfla", 0.6, 16, 4)], ids=lambda arguments: arguments[0]
+)
+def test_dropping_keys_is_not_dense(arguments):
+    """The comparison above would notice missing keys."""
+    difference = attend_sparse(peer(*arguments), *chunk()) - attend(DensePrefill(), *chunk())
+    assert jnp.abs(difference[:, :56]).max() > 1e-2
+
+
+def test_an_engine_prefills_by_a_peers_name():
+    model = make_model()
+    engine = Engine(model, prefill=named("xattention", 1.0, 4), pages=48, page_size=16, prefill_chunk=32, batch_buckets=(1,))
+    (sequence,) = engine.prefill([TEXT[:119]])
+    np.testing.assert_allclose(np.asarray(sequence.logits), model.full_forward(TEXT[:128])[118], rtol=0, atol=1e-5)
+
+
+def test_xattention_lists_what_antidiagonals_rank():
+    """Written out square by square: the fewest blocks, the largest first, until they and what is read anyway hold the threshold."""
+    query, layer, ctx = chunk()
+    lists = find_lists(peer("xattention", 0.6, 4), query, layer, ctx)
+    q, keys, positions, length = laid_out(query, layer, ctx)
+    for tile, queries, first, last in tiles(positions):
+        for head in range(6):
+            worth = np.zeros(16)
+            for row in queries[::4]:
+                seen = [at for at in range(0, length, 4) if at <= positions[row]]
+                sums = np.array([sum(q[row + i, head] @ keys[at + 3 - i, head] for i in range(4)) for at in seen]) * SCALE / 4
+                weights = np.exp(sums - sums.max())
+                np.add.at(worth, np.array(seen) // 8, weights / weights.sum())
+            candidates = sorted(distant(first, last), key=lambda block: (-worth[block], block))
+            held, best = worth.sum() - worth[candidates].sum(), []
+            while candidates and held < 0.6 * worth.sum():
+                held += worth[candidates[0]]
+                best.append(candidates.pop(0))
+            assert listed(lists[0, tile, head]) == best
+
+
+def test_a_block_filter_lists_what_pooled_logits_rank():
+    """Written out block by block: per head the fewest blocks of 16 that hold the mass, joined over the three heads of a KV head."""
+    query, layer, ctx = chunk()
+    lists = find_lists(peer("bfla", 0.6, 16, 4), query, layer, ctx)
+    q, keys, _, length = laid_out(query, layer, ctx)
+    q, keys = (np.pad(x, ((0, 128 - len(x)), (0, 0), (0, 0))) for x in (q, keys))
+    kept = np.zeros((4, 6, 8), bool)
+    for row, head in itertools.product(range(4), range(6)):
+        end = min(64 + row * 16 + 16, length)
+        blocks = range(-(-end // 16))
+        own = [q[i : i + 4, head] for i in range(row * 16, min(row * 16 + 16, length - 64), 4)]
+        of_block = {b: [keys[j : j + 4, head] for j in range(b * 16, min(b * 16 + 16, length), 4)] for b in blocks}
+        sums = [max(np.sum(x * y) for x in own for y in of_block[b]) for b in blocks]
+        weights = np.exp(SCALE * np.array(sums) - SCALE * max(sums))
+        order = sorted(blocks, key=lambda b: (-weights[b], b))
+        needed = next(n for n in range(1, len(order) + 1) if weights[order[:n]].sum() >= 0.6 * weights.sum())
+        kept[row, head, order[:needed]] = True
+    kept = kept.reshape(4, 2, 3, 8).any(2).repeat(3, axis=1)
+    assert not kept.all(axis=(0, 1)).all()
+    for tile, _, first, last in tiles(np.arange(64, length)):
+        for head in range(6):
+            assert listed(lists[0, tile, head]) == [b for b in distant(first, last) if kept[tile // 2, head, b // 2]]
+
+
+@pytest.mark.long
+def test_flex_takes_the_estimate_that_the_last_queries_bear_out():
+    """Heads below tau list by means as with tau 1, the others lines as with tau 0; some of each."""
+    query, layer, ctx = chunk()
+    means, lines = (np.asarray(find_lists(peer("flex", 0.3, tau), query, layer, ctx)) for tau in (1.0, 0.0))
+    q, keys, _, length = laid_out(query, layer, ctx)
+    weights, distances = paid(query, layer, ctx), []
+    for head in range(6):
+        pooled = np.array([keys[at : min(at + 8, length), head].mean(0) for at in range(0, length, 8)])
+        guess = np.exp(q[-8:, head].mean(0) @ pooled.T * SCALE)
+        true = [weights[head, -8:, at : at + 8].sum() for at in range(0, length, 8)]
+        distances.append(distance.jensenshannon(guess, true))
+    tau = float(np.median(distances))
+    found = np.asarray(find_lists(peer("flex", 0.3, tau), query, layer, ctx))
+    for head in range(6):
+        assert (found[:, :7, head] == (means if distances[head] < tau else lines)[:, :7, head]).all()
+    assert (means != lines).any(axis=(0, 1, 3)).all()
+
+
+@pytest.mark.long
+def test_lists_as_wide_as_the_table_are_measured():
+    """Of policies that list as many blocks as they need: the queries behind what their shortest lists hold, and no more than the oracle."""
+    model = make_model()
+    for row in measure_prefill(model, TEXT[:160], [peer("xattention", 0.6, 4)], chunk=32, page_size=16):
+        assert row["queries"] == (160 - 8 - 8 - 12) * model.config.layers[0].mixer.num_heads
+        assert 0 < row["listed"] < 16
+        assert row["of_oracle"] <= 1 + 1e-6
+        assert row["missed"]["low"] - 0.1 < 1 - row["captured"] < row["missed"]["high"] + 0.1

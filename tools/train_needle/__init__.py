@@ -1,0 +1,1 @@
+"""Trains the embedded needle model (`training.train`), and writes its card (`card`)."""
