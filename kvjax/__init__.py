@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax import models as models
     from kvjax import policies as policies
     from kvjax import serving as serving
+    from kvjax.axes import mesh
     from kvjax.cache import OutOfPages
     from kvjax.data_parallel import replicas
     from kvjax.engine import Engine
@@ -39,7 +40,6 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax.sequences import CachedSequence
     from kvjax.serving import run_batch
     from kvjax.serving.session.runtime import Session, SessionRuntime
-    from kvjax.sharding import mesh
     from kvjax.together import ProcessLost
     from pallas_kernels.dispatch import forced as dispatch
 
@@ -117,7 +117,7 @@ _HOMES = {
     "generate": "kvjax.generation",
     "load": "kvjax.models",
     "memory_plan": "kvjax.memory",
-    "mesh": "kvjax.sharding",
+    "mesh": "kvjax.axes",
     "replicas": "kvjax.data_parallel",
     "run": "kvjax.generation",
     "run_batch": "kvjax.serving",

@@ -7,15 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.policies.prefill.lists import (
-    TileLists,
-    check_sizes,
-    distant_blocks,
-    fewest_that_hold,
-    ranked_until,
-    share_text,
-    sorted_lists,
-)
+from kvjax.policies.prefill.lists import TileLists, check_sizes, distant_blocks, fewest_that_hold, ranked_until, share_text, sorted_lists
 from kvjax.policies.prefill.mean_pooled import mean_keys, mean_queries
 from kvjax.policies.prefill.vertical_slash import VerticalSlash
 from pallas_kernels.soft_cap import scaled

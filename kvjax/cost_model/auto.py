@@ -35,8 +35,9 @@ from kvjax.cost_model.fitting import Cell, Key, fit
 from kvjax.cost_model.predict import OWN, PROJECTED_GAIN, CostModel, known_cost_model, sizes_of, with_known, worthwhile
 from kvjax.cost_model.prefill_times import LayerSizes, PrefillTimes, known_prefill_times, layer_sizes, nearest_quote, timed_as
 from kvjax.engine import Engine
+from kvjax.identity import fingerprint
 from kvjax.memory import memory_plan
-from kvjax.model import Model, ModelConfig, fingerprint
+from kvjax.model import Model, ModelConfig
 from kvjax.packing import FormatOf, packing_of
 from kvjax.policies.choice import ByFields, Choice, ChoosesDecode, ChoosesPrefill
 from kvjax.policies.decode.base import DecodePolicy, Stateless, chooses_over_devices

@@ -19,9 +19,10 @@ import jax.dtypes
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.axes import CONTEXT, TENSOR
+from kvjax.cache.index_spec import IndexSpec
 from kvjax.cache.spec import LatentSpec, LayerSpec, RecurrentSpec
 from kvjax.cache.tables import staged_width
-from kvjax.cache.types import IndexSpec
 from kvjax.chunk_rows import in_parts, tiles_each
 from kvjax.layers import DeltaLayer, LatentLayer
 from kvjax.model import ModelConfig
@@ -32,7 +33,6 @@ from kvjax.policies.decode.top_blocks import TopBlocks
 from kvjax.policies.decode.top_tokens import TopTokens
 from kvjax.policies.decode.window import Window
 from kvjax.policies.prefill import BoundsBlocks, DensePrefill, MeasureOnceMaskOnce, PrefillPolicy, SinkWindow, indexes_of, query_tile_of
-from kvjax.sharding import CONTEXT, TENSOR
 from pallas_kernels.all_gather.api import KERNEL_BYTES
 from pallas_kernels.all_reduce.xla import GATHERED_BYTES
 from pallas_kernels.select_blocks import selection_width

@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Self
 
+from kvjax.cache.index_spec import IndexSpec
 from kvjax.cache.spanning import FrameCounts
-from kvjax.cache.types import IndexSpec
 from kvjax.model import Model
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.prefill.base import PrefillPolicy

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from kvjax.ahead import compiled
+from kvjax.axes import Shards, mesh
 from kvjax.cache import MOST_TOKENS, OPEN, Cache, CacheSpec, IndexSpec
 from kvjax.cache.formats import CacheFormat
 from kvjax.cost_model.bytes import rows_bytes, step_bytes
@@ -42,10 +42,10 @@ from kvjax.outcomes import Reads
 from kvjax.packing import format_function, table_shape, weights_bytes
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import Cascade, DecodePolicy, Watched, name_of, parse
+from kvjax.programs import compiled
 from kvjax.release import check_several
 from kvjax.sampling import SamplingRows
 from kvjax.serving.bench.random_model import placed, random_cache, random_params
-from kvjax.sharding import Shards, mesh
 from kvjax.steps import decode_and_sample
 from pallas_kernels import dispatch
 from pallas_kernels.bench.cases import PAGE_SIZE

@@ -203,7 +203,7 @@ def evidence_command(
 
     ran = None
     if model is not None:
-        from kvjax.model import fingerprint
+        from kvjax.identity import fingerprint
 
         loaded = load_model(model, dtype, max_positions)
         ran = fingerprint(loaded), loaded.config.compute_dtype

@@ -16,12 +16,12 @@ from tiny_models import QWEN_7B, TinyModel, make_family
 import kvjax
 from kvjax import Engine
 from kvjax.attend import attends_by_list
+from kvjax.axes import WHOLE_COPY, Shards
 from kvjax.cache import PagedKV
 from kvjax.cost_model.bytes import step_bytes
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode import Cascade, SelectContext, cascade, parse, register
 from kvjax.policies.decode.base import attend_listed
-from kvjax.sharding import WHOLE_COPY, Shards
 from pallas_kernels import dispatch
 from pallas_kernels.pack_pages import pack_pages
 from pallas_kernels.page_format import PageFormat, unpack

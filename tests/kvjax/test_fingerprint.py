@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tiny_models import QWEN_7B, altered
 
-from kvjax import model as module
+from kvjax import identity as module
+from kvjax.identity import check_fingerprint, fingerprint
 from kvjax.layers import RopeScaling
-from kvjax.model import check_fingerprint, fingerprint
 
 PAIRS = 200
 BITS = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}

@@ -11,12 +11,12 @@ from pathlib import Path
 import jax
 import pytest
 
-from kvjax.ahead import NAMED
 from kvjax.cache.spanning import FrameCounts
 from kvjax.cost_model.bytes import pages_on_host, step_bytes
 from kvjax.cost_model.fitting import DEVICE, read_cells
 from kvjax.policies.decode import parse
 from kvjax.policies.prefill import parse_prefill
+from kvjax.programs import NAMED
 from kvjax.serving.bench import reuse, tiered_prompts, tiers
 from kvjax.serving.bench.decode import config_of
 from kvjax.serving.bench.hollow import HollowEngine, random_model

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax.cache.types import PagedKV
+from kvjax.cache.arrays import PagedKV
 from kvjax.engine import Engine
 from kvjax.fidelity.statistics import mean_over_blocks
 from kvjax.model import Model

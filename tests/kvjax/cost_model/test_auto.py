@@ -19,7 +19,7 @@ from kvjax.cost_model import Auto, Bound, BusTerm, CostModel, Evidence, Exchange
 from kvjax.cost_model import auto as auto_module
 from kvjax.cost_model.evidence import LEVELS, qualified, read_evidence, with_panel, write_evidence
 from kvjax.cost_model.predict import sizes_of
-from kvjax.model import fingerprint
+from kvjax.identity import fingerprint
 from kvjax.policies.decode import DecodePolicy, Dense, parse
 from kvjax.sampling import SamplingRows
 from kvjax.steps import decode_step

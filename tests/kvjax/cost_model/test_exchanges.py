@@ -11,8 +11,9 @@ from quick_cases import rest_long
 from tiny_models import QWEN_7B, RECURRENT, TINY, altered, make_family, random_weights
 
 import kvjax
+from kvjax.axes import CONTEXT, TENSOR, Shards
+from kvjax.cache.cache import Cache
 from kvjax.cache.spec import WHOLE
-from kvjax.cache.types import Cache
 from kvjax.cost_model import step_bytes
 from kvjax.cost_model.exchanges import (
     ALL_GATHER,
@@ -29,10 +30,10 @@ from kvjax.cost_model.exchanges import (
 )
 from kvjax.layers import DeltaLayer
 from kvjax.models.decoder import TransformerDecoder
+from kvjax.placement import place_params
 from kvjax.policies.decode import Cascade, TopBlocks, TopTokens, parse
 from kvjax.policies.prefill import BoundsBlocks, DensePrefill, indexes_of, parse_prefill
 from kvjax.sampling import SamplingRows
-from kvjax.sharding import CONTEXT, TENSOR, Shards, place_params
 from kvjax.steps import decode_and_sample, embed_chunk, prefill_slice, row_logits
 
 PAGE, BATCH = 16, 3

@@ -1,97 +1,24 @@
-"""Pages of one layer, and the indexes over them.
+"""Arrays of the cache: pages of one layer and the indexes over them, and how a mesh cuts them.
 
 The types here are pytrees of arrays. Ownership of pages is tracked on the host (`kvjax.cache.allocator`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import flax.struct
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float, Float32, Int32
 
+from kvjax.axes import WHOLE_COPY, Shards, spec_of
 from kvjax.cache import spanning
-from kvjax.cache.hot import HotBuffers
-from kvjax.cache.residency import Residency
+from kvjax.cache.index_spec import IndexSpec, over_packed
 from kvjax.cache.spanning import FrameCounts
 from pallas_kernels.indexer_scores.api import FP8
-from pallas_kernels.page_index import CODED, INDEX_KINDS, index_dtype, index_shape
 from pallas_kernels.pages import CODES, PageFormat, Pages
-
-if TYPE_CHECKING:
-    from kvjax.cache.spec import CacheSpec
-    from kvjax.sharding import Shards
-
-
-@dataclasses.dataclass(frozen=True)
-class IndexSpec:
-    """An index that a policy needs for every sealed page.
-
-    kind: "bounds" (elementwise max and min of a block's keys), "mean", or the keys in few bits: "keys1" to "keys8". block_size:
-    tokens, divides the page size. unless_packed: not built in layers whose keys are packed, which the policy then reads themselves.
-    every: built in every n-th layer alone, counting from the first, of those that read all tokens and attend to pages.
-    """
-
-    kind: str
-    block_size: int
-    unless_packed: bool = False
-    every: int = 1
-
-    def __post_init__(self):
-        if self.kind not in INDEX_KINDS:
-            raise ValueError(f"index kind {self.kind!r} is unknown; there are {', '.join(sorted(INDEX_KINDS))}")
-        if self.block_size <= 0:
-            raise ValueError(f"block_size must be positive, got {self.block_size}")
-        if self.every < 1:
-            raise ValueError(f"every must be at least 1, got {self.every}")
-
-    @property
-    def name(self) -> str:
-        """Key of this index in `PagedKV.index`."""
-        return f"{self.kind}{self.block_size}"
-
-    def __str__(self) -> str:
-        """The name, and what the index holds."""
-        bits = CODED.get(self.kind, 0)
-        what = {"bounds": "largest and smallest keys", "mean": "mean keys"}.get(self.kind, f"keys in {bits} bit{'s' * (bits != 1)}")
-        return f"{self.name} ({what}, in blocks of {self.block_size} tokens)"
-
-    def covers(self, other: IndexSpec) -> bool:
-        """Whether this index is there, and the same, in every layer in which the other one is."""
-        same = (self.kind, self.block_size) == (other.kind, other.block_size)
-        return same and self.unless_packed <= other.unless_packed and other.every % self.every == 0
-
-    def shape(self, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of the array: `N K P/bs R W` with R rows of W elements per block (`pallas_kernels.page_index.index_shape`)."""
-        if page_size % self.block_size:
-            raise ValueError(
-                f"block_size {self.block_size} does not divide page_size {page_size}: use a page_size that is a "
-                f"multiple of {self.block_size}, or a policy of smaller blocks"
-            )
-        return (num_pages, num_kv_heads, page_size // self.block_size, *index_shape(self.kind, self.block_size, head_dim))
-
-    def empty(self, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: jnp.dtype) -> Array:
-        """The array for keys of `dtype`, zeroed."""
-        return jnp.zeros(self.shape(num_pages, num_kv_heads, page_size, head_dim), index_dtype(self.kind, dtype))
-
-
-def kept_in(index: Mapping[str, Array], indexes: tuple[IndexSpec, ...]) -> tuple[IndexSpec, ...]:
-    """Those of `indexes` that a layer with this `PagedKV.index` has, one of each name."""
-    return tuple({spec.name: spec for spec in indexes if spec.name in index}.values())
-
-
-def without_covered(indexes: Iterable[IndexSpec]) -> tuple[IndexSpec, ...]:
-    """Each of `indexes` once, without those that another one covers."""
-    once = tuple(dict.fromkeys(indexes))
-    return tuple(spec for spec in once if not any(other != spec and other.covers(spec) for other in once))
-
-
-def over_packed(indexes: tuple[IndexSpec, ...], k_packed: PageFormat | None) -> tuple[IndexSpec, ...]:
-    """Those of `indexes` that are built over keys of this format; None: numbers as they are."""
-    return tuple(spec for spec in indexes if k_packed is None or not spec.unless_packed)
 
 
 @flax.struct.dataclass
@@ -160,30 +87,6 @@ class SlotLayer:
 
 
 LayerCache = PagedKV | LatentPages | SlotLayer
-
-
-@flax.struct.dataclass
-class Cache:
-    """What a jitted step reads and writes. shards: inside a program over a mesh, what it knows of it: layers are then this device's part.
-
-    layers: one entry per layer, no stacked axis, so that updates stay in place; None for a layer that reads another's pages. page_tables:
-    per layer group, logical page -> page id, -1 where there is none. lengths: tokens written; includes the current ones when attention
-    reads it. spec: describes `layers`. residency: where pages lie, by layer group; in groups that it does not name, a page's frame is its
-    id. hot: the layers' hot buffers; None where no layer has one.
-    """
-
-    layers: tuple[LayerCache | None, ...]
-    page_tables: dict[str, Int[Array, "B M"]]
-    lengths: Int[Array, "B"]
-    spec: CacheSpec = flax.struct.field(pytree_node=False)
-    residency: dict[str, Residency] = flax.struct.field(default_factory=dict)
-    hot: HotBuffers | None = None
-    shards: Shards | None = flax.struct.field(pytree_node=False, default=None)
-
-    def table_of(self, layer: int) -> Int[Array, "B M"]:
-        """The page table of a layer's group. On a mesh it names rows of this device's part of the pool."""
-        group = self.spec.layers[layer].group
-        return self.page_tables[group] if self.shards is None else self.shards.own_table(group, self.page_tables[group])
 
 
 def empty_layer(
@@ -266,3 +169,40 @@ def empty_latents(
         index[INDEXER_SCALES] = jnp.ones((num_pages, page_size), jnp.float32)
     latents = _frames((num_pages, 1, page_size, latent_dim + rope_dim), dtype, frames)
     return LatentPages(Pages(latents, value_dim=latent_dim), index)
+
+
+Layers = tuple[LayerCache | None, ...]
+
+
+def layer_specs(layers: Layers) -> Layers:
+    """The `PartitionSpec` of each array of a pool's layers, in the place of the array."""
+    return tuple(None if layer is None else _layer_specs(layer) for layer in layers)
+
+
+def _layer_specs(layer: LayerCache) -> LayerCache:
+    if isinstance(layer, SlotLayer):  # rows of state are not dealt out: every device along the context axis has all of them
+        per_head, rows = spec_of((None, "kv_heads")), spec_of((None, None, "kv_heads"))
+        return layer.replace(
+            start=per_head, inputs=spec_of((None, None, "channels")), g=rows, beta=rows, corrections=rows, first=WHOLE_COPY
+        )
+    axes = ("pages",) if isinstance(layer, LatentPages) else ("pages", "kv_heads")
+    specs = jax.tree.map(lambda _: spec_of(axes), layer)
+    if isinstance(layer, PagedKV) and layer.open is not None:  # its rows are not dealt out
+        specs = specs.replace(open=jax.tree.map(lambda _: spec_of((None, None, "kv_heads")), layer.open))
+    return specs
+
+
+def made_on(shards: Shards | None, make: Callable[[], Layers]) -> Layers:
+    """The layers of a pool that `make` makes, each part on its device from the start."""
+    if shards is None:
+        return make()
+    return jax.jit(make, out_shardings=_shardings(shards, jax.eval_shape(make)))()
+
+
+def kept_cut(shards: Shards | None, layers: Layers) -> Layers:
+    """Layers of a pool, cut as they were, out of a program that is not split by `Shards.run`."""
+    return layers if shards is None else jax.lax.with_sharding_constraint(layers, _shardings(shards, layers))
+
+
+def _shardings(shards: Shards, layers: Layers) -> Layers:
+    return jax.tree.map(lambda spec: NamedSharding(shards.mesh, spec), layer_specs(layers))

@@ -1,15 +1,42 @@
-"""Where pages lie: a page keeps its id for life, but its frame may change between steps."""
+"""The cache as a jitted step reads and writes it, and where its pages lie.
+
+A page keeps its id for life, but its frame may change between steps.
+"""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import flax.struct
 import numpy as np
 from jaxtyping import Array, Int
 
-if TYPE_CHECKING:
-    from kvjax.cache.types import Cache
+from kvjax.axes import Shards
+from kvjax.cache.arrays import LayerCache
+from kvjax.cache.hot import HotBuffers
+from kvjax.cache.spec import CacheSpec
+
+
+@flax.struct.dataclass
+class Cache:
+    """What a jitted step reads and writes. shards: inside a program over a mesh, what it knows of it: layers are then this device's part.
+
+    layers: one entry per layer, no stacked axis, so that updates stay in place; None for a layer that reads another's pages. page_tables:
+    per layer group, logical page -> page id, -1 where there is none. lengths: tokens written; includes the current ones when attention
+    reads it. spec: describes `layers`. residency: where pages lie, by layer group; in groups that it does not name, a page's frame is its
+    id. hot: the layers' hot buffers; None where no layer has one.
+    """
+
+    layers: tuple[LayerCache | None, ...]
+    page_tables: dict[str, Int[Array, "B M"]]
+    lengths: Int[Array, "B"]
+    spec: CacheSpec = flax.struct.field(pytree_node=False)
+    residency: dict[str, Residency] = flax.struct.field(default_factory=dict)
+    hot: HotBuffers | None = None
+    shards: Shards | None = flax.struct.field(pytree_node=False, default=None)
+
+    def table_of(self, layer: int) -> Int[Array, "B M"]:
+        """The page table of a layer's group. On a mesh it names rows of this device's part of the pool."""
+        group = self.spec.layers[layer].group
+        return self.page_tables[group] if self.shards is None else self.shards.own_table(group, self.page_tables[group])
 
 
 @flax.struct.dataclass
