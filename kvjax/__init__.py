@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvjax.registry import lives_in
 
 if TYPE_CHECKING:  # what editors and type checkers see
-    from kvjax import bill as bill
+    from kvjax import cost_model as cost_model
     from kvjax import fidelity as fidelity
     from kvjax import models as models
     from kvjax import policies as policies
@@ -125,11 +125,11 @@ _HOMES = {
     "score": "kvjax.scoring",
     "start_processes": "kvjax.processes",
 }
-_PACKAGES = ("bill", "fidelity", "models", "policies", "serving")
+_PACKAGES = ("cost_model", "fidelity", "models", "policies", "serving")
 
 # `auto` measures with an engine, so it is defined above the engine. Policies and engines find it by name only.
-lives_in("policy", "auto", "kvjax.bill.auto_decode", "Auto")
-lives_in("prefill policy", "auto", "kvjax.bill.auto_prefill", "AutoPrefill")
+lives_in("policy", "auto", "kvjax.cost_model.auto", "Auto")
+lives_in("prefill policy", "auto", "kvjax.cost_model.auto", "AutoPrefill")
 
 
 def __getattr__(name: str) -> Any:

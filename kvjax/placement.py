@@ -36,9 +36,7 @@ def place_params(decoder: Decoder, params: Any, shards: Shards) -> Any:
     stay. Between meshes of the same sizes, and to a mesh of one device, tensors go from device to device. ValueError for a decoder that
     cannot be split, whose heads do not divide, or that is on a mesh of other sizes."""
     if not hasattr(decoder, "cuts"):
-        raise ValueError(
-            f"{type(decoder).__name__} cannot be split over a mesh: it needs cuts and on_shards of kvjax.model.Decoder"
-        )
+        raise ValueError(f"{type(decoder).__name__} cannot be split over a mesh: it needs cuts and on_shards of kvjax.model.Decoder")
     return place_tree(decoder.cuts(params, shards.tensor), params, shards)
 
 
