@@ -27,8 +27,8 @@ STEPS = 20
 
 def load_nano(page=PAGE, chunk=CHUNK):
     """The example as a module of its own. Every call compiles its programs anew, so a changed function takes effect."""
-    spec = importlib.util.spec_from_file_location("nano_kvjax", PATH)
-    nano = sys.modules["nano_kvjax"] = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location("examples.nano_kvjax", PATH)
+    nano = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(nano)
     nano.PAGE, nano.CHUNK = page, chunk
     return nano
@@ -88,6 +88,7 @@ def test_prompts_about_a_chunk_give_the_bits_of_the_engine(nano, tiny, length):
     assert same_bits(nano, tiny, prompt_of(length), TOP, steps=3)
 
 
+@pytest.mark.quick("top:2")
 @pytest.mark.parametrize("top", [None, TOP], ids=["dense", "top:2"])
 def test_a_layer_with_a_window_gives_the_bits_of_the_engine(nano, top):
     assert same_bits(nano, engine_for(make_family("gemma3_text")), prompt_of(161), top, steps=3)

@@ -25,6 +25,7 @@ def affected():
         ("serving/session/pace.py", "tests/serving/test_pace.py", "tests/models/test_decoder.py"),
         ("tests/tiny_models.py", "tests/models/test_decoder.py", "tests/kvjax/test_allocator.py"),
         ("docs/tiers.md", "tests/test_tiers_document.py", "tests/kvjax/test_allocator.py"),
+        ("examples/nano_kvjax.py", "tests/examples/test_nano_kvjax.py", "tests/kvjax/test_allocator.py"),
     ],
 )
 def test_what_imports_or_names_a_file_is_affected_by_it(affected, path, inside, outside):
