@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax.model import ModelConfig
     from kvjax.models import CausalLM, load, save
     from kvjax.policies.decode import Cascade, Dense, HeavyPages, HeavyTokens, TopBlocks, Window
-    from kvjax.policies.prefill import DensePrefill, MeanPooled, MeasureOnceMaskOnce, OracleBlocks, SinkWindow, VerticalSlash
+    from kvjax.policies.prefill import DensePrefill, MeasureOnceMaskOnce, OracleBlocks, SinkWindow
     from kvjax.processes import start_processes
     from kvjax.requests import Completion, Request
     from kvjax.sampling import NotFinite, Sampling
@@ -55,7 +55,6 @@ __all__ = [
     "Engine",
     "HeavyPages",
     "HeavyTokens",
-    "MeanPooled",
     "MeasureOnceMaskOnce",
     "ModelConfig",
     "NotFinite",
@@ -70,7 +69,6 @@ __all__ = [
     "SessionRuntime",
     "SinkWindow",
     "TopBlocks",
-    "VerticalSlash",
     "Window",
     "__version__",
     "dispatch",
@@ -96,7 +94,6 @@ _HOMES = {
     "Engine": "kvjax.engine",
     "HeavyPages": "kvjax.policies.decode",
     "HeavyTokens": "kvjax.policies.decode",
-    "MeanPooled": "kvjax.policies.prefill",
     "MeasureOnceMaskOnce": "kvjax.policies.prefill",
     "ModelConfig": "kvjax.model",
     "NotFinite": "kvjax.sampling",
@@ -111,7 +108,6 @@ _HOMES = {
     "SessionRuntime": "kvjax.serving.session.runtime",
     "SinkWindow": "kvjax.policies.prefill",
     "TopBlocks": "kvjax.policies.decode",
-    "VerticalSlash": "kvjax.policies.prefill",
     "Window": "kvjax.policies.decode",
     "dispatch": "pallas_kernels.dispatch:forced",
     "generate": "kvjax.generation",

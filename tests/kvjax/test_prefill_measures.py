@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from prefill_chunks import SIZES, peer
 from scipy import stats
 
 from kvjax.cache import PagedKV
@@ -14,7 +15,6 @@ from kvjax.fidelity.statistics import mean_over_blocks
 from kvjax.policies.prefill import (
     BoundsShare,
     DensePrefill,
-    MeanPooled,
     MeasureOnceMaskOnce,
     OracleBlocks,
     PrefillContext,
@@ -29,9 +29,8 @@ from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.pages import Pages
 from pallas_kernels.query_sparse_attention import query_sparse_attention
 
-SIZES = {"chi": 8, "key_block": 8, "sink_tokens": 8, "window_tokens": 12}
 MOMO = MeasureOnceMaskOnce(**SIZES, gamma=4, k=3, k_exact=2, k_trim=3)
-POLICIES = (MOMO, OracleBlocks(k=3, **SIZES), MeanPooled(k=3, **SIZES))
+POLICIES = (MOMO, OracleBlocks(k=3, **SIZES), peer("mean", 3))
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,10 @@ from kvjax.policies.prefill import (
     BoundsBlocks,
     BoundsShare,
     DensePrefill,
-    MeanPooled,
     MeasureOnceMaskOnce,
     OracleBlocks,
     SinkWindow,
     TopTokensPrefill,
-    VerticalSlash,
     parse_prefill,
 )
 
@@ -38,9 +36,7 @@ from kvjax.policies.prefill import (
         ("momo:16/8+untrimmed+uncorrected", MeasureOnceMaskOnce(k=16, k_trim=None, delta="off")),
         ("window:64+1024", SinkWindow()),
         ("delta:4+100/16", SinkWindow(4, 100, gamma=16)),
-        ("mean:32", MeanPooled(32)),
         ("oracle:32", OracleBlocks(32)),
-        ("vertical-slash:10+7", VerticalSlash(10, 7)),
     ],
 )
 def test_names(name, policy):
@@ -51,7 +47,7 @@ def test_names(name, policy):
     hash(policy)
 
 
-@pytest.mark.parametrize("name", ["momo", "momo:8", "momo:8/8+all", "mean:x", "window:5"])
+@pytest.mark.parametrize("name", ["momo", "momo:8", "momo:8/8+all", "oracle:x", "window:5"])
 def test_wrong_names_are_refused(name):
     with pytest.raises(ValueError, match=f"is not understood; write it as {name.partition(':')[0]}:[A-Z]"):
         parse_prefill(name)
@@ -81,9 +77,8 @@ def test_what_is_no_policy_is_refused():
         (lambda: BoundsShare(1), "share must be a fraction between 0 and 1, got 1"),
         (lambda: BoundsShare(ladder=(8, 4)), r"ladder must be ascending numbers of blocks from 1 on, got \(8, 4\)"),
         (lambda: BoundsShare(pooling="mean"), "pooling must be one of sum, max; got 'mean'"),
-        (lambda: MeanPooled(k=0), "k must be an int of at least 1"),
+        (lambda: OracleBlocks(k=0), "k must be an int of at least 1"),
         (lambda: OracleBlocks(key_block=0), "key_block"),
-        (lambda: VerticalSlash(slash=0), "slash"),
         (lambda: SinkWindow(-1), "sink_tokens must be an int of at least 0, got -1"),
         (lambda: SinkWindow(gamma=0), "gamma"),
         (lambda: parse_prefill("momo:4/8"), "k_exact 8 exceeds k 4"),
@@ -95,7 +90,7 @@ def test_wrong_sizes_are_refused(build, message):
         build()
 
 
-@pytest.mark.parametrize("prefill", ["momo:8/8", "mean:8", "vertical-slash:4+2"])
+@pytest.mark.parametrize("prefill", ["momo:8/8", "oracle:8"])
 def test_pages_that_hold_no_whole_blocks_are_refused_at_once(model, prefill):
     with pytest.raises(ValueError, match="blocks of 64 tokens, which pages of 32 do not hold whole: choose a page_size"):
         Engine(model, pages=4, page_size=32, prefill_chunk=64, prefill=prefill)

@@ -1,12 +1,10 @@
 """Prefill policies: what covers everything is dense; each policy's rule against a plain one; chunks, padding, extending."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from prefill_chunks import SCALE, SIZES, attend, attend_sparse, chunk, close, distant, find_lists, laid_out, listed, paid, tiles
+from prefill_chunks import SCALE, SIZES, attend, attend_sparse, chunk, close, distant, find_lists, laid_out, listed, paid, peer, tiles
 from quick_cases import some_long
 
 from kvjax import Engine
@@ -16,11 +14,9 @@ from kvjax.policies.prefill import (
     BoundsBlocks,
     BoundsShare,
     DensePrefill,
-    MeanPooled,
     MeasureOnceMaskOnce,
     OracleBlocks,
     SinkWindow,
-    VerticalSlash,
     attention_mass,
 )
 from kvjax.policies.prefill.missed import drawn_positions
@@ -35,10 +31,7 @@ COVERING = {
     "momo, all estimated, no delta": MeasureOnceMaskOnce(**SIZES, gamma=4, k=16, k_exact=0, k_trim=16, delta="off"),
     "bounds": BoundsBlocks(**SPARSE_BOUNDS, k=16),
     "bounds, a share": BoundsShare(1e-7, (1, 2), **SIZES | PAGE_WINDOW),
-    "mean": MeanPooled(**SIZES, k=16),
     "oracle": OracleBlocks(**SIZES, k=16),
-    "vertical": VerticalSlash(**SIZES, vertical=16, slash=1, last_queries=6),
-    "slash": VerticalSlash(**SIZES, vertical=1, slash=16, last_queries=6),
     "window": SinkWindow(8, 120),
     "window with delta": SinkWindow(8, 120, gamma=4),
     "every block listed": ListedDense(**SIZES),
@@ -50,14 +43,12 @@ SPARSE = {
     "bounds": BoundsBlocks(**SPARSE_BOUNDS, k=3),
     "bounds, maximum": BoundsBlocks(**SPARSE_BOUNDS, k=3, pooling="max"),
     "bounds, a share": BoundsShare(0.2, (1, 3, 5), **SIZES | PAGE_WINDOW),
-    "mean": MeanPooled(**SIZES, k=3),
     "oracle": OracleBlocks(**SIZES, k=3),
-    "vertical-slash": VerticalSlash(**SIZES, vertical=2, slash=1, last_queries=6),
     "window": SinkWindow(8, 12),
     "window with delta": SinkWindow(8, 12, gamma=4),
 }
-LISTING = ("momo", "bounds", "bounds, a share", "mean", "oracle", "vertical-slash")
-LONG = ("momo, exact, untrimmed", "bounds, a share", "slash", "momo, quantile", "bounds, maximum", "momo, no delta")
+LISTING = ("momo", "bounds", "bounds, a share", "oracle")
+LONG = ("momo, exact, untrimmed", "bounds, a share", "momo, quantile", "bounds, maximum", "momo, no delta")
 """Variants: what they show, another case shows nearly as well."""
 ENGINE = {"pages": 48, "page_size": 16, "prefill_chunk": 32, "batch_buckets": (1,)}
 """Sizes of every engine here, so that programs are shared."""
@@ -70,7 +61,7 @@ def mostly(names):
 # A policy that covers everything is dense.
 
 
-@pytest.mark.quick_but("momo", "oracle", "mean", "vertical", "momo, all estimated, no delta")
+@pytest.mark.quick_but("momo", "oracle", "momo, all estimated, no delta")
 @pytest.mark.parametrize("name", mostly(COVERING))
 def test_covering_everything_is_dense(name):
     arguments = chunk()
@@ -88,7 +79,7 @@ def test_dropping_keys_is_not_dense(name):
     assert jnp.abs(difference[:, :56]).max() > 1e-2
 
 
-@pytest.mark.parametrize("name", ["momo", pytest.param("vertical", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["momo", pytest.param("oracle", marks=pytest.mark.long)])
 def test_logits_of_a_model_under_a_covering_policy(model, text, name):
     """Two layers, chunks of 32 over pages of 16, sparse whatever the length."""
     engine = Engine(model, prefill=COVERING[name], **ENGINE)
@@ -108,7 +99,7 @@ def test_dense_tokens_is_where_lists_hold_everything(name, start):
 
 
 def test_falls_back_to_dense_and_says_so(caplog):
-    policy = MeanPooled(**SIZES, k=3)
+    policy = OracleBlocks(**SIZES, k=3)
     assert policy.dense_tokens == 3 * 8 + 8 + 12
     for length in (44, 45):
         arguments = chunk(start=length - 24, length=length)
@@ -116,7 +107,7 @@ def test_falls_back_to_dense_and_says_so(caplog):
         assert (np.asarray(attend(policy, *arguments))[:, :24] == dense).all() == (length == 44)
     assert "dense up to 44 tokens" in policy.describe()
     with caplog.at_level("INFO", logger="kvjax.policies.prefill.lists"):
-        jax.eval_shape(MeanPooled(**SIZES, k=14).attend, *chunk())
+        jax.eval_shape(OracleBlocks(**SIZES, k=14).attend, *chunk())
     assert "dense, because no sequence of this page table (128 tokens) exceeds 132" in caplog.text
 
 
@@ -166,20 +157,6 @@ def test_bounds_widen_until_drawn_queries_miss_less_than_a_share(share):
     assert len(set(taken)) > 1 or share < 0.1
 
 
-def test_mean_pooled_takes_the_best_means():
-    query, layer, ctx = chunk()
-    lists = find_lists(MeanPooled(**SIZES, k=3), query, layer, ctx)
-    q, keys, positions, length = laid_out(query, layer, ctx)
-    for tile, queries, first, last in tiles(positions):
-        for head in range(6):
-            scores = {}
-            for block in distant(first, last):
-                mean_key = keys[block * 8 : min(block * 8 + 8, length), head].mean(0)
-                scores[block] = float(q[queries, head].mean(0) @ mean_key)
-            best = sorted(sorted(scores, key=lambda block: (-scores[block], block))[:3])
-            assert listed(lists[0, tile, head]) == best
-
-
 def test_oracle_takes_the_most_attention():
     query, layer, ctx = chunk()
     lists, weights = find_lists(OracleBlocks(**SIZES, k=3), query, layer, ctx), paid(query, layer, ctx)
@@ -208,32 +185,11 @@ def test_no_lists_hold_more_attention_than_the_oracle(alike):
 
     oracle = captured(OracleBlocks(**SIZES, k=4))
     measured = captured(MeasureOnceMaskOnce(**SIZES, gamma=4, k=4, k_exact=4, k_trim=4))
-    means = captured(MeanPooled(**SIZES, k=4))
+    means = captured(peer("mean", 4))
     assert (measured <= oracle + 1e-5).all()
     assert (means <= oracle + 1e-5).all()
     assert means.sum() < 0.95 * oracle.sum()
     assert (measured.sum() > 0.999 * oracle.sum()) == alike
-
-
-def test_vertical_slash_follows_the_last_queries():
-    query, layer, ctx = chunk()
-    policy = VerticalSlash(**SIZES, vertical=2, slash=1, last_queries=6)
-    lists, weights = find_lists(policy, query, layer, ctx), paid(query, layer, ctx)
-    positions = range(64, 120)
-    for head in range(6):
-        of_blocks = [weights[head, -6:, block * 8 : block * 8 + 8].sum() for block in range(15)]
-        of_bands = np.zeros(16)
-        for row, key in itertools.product(range(6), range(120)):
-            if key <= 114 + row:
-                of_bands[(114 + row - key) // 8] += weights[head, 50 + row, key]
-        candidates = distant(114, 119)
-        vertical = sorted(candidates, key=lambda block: (-of_blocks[block], block))[:2]
-        (band,) = sorted(range(1, 16), key=lambda number: (-of_bands[number], number))[:1]  # band 0 lies in the window
-        for tile, _, first, last in tiles(positions):
-            full_last = first + 7
-            crossed = {(p - d) // 8 for p in range(first, full_last + 1) for d in range(band * 8, band * 8 + 8) if p >= d}
-            expected = sorted((crossed | set(vertical)) & set(distant(first, last)))
-            assert listed(lists[0, tile, head]) == expected
 
 
 @pytest.mark.parametrize("rank", ["score", "mass"])
@@ -286,7 +242,7 @@ def test_padding_changes_nothing(name, written):
 
 
 @pytest.mark.parametrize(
-    "name", ["momo", "bounds", "window with delta", *(pytest.param(name, marks=pytest.mark.long) for name in ("mean", "oracle", "window"))]
+    "name", ["momo", "bounds", "window with delta", *(pytest.param(name, marks=pytest.mark.long) for name in ("oracle", "window"))]
 )
 def test_chunks_are_slices_of_the_whole(name):
     """Earlier chunks' keys are read from pages; tiles and gammas are cut at the same positions."""

@@ -109,7 +109,7 @@ WRONG = [
     (BATCH + " --prefill momo:8", "momo:8"),
     (BATCH + " --prefill momo:8/16", "16"),
     (BATCH + " --prefill window:64+0", "got 0"),
-    (BATCH + " --prefill vertical-slash:99999999999+1", "99999999999"),
+    (BATCH + " --prefill oracle:99999999999", "99999999999"),
     (BATCH + " --prefill top:8", "top:8"),
     (BATCH + " --prefill auto:sure", "'sure'"),
     ("bill fit-prefill {run}", "no result of kvjax bench prefill --ops"),

@@ -60,7 +60,7 @@ class TileLists(DenseWhereCovered):
         if page_size % self.key_block:
             raise ValueError(
                 f"prefill {self} lists blocks of {self.key_block} tokens, which pages of {page_size} do not hold whole: choose a page_size "
-                f"that is a multiple of {self.key_block}, or a policy with smaller blocks (momo, mean and vertical-slash have 64)"
+                f"that is a multiple of {self.key_block}, or a policy with smaller blocks (momo has 64)"
             )
 
     def distant(self, query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext) -> Bool[Array, "B C S"]:

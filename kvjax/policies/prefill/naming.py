@@ -10,12 +10,10 @@ from kvjax.policies.prefill.base import PrefillPolicy
 from kvjax.policies.prefill.bounds import BoundsBlocks
 from kvjax.policies.prefill.bounds_share import BoundsShare
 from kvjax.policies.prefill.dense import DensePrefill
-from kvjax.policies.prefill.mean_pooled import MeanPooled
 from kvjax.policies.prefill.measure_once import CHANGES, MeasureOnceMaskOnce
 from kvjax.policies.prefill.oracle_blocks import OracleBlocks
 from kvjax.policies.prefill.sink_window import SinkWindow
 from kvjax.policies.prefill.top_tokens import TopTokensPrefill
-from kvjax.policies.prefill.vertical_slash import VerticalSlash
 from kvjax.registry import PREFILL_FORMS as FORMS
 from kvjax.registry import Registry
 
@@ -36,27 +34,31 @@ def _read(text: str) -> PrefillPolicy | None:
         return SinkWindow(int(match[1]), int(match[2]), remap=match[3] is not None)
     if match := re.fullmatch(r"delta:(\d+)\+(\d+)/(\d+)", text):
         return SinkWindow(*map(int, match.groups()))
-    if match := re.fullmatch(r"vertical-slash:(\d+)\+(\d+)", text):
-        return VerticalSlash(*map(int, match.groups()))
     if match := re.fullmatch(r"bounds:(0\.\d+)", text):
         return BoundsShare(float(match[1]))
     if match := re.fullmatch(r"bounds:(\d+)(\+sparse)?", text):
         return BoundsBlocks(int(match[1]), dense_below=0 if match[2] else None)
     if match := re.fullmatch(r"tokens:(\d+)", text):
         return TopTokensPrefill(int(match[1]))
-    if match := re.fullmatch(r"(mean|oracle):(\d+)", text):
-        return {"mean": MeanPooled, "oracle": OracleBlocks}[match[1]](int(match[2]))
+    if match := re.fullmatch(r"oracle:(\d+)", text):
+        return OracleBlocks(int(match[1]))
     return None
 
 
-PEERS = {"flex": "flex.py:FlexPrefill", "xattention": "xattention.py:XAttention", "bfla": "bfla.py:BlockFilter"}
+PEERS = {
+    "flex": "flex.py:FlexPrefill",
+    "xattention": "xattention.py:XAttention",
+    "bfla": "bfla.py:BlockFilter",
+    "mean": "mean.py:MeanPooled",
+    "vertical-slash": "vertical_slash.py:VerticalSlash",
+}
 """Policies of other authors that later ones are compared with: the files and classes of benchmarks/peers, by the names in results."""
 
 
 def _hint(text: str) -> str:
     word, colon, args = text.partition(":")
     if word in PEERS:
-        return f": it is no part of the library; in a checkout, give benchmarks/peers/{PEERS[word]}{colon}{args}"
+        return f": it is no part of the library; in a checkout, give benchmarks/peers/{PEERS[word]}{colon}{args.replace('+', '/')}"
     return f". {text!r} is a decode policy: give it as policy (--policy)" if is_decode_policy(text) else ""
 
 
@@ -65,7 +67,7 @@ _NAMES = Registry(
     forms=FORMS,
     remedy="kvjax.policies.prefill.PrefillPolicy says what each does",
     parts=("attend", "queries_stand_alone", "describe"),
-    reserved=("dense", "bounds", "momo", "window", "delta", "vertical-slash", "mean", "oracle", "tokens", "auto"),
+    reserved=("dense", "bounds", "momo", "window", "delta", "oracle", "tokens", "auto"),
     read=_read,
     hint=_hint,
 )
