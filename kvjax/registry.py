@@ -37,7 +37,7 @@ PREFILL_FORMS = (
     "momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; suffixes change it: +quantile, +score, +untrimmed, +plain, "
     "+uncorrected, +gamma4, +gamma1), "
     "window:SINK+WINDOW (tokens, as window:64+1024; window:64+1024+remap counts positions in the cache), "
-    "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), oracle:K (for measuring), "
+    "oracle:K (for measuring), "
     "tokens:K (of models with an indexer of tokens), "
     "auto, auto:LEVEL (per chunk, the fastest policy on record for the level), " + _OWN_FORMS
 )

@@ -20,7 +20,8 @@ FOLDER = Path(__file__).parents[1] / "benchmarks" / "peers"
 
 def named(word, *args):
     """The name of a peer with tiny sizes."""
-    settings = "/".join([*map(str, args), *(f"{name}={size}" for name, size in SIZES.items())])
+    sizes = {} if word == "delta" else SIZES
+    settings = "/".join([*map(str, args), *(f"{name}={size}" for name, size in sizes.items())])
     return f"{FOLDER}/{PEERS[word]}:{settings}"
 
 

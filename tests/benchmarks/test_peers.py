@@ -32,7 +32,14 @@ from kvjax.policies.prefill.measures import measure_prefill
 from kvjax.policies.prefill.naming import PEERS, built_in_name, parse_recorded_prefill
 
 TEXT = np.random.default_rng(0).integers(0, VOCAB, 300).tolist()
-DROPPING = [("flex", 0.3, 0.28), ("xattention", 0.6, 4), ("bfla", 0.6, 16, 4), ("mean", 3), ("vertical-slash", 2, 1, 6)]
+DROPPING = [
+    ("flex", 0.3, 0.28),
+    ("xattention", 0.6, 4),
+    ("bfla", 0.6, 16, 4),
+    ("mean", 3),
+    ("vertical-slash", 2, 1, 6),
+    ("delta", 8, 12, 4),
+]
 """Of each peer, settings that leave keys out."""
 
 
@@ -44,7 +51,7 @@ def test_every_file_of_the_folder_is_named():
     assert sorted(file.partition(":")[0] for file in PEERS.values()) == sorted(file.name for file in FOLDER.glob("*.py"))
 
 
-@pytest.mark.parametrize("name", ["flex:0.9", "xattention:0.9", "bfla:0.99", "bfla", "mean:32", "vertical-slash:10+7"])
+@pytest.mark.parametrize("name", ["flex:0.9", "xattention:0.9", "bfla:0.99", "bfla", "mean:32", "vertical-slash:10+7", "delta:4+100/16"])
 def test_its_old_name_says_which_file_to_load(name):
     with pytest.raises(ValueError, match=r"is no part of the library; in a checkout, give (\S+)$") as error:
         parse_prefill(name)
@@ -74,6 +81,7 @@ def test_reports_and_journals_name_the_file():
         ("bfla", {"mass": 0.0}, "mass must be a fraction above 0, at most 1, got 0.0"),
         ("mean", {"k": 0}, "k must be an int of at least 1, got 0"),
         ("vertical-slash", {"slash": 0}, "slash must be an int of at least 1, got 0"),
+        ("delta", {"gamma": 0}, "gamma must be an int of at least 1, got 0"),
         ("bfla", {"chi": 96}, "chi 96 must divide coarse 256 and be a multiple of group 64"),
     ],
 )
@@ -93,6 +101,7 @@ def test_wrong_sizes_are_refused(word, settings, message):
         pytest.param(("bfla", 1.0, 16, 4), marks=pytest.mark.long),
         ("mean", 16),
         ("vertical-slash", 16, 1, 6),
+        ("delta", 8, 120, 4),
         pytest.param(("vertical-slash", 1, 16, 6), marks=pytest.mark.long),
     ],
     ids=words,
@@ -131,14 +140,20 @@ def test_dense_tokens_is_where_lists_hold_everything(arguments, start):
     close(attend_sparse(policy, *case), attend(DensePrefill(), *case), rows=written)
 
 
-@pytest.mark.long
-def test_chunks_by_means_are_slices_of_the_whole():
-    """Earlier chunks' keys are read from pages; tiles are cut at the same positions."""
+def test_every_gamma_th_query_is_exact():
+    found, dense = attend_sparse(peer("delta", 8, 12, 4), *chunk()), attend(DensePrefill(), *chunk())
+    close(found[:, ::4], dense[:, ::4], rows=14)
+    assert jnp.abs(found - dense)[:, 1:56:4].max() > 1e-2
+
+
+@pytest.mark.parametrize("arguments", [("delta", 8, 12, 4), pytest.param(("mean", 3), marks=pytest.mark.long)], ids=words)
+def test_chunks_are_slices_of_the_whole(arguments):
+    """Earlier chunks' keys are read from pages; tiles and gammas are cut at the same positions."""
     query, layer, ctx = chunk(start=0, length=128, num_queries=128)
-    whole = attend_sparse(peer("mean", 3), query, layer, ctx)
+    whole = attend_sparse(peer(*arguments), query, layer, ctx)
     for start, stop in ((0, 64), (64, 128)):
         here = ctx.replace(starts=jnp.array([start], jnp.int32), lengths=jnp.array([stop], jnp.int32))
-        close(attend_sparse(peer("mean", 3), query[:, start:stop], layer, here), whole[:, start:stop], rows=64)
+        close(attend_sparse(peer(*arguments), query[:, start:stop], layer, here), whole[:, start:stop], rows=64)
 
 
 def test_an_engine_prefills_by_a_peers_name():

@@ -154,7 +154,7 @@ def test_covering_everything_captures_everything(model, text):
 @pytest.mark.long
 def test_sinks_and_a_window_have_errors_alone(model, text):
     """The sums of a chunk are those of the policies' own outputs, with and without delta."""
-    policies = [SinkWindow(8, 12), SinkWindow(8, 12, 4)]
+    policies = [SinkWindow(8, 12), peer("delta", 8, 12, 4)]
     window, delta = measure_prefill(model, text[:160], policies, chunk=32, page_size=16)[:2]
     assert (window["policy"], delta["policy"], window["layer"], delta["layer"]) == ("window:8+12", "delta:8+12/4", 0, 0)
     for row in (window, delta):
@@ -168,10 +168,10 @@ def test_sinks_and_a_window_have_errors_alone(model, text):
     number, query, place = next(chunk for chunk in recorded.chunks[::-1] if chunk[0] == 0)
     ctx = PrefillContext(*map(jnp.asarray, place), layer=0, sm_scale=recorded.sm_scale)
     layer, query = PagedKV(jax.tree.map(jnp.asarray, recorded.pools[number]), {}), jnp.asarray(query)
-    sums = measures._compare_window(SinkWindow(8, 12, 4))(query, layer, ctx)
+    sums = measures._compare_window(policies[1])(query, layer, ctx)
     pages = (layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
     dense, _ = flash_attention(query, *pages, sm_scale=ctx.sm_scale)
-    errors = [output_error(SinkWindow(8, 12, gamma).attend_sparse(query, layer, ctx), dense) for gamma in (None, 4)]
+    errors = [output_error(policy.attend_sparse(query, layer, ctx), dense) for policy in policies]
     rest = [x[:, np.arange(32) % 4 != 0] for x in errors]
     count = query.shape[1] * query.shape[2]
     np.testing.assert_allclose(sums, [count, *(x.sum() for x in errors), 0.75 * count, *(x.sum() for x in rest)], rtol=1e-5)

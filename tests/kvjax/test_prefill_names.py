@@ -35,7 +35,6 @@ from kvjax.policies.prefill import (
         ("momo:32/8+quantile", MeasureOnceMaskOnce(k=32, k_trim=32, estimate="quantile")),
         ("momo:16/8+untrimmed+uncorrected", MeasureOnceMaskOnce(k=16, k_trim=None, delta="off")),
         ("window:64+1024", SinkWindow()),
-        ("delta:4+100/16", SinkWindow(4, 100, gamma=16)),
         ("oracle:32", OracleBlocks(32)),
     ],
 )
@@ -80,7 +79,6 @@ def test_what_is_no_policy_is_refused():
         (lambda: OracleBlocks(k=0), "k must be an int of at least 1"),
         (lambda: OracleBlocks(key_block=0), "key_block"),
         (lambda: SinkWindow(-1), "sink_tokens must be an int of at least 0, got -1"),
-        (lambda: SinkWindow(gamma=0), "gamma"),
         (lambda: parse_prefill("momo:4/8"), "k_exact 8 exceeds k 4"),
         (lambda: parse_prefill("momo:8/8+plain+uncorrected"), "has two suffixes for one setting"),
     ],
@@ -94,7 +92,7 @@ def test_wrong_sizes_are_refused(build, message):
 def test_pages_that_hold_no_whole_blocks_are_refused_at_once(model, prefill):
     with pytest.raises(ValueError, match="blocks of 64 tokens, which pages of 32 do not hold whole: choose a page_size"):
         Engine(model, pages=4, page_size=32, prefill_chunk=64, prefill=prefill)
-    Engine(model, pages=4, page_size=32, prefill_chunk=64, prefill="delta:64+128/16")
+    Engine(model, pages=4, page_size=32, prefill_chunk=64, prefill="window:64+128")
 
 
 @pytest.mark.long

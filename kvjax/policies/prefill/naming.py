@@ -32,8 +32,6 @@ def _read(text: str) -> PrefillPolicy | None:
         )
     if match := re.fullmatch(r"window:(\d+)\+(\d+)(\+remap)?", text):
         return SinkWindow(int(match[1]), int(match[2]), remap=match[3] is not None)
-    if match := re.fullmatch(r"delta:(\d+)\+(\d+)/(\d+)", text):
-        return SinkWindow(*map(int, match.groups()))
     if match := re.fullmatch(r"bounds:(0\.\d+)", text):
         return BoundsShare(float(match[1]))
     if match := re.fullmatch(r"bounds:(\d+)(\+sparse)?", text):
@@ -50,6 +48,7 @@ PEERS = {
     "xattention": "xattention.py:XAttention",
     "bfla": "bfla.py:BlockFilter",
     "mean": "mean.py:MeanPooled",
+    "delta": "delta.py:DeltaWindow",
     "vertical-slash": "vertical_slash.py:VerticalSlash",
 }
 """Policies of other authors that later ones are compared with: the files and classes of benchmarks/peers, by the names in results."""
@@ -67,7 +66,7 @@ _NAMES = Registry(
     forms=FORMS,
     remedy="kvjax.policies.prefill.PrefillPolicy says what each does",
     parts=("attend", "queries_stand_alone", "describe"),
-    reserved=("dense", "bounds", "momo", "window", "delta", "oracle", "tokens", "auto"),
+    reserved=("dense", "bounds", "momo", "window", "oracle", "tokens", "auto"),
     read=_read,
     hint=_hint,
 )
