@@ -33,7 +33,6 @@ DECODE_FORMS = (
 )
 PREFILL_FORMS = (
     "dense, bounds:K (blocks of 128; bounds:K+sparse is sparse in shorter prompts too), "
-    "bounds:SHARE (as bounds:0.01: the fewest blocks that miss less attention), "
     "momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; suffixes change it: +quantile, +score, +untrimmed, +plain, "
     "+uncorrected, +gamma4, +gamma1), "
     "window:SINK+WINDOW (tokens, as window:64+1024; window:64+1024+remap counts positions in the cache), "

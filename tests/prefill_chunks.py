@@ -14,13 +14,14 @@ from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import Pages
 
 SIZES = {"chi": 8, "key_block": 8, "sink_tokens": 8, "window_tokens": 12}
+PAGE_WINDOW = {"window_tokens": 16}
 SCALE = 0.35
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "peers"
 
 
 def named(word, *args):
     """The name of a peer with tiny sizes."""
-    sizes = {} if word == "delta" else SIZES
+    sizes = {"delta": {}, "bounds-share": SIZES | PAGE_WINDOW}.get(word, SIZES)
     settings = "/".join([*map(str, args), *(f"{name}={size}" for name, size in sizes.items())])
     return f"{FOLDER}/{PEERS[word]}:{settings}"
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from prefill_chunks import (
     FOLDER,
+    PAGE_WINDOW,
     SCALE,
+    SIZES,
     attend,
     attend_sparse,
     chunk,
@@ -27,8 +29,9 @@ from scipy.spatial import distance
 from tiny_models import VOCAB, make_model
 
 from kvjax import Engine
-from kvjax.policies.prefill import DensePrefill, identity, name_of, parse_prefill
+from kvjax.policies.prefill import BoundsBlocks, DensePrefill, identity, name_of, parse_prefill
 from kvjax.policies.prefill.measures import measure_prefill
+from kvjax.policies.prefill.missed import drawn_positions
 from kvjax.policies.prefill.naming import PEERS, built_in_name, parse_recorded_prefill
 
 TEXT = np.random.default_rng(0).integers(0, VOCAB, 300).tolist()
@@ -39,6 +42,7 @@ DROPPING = [
     ("mean", 3),
     ("vertical-slash", 2, 1, 6),
     ("delta", 8, 12, 4),
+    ("bounds-share", 0.2, (1, 3, 5)),
 ]
 """Of each peer, settings that leave keys out."""
 
@@ -51,7 +55,20 @@ def test_every_file_of_the_folder_is_named():
     assert sorted(file.partition(":")[0] for file in PEERS.values()) == sorted(file.name for file in FOLDER.glob("*.py"))
 
 
-@pytest.mark.parametrize("name", ["flex:0.9", "xattention:0.9", "bfla:0.99", "bfla", "mean:32", "vertical-slash:10+7", "delta:4+100/16"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flex:0.9",
+        "xattention:0.9",
+        "bfla:0.99",
+        "bfla",
+        "mean:32",
+        "vertical-slash:10+7",
+        "delta:4+100/16",
+        "bounds:0.01",
+        "bounds:0.0000000000123",
+    ],
+)
 def test_its_old_name_says_which_file_to_load(name):
     with pytest.raises(ValueError, match=r"is no part of the library; in a checkout, give (\S+)$") as error:
         parse_prefill(name)
@@ -81,6 +98,9 @@ def test_reports_and_journals_name_the_file():
         ("bfla", {"mass": 0.0}, "mass must be a fraction above 0, at most 1, got 0.0"),
         ("mean", {"k": 0}, "k must be an int of at least 1, got 0"),
         ("vertical-slash", {"slash": 0}, "slash must be an int of at least 1, got 0"),
+        ("bounds-share", {"share": 1}, "share must be a fraction between 0 and 1, got 1"),
+        ("bounds-share", {"ladder": (8, 4)}, r"ladder must be ascending numbers of blocks from 1 on, got \(8, 4\)"),
+        ("bounds-share", {"pooling": "mean"}, "pooling must be one of sum, max; got 'mean'"),
         ("delta", {"gamma": 0}, "gamma must be an int of at least 1, got 0"),
         ("bfla", {"chi": 96}, "chi 96 must divide coarse 256 and be a multiple of group 64"),
     ],
@@ -102,6 +122,7 @@ def test_wrong_sizes_are_refused(word, settings, message):
         ("mean", 16),
         ("vertical-slash", 16, 1, 6),
         ("delta", 8, 120, 4),
+        pytest.param(("bounds-share", 1e-7, (1, 2)), marks=pytest.mark.long),
         pytest.param(("vertical-slash", 1, 16, 6), marks=pytest.mark.long),
     ],
     ids=words,
@@ -118,7 +139,7 @@ def test_dropping_keys_is_not_dense(arguments):
     assert jnp.abs(difference[:, :56]).max() > 1e-2
 
 
-@pytest.mark.parametrize("arguments", some_long(DROPPING, *DROPPING[:3]), ids=words)
+@pytest.mark.parametrize("arguments", some_long(DROPPING, *DROPPING[:3], DROPPING[-1]), ids=words)
 @pytest.mark.parametrize("written", [56, 3])
 def test_padding_changes_nothing(arguments, written):
     """Of 64 queries so many are written; 3 are fewer than a tile."""
@@ -131,7 +152,11 @@ def test_padding_changes_nothing(arguments, written):
 
 
 @pytest.mark.parametrize("start", [40, 64])
-@pytest.mark.parametrize("arguments", [("mean", 3), ("vertical-slash", 2, 1, 6)], ids=words)
+@pytest.mark.parametrize(
+    "arguments",
+    [("mean", 3), ("vertical-slash", 2, 1, 6), pytest.param(("bounds-share", 0.2, (1, 3, 5)), marks=pytest.mark.long)],
+    ids=words,
+)
 def test_dense_tokens_is_where_lists_hold_everything(arguments, start):
     """At that length lists, sinks and window hold every key, so that falling back to dense changes nothing."""
     policy = peer(*arguments)
@@ -240,6 +265,31 @@ def test_vertical_slash_follows_the_last_queries():
             crossed = {(p - d) // 8 for p in range(first, full_last + 1) for d in range(band * 8, band * 8 + 8) if p >= d}
             expected = sorted((crossed | set(vertical)) & set(distant(first, last)))
             assert listed(lists[0, tile, head]) == expected
+
+
+@pytest.mark.quick_but("0.05")
+@pytest.mark.parametrize("share", [0.05, 0.2, pytest.param(0.3, marks=pytest.mark.long)])
+def test_bounds_widen_until_drawn_queries_miss_less_than_a_share(share):
+    """Of fixed numbers of blocks the first under which they do, in the mean over the chunk; every block where none is enough."""
+    (query, layer, ctx), ladder = chunk(), (1, 3, 5)
+    sizes, weights = SIZES | PAGE_WINDOW | {"dense_below": 0}, paid(*chunk())
+    found = find_lists(peer("bounds-share", share, ladder), query, layer, ctx)
+    fixed = [find_lists(BoundsBlocks(**sizes, k=k), query, layer, ctx) for k in (*ladder, 16)]
+    drawn = np.asarray(drawn_positions(ctx.starts, 64, 16, 0))[0]
+    drawn, taken = drawn[(drawn >= 64) & (drawn < 120)], []
+    for head in range(6):
+        for rung, lists in enumerate(fixed):
+            missed = []
+            for position in drawn:
+                blocks, keys = np.asarray(lists)[0, (position - 64) // 8, head], np.arange(120)
+                held = (keys < 8) | (keys > position - 16) | np.isin(keys // 8, blocks)
+                missed.append(weights[head, position - 64, ~held].sum())
+            if np.mean(missed) < share or rung == len(ladder):
+                break
+        taken.append(rung)
+        for tile in range(7):
+            assert sorted(listed(found[0, tile, head])) == listed(fixed[rung][0, tile, head])
+    assert len(set(taken)) > 1 or share < 0.1
 
 
 @pytest.mark.long

@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from prefill_chunks import SIZES, peer
+from prefill_chunks import FOLDER, SIZES, peer
 from scipy import stats
 
 from kvjax.cache import PagedKV
 from kvjax.fidelity.statistics import mean_over_blocks
 from kvjax.policies.prefill import (
-    BoundsShare,
     DensePrefill,
     MeasureOnceMaskOnce,
     OracleBlocks,
@@ -21,6 +20,7 @@ from kvjax.policies.prefill import (
     SinkWindow,
     measures,
     missed,
+    parse_prefill,
 )
 from kvjax.policies.prefill.measures import ablation, captured_by_rows, captured_mass, measure_prefill, output_error, record_prefill
 from kvjax.policies.prefill.missed import drawn_positions, sample_every, sampled_miss
@@ -187,7 +187,8 @@ def test_rows_of_lists_and_paths_are_told(rows):
 
 
 def test_queries_that_chose_the_lists_do_not_judge_them():
-    assert inspect.signature(measures.measure_recorded).parameters["seed"].default != BoundsShare().seed
+    chooses = parse_prefill(f"{FOLDER}/bounds_share.py:BoundsShare")
+    assert inspect.signature(measures.measure_recorded).parameters["seed"].default != chooses.seed
 
 
 def test_policies_with_neither_lists_nor_window_are_refused(model, text):

@@ -6,7 +6,6 @@ import kvjax
 from kvjax import Engine
 from kvjax.policies.prefill import (
     BoundsBlocks,
-    BoundsShare,
     DensePrefill,
     MeasureOnceMaskOnce,
     OracleBlocks,
@@ -24,10 +23,6 @@ from kvjax.policies.prefill import (
         ("bounds:32", BoundsBlocks()),
         ("bounds:32+sparse", BoundsBlocks(dense_below=0)),
         ("bounds:8", BoundsBlocks(k=8)),
-        ("bounds:0.01", BoundsShare()),
-        ("bounds:0.002", BoundsShare(0.002)),
-        ("bounds:0.9999999", BoundsShare(0.9999999)),
-        ("bounds:0.0000000000123", BoundsShare(1.23e-11)),
         ("momo:128/8", MeasureOnceMaskOnce()),
         ("momo:64/64", MeasureOnceMaskOnce(k=64, k_exact=64, k_trim=64)),
         ("momo:128/8+quantile+score+plain", MeasureOnceMaskOnce(estimate="quantile", rank="score", delta="plain")),
@@ -50,7 +45,7 @@ def test_names(name, policy):
 def test_wrong_names_are_refused(name):
     with pytest.raises(ValueError, match=f"is not understood; write it as {name.partition(':')[0]}:[A-Z]"):
         parse_prefill(name)
-    with pytest.raises(ValueError, match=r"is not understood; there are dense, bounds:K, bounds:SHARE, momo:K/EXACT, .*docs/policies.md"):
+    with pytest.raises(ValueError, match=r"is not understood; there are dense, bounds:K, momo:K/EXACT, .*docs/policies.md"):
         parse_prefill("sparse")
 
 
@@ -73,9 +68,7 @@ def test_what_is_no_policy_is_refused():
         (lambda: MeasureOnceMaskOnce(delta=True), "delta must be one of damped, plain, off; got True"),
         (lambda: MeasureOnceMaskOnce(rank="mean"), "rank must be one of mass, score; got 'mean'"),
         (lambda: MeasureOnceMaskOnce(estimate="mean"), "estimate must be one of quantile, buckets; got 'mean'"),
-        (lambda: BoundsShare(1), "share must be a fraction between 0 and 1, got 1"),
-        (lambda: BoundsShare(ladder=(8, 4)), r"ladder must be ascending numbers of blocks from 1 on, got \(8, 4\)"),
-        (lambda: BoundsShare(pooling="mean"), "pooling must be one of sum, max; got 'mean'"),
+        (lambda: BoundsBlocks(pooling="mean"), "pooling must be one of sum, max; got 'mean'"),
         (lambda: OracleBlocks(k=0), "k must be an int of at least 1"),
         (lambda: OracleBlocks(key_block=0), "key_block"),
         (lambda: SinkWindow(-1), "sink_tokens must be an int of at least 0, got -1"),

@@ -4,7 +4,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from prefill_chunks import SCALE, SIZES, attend, attend_sparse, chunk, close, distant, find_lists, laid_out, listed, paid, peer, tiles
+from prefill_chunks import (
+    PAGE_WINDOW,
+    SCALE,
+    SIZES,
+    attend,
+    attend_sparse,
+    chunk,
+    close,
+    distant,
+    find_lists,
+    laid_out,
+    listed,
+    paid,
+    peer,
+    tiles,
+)
 from quick_cases import some_long
 
 from kvjax import Engine
@@ -12,17 +27,14 @@ from kvjax.cache import PagedKV
 from kvjax.fidelity.echo import ListedDense
 from kvjax.policies.prefill import (
     BoundsBlocks,
-    BoundsShare,
     DensePrefill,
     MeasureOnceMaskOnce,
     OracleBlocks,
     SinkWindow,
     attention_mass,
 )
-from kvjax.policies.prefill.missed import drawn_positions
 from pallas_kernels.pages import Pages
 
-PAGE_WINDOW = {"window_tokens": 16}
 SPARSE_BOUNDS = SIZES | PAGE_WINDOW | {"dense_below": 0}
 MOMO = {"gamma": 4, "k": 5, "k_exact": 2, "k_trim": 4}
 COVERING = {
@@ -30,7 +42,6 @@ COVERING = {
     "momo, exact, untrimmed": MeasureOnceMaskOnce(**SIZES, gamma=2, k=16, k_exact=16, k_trim=None),
     "momo, all estimated, no delta": MeasureOnceMaskOnce(**SIZES, gamma=4, k=16, k_exact=0, k_trim=16, delta="off"),
     "bounds": BoundsBlocks(**SPARSE_BOUNDS, k=16),
-    "bounds, a share": BoundsShare(1e-7, (1, 2), **SIZES | PAGE_WINDOW),
     "oracle": OracleBlocks(**SIZES, k=16),
     "window": SinkWindow(8, 120),
     "every block listed": ListedDense(**SIZES),
@@ -41,12 +52,11 @@ SPARSE = {
     "momo, no delta": MeasureOnceMaskOnce(**SIZES, **MOMO, delta="off"),
     "bounds": BoundsBlocks(**SPARSE_BOUNDS, k=3),
     "bounds, maximum": BoundsBlocks(**SPARSE_BOUNDS, k=3, pooling="max"),
-    "bounds, a share": BoundsShare(0.2, (1, 3, 5), **SIZES | PAGE_WINDOW),
     "oracle": OracleBlocks(**SIZES, k=3),
     "window": SinkWindow(8, 12),
 }
-LISTING = ("momo", "bounds", "bounds, a share", "oracle")
-LONG = ("momo, exact, untrimmed", "bounds, a share", "momo, quantile", "bounds, maximum", "momo, no delta")
+LISTING = ("momo", "bounds", "oracle")
+LONG = ("momo, exact, untrimmed", "momo, quantile", "bounds, maximum", "momo, no delta")
 """Variants: what they show, another case shows nearly as well."""
 ENGINE = {"pages": 48, "page_size": 16, "prefill_chunk": 32, "batch_buckets": (1,)}
 """Sizes of every engine here, so that programs are shared."""
@@ -127,31 +137,6 @@ def test_every_gamma_th_query_is_exact():
     found, dense = attend_sparse(SPARSE["momo"], *arguments), attend(DensePrefill(), *arguments)
     close(found[:, ::4], dense[:, ::4], rows=14)
     assert jnp.abs(found - dense)[:, 1:56:4].max() > 1e-2
-
-
-@pytest.mark.quick_but("0.05")
-@pytest.mark.parametrize("share", [0.05, 0.2, pytest.param(0.3, marks=pytest.mark.long)])
-def test_bounds_widen_until_drawn_queries_miss_less_than_a_share(share):
-    """Of fixed numbers of blocks the first under which they do, in the mean over the chunk; every block where none is enough."""
-    (query, layer, ctx), ladder = chunk(), (1, 3, 5)
-    window, weights = SIZES | PAGE_WINDOW, paid(*chunk())
-    found = find_lists(BoundsShare(share, ladder, **window), query, layer, ctx)
-    fixed = [find_lists(BoundsBlocks(**SPARSE_BOUNDS, k=k), query, layer, ctx) for k in (*ladder, 16)]
-    drawn = np.asarray(drawn_positions(ctx.starts, 64, 16, 0))[0]
-    drawn, taken = drawn[(drawn >= 64) & (drawn < 120)], []
-    for head in range(6):
-        for rung, lists in enumerate(fixed):
-            missed = []
-            for position in drawn:
-                blocks, keys = np.asarray(lists)[0, (position - 64) // 8, head], np.arange(120)
-                held = (keys < 8) | (keys > position - 16) | np.isin(keys // 8, blocks)
-                missed.append(weights[head, position - 64, ~held].sum())
-            if np.mean(missed) < share or rung == len(ladder):
-                break
-        taken.append(rung)
-        for tile in range(7):
-            assert sorted(listed(found[0, tile, head])) == listed(fixed[rung][0, tile, head])
-    assert len(set(taken)) > 1 or share < 0.1
 
 
 def test_oracle_takes_the_most_attention():

@@ -2,7 +2,6 @@
 
 from kvjax.policies.prefill.base import PrefillContext, PrefillPolicy, indexes_of, query_tile_of
 from kvjax.policies.prefill.bounds import BoundsBlocks
-from kvjax.policies.prefill.bounds_share import BoundsShare
 from kvjax.policies.prefill.delta import delta_correction
 from kvjax.policies.prefill.dense import DensePrefill
 from kvjax.policies.prefill.measure_once import MeasureOnceMaskOnce
@@ -14,7 +13,6 @@ from kvjax.policies.prefill.top_tokens import TopTokensPrefill
 __all__ = [
     "FORMS",
     "BoundsBlocks",
-    "BoundsShare",
     "DensePrefill",
     "MeasureOnceMaskOnce",
     "OracleBlocks",

@@ -1,10 +1,11 @@
-"""Cheap estimates of where a chunk's queries attend: by means of queries and keys, and by what the last queries pay."""
+"""What several policies of benchmarks/peers share: estimates of where queries attend, and the fewest blocks that hold a share of them."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.types import PagedKV
 from kvjax.policies.prefill.base import PrefillContext
@@ -73,3 +74,24 @@ def blocks_and_bands(
         return of_blocks[:, :num_blocks], of_bands[:, :num_blocks]
 
     return jax.lax.map(of_row, (last, lse, ctx.frames, starts, ctx.lengths))
+
+
+def ranked_until(worth: Float[Array, "*tiles S"], candidates: Bool[Array, "*tiles S"], threshold: float) -> Int[Array, "*tiles S"]:
+    """The fewest candidates, best first and of equal ones the lower, that hold `threshold` of a row's worth together with all blocks that
+    are not candidates; then -1. A threshold of 1 lists every candidate, however their sum rounds."""
+    whole, beside = worth.sum(-1, keepdims=True), jnp.where(candidates, 0, worth).sum(-1, keepdims=True)
+    best, ids = jax.lax.top_k(jnp.where(candidates, worth, -1.0), worth.shape[-1])
+    before = jnp.cumsum(jnp.maximum(best, 0), axis=-1) - jnp.maximum(best, 0)
+    needed = (beside + before < threshold * whole) | (threshold == 1)
+    return jnp.where((best >= 0) & needed, ids, -1).astype(jnp.int32)
+
+
+def fewest_that_hold(worth: Float[Array, "*rows S"], share: float) -> Bool[Array, "*rows S"]:
+    """The fewest entries of each row that hold `share` of its sum; of equal ones the lower. All entries for a share of 1."""
+    best = ranked_until(worth, jnp.ones(worth.shape, bool), share)
+    return jnp.put_along_axis(jnp.zeros((*worth.shape[:-1], worth.shape[-1] + 1), bool), best, True, axis=-1, inplace=False)[..., :-1]
+
+
+def share_text(share: float) -> str:
+    """A share of attention, written with all of its digits as in names: 0.01, 0.00001, 1.0."""
+    return np.format_float_positional(share, trim="0")

@@ -160,7 +160,7 @@ def check_measurable(policies: Iterable[PrefillPolicy]) -> None:
 
 def measure_recorded(recorded: RecordedPrefill, policy: PrefillPolicy, *, by_head: bool = False, seed: int = 1) -> list[dict[str, Any]]:
     """Rows of a policy, one per layer, in order; see `measure_prefill`. seed: that of the queries that `missed` samples. It must differ
-    from the seed of a policy that chooses by sampled queries (`BoundsShare`): those queries miss less than others."""
+    from the seed of a policy that chooses by sampled queries (benchmarks/peers/bounds_share.py): those queries miss less than others."""
     check_measurable([policy])
     windowed, sums, lists = not isinstance(policy, TileLists), {}, []
     compare = (_compare_window if windowed else _compare)(policy)

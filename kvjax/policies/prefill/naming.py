@@ -8,7 +8,6 @@ from kvjax.policies.choice import ChoosesPrefill
 from kvjax.policies.decode.naming import is_built_in as is_decode_policy
 from kvjax.policies.prefill.base import PrefillPolicy
 from kvjax.policies.prefill.bounds import BoundsBlocks
-from kvjax.policies.prefill.bounds_share import BoundsShare
 from kvjax.policies.prefill.dense import DensePrefill
 from kvjax.policies.prefill.measure_once import CHANGES, MeasureOnceMaskOnce
 from kvjax.policies.prefill.oracle_blocks import OracleBlocks
@@ -32,8 +31,6 @@ def _read(text: str) -> PrefillPolicy | None:
         )
     if match := re.fullmatch(r"window:(\d+)\+(\d+)(\+remap)?", text):
         return SinkWindow(int(match[1]), int(match[2]), remap=match[3] is not None)
-    if match := re.fullmatch(r"bounds:(0\.\d+)", text):
-        return BoundsShare(float(match[1]))
     if match := re.fullmatch(r"bounds:(\d+)(\+sparse)?", text):
         return BoundsBlocks(int(match[1]), dense_below=0 if match[2] else None)
     if match := re.fullmatch(r"tokens:(\d+)", text):
@@ -49,13 +46,16 @@ PEERS = {
     "bfla": "bfla.py:BlockFilter",
     "mean": "mean.py:MeanPooled",
     "delta": "delta.py:DeltaWindow",
+    "bounds-share": "bounds_share.py:BoundsShare",
     "vertical-slash": "vertical_slash.py:VerticalSlash",
 }
-"""Policies of other authors that later ones are compared with: the files and classes of benchmarks/peers, by the names in results."""
+"""Policies that others are compared with: the files and classes of benchmarks/peers, by the first words of their names in results.
+"bounds-share" stands for names such as bounds:0.01."""
 
 
 def _hint(text: str) -> str:
     word, colon, args = text.partition(":")
+    word = "bounds-share" if re.fullmatch(r"bounds:0\.\d+", text) else word
     if word in PEERS:
         return f": it is no part of the library; in a checkout, give benchmarks/peers/{PEERS[word]}{colon}{args.replace('+', '/')}"
     return f". {text!r} is a decode policy: give it as policy (--policy)" if is_decode_policy(text) else ""
