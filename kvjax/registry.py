@@ -33,8 +33,7 @@ DECODE_FORMS = (
 )
 PREFILL_FORMS = (
     "dense, bounds:K (blocks of 128; bounds:K+sparse is sparse in shorter prompts too), "
-    "momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; suffixes change it: +quantile, +score, +untrimmed, +plain, "
-    "+uncorrected, +gamma4, +gamma1), "
+    "momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly), "
     "window:SINK+WINDOW (tokens, as window:64+1024; window:64+1024+remap counts positions in the cache), "
     "oracle:K (for measuring), "
     "tokens:K (of models with an indexer of tokens), "

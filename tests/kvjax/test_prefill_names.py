@@ -25,10 +25,6 @@ from kvjax.policies.prefill import (
         ("bounds:8", BoundsBlocks(k=8)),
         ("momo:128/8", MeasureOnceMaskOnce()),
         ("momo:64/64", MeasureOnceMaskOnce(k=64, k_exact=64, k_trim=64)),
-        ("momo:128/8+quantile+score+plain", MeasureOnceMaskOnce(estimate="quantile", rank="score", delta="plain")),
-        ("momo:32/8+gamma4", MeasureOnceMaskOnce(k=32, k_trim=32, gamma=4)),
-        ("momo:32/8+quantile", MeasureOnceMaskOnce(k=32, k_trim=32, estimate="quantile")),
-        ("momo:16/8+untrimmed+uncorrected", MeasureOnceMaskOnce(k=16, k_trim=None, delta="off")),
         ("window:64+1024", SinkWindow()),
         ("oracle:32", OracleBlocks(32)),
     ],
@@ -73,7 +69,6 @@ def test_what_is_no_policy_is_refused():
         (lambda: OracleBlocks(key_block=0), "key_block"),
         (lambda: SinkWindow(-1), "sink_tokens must be an int of at least 0, got -1"),
         (lambda: parse_prefill("momo:4/8"), "k_exact 8 exceeds k 4"),
-        (lambda: parse_prefill("momo:8/8+plain+uncorrected"), "has two suffixes for one setting"),
     ],
 )
 def test_wrong_sizes_are_refused(build, message):

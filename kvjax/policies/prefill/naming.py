@@ -9,7 +9,7 @@ from kvjax.policies.decode.naming import is_built_in as is_decode_policy
 from kvjax.policies.prefill.base import PrefillPolicy
 from kvjax.policies.prefill.bounds import BoundsBlocks
 from kvjax.policies.prefill.dense import DensePrefill
-from kvjax.policies.prefill.measure_once import CHANGES, MeasureOnceMaskOnce
+from kvjax.policies.prefill.measure_once import MeasureOnceMaskOnce
 from kvjax.policies.prefill.oracle_blocks import OracleBlocks
 from kvjax.policies.prefill.sink_window import SinkWindow
 from kvjax.policies.prefill.top_tokens import TopTokensPrefill
@@ -21,14 +21,9 @@ def _read(text: str) -> PrefillPolicy | None:
     """The prefill policy of a built-in name; ValueError for numbers that it cannot have."""
     if text == "dense":
         return DensePrefill()
-    if match := re.fullmatch(rf"momo:(\d+)/(\d+)((?:\+(?:{'|'.join(CHANGES)}))*)", text):
-        k, k_exact, changes = int(match[1]), int(match[2]), match[3].split("+")[1:]
-        fields = [field for change in changes for field in CHANGES[change]]
-        if len(set(fields)) < len(fields):
-            raise ValueError(f"prefill policy {text!r} has two suffixes for one setting; give one")
-        return MeasureOnceMaskOnce(
-            k=k, k_exact=k_exact, **({"k_trim": k} | {f: v for change in changes for f, v in CHANGES[change].items()})
-        )
+    if match := re.fullmatch(r"momo:(\d+)/(\d+)", text):
+        k, k_exact = map(int, match.groups())
+        return MeasureOnceMaskOnce(k=k, k_exact=k_exact, k_trim=k)
     if match := re.fullmatch(r"window:(\d+)\+(\d+)(\+remap)?", text):
         return SinkWindow(int(match[1]), int(match[2]), remap=match[3] is not None)
     if match := re.fullmatch(r"bounds:(\d+)(\+sparse)?", text):
