@@ -25,12 +25,13 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax.cache import OutOfPages
     from kvjax.data_parallel import replicas
     from kvjax.engine import Engine
+    from kvjax.fidelity.oracle_blocks import OracleBlocks
     from kvjax.generation import generate, run
     from kvjax.memory import memory_plan
     from kvjax.model import ModelConfig
     from kvjax.models import CausalLM, load, save
     from kvjax.policies.decode import Cascade, Dense, HeavyPages, HeavyTokens, TopBlocks, Window
-    from kvjax.policies.prefill import DensePrefill, MeasureOnceMaskOnce, OracleBlocks, SinkWindow
+    from kvjax.policies.prefill import DensePrefill, MeasureOnceMaskOnce, SinkWindow
     from kvjax.processes import start_processes
     from kvjax.requests import Completion, Request
     from kvjax.sampling import NotFinite, Sampling
@@ -97,7 +98,7 @@ _HOMES = {
     "MeasureOnceMaskOnce": "kvjax.policies.prefill",
     "ModelConfig": "kvjax.model",
     "NotFinite": "kvjax.sampling",
-    "OracleBlocks": "kvjax.policies.prefill",
+    "OracleBlocks": "kvjax.fidelity.oracle_blocks",
     "OutOfPages": "kvjax.cache",
     "ProcessLost": "kvjax.together",
     "Request": "kvjax.requests",
@@ -126,6 +127,8 @@ _PACKAGES = ("bill", "fidelity", "models", "policies", "serving")
 # `auto` measures with an engine, so it is defined above the engine. Policies and engines find it by name only.
 lives_in("policy", "auto", "kvjax.bill.auto_decode", "Auto")
 lives_in("prefill policy", "auto", "kvjax.bill.auto_prefill", "AutoPrefill")
+# The oracle is for measuring, so it lives with the measures.
+lives_in("prefill policy", "oracle", "kvjax.fidelity.oracle_blocks", "oracle")
 
 
 def __getattr__(name: str) -> Any:

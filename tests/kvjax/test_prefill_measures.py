@@ -11,19 +11,18 @@ from prefill_chunks import FOLDER, SIZES, peer
 from scipy import stats
 
 from kvjax.cache import PagedKV
+from kvjax.fidelity import measures, missed
+from kvjax.fidelity.measures import ablation, captured_by_rows, captured_mass, measure_prefill, output_error, record_prefill
+from kvjax.fidelity.missed import drawn_positions, sample_every, sampled_miss
+from kvjax.fidelity.oracle_blocks import OracleBlocks
 from kvjax.fidelity.statistics import mean_over_blocks
 from kvjax.policies.prefill import (
     DensePrefill,
     MeasureOnceMaskOnce,
-    OracleBlocks,
     PrefillContext,
     SinkWindow,
-    measures,
-    missed,
     parse_prefill,
 )
-from kvjax.policies.prefill.measures import ablation, captured_by_rows, captured_mass, measure_prefill, output_error, record_prefill
-from kvjax.policies.prefill.missed import drawn_positions, sample_every, sampled_miss
 from pallas_kernels.bench.prefill import report as prefill_report
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.pages import Pages

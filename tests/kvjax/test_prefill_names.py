@@ -4,11 +4,11 @@ import pytest
 
 import kvjax
 from kvjax import Engine
+from kvjax.fidelity.oracle_blocks import OracleBlocks
 from kvjax.policies.prefill import (
     BoundsBlocks,
     DensePrefill,
     MeasureOnceMaskOnce,
-    OracleBlocks,
     SinkWindow,
     TopTokensPrefill,
     parse_prefill,

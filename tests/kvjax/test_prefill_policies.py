@@ -25,13 +25,12 @@ from quick_cases import some_long
 from kvjax import Engine
 from kvjax.cache import PagedKV
 from kvjax.fidelity.echo import ListedDense
+from kvjax.fidelity.oracle_blocks import OracleBlocks, attention_mass
 from kvjax.policies.prefill import (
     BoundsBlocks,
     DensePrefill,
     MeasureOnceMaskOnce,
-    OracleBlocks,
     SinkWindow,
-    attention_mass,
 )
 from pallas_kernels.pages import Pages
 

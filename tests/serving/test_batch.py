@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from kvjax.engine import Engine
+from kvjax.fidelity.oracle_blocks import OracleBlocks
 from kvjax.generation import generate, run
 from kvjax.models import CausalLM, init_params
-from kvjax.policies.prefill import OracleBlocks
 from kvjax.prompts import chat_ids
 from kvjax.requests import Request
 from kvjax.sampling import Sampling

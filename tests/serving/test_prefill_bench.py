@@ -400,7 +400,7 @@ def test_layers_of_a_model_over_a_text(model, monkeypatch):
 
 def test_measures_take_chunk_and_dtype(monkeypatch):
     import kvjax
-    from kvjax.policies.prefill import measures
+    from kvjax.fidelity import measures
 
     asked = []
     load = kvjax.load

@@ -6,7 +6,6 @@ from kvjax.policies.prefill.delta import delta_correction
 from kvjax.policies.prefill.dense import DensePrefill
 from kvjax.policies.prefill.measure_once import MeasureOnceMaskOnce
 from kvjax.policies.prefill.naming import FORMS, identity, name_of, parse_prefill, register
-from kvjax.policies.prefill.oracle_blocks import OracleBlocks, attention_mass
 from kvjax.policies.prefill.sink_window import SinkWindow
 from kvjax.policies.prefill.top_tokens import TopTokensPrefill
 
@@ -15,12 +14,10 @@ __all__ = [
     "BoundsBlocks",
     "DensePrefill",
     "MeasureOnceMaskOnce",
-    "OracleBlocks",
     "PrefillContext",
     "PrefillPolicy",
     "SinkWindow",
     "TopTokensPrefill",
-    "attention_mass",
     "delta_correction",
     "identity",
     "indexes_of",

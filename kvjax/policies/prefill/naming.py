@@ -10,7 +10,6 @@ from kvjax.policies.prefill.base import PrefillPolicy
 from kvjax.policies.prefill.bounds import BoundsBlocks
 from kvjax.policies.prefill.dense import DensePrefill
 from kvjax.policies.prefill.measure_once import MeasureOnceMaskOnce
-from kvjax.policies.prefill.oracle_blocks import OracleBlocks
 from kvjax.policies.prefill.sink_window import SinkWindow
 from kvjax.policies.prefill.top_tokens import TopTokensPrefill
 from kvjax.registry import PREFILL_FORMS as FORMS
@@ -30,8 +29,6 @@ def _read(text: str) -> PrefillPolicy | None:
         return BoundsBlocks(int(match[1]), dense_below=0 if match[2] else None)
     if match := re.fullmatch(r"tokens:(\d+)", text):
         return TopTokensPrefill(int(match[1]))
-    if match := re.fullmatch(r"oracle:(\d+)", text):
-        return OracleBlocks(int(match[1]))
     return None
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.types import PagedKV
+from kvjax.fidelity.key_walk import padded_tokens, probabilities, tile_tokens, walk_keys
 from kvjax.policies.prefill.base import PrefillContext
-from kvjax.policies.prefill.key_walk import padded_tokens, probabilities, tile_tokens, walk_keys
 from pallas_kernels.flash_attention import flash_attention
 
 

@@ -17,14 +17,14 @@ from jaxtyping import Array, Float
 
 from kvjax.cache.types import PagedKV
 from kvjax.engine import Engine
+from kvjax.fidelity.missed import sample_every, sampled_miss
+from kvjax.fidelity.oracle_blocks import OracleBlocks
 from kvjax.fidelity.statistics import mean_over_blocks
 from kvjax.model import Model
 from kvjax.policies.prefill.base import PrefillContext, PrefillPolicy, indexes_of
 from kvjax.policies.prefill.dense import DensePrefill
 from kvjax.policies.prefill.lists import TileLists, covered_tokens, sorted_lists
 from kvjax.policies.prefill.measure_once import MeasureOnceMaskOnce
-from kvjax.policies.prefill.missed import sample_every, sampled_miss
-from kvjax.policies.prefill.oracle_blocks import OracleBlocks
 from kvjax.policies.prefill.sink_window import SinkWindow
 from pallas_kernels import dispatch
 from pallas_kernels.block_sparse_attention import block_sparse_attention
