@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from kvjax.registry import lives_in
 
 if TYPE_CHECKING:  # what editors and type checkers see
-    from kvjax import bill as bill
+    from kvjax import cost_model as cost_model
     from kvjax import fidelity as fidelity
     from kvjax import models as models
     from kvjax import policies as policies
     from kvjax import serving as serving
+    from kvjax.axes import mesh
     from kvjax.cache import OutOfPages
     from kvjax.data_parallel import replicas
     from kvjax.engine import Engine
@@ -40,7 +41,6 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax.sequences import CachedSequence
     from kvjax.serving import run_batch
     from kvjax.serving.session.runtime import Session, SessionRuntime
-    from kvjax.sharding import mesh
     from kvjax.together import ProcessLost
     from pallas_kernels.dispatch import forced as dispatch
 
@@ -114,7 +114,7 @@ _HOMES = {
     "generate": "kvjax.generation",
     "load": "kvjax.models",
     "memory_plan": "kvjax.memory",
-    "mesh": "kvjax.sharding",
+    "mesh": "kvjax.axes",
     "replicas": "kvjax.data_parallel",
     "run": "kvjax.generation",
     "run_batch": "kvjax.serving",
@@ -122,11 +122,11 @@ _HOMES = {
     "score": "kvjax.scoring",
     "start_processes": "kvjax.processes",
 }
-_PACKAGES = ("bill", "fidelity", "models", "policies", "serving")
+_PACKAGES = ("cost_model", "fidelity", "models", "policies", "serving")
 
 # `auto` measures with an engine, so it is defined above the engine. Policies and engines find it by name only.
-lives_in("policy", "auto", "kvjax.bill.auto_decode", "Auto")
-lives_in("prefill policy", "auto", "kvjax.bill.auto_prefill", "AutoPrefill")
+lives_in("policy", "auto", "kvjax.cost_model.auto", "Auto")
+lives_in("prefill policy", "auto", "kvjax.cost_model.auto", "AutoPrefill")
 # The oracle is for measuring, so it lives with the measures.
 lives_in("prefill policy", "oracle", "kvjax.fidelity.oracle_blocks", "oracle")
 

@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import recurrent
 from kvjax.cache import OPEN, Cache, CacheSpec, IndexSpec, LatentPages, LayerCache, PagedKV, append, append_latents
 from kvjax.cache.hot import Fetched, HotTiles, fetch
+from kvjax.cache.index_spec import kept_in
 from kvjax.cache.packed import append_chunk, append_packed
-from kvjax.cache.types import kept_in
 from kvjax.chunk_rows import by_queries, by_tiles, in_parts, own_rows, whole_rows
 from kvjax.learning import Learning, attend_and_learn
 from kvjax.model import Heads, Latents, Recurrence

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvjax.axes import CONTEXT, Shards
 from kvjax.model import Latents, LayerInput, Recurrence
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy, query_tile_of
-from kvjax.sharding import CONTEXT, Shards
 
 
 def own_rows(shards: Shards | None, x: Array) -> Array:

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.ahead import shape_of
 from kvjax.cache import WHOLE, CacheSpec, IndexSpec
 from kvjax.cache.groups import GroupPages, pages_for
 from kvjax.cache.pool import Pool
@@ -24,11 +23,12 @@ from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.spec import GroupSpec
 from kvjax.cache.staging import Copies, Sizes, Staged, Window, WindowRows, copy_window, sizes_alone, stage, stage_with
 from kvjax.cache.tables import page_table, staged_width, table_width
-from kvjax.learning import Learning, OpenChunk, PolicyStates, after_chunk
+from kvjax.learning import Learning, PolicyStates, after_chunk
 from kvjax.model import Decoder, Model
 from kvjax.plans import Prefilled
 from kvjax.policies.prefill import DensePrefill, PrefillPolicy
-from kvjax.sequences import CachedSequence
+from kvjax.programs import shape_of
+from kvjax.sequences import CachedSequence, OpenChunk
 from kvjax.steps import embed_chunk, prefill_slice, row_logits
 
 logger = logging.getLogger(__name__)
@@ -363,7 +363,7 @@ class Prefiller:
         return self._pool.put(x) if self._pool.frames else x
 
     def calls(self, run: ChunkRun) -> Iterator[functools.partial]:
-        """What the slices of a chunk will call, for `kvjax.ahead.compile_together`. Only the embedding runs; the chunk stays as it is."""
+        """What the slices of a chunk will call, for `programs.compile_together`. Only the embedding runs; the chunk stays as it is."""
         run, x = dataclasses.replace(run), self._embedded(run)
         while run.done < len(self.slices):
             if (window := self._lacks(run)) is not None:

@@ -18,14 +18,15 @@ from typing import Any
 
 import jax
 
+from kvjax.axes import mesh
 from kvjax.checks import whole_number
 from kvjax.engine import Engine
 from kvjax.guard import CallGuard, Stopped, interrupts
-from kvjax.model import Model, fingerprint
+from kvjax.identity import fingerprint
+from kvjax.model import Model
 from kvjax.policies.decode import DecodePolicy
 from kvjax.requests import Completion, OnToken, Request
 from kvjax.scheduler import Scheduler
-from kvjax.sharding import mesh
 from pallas_kernels import dispatch
 
 END = object()

@@ -11,10 +11,11 @@ import jax
 from jax.sharding import Mesh
 
 from kvjax.attend import attends_by_list
+from kvjax.axes import Shards
 from kvjax.cache.formats import CacheFormat, parse_cache_format
+from kvjax.cache.index_spec import without_covered
 from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.tables import table_width
-from kvjax.cache.types import without_covered
 from kvjax.checks import listed
 from kvjax.chunk_rows import uneven_work
 from kvjax.learning import PolicyStates
@@ -25,7 +26,6 @@ from kvjax.policies.decode.base import chooses_over_devices
 from kvjax.policies.prefill import DensePrefill, PrefillPolicy, SinkWindow, TopTokensPrefill, indexes_of, parse_prefill
 from kvjax.policies.prefill.lists import TileLists
 from kvjax.release import kept_from_the_start
-from kvjax.sharding import Shards
 from kvjax.watching import programs_of
 
 logger = logging.getLogger(__name__)

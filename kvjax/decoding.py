@@ -11,7 +11,6 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int, Int32
 
-from kvjax.ahead import CompileAhead, shape_of
 from kvjax.cache import MOST_TOKENS, Cache, pages_of_step
 from kvjax.cache.groups import GroupPages
 from kvjax.cache.pool import Layers, Pool, first_array, place_beside
@@ -25,6 +24,7 @@ from kvjax.outcomes import Reads
 from kvjax.plans import Decoded, DecodeGroup
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import DecodePolicy, Watched
+from kvjax.programs import CompileAhead, shape_of
 from kvjax.release import PageRelease, check_several
 from kvjax.sampling import Sampling, SamplingRows, check_rows
 from kvjax.sequences import CachedSequence

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -15,34 +16,36 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from kvjax.axes import check_mesh, plan_sizes
 from kvjax.cache import PageAllocator
 from kvjax.cache.formats import parse_cache_format
 from kvjax.cache.groups import GroupPages, pages_for
 from kvjax.cache.pool import Pool, PoolStats
 from kvjax.cache.prefixes import PrefixStats
-from kvjax.capacity import Capacity
+from kvjax.cache.tables import staged_widths, table_width, table_widths
 from kvjax.checks import PROMPTS_REMEDY, check_model, check_salt, engine_sizes, listed, optional_function, token_ids, whole_number
 from kvjax.chunks import ChunkRun, Prefiller
 from kvjax.declared import DeclaredPolicies
 from kvjax.decoding import DecodeRunner, Launched, padded_rows
 from kvjax.guard import CallGuard, guarded
-from kvjax.inspection import StepRead, inspect
-from kvjax.memory import MemoryPlan, host_memory, memory_plan, plan_with_weights, pool_pages
+from kvjax.inspection import StepRead, inspect_step, read_of
+from kvjax.memory import Capacity, MemoryPlan, host_memory, memory_plan, plan_with_weights, pool_pages
 from kvjax.model import Model
 from kvjax.outcomes import Reads
+from kvjax.placement import place_model
 from kvjax.plans import Chunk, Decoded, DecodeGroup, StepPlan, StepResult, check_plan
-from kvjax.policies.choice import Choice
-from kvjax.policies.decode import DecodePolicy
+from kvjax.policies.choice import Choice, possible_prefills
+from kvjax.policies.decode import DecodePolicy, Watched
 from kvjax.policies.prefill import PrefillPolicy
+from kvjax.programs import compile_together
 from kvjax.release import PageRelease
 from kvjax.reuse import StoreOptions, check_stores, make_reuse, reusing
 from kvjax.sampling import Sampled, Sampling, SamplingRows
 from kvjax.sequence_copies import SequenceCopies
 from kvjax.sequences import CachedSequence, check_usable
-from kvjax.sharding import check_mesh, place_model, plan_sizes, spec_on_mesh
-from kvjax.slots import Slots, Written
-from kvjax.steps import decode_step
-from kvjax.warmup import warm_up
+from kvjax.sharding import spec_on_mesh
+from kvjax.slots import Slots, Written, in_bucket
+from kvjax.steps import decode_step, sample_first
 
 logger = logging.getLogger(__name__)
 
@@ -287,7 +290,20 @@ class Engine:
         The step runs as in `decode`, and attends to the listed blocks once more for the scores. Sequences, states of learning policies,
         `last_reads` and `last_choice` do not change. Waits for the device. Raises as `decode` does.
         """
-        return inspect(self, sequences, tokens, policy)
+        self._check_live(sequences)
+        ones = [[token] for token in listed(tokens, "tokens", "give one of every sequence")]
+        padded, given = padded_rows(sequences, ones, self.batch_buckets, self.config.vocab_size)
+        runner, declared = self._runner, self._declared
+        kept, pages = (runner.last_reads, declared.last_choice), [sequence.page_counts() for sequence in sequences]
+        try:
+            launched = self._launch(inspect_step, padded, given, policy)
+            launched.slots.forget()  # the step's result is dropped
+            named = self.declared(policy)
+            return read_of(named if isinstance(named, Watched) else launched.policy, len(sequences), *launched.results)
+        finally:
+            runner.last_reads, declared.last_choice = kept
+            for sequence, counts in zip(sequences, pages, strict=True):
+                self._groups.keep(sequence, counts)
 
     @guarded
     def step(self, plan: StepPlan) -> StepResult:
@@ -433,7 +449,69 @@ class Engine:
         (None: one page), and with `host_bytes` the copies of pages (docs/tiers.md). Programs are traced one after the other, and compiled
         beside each other in up to 8 threads. Steps in which a row draws at random are compiled when first used. Raises as `prefill` does.
         """
-        warm_up(self, batch=whole_number("batch", batch, 1), tokens=tokens, policy=policy)
+        batch = whole_number("batch", batch, 1)
+        positions = self.config.max_positions
+        tokens = min(self.page_size, positions) if tokens is None else whole_number("tokens", tokens, 1)
+        self.check_length(tokens, self.declared(policy))
+        longest, most = self.pages_for(tokens), max(tokens, positions)
+        widths = staged_widths(longest) if self._prefiller.brings else table_widths(longest)
+        lengths = [min(width * self.page_size, longest * self.page_size, most) for width in widths]
+        steps = self._declared.possible(policy, longest * self.page_size, batch)
+        sequences = self.prefill([[0]] * batch, cache_salt=os.urandom(16).hex())  # nobody finds what warming up leaves
+        try:
+            slots, rows = in_bucket(sequences, self.batch_buckets), SamplingRows.of([None])
+            sample_first(sequences[0].logits, rows, np.ones(1, np.int32))
+            rows = SamplingRows.of([None] * len(slots))
+            compile_together(self._warmup_calls(slots, rows, lengths, steps), self.guard.interrupt_point)
+            for tokens in lengths:
+                self.reserve(sequences[:1], tokens - sequences[0].length)
+                for each in possible_prefills(self.prefill_policy, tokens, self.prefill_chunk):
+                    with self._reserved(sequences[:1], 1):
+                        self._write(sequences[0], [0], all_logits=False, only=each)
+                keeping = sequences[0].keeping
+                written, sequences[0].length = sequences[0].length, tokens - 1
+                for each in steps:
+                    self.guard.interrupt_point()
+                    self._groups.skip(sequences[0])
+                    jax.block_until_ready(self.decode_and_sample(slots, np.zeros(len(slots), np.int32), rows, each))
+                    sequences[0].length = tokens - 1
+                sequences[0].length, sequences[0].keeping = written, keeping
+            if self._pool.frames:
+                self._pool.compile_moves()
+                for each in possible_prefills(self.prefill_policy, lengths[-1], self.prefill_chunk):
+                    for _ in self._prefiller.compile_copies(sequences[0], each, lengths[-1]):
+                        self.guard.interrupt_point()
+        finally:
+            for sequence in sequences:
+                self.free(sequence)
+
+    def _warmup_calls(
+        self,
+        slots: Sequence[CachedSequence | None],
+        rows: SamplingRows,
+        lengths: Sequence[int],
+        steps: Sequence[DecodePolicy],
+    ) -> Generator[functools.partial]:
+        """What warming up runs at each length: slices of prefill, and decode steps. The first slot's sequence stays as it is."""
+        before, opened = slots[0].page_counts(), slots[0].open_chunk
+        try:
+            for tokens in lengths:
+                self.reserve(slots[:1], tokens - slots[0].length)
+                prefills = possible_prefills(self.prefill_policy, tokens, self.prefill_chunk)
+                for each in prefills:
+                    yield from self._prefiller.calls(self._begin(slots[0], [0], only=each))
+                widths = {group.name: table_width(-(-tokens // group.page_size)) for group in self.spec.groups}
+                for each in steps:
+                    yield self._runner.step_call(each, slots, widths, rows)
+                # As after a step: the next chunk goes on from what the last one learned, and tables of windows are as wide as it was long.
+                length, slots[0].length, slots[0].open_chunk = slots[0].length, tokens - 1, None
+                self._groups.skip(slots[0])
+                slots[0].length = length
+            for each in prefills if self._pool.frames else ():
+                yield from self._prefiller.calls_with_copies(slots[0], each, tokens)
+        finally:
+            self._groups.keep(slots[0], before)
+            slots[0].open_chunk = opened
 
     @guarded
     def pin(self, prefix: CachedSequence | Sequence[int], cache_salt: str | None = None) -> int:

@@ -11,10 +11,30 @@ from _signal import getsignal  # CPython's own: those of `signal` also look for 
 from _signal import signal as set_handler
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Concatenate, Protocol, Self
+from typing import Any, Concatenate, Protocol, Self
 
-if TYPE_CHECKING:
-    from kvjax.together import Together
+
+class Lockstep(Protocol):
+    """What the first process and the others do at the same places of their schedulers. In the first process it sends, in the others it
+    receives."""
+
+    def check_inside(self) -> None:
+        """RuntimeError outside of the calls that all processes make."""
+
+    def add(self, scheduler: Any, options: dict[str, Any], *, listening: bool) -> None:
+        """A scheduler was made with these options. listening: whether somebody wants every token."""
+
+    def call(self, scheduler: Any, name: str, *given: Any) -> contextlib.AbstractContextManager[None]:
+        """The block is a call of this method."""
+
+    def first(self, value: Any) -> Any:
+        """The first process's value."""
+
+    def compare(self, plan: Any) -> None:
+        """RuntimeError unless the first process has the same plan."""
+
+    def interrupt_point(self, interrupt: Callable[[], None]) -> None:
+        """Let a Ctrl-C take effect that the first process has held back. interrupt: lets it in this process."""
 
 
 class Stopped(BaseException):
@@ -117,7 +137,7 @@ class CallGuard:
 
     def __init__(self, what: str):
         self._what = what
-        self.together: Together | None = None
+        self.together: Lockstep | None = None
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._depth = 0

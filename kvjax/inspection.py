@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,20 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
+from kvjax.axes import WHOLE_COPY, Shards, spec_of
 from kvjax.cache import Cache, CacheSpec, LatentSpec, PagedSpec
-from kvjax.cache.types import LayerCache
-from kvjax.checks import listed
-from kvjax.decoding import padded_rows
-from kvjax.policies.decode import Blocks, DecodePolicy, ScoresBlocks, SelectContext, Watched
+from kvjax.cache.arrays import LayerCache
+from kvjax.policies.decode import Blocks, DecodePolicy, ScoresBlocks, SelectContext
 from kvjax.policies.decode.base import attend_listed
 from kvjax.programs import program
-from kvjax.sequences import CachedSequence
-from kvjax.sharding import WHOLE_COPY, Shards, on_mesh, spec_of, specs_of_states
+from kvjax.sharding import on_mesh, specs_of_states
 from kvjax.slots import NextPages
 from kvjax.steps import decode
 
 if TYPE_CHECKING:
-    from kvjax.engine import Engine
+    pass
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -126,24 +123,6 @@ def _each_once(spec: CacheSpec, watched: tuple[Any, ...]) -> tuple[Any, ...]:
             lse = of_heads.reshape(*lse.shape[:2], -1, lse.shape[3])
         found.append((blocks, lse, scores))
     return tuple(found)
-
-
-def inspect(engine: Engine, sequences: Sequence[CachedSequence], tokens: Sequence[int], policy: str | DecodePolicy | None) -> StepRead:
-    """`Engine.inspect`."""
-    engine._check_live(sequences)
-    ones = [[token] for token in listed(tokens, "tokens", "give one of every sequence")]
-    padded, given = padded_rows(sequences, ones, engine.batch_buckets, engine.config.vocab_size)
-    runner, declared = engine._runner, engine._declared
-    kept, pages = (runner.last_reads, declared.last_choice), [sequence.page_counts() for sequence in sequences]
-    try:
-        launched = engine._launch(inspect_step, padded, given, policy)
-        launched.slots.forget()  # the step's result is dropped
-        named = engine.declared(policy)
-        return read_of(named if isinstance(named, Watched) else launched.policy, len(sequences), *launched.results)
-    finally:
-        runner.last_reads, declared.last_choice = kept
-        for sequence, counts in zip(sequences, pages, strict=True):
-            engine._groups.keep(sequence, counts)
 
 
 def read_of(policy: DecodePolicy, rows: int, logits: Float32[Array, "B 1 V"], watched: tuple[Any, ...]) -> StepRead:

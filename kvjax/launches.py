@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from kvjax.axes import WHOLE_COPY, Shards
 from kvjax.cache import Cache, IndexSpec
 from kvjax.model import Decoder, Params
 from kvjax.outcomes import Reads, pack, packed_width
 from kvjax.policies.decode import DecodePolicy
 from kvjax.programs import program
 from kvjax.sampling import Sampled, SamplingRows, count_tokens, sample
-from kvjax.sharding import WHOLE_COPY, Shards, on_mesh, specs_of_states
+from kvjax.sharding import on_mesh, specs_of_states
 from kvjax.slots import NextPages, name_pages
 from kvjax.steps import decode
 from pallas_kernels.preparation import before_loop

@@ -10,9 +10,9 @@ import dataclasses
 import math
 from typing import ClassVar, Literal
 
+from kvjax.axes import Cut, cut, even, even_or_copied
 from kvjax.cache.spec import LatentSpec, PagedSpec, RecurrentSpec
 from kvjax.checks import whole_number
-from kvjax.sharding import Cut, cut, even, even_or_copied
 from pallas_kernels.soft_cap import Scale, SoftCap
 
 Shapes = dict[str, tuple[int, ...]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import flax.struct
@@ -20,14 +20,12 @@ from kvjax.policies.decode import DecodePolicy, LearnsFromPrefill, MassContext, 
 from kvjax.policies.decode.mass import fitted
 from kvjax.policies.prefill import DensePrefill, PrefillContext, PrefillPolicy
 from kvjax.programs import program
+from kvjax.sequences import OpenChunk, States
 from pallas_kernels.block_mass import block_mass
 from pallas_kernels.flash_attention import flash_attention
 
 if TYPE_CHECKING:
     from kvjax.sequences import CachedSequence
-
-States = tuple[Any, ...]
-"""A policy's states, one per layer."""
 
 
 @flax.struct.dataclass
@@ -46,20 +44,6 @@ class Learning:
     def of_layers(self, first: int, last: int) -> Learning:
         """The same with only the states of layers [first, last), counted among layers that attend to pages."""
         return self.replace(states=tuple(states[first:last] for states in self.states))
-
-
-@dataclasses.dataclass(frozen=True)
-class OpenChunk:
-    """A sequence's last chunk while it is not full: the policies' states before `position`, and the tokens prefilled from there on.
-
-    The next call computes these tokens' queries again, so every cut of a prompt gives the same bits. This costs nothing, because a chunk
-    always computes all of its rows. Where pages are packed, position begins a page, because the tokens of that page before it may be
-    known only as packed when the queries run again. So queries of a page that steps began are not observed by prefill.
-    """
-
-    position: int
-    tokens: tuple[int, ...]
-    states: Mapping[DecodePolicy, States]
 
 
 def learns_from_prefill(policy: DecodePolicy) -> bool:

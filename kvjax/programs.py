@@ -1,4 +1,4 @@
-"""How the programs are compiled whose results are bits that others must find again.
+"""How programs are compiled: those whose results are bits that others must find again, and those that compile in other threads.
 
 XLA may time several ways to compute a product or a sum when it compiles a program for a GPU, and take the fastest one. The ways round
 differently, and which one wins depends on what else the machine does. So two processes could get different bits, and so could two programs
@@ -8,7 +8,12 @@ the algorithm that it proposes first, sums by XLA's own kernels.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 
@@ -17,3 +22,96 @@ FIXED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 program = functools.partial(jax.jit, compiler_options=FIXED)
 """`jax.jit` with these options. They are of a whole program: inside another jitted function, `grad` or `scan`, JAX raises ValueError."""
+
+
+MOST_THREADS = 8
+"""How many programs are compiled beside each other at most, because each compilation takes memory."""
+
+
+NAMED = "kvjax compiles"
+"""What the names of threads that compile begin with."""
+
+
+class CompileAhead:
+    """Compiles jitted functions before they are called. `key in` says whether a key's programs were begun. running: those for which nobody
+    has waited yet.
+
+    They are traced and lowered in the caller's thread, because that runs code of policies and depends on the caller's contexts. Only XLA
+    runs in the other thread. A later call with arguments of the same shapes and types finds the program and compiles nothing. A call that
+    differs compiles its own, so a wrong guess costs time and nothing else.
+    """
+
+    def __init__(self):
+        self._thread: ThreadPoolExecutor | None = None
+        self._begun: set[Hashable] = set()
+        self.running: dict[Hashable, Future] = {}
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._begun
+
+    def begin(self, key: Hashable, make: Callable[[], Iterable[functools.partial]]) -> None:
+        """Compile what some calls of jitted functions run, in order. make: returns the calls; their arguments are arrays, or
+        `jax.ShapeDtypeStruct` in their place. If anything fails, nothing is compiled, and the later call says why."""
+        self._begun.add(key)
+        try:
+            lowered = [call.func.lower(*call.args, **call.keywords) for call in make()]
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=NAMED)
+            self.running[key] = self._thread.submit(_compile, lowered)
+        except Exception:
+            return
+
+    def wait(self, key: Hashable) -> None:
+        """Wait until a key's programs are compiled, if they were begun."""
+        if (future := self.running.pop(key, None)) is not None:
+            future.exception()
+
+
+def _compile(lowered: list[jax.stages.Lowered]) -> None:
+    for each in lowered:
+        each.compile()
+
+
+def compile_together(calls: Generator[functools.partial], between: Callable[[], None]) -> None:
+    """Compile what some calls of jitted functions run, several programs beside each other, and return when all are compiled. Later calls
+    find them, as those of `CompileAhead` do: nothing is run, and what differs or fails here is compiled, or says why, when it is called.
+
+    calls: as `CompileAhead.begin` takes them. Calls that run the same program compile it once. between: called in this thread after each
+    program. If it raises, no other program is begun, and those that were begun are waited for.
+    """
+    threads = min(MOST_THREADS, os.cpu_count() or 1)
+    with contextlib.closing(calls), ThreadPoolExecutor(max_workers=threads, thread_name_prefix=NAMED) as pool:
+        try:
+            begun = []
+            for future in _begun(calls, pool):
+                begun.append(future)
+                between()
+            for future in begun:
+                future.exception()
+                between()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def compiled(lowered: Iterable[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
+    """Compile several programs beside each other. Each is lowered in this thread, when the iterable yields it."""
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix=NAMED) as pool:
+        return list(pool.map(jax.stages.Lowered.compile, lowered))
+
+
+def _begun(calls: Iterable[functools.partial], pool: ThreadPoolExecutor) -> Iterator[Future]:
+    """Trace and lower each call here, and begin to compile it in the pool. Ends where one of them fails."""
+    modules: dict[int, Any] = {}  # JAX keeps what it has lowered, so calls that run one program have one module
+    with contextlib.suppress(Exception):
+        for call in calls:
+            lowered = call.func.lower(*call.args, **call.keywords)
+            module = lowered.compiler_ir()
+            if id(module) not in modules:
+                modules[id(module)] = module
+                yield pool.submit(lowered.compile)
+
+
+def shape_of(shape: tuple[int, ...], dtype: Any, committed_to: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
+    """In place of an array. committed_to: where it is; None: not committed to any device."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=committed_to)

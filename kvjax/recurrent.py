@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.types import SlotLayer
+from kvjax.cache.arrays import SlotLayer
 from kvjax.model import Recurrence
 from pallas_kernels.gated_delta import causal_convolution, delta_fold, delta_page, delta_step
 

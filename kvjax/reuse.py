@@ -28,8 +28,9 @@ from kvjax.cache.spec import MOST_TOKENS, OPEN
 from kvjax.cache.transfer import block_bytes, read_blocks
 from kvjax.checks import check_salt, whole_number
 from kvjax.declared import DeclaredPolicies
+from kvjax.identity import fingerprint
 from kvjax.memory import HostMemory
-from kvjax.model import Model, fingerprint
+from kvjax.model import Model
 from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import identity
 from kvjax.sequences import CachedSequence

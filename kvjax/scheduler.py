@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Int
 
+from kvjax.axes import several_processes
 from kvjax.cache import MOST_TOKENS, OutOfPages
 from kvjax.checks import optional_function, whole_number
 from kvjax.engine import Engine
@@ -34,7 +35,6 @@ from kvjax.requests import Completion, OnToken, Request
 from kvjax.samples import Batch, Flight, Handle, Sample, order, read
 from kvjax.sampling import SamplingRows, derived_seed, seen_tokens
 from kvjax.sequences import CachedSequence
-from kvjax.sharding import several_processes
 from kvjax.steps import sample_first
 from kvjax.text import CONTEXT, TextStream
 

@@ -9,19 +9,20 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from kvjax.axes import in_first_process
 from kvjax.cache.files import read_sequence, write_sequence
 from kvjax.cache.groups import GroupPages, stored_pages
+from kvjax.cache.index_spec import IndexSpec
 from kvjax.cache.pool import Pool
 from kvjax.cache.transfer import Stored, from_mesh, read_stored, to_mesh, write_blocks
-from kvjax.cache.types import IndexSpec
-from kvjax.capacity import Capacity
 from kvjax.checks import token_ids
 from kvjax.guard import CallGuard
-from kvjax.model import Model, fingerprint
+from kvjax.identity import fingerprint
+from kvjax.memory import Capacity
+from kvjax.model import Model
 from kvjax.policies.decode import KeepsByMass, name_of, parse_recorded
 from kvjax.release import PageRelease, kept_by
 from kvjax.sequences import CachedSequence, Keeping
-from kvjax.sharding import in_first_process
 
 
 class SequenceCopies:

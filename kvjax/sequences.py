@@ -7,17 +7,16 @@ from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Bool, Float
 
-from kvjax.sharding import on_host
+from kvjax.axes import on_host
 
 if TYPE_CHECKING:
     from kvjax.cache.groups import Reach
     from kvjax.cache.prefixes import Chain
     from kvjax.cache.transfer import Stored
-    from kvjax.learning import OpenChunk
     from kvjax.policies.decode import DecodePolicy
-    from kvjax.watching import Alarm
 
 
 class Growth:
@@ -196,3 +195,42 @@ def check_usable(sequences: Sequence[CachedSequence], live: Set[CachedSequence],
         raise ValueError("the sequence is suspended; engine.resume(sequence) brings its pages back")
     if in_chunks and not in_chunks.isdisjoint(given):
         raise ValueError("the sequence is in the middle of a chunk of prefill: continue the chunk (Engine.step), or free it")
+
+
+States = tuple[Any, ...]
+"""A policy's states, one per layer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenChunk:
+    """A sequence's last chunk while it is not full: the policies' states before `position`, and the tokens prefilled from there on.
+
+    The next call computes these tokens' queries again, so every cut of a prompt gives the same bits. This costs nothing, because a chunk
+    always computes all of its rows. Where pages are packed, position begins a page, because the tokens of that page before it may be
+    known only as packed when the queries run again. So queries of a page that steps began are not observed by prefill.
+    """
+
+    position: int
+    tokens: tuple[int, ...]
+    states: Mapping[DecodePolicy, States]
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Alarm:
+    """Whether a head of a sequence reads more than the policy's list, after the latest launch that measured the sequence.
+
+    flags: of the batch of that launch, on their way to the host. row: the sequence's. unread: for how many launches the host still takes an
+    alarm for granted, so that it need not wait.
+    """
+
+    flags: Bool[Array, "B"]
+    row: int
+    unread: int
+
+    def raised(self, *, waits: bool) -> bool:
+        """Whether the next launch has to take it that a head reads more. waits: read the flag now, and wait for the device."""
+        if self.unread and not waits:
+            self.unread -= 1
+            return True
+        self.unread = 0
+        return bool(np.asarray(self.flags)[self.row])

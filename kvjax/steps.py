@@ -23,7 +23,9 @@ from kvjax.attend import (
     with_pages,
     write,
 )
+from kvjax.axes import WHOLE_COPY, Shards
 from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache, frame_tables
+from kvjax.cache.arrays import layer_specs
 from kvjax.cache.hot import count as count_fetched
 from kvjax.cache.packed import opened
 from kvjax.cache.staging import Copies, complete, copy_keys, copy_values, lengthen
@@ -37,7 +39,7 @@ from kvjax.policies.prefill import PrefillContext, PrefillPolicy, indexes_of
 from kvjax.programs import program
 from kvjax.release import reach_of
 from kvjax.sampling import Sampled, SamplingRows, accept, count_tokens, sample
-from kvjax.sharding import WHOLE_COPY, Shards, layer_specs, on_mesh, on_mesh_alone, specs_of_states
+from kvjax.sharding import on_mesh, on_mesh_alone, specs_of_states
 from kvjax.slots import NextPages, name_pages
 from pallas_kernels import pages
 

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvjax.model import fingerprint
+from kvjax.identity import fingerprint
 from kvjax.policies.decode import identity
 from kvjax.policies.prefill import identity as prefill_identity
 from kvjax.scheduler import Scheduler
@@ -17,7 +17,6 @@ from kvjax.scheduler import Scheduler
 if TYPE_CHECKING:
     from kvjax.engine import Engine
     from kvjax.plans import StepPlan
-    from kvjax.processes import Processes
     from kvjax.requests import Request
 
 
@@ -25,33 +24,32 @@ class ProcessLost(RuntimeError):
     """Another process of the job has ended or failed. Start all of them again."""
 
 
-class Together(Protocol):
-    """What the first process and the others do at the same places of their schedulers. In the first process it sends, in the others it
-    receives."""
+class Channel(Protocol):
+    """How the first process tells the others what it calls, as `kvjax.processes.Processes` does."""
 
-    def check_inside(self) -> None:
-        """RuntimeError outside of the calls that all processes make."""
+    number: int
 
-    def add(self, scheduler: Scheduler, options: dict[str, Any], *, listening: bool) -> None:
-        """A scheduler was made with these options. listening: whether somebody wants every token."""
+    @property
+    def lost(self) -> bool:
+        """Whether another process is lost."""
 
-    def call(self, scheduler: Scheduler, name: str, *given: Any) -> contextlib.AbstractContextManager[None]:
-        """The block is a call of this method."""
+    def send(self, *message: Any) -> None:
+        """From the first process to all others."""
 
-    def first(self, value: Any) -> Any:
-        """The first process's value."""
+    def receive(self, kind: str | None = None) -> tuple[Any, ...]:
+        """What the first process sent next. kind: what it must be."""
 
-    def compare(self, plan: StepPlan) -> None:
-        """RuntimeError unless the first process has the same plan."""
+    def tell(self, number: int, call: int, text: str) -> None:
+        """Tell one process that a call has failed here."""
 
-    def interrupt_point(self, interrupt: Callable[[], None]) -> None:
-        """Let a Ctrl-C take effect that the first process has held back. interrupt: lets it in this process."""
+    def noticing(self) -> contextlib.AbstractContextManager[None]:
+        """ProcessLost from the block if another process is lost meanwhile."""
 
 
 class Leader:
-    """`Together` of the first process."""
+    """`kvjax.guard.Lockstep` of the first process."""
 
-    def __init__(self, processes: Processes):
+    def __init__(self, processes: Channel):
         self._processes, self._counter = processes, itertools.count()
         self._numbers = weakref.WeakKeyDictionary[Any, int]()
         self._ended, self._inside = False, False
@@ -126,9 +124,9 @@ class Leader:
 
 
 class Follower:
-    """`Together` of the other processes. It makes the calls of the first one."""
+    """`kvjax.guard.Lockstep` of the other processes. It makes the calls of the first one."""
 
-    def __init__(self, processes: Processes, engine: Engine):
+    def __init__(self, processes: Channel, engine: Engine):
         self._processes, self._engine = processes, engine
         self._schedulers: dict[int, Scheduler] = {}
         self._handles: dict[int, weakref.WeakValueDictionary[int, Any]] = {}

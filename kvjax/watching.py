@@ -7,7 +7,6 @@ depends on counts of steps, never on the clock.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -15,34 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from kvjax.learning import States
 from kvjax.policies.decode import DecodePolicy, Watched
 from kvjax.policies.decode.watched import DUE, LEVEL, OWN
 from kvjax.programs import program
 from kvjax.release import LAG
-from kvjax.sequences import CachedSequence
+from kvjax.sequences import Alarm, CachedSequence, States
 from kvjax.slots import Slots, Written, of_slot
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Alarm:
-    """Whether a head of a sequence reads more than the policy's list, after the latest launch that measured the sequence.
-
-    flags: of the batch of that launch, on their way to the host. row: the sequence's. unread: for how many launches the host still takes an
-    alarm for granted, so that it need not wait.
-    """
-
-    flags: Bool[Array, "B"]
-    row: int
-    unread: int = LAG - 1
-
-    def raised(self, *, waits: bool) -> bool:
-        """Whether the next launch has to take it that a head reads more. waits: read the flag now, and wait for the device."""
-        if self.unread and not waits:
-            self.unread -= 1
-            return True
-        self.unread = 0
-        return bool(np.asarray(self.flags)[self.row])
 
 
 def programs_of(policy: DecodePolicy) -> tuple[DecodePolicy, ...]:
@@ -75,7 +52,7 @@ def alarms_of(policy: DecodePolicy, slots: Slots, written: Written, states: Stat
         return {}
     flags = _raised(states)
     flags.copy_to_host_async()
-    return {each: Alarm(flags, row) for each, row, due in zip(slots.live, slots.rows, measured, strict=True) if due}
+    return {each: Alarm(flags, row, LAG - 1) for each, row, due in zip(slots.live, slots.rows, measured, strict=True) if due}
 
 
 def _measured(policy: Watched, slots: Slots, written: Written) -> list[bool]:

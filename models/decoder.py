@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from kvjax.axes import Shards, cut, cut_of, even
 from kvjax.layers import AttentionLayer, DeltaLayer, LatentLayer, LayerConfig
 from kvjax.model import Heads, Latents, LayerInput, Matrix, Mix, ModelConfig, Params, Recurrence
 from kvjax.models.mixers.attention import attend_heads
@@ -35,7 +36,6 @@ from kvjax.models.mixers.tokens import Tokens
 from kvjax.models.mlp.gated import gate_tokens
 from kvjax.models.products import biases_of, project
 from kvjax.recurrent import whole
-from kvjax.sharding import Shards, cut, cut_of, even
 from pallas_kernels.elementwise import layer_norm, rms_norm
 from pallas_kernels.matrices import take_rows
 from pallas_kernels.soft_cap import SoftCap, scaled

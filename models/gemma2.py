@@ -14,18 +14,7 @@ from typing import Any
 
 from kvjax.layers import LayerConfig, Rope, RopeScaling
 from kvjax.model import ModelConfig
-from kvjax.models.dense import (
-    DEFAULTS,
-    SLIDING,
-    flag,
-    head_dim_of,
-    kinds_in,
-    kinds_of,
-    same_fields,
-    same_layers,
-    window_in,
-    with_mixers,
-)
+from kvjax.models.dense import DEFAULTS, SLIDING, flag, head_dim_of, kinds_in, kinds_of, same_fields, same_layers, window_in, with_mixers
 from kvjax.models.family import Family
 from kvjax.models.fields import positive, size
 

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike
 
+from kvjax.axes import Shards, several_processes
 from kvjax.model import ModelConfig
 from kvjax.models import checkpoint, config_json, fused
 from kvjax.models.adapter_files import open_adapters
@@ -37,8 +38,8 @@ from kvjax.models.quantization.rules import REMEDY, Published
 from kvjax.models.quantization.schemes import split
 from kvjax.models.tensors import DTYPES, RowsPacked, Tensor
 from kvjax.packing import FormatOf, place_of, scheme_of
+from kvjax.placement import place_tree
 from kvjax.processes import check_alike
-from kvjax.sharding import Shards, place_tree, several_processes
 from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.matrices import MatrixFormat, PackedMatrix, pack
 

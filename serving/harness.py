@@ -25,7 +25,7 @@ import numpy as np
 
 from kvjax.engine import Engine
 from kvjax.generation import run
-from kvjax.model import fingerprint
+from kvjax.identity import fingerprint
 from kvjax.models import load
 from kvjax.policies import prefill
 from kvjax.policies.decode import DecodePolicy, identity, parse

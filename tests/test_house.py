@@ -26,7 +26,7 @@ FRONT_DOOR = "kvjax.__init__"
 DOORS = {FRONT_DOOR, "kvjax.__main__"}  # they name what is above them as strings
 MADE_WITH = (*EXTRAS, "docs", "test")  # the extras of `make`'s environment
 BRING_YOUR_OWN = {"llama_cpp", "lm_eval", "torch"}  # imported only by an adapter, or as a baseline, for people who have it
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 120
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 1000, 120
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 CLIENTS = ROOT / "serving" / "clients"  # clients in other languages, and READMEs of all: no part of a Python package
@@ -118,11 +118,11 @@ def test_imports_point_one_way():
     ("name", "code"),
     [
         ("pallas_kernels.merge", "import kvjax"),
-        ("pallas_kernels.merge", "def f():\n    from kvjax.cache import types"),
+        ("pallas_kernels.merge", "def f():\n    from kvjax.cache import arrays"),
         ("kvjax.model", "from kvjax.models.decoder import TransformerDecoder"),
         ("kvjax.engine", "from kvjax import models"),
-        ("kvjax.engine", "from . import models"),
-        ("kvjax.cache.types", "from ..models import load"),
+        ("kvjax.generation", "from . import models"),
+        ("kvjax.cache.arrays", "from ..models import load"),
         ("kvjax.engine", "from kvjax import load"),
         ("kvjax.engine", "import importlib\nimportlib.import_module('kvjax.models.loading')"),
         ("kvjax.models.loading", "import kvjax.serving.cli"),
@@ -152,18 +152,17 @@ def test_a_downward_import_is_allowed(name, code):
 
 
 def imports_of(code: dict[str, ast.Module]) -> dict[str, set[str]]:
-    """The modules that each module imports, at its top or inside a function, or names as a string so as to import them.
+    """The modules that each module imports, at its top, inside a function or for type checkers, or names as a string so as to import them.
 
-    Imports for type checkers do not count, and the front door, which names everything, is left out.
+    Imports for type checkers count, because a reader follows them. The front door, which names everything, is left out.
     """
     graph = {}
     for name, tree in code.items():
         if name == FRONT_DOOR:
             continue
         own = name.removesuffix(".__init__")
-        unseen = {line for node in nodes_of(tree) if for_type_checkers(node) for line in range(node.lineno, node.end_lineno + 1)}
         strings = [(node.value, node.lineno) for node in nodes_of(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-        found = {module for module, line in imported_modules(tree, name) + strings if line not in unseen}
+        found = {module for module, _ in imported_modules(tree, name) + strings}
         graph[own] = {module for module in found if module in MODULES and module not in (own, "kvjax")}
     return graph
 
@@ -196,12 +195,13 @@ def test_imports_make_no_circle():
 @pytest.mark.parametrize(
     ("name", "code"),
     [
-        ("kvjax.engine", "import kvjax.bill"),
-        ("kvjax.engine", "from kvjax.bill.auto_decode import Auto"),
-        ("kvjax.engine", "def f():\n    from kvjax.bill import calibration"),
-        ("kvjax.engine", "import importlib\nimportlib.import_module('kvjax.bill.auto_decode')"),
-        ("kvjax.policies.decode.naming", "from kvjax.bill.auto_decode import Auto"),
-        ("kvjax.policies.prefill.naming", "def f():\n    from kvjax.bill.auto_prefill import AutoPrefill"),
+        ("kvjax.engine", "import kvjax.cost_model"),
+        ("kvjax.engine", "from kvjax.cost_model.auto import Auto"),
+        ("kvjax.engine", "if TYPE_CHECKING:\n    from kvjax.scheduler import Scheduler"),
+        ("kvjax.engine", "def f():\n    from kvjax.cost_model import auto"),
+        ("kvjax.engine", "import importlib\nimportlib.import_module('kvjax.cost_model.auto')"),
+        ("kvjax.policies.decode.naming", "from kvjax.cost_model.auto import Auto"),
+        ("kvjax.policies.prefill.naming", "def f():\n    from kvjax.cost_model.auto import AutoPrefill"),
         ("kvjax.cache.spec", "from kvjax.engine import Engine"),
         ("kvjax.cache.spec", "from ..engine import Engine"),
         ("kvjax.registry", "from kvjax.policies.decode.naming import parse"),
@@ -216,7 +216,7 @@ def test_a_circle_of_imports_is_found(name, code):
 
 def test_imports_that_make_no_circle_are_allowed():
     code = {
-        "kvjax.engine": "if TYPE_CHECKING:\n    from kvjax.generation import run\nimport kvjax.model",
+        "kvjax.engine": "if TYPE_CHECKING:\n    from kvjax.memory import MemoryPlan\nimport kvjax.model",
         "kvjax.generation": "from kvjax.engine import Engine\nfrom kvjax import Request",
         "kvjax.__init__": "from kvjax.generation import run\nfrom kvjax.engine import Engine",
     }

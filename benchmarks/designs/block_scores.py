@@ -37,7 +37,8 @@ from score_kinds import BLOCK, SCORES, Layer, Score, combined, true_lse
 import kvjax
 from kvjax.fidelity.needle import NeedleTask, Trial, documentation_text, encode_text, vocabulary_words
 from kvjax.fidelity.retrieval import prompt_start
-from kvjax.model import Heads, fingerprint
+from kvjax.identity import fingerprint
+from kvjax.model import Heads
 from pallas_kernels.bench.report import source
 from pallas_kernels.bench.results import write_result
 

@@ -11,13 +11,14 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
+from kvjax.axes import Shards
 from kvjax.cache.allocator import PageAllocator
+from kvjax.cache.arrays import LayerCache, made_on
 from kvjax.cache.frames import Frames
+from kvjax.cache.index_spec import IndexSpec
 from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.spec import MOST_TOKENS, WHOLE, CacheSpec, GroupSpec
 from kvjax.cache.tables import page_table
-from kvjax.cache.types import IndexSpec, LayerCache
-from kvjax.sharding import Shards
 from pallas_kernels.place_tiles import WAYS
 
 HOT_SHARE = 0.75
@@ -95,7 +96,7 @@ class GroupPages:
         """The arrays of all pages, as `CacheSpec.empty` makes them. MemoryError, NotImplementedError: see `kvjax.cache.spanning.empty`."""
         totals = {name: each.total for name, each in self.allocators.items()}
         make = functools.partial(self.spec.empty, totals, indexes, {name: frames.counts for name, frames in self.frames.items()})
-        return make() if self.shards is None else self.shards.made(make)
+        return made_on(self.shards, make)
 
     @property
     def used(self) -> dict[str, int]:
@@ -225,7 +226,7 @@ class GroupPages:
 
     def skip(self, sequence: Holder) -> None:
         """Name no page for tokens before `sequence.length` beyond the last page, as if they had been given back. For a sequence that only
-        seems to have so many tokens (`kvjax.warmup`)."""
+        seems to have so many tokens (`Engine.warmup`)."""
         for group in self.spec.groups:
             if window_of(group, sequence.reach) is not None:
                 ids = sequence.pages[group.name]

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.types import IndexSpec, OpenRows, PagedKV, kept_in
+from kvjax.cache.arrays import OpenRows, PagedKV
+from kvjax.cache.index_spec import IndexSpec, kept_in
 from kvjax.cache.writes import seal
 from pallas_kernels.append_tokens import append_tokens
 from pallas_kernels.pack_pages.pool import put_pages

@@ -13,15 +13,15 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
+from kvjax.axes import Shards
+from kvjax.cache.arrays import LatentPages, LayerCache, PagedKV, SlotLayer
+from kvjax.cache.cache import Cache, Residency, check_missing
 from kvjax.cache.frames import Frames
 from kvjax.cache.hot import HotBuffers, HotTiles, counted, empty_hot, forget, no_buffers
 from kvjax.cache.moving import Moving
-from kvjax.cache.residency import Residency, check_missing
 from kvjax.cache.spanning import CopyStream, free_with
 from kvjax.cache.spec import OPEN, CacheSpec
-from kvjax.cache.types import Cache, LatentPages, LayerCache, PagedKV, SlotLayer
 from kvjax.cache.writes import copy_page, move_frames
-from kvjax.sharding import Shards
 
 Layers = tuple[LayerCache | None, ...]
 MOVES = (1, 4, 16, 64)

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from kvjax.cache.arrays import LayerCache, PagedKV, SlotLayer, empty_latents, empty_layer, empty_packed
+from kvjax.cache.index_spec import IndexSpec
 from kvjax.cache.spanning import FrameCounts
-from kvjax.cache.types import IndexSpec, LayerCache, PagedKV, SlotLayer, empty_latents, empty_layer, empty_packed
 from pallas_kernels.page_format import PageFormat
 
 WHOLE = 1 << 30

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from kvjax.cache.arrays import LatentPages, PagedKV
 from kvjax.cache.spanning import FrameCounts, host_rows
 from kvjax.cache.tables import staged_width
-from kvjax.cache.types import LatentPages, PagedKV
 from pallas_kernels.pages import Pages
 
 SPREAD = 2

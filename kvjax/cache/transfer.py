@@ -14,12 +14,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, UInt8
 
+from kvjax.axes import Shards
+from kvjax.cache.arrays import LatentPages, LayerCache, OpenRows, SlotLayer, kept_cut
+from kvjax.cache.index_spec import IndexSpec, kept_in
 from kvjax.cache.pool import Pool, first_array, place_beside
 from kvjax.cache.spec import OPEN, CacheSpec, PagedSpec, RecurrentSpec
-from kvjax.cache.types import IndexSpec, LatentPages, LayerCache, OpenRows, SlotLayer, kept_in
 from kvjax.cache.writes import seal
 from kvjax.programs import program
-from kvjax.sharding import Shards
 from pallas_kernels.page_format import unpack
 
 IN_FRAMES = ("k", "v", "k_scales", "v_scales")
@@ -275,4 +276,4 @@ def _unpack(
             packed, keys = layer.pages.k_packed, values["k"]
             keys = keys if packed is None else unpack(packed, keys, values.get("k_scales"))
             filled[number] = layer.replace(pages=layer.pages.replace(**put), index=seal(layer.index, keys, sealed, kinds))
-    return tuple(filled) if shards is None else shards.keep(tuple(filled))
+    return kept_cut(shards, tuple(filled))

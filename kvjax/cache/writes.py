@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.types import INDEXER, INDEXER_SCALES, IndexSpec, LatentPages, LayerCache, PagedKV
+from kvjax.cache.arrays import INDEXER, INDEXER_SCALES, LatentPages, LayerCache, PagedKV, kept_cut
+from kvjax.cache.index_spec import IndexSpec
 from kvjax.programs import program
 from pallas_kernels import dispatch
 from pallas_kernels.append_tokens import append_tokens
@@ -22,7 +23,7 @@ from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import CODES, physical
 
 if TYPE_CHECKING:
-    from kvjax.sharding import Shards
+    from kvjax.axes import Shards
 
 
 def append(
@@ -131,7 +132,7 @@ def copy_page(
         else:
             layer = copied(layer, *ids)
         result.append(layer)
-    return tuple(result) if shards is None else shards.keep(tuple(result))
+    return kept_cut(shards, tuple(result))
 
 
 @functools.partial(program, static_argnames="numbers", donate_argnames="layers")

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from kvjax.cache.types import PagedKV
+from kvjax.cache.arrays import PagedKV
 from kvjax.engine import Engine
 from kvjax.fidelity.retrieval import forked
 from kvjax.policies.decode import Cascade, DecodePolicy, SelectContext, Stateless, select_and_attend

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.types import PagedKV
+from kvjax.cache.arrays import PagedKV
 from kvjax.fidelity.key_walk import padded_tokens, probabilities, tile_tokens, walk_keys
 from kvjax.policies.prefill.base import PrefillContext
 from pallas_kernels.flash_attention import flash_attention

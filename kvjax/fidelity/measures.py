@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax.cache.types import PagedKV
+from kvjax.cache.arrays import PagedKV
 from kvjax.engine import Engine
 from kvjax.fidelity.missed import sample_every, sampled_miss
 from kvjax.fidelity.oracle_blocks import OracleBlocks

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.types import PagedKV
+from kvjax.cache.arrays import PagedKV
 from kvjax.fidelity.key_walk import padded_tokens, tile_tokens, walk_keys
 from kvjax.policies.prefill.base import PrefillContext
 from kvjax.policies.prefill.lists import TileLists

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.bill.volume import step_bytes
+from kvjax.cost_model.bytes import step_bytes
 from kvjax.engine import Engine
 from kvjax.fidelity.certificate import can_certify, count_certified, declared_for
 from kvjax.fidelity.forcing import ALONE, exact_prefixes, few_rows, force, text_windows

@@ -9,9 +9,9 @@ from typing import Any
 from jaxtyping import Array, Float, Float32, Int
 
 from kvjax import rope
+from kvjax.axes import Shards
 from kvjax.layers import Rope
 from kvjax.model import LayerInput
-from kvjax.sharding import Shards
 from pallas_kernels.elementwise import layer_norm, rms_norm
 
 Rotation = tuple[Float32[Array, "B T 1 D2"], Float32[Array, "B T 1 D2"]]

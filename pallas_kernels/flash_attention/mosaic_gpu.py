@@ -11,7 +11,7 @@ chunks that are not differ in their bits. Attention in a window and over packed 
 Chunks of many queries over packed pages have them unpacked once, a span at a time (`flash_attention.widened`), with the same bits.
 
 Tiles of 128 queries of which none is needed (before `fresh`, or past the end) read no keys. With splits, a warpgroup of 64 such queries
-does not multiply (`hopper.query_turns`). Others have the bits that they have beside queries that are needed.
+does not multiply (`hopper.query_tiles.pass_by`). Others have the bits that they have beside queries that are needed.
 
 Memory traffic: q and out once; keys and values of a sequence once per 128 queries and head, from L2 where neighbours share them. With
 splits, also splits * H * T * (D + 1) float32, written and read; independent of the number of keys. Source: FlashAttention-3 (arXiv

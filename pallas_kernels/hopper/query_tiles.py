@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import decode_tiles, query_turns, split_merge
+from pallas_kernels.hopper import decode_tiles, split_merge
 from pallas_kernels.hopper.decode_tiles import LAYOUT, LOG2E, LOWEST, SWIZZLED, natural_lse
 
 ROWS = 64
@@ -300,7 +300,7 @@ def fold(s: Shape, walk: Walk, warpgroup, first, scratch, aside: Aside | None = 
     """
     weigh = aside.weigh if aside else functools.partial(weigh_plainly, s)
     q_s, k_s, v_s = scratch["q_s"].at[warpgroup], scratch["k_s"], scratch["v_s"]
-    offer_turn, await_turn = query_turns.turns(s, scratch)
+    offer_turn, await_turn = turns(s, scratch)
 
     def take_turns():
         offer_turn()
@@ -554,7 +554,7 @@ def launch(
                 aside = aside_of(walk, row, head, first_row, first, more_refs) if aside_of else None
 
                 def passing():
-                    query_turns.pass_by(s, walk.steps, warpgroup, scratch)
+                    pass_by(s, walk.steps, warpgroup, scratch)
                     return no_keys(s)
 
                 place = others_refs, row, head, first_row
@@ -589,3 +589,50 @@ def launch(
         )(q, *leaves, *others)
 
     return run
+
+
+def turns(s: Shape, scratch) -> tuple[Callable, Callable]:
+    """How a folding warpgroup offers the other one its turn, and awaits its own."""
+
+    def offer():
+        if s.turns:
+            plgpu.barrier_arrive(scratch["turn"])
+
+    def await_own():
+        if s.turns:
+            plgpu.barrier_wait(scratch["turn"])
+
+    return offer, await_own
+
+
+def pass_by(s: Shape, steps, warpgroup, scratch) -> None:
+    """By a folding warpgroup of whose rows none is needed: wait and arrive as `fold` does over so many tiles of keys, without
+    which the other warpgroups would wait for ever."""
+    offer_turn, await_turn = turns(s, scratch)
+
+    def take_turns():
+        offer_turn()
+        await_turn()
+
+    def step(n, nothing):
+        slot = lax.rem(n, jnp.int32(s.stages))
+        take_turns()
+        plgpu.barrier_arrive(scratch["k_free"].at[slot])
+        offer_turn()
+        plgpu.barrier_wait(scratch["v_bar"].at[slot])
+        await_turn()
+
+        @pl.when(n + 1 < steps)
+        def _():
+            plgpu.barrier_wait(scratch["k_bar"].at[lax.rem(n + 1, jnp.int32(s.stages))])
+
+        plgpu.barrier_arrive(scratch["v_free"].at[slot])
+        return nothing
+
+    @pl.when(steps > 0)
+    def _():
+        plgpu.barrier_wait(scratch["k_bar"].at[0])
+
+    pl.when(warpgroup == 1)(take_turns)
+    lax.fori_loop(0, steps, step, ())
+    pl.when(warpgroup == 0)(take_turns)

@@ -23,23 +23,22 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from kvjax.capacity import MOST_POSITIONS
 from kvjax.data_parallel import engines_of
 from kvjax.engine import Engine
-from kvjax.generation import pages_needed, run
+from kvjax.generation import run
 from kvjax.guard import interrupts
-from kvjax.model import Model, fingerprint
+from kvjax.identity import fingerprint
+from kvjax.memory import MOST_POSITIONS
+from kvjax.model import Model
 from kvjax.policies.decode import DecodePolicy, identity, parse
 from kvjax.policies.prefill import identity as prefill_identity
 from kvjax.requests import OnToken, Request
-from kvjax.sampling import Sampling
 from kvjax.serving.batch.continuing import CHECKPOINT, SAID, checkpoint_of, of_defaults
 from kvjax.serving.batch.file_jobs import FileJob, complete
-from kvjax.serving.batch.records import Defaults, Record, read
+from kvjax.serving.batch.records import Defaults, Record, read, request_of
 from kvjax.serving.batch.results import Result, Summary, answered, named, refused
-from kvjax.serving.bodies import prompt_ids
 from kvjax.serving.progress import JobProgress
-from kvjax.token_bounds import LONG, check_text
+from kvjax.token_bounds import LONG
 
 if TYPE_CHECKING:
     from kvjax.serving.batch.setup import Setup
@@ -125,28 +124,6 @@ def run_records(
     return complete(job, describe_job(engines[0], policy, job.defaults, slots, setup), answer, console, **kept)
 
 
-def pages_of_job(records: Iterable[Record], model: Model, slots: int, page_size: int) -> int:
-    """Pages that the `slots` longest records take at once, at least 1. Tokenises them; keeps only lengths."""
-    sizes, positions = [], model.config.max_positions
-    for record in records:
-        if record.error is not None:
-            continue
-        try:
-            if record.size > LONG:  # to count its tokens takes seconds, and it has about as many as fit, or more
-                if isinstance(record.prompt, str):
-                    check_text(model.tokenizer, record.prompt, positions)
-                tokens, sampling = positions, Sampling(**record.sampling)
-            else:
-                request = _request(record, model.tokenizer, positions)
-                sampling = request.sampling
-                tokens = len(request.prompt) + sampling.max_new_tokens - 1
-        except ValueError:  # the record's own answer says so
-            continue
-        if 0 < tokens <= positions:
-            sizes.append((tokens, sampling.n))
-    return max(1, pages_needed(sizes, slots, page_size))
-
-
 def describe_job(
     engine: Engine, policy: str | DecodePolicy | None, defaults: Defaults, slots: int | None, setup: Setup | None = None
 ) -> dict[str, Any]:
@@ -200,7 +177,7 @@ def answer_records(
 
     def requests() -> Iterator[Request | None]:
         ordered = sorted((record for record in records if record.error is None), key=lambda record: -record.size)
-        for record, found in prepared(ordered, lambda record: _request(record, model.tokenizer, positions), lambda: bool(running)):
+        for record, found in prepared(ordered, lambda record: request_of(record, model.tokenizer, positions), lambda: bool(running)):
             if isinstance(found, ValueError):
                 wrong.append(refused(record, str(found)))
             elif found is not None:
@@ -270,14 +247,6 @@ def _in_thread[T, R](work: Callable[[T], R], given: T) -> Future[R]:
 def _drain(results: deque[Result]) -> Iterator[Result]:
     while results:
         yield results.popleft()
-
-
-def _request(record: Record, tokenizer: Any, positions: int) -> Request:
-    """The engine's request of a record: messages rendered, and text tokenised. ValueError says what is wrong with it."""
-    sampling = Sampling(**record.sampling)
-    options, parse_special = record.template_options, record.parse_special
-    ids = prompt_ids(record.prompt, record.messages, options, tokenizer, positions, parse_special=parse_special)
-    return Request(ids, sampling, record.line, cache_salt=record.cache_salt)
 
 
 def positions_of(engine: Engine) -> int:

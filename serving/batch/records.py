@@ -22,7 +22,9 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from kvjax.serving.bodies import Fields, WrongField, check_known, check_once, from_json, kind, read_body, show, text
+from kvjax.requests import Request
+from kvjax.sampling import Sampling
+from kvjax.serving.bodies import Fields, WrongField, check_known, check_once, from_json, kind, prompt_ids, read_body, show, text
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -248,3 +250,11 @@ def _unwrap(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 def seed_of(record_id: str | int | None, job_seed: int) -> int:
     """The seed of a record without one: 32 bits of SHA-256 of the job's seed and the record's id."""
     return int.from_bytes(hashlib.sha256(json.dumps([job_seed, record_id]).encode()).digest()[:4], "big")
+
+
+def request_of(record: Record, tokenizer: Any, positions: int) -> Request:
+    """The engine's request of a record: messages rendered, and text tokenised. ValueError says what is wrong with it."""
+    sampling = Sampling(**record.sampling)
+    options, parse_special = record.template_options, record.parse_special
+    ids = prompt_ids(record.prompt, record.messages, options, tokenizer, positions, parse_special=parse_special)
+    return Request(ids, sampling, record.line, cache_salt=record.cache_salt)

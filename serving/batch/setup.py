@@ -6,15 +6,17 @@ import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from kvjax.axes import mesh, plan_sizes
 from kvjax.checks import engine_sizes
 from kvjax.data_parallel import meshes_of, replicas
 from kvjax.declared import DeclaredPolicies
 from kvjax.engine import Engine
+from kvjax.generation import pages_needed
 from kvjax.memory import MemoryPlan, memory_plan
-from kvjax.serving.batch.job import pages_of_job
-from kvjax.serving.batch.records import Record
+from kvjax.sampling import Sampling
+from kvjax.serving.batch.records import Record, request_of
 from kvjax.serving.flags import allow_host_pages, allow_pinned
-from kvjax.sharding import mesh, plan_sizes
+from kvjax.token_bounds import LONG, check_text
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -134,3 +136,25 @@ def plan_beside_weights(
     sizes = {"page_size": page_size, "prefill_chunk": prefill_chunk, "mesh": mesh, "cache_format": cache_format}
     declared = DeclaredPolicies(model, policy, (), prefill, **sizes)
     return planned(declared, sequences, weights_bytes=0, **plan_sizes(mesh))
+
+
+def pages_of_job(records: Iterable[Record], model: Model, slots: int, page_size: int) -> int:
+    """Pages that the `slots` longest records take at once, at least 1. Tokenises them; keeps only lengths."""
+    sizes, positions = [], model.config.max_positions
+    for record in records:
+        if record.error is not None:
+            continue
+        try:
+            if record.size > LONG:  # to count its tokens takes seconds, and it has about as many as fit, or more
+                if isinstance(record.prompt, str):
+                    check_text(model.tokenizer, record.prompt, positions)
+                tokens, sampling = positions, Sampling(**record.sampling)
+            else:
+                request = request_of(record, model.tokenizer, positions)
+                sampling = request.sampling
+                tokens = len(request.prompt) + sampling.max_new_tokens - 1
+        except ValueError:  # the record's own answer says so
+            continue
+        if 0 < tokens <= positions:
+            sizes.append((tokens, sampling.n))
+    return max(1, pages_needed(sizes, slots, page_size))

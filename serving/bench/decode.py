@@ -7,7 +7,7 @@ too, because no draft is ever accepted: a step adds one token, however many it w
 (`kvjax.launches.decode_steps`) are timed together: a row has the time of one of them.
 
 Weights and pages may be packed. On a mesh, they are made on their devices, and a row also holds what the program exchanges
-(`kvjax.bill.exchanges`).
+(`kvjax.cost_model.exchanges`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from kvjax.ahead import compiled
-from kvjax.bill.exchanges import counts_in
-from kvjax.bill.volume import rows_bytes, step_bytes
+from kvjax.axes import Shards, mesh
 from kvjax.cache import MOST_TOKENS, OPEN, Cache, CacheSpec, IndexSpec
 from kvjax.cache.formats import CacheFormat
+from kvjax.cost_model.bytes import rows_bytes, step_bytes
+from kvjax.cost_model.exchanges import counts_in
 from kvjax.decoding import DRAFTS
 from kvjax.launches import STOP_IDS, Ends, decode_steps
 from kvjax.learning import state_specs
@@ -42,10 +42,10 @@ from kvjax.outcomes import Reads
 from kvjax.packing import format_function, table_shape, weights_bytes
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import Cascade, DecodePolicy, Watched, name_of, parse
+from kvjax.programs import compiled
 from kvjax.release import check_several
 from kvjax.sampling import SamplingRows
 from kvjax.serving.bench.random_model import placed, random_cache, random_params
-from kvjax.sharding import Shards, mesh
 from kvjax.steps import decode_and_sample
 from pallas_kernels import dispatch
 from pallas_kernels.bench.cases import PAGE_SIZE
@@ -268,7 +268,7 @@ def bytes_read(plan: Plan, policy: DecodePolicy, length: int, keys: int, params:
     """Bytes that one step has to read: all weights, but of the embedding one row per token (all of it if it is also the head); K and V of
     `keys` tokens, a sum over layers, KV heads and rows; and the policy's indexes of whole sequences. On a mesh, those of one device: its
     weights, an equal share of the keys, and the indexes of its pages. The open page of each row is not packed. Of `Cascade`, what
-    `kvjax.bill.volume.step_bytes` counts: it reads a part of its second index."""
+    `kvjax.cost_model.bytes.step_bytes` counts: it reads a part of its second index."""
     config, item = plan.config, jnp.dtype(plan.config.compute_dtype).itemsize
     weights = sum(map(bytes_of, jax.tree.leaves(params)))
     if not config.tie_embeddings:

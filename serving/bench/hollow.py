@@ -66,7 +66,7 @@ class HollowEngine(Engine):
         return sequence
 
     def calls_of_chunk(self, sequence: CachedSequence, tokens: list[int]) -> Iterator[functools.partial]:
-        """What the slices of a chunk of these tokens call, which do not run (`kvjax.ahead.compile_together`)."""
+        """What the slices of a chunk of these tokens call, which do not run (`kvjax.programs.compile_together`)."""
         yield from self._prefiller.calls(self._begin(sequence, tokens))
 
     @property

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.bill.bus_fitting import RECORDED
+from kvjax.cost_model.fitting import RECORDED
 from kvjax.policies.decode import Blocks, Stateless, TopBlocks
 from kvjax.serving.bench.decode import PAGE_SIZE
 

@@ -24,8 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.ahead import compiled
+from kvjax.axes import Shards, mesh
 from kvjax.cache import OPEN, WHOLE, Cache, CacheSpec
+from kvjax.cache.arrays import made_on
 from kvjax.cache.formats import CacheFormat
 from kvjax.cache.tables import page_table, staged_width, table_width
 from kvjax.model import ModelConfig, Params
@@ -33,9 +34,9 @@ from kvjax.models.decoder import TransformerDecoder
 from kvjax.packing import format_function, scheme_of, weights_bytes
 from kvjax.policies.choice import ChoosesPrefill
 from kvjax.policies.prefill import BoundsBlocks, PrefillPolicy, indexes_of, name_of, parse_prefill
+from kvjax.programs import compiled
 from kvjax.serving.bench.decode import MEMORY_SHARE, PAGE_SIZE, bytes_of, pages_of
 from kvjax.serving.bench.random_model import dealt_out, placed, random_params
-from kvjax.sharding import Shards, mesh
 from kvjax.steps import prefill_step
 from pallas_kernels import dispatch
 from pallas_kernels.bench.inputs import memory_bytes, pool_pages
@@ -142,7 +143,7 @@ def empty_cache(plan: PrefillPlan, length: int, policy: PrefillPolicy) -> Cache:
     dealt = () if shards is None else dict(shards.pages)
     totals = {name: count * (plan.context if name in dealt else 1) for name, count in counts.items()}
     make = functools.partial(spec.empty, totals, indexes_of(policy))
-    layers = make() if shards is None else shards.made(make)
+    layers = made_on(shards, make)
     tables = {group.name: jnp.asarray(page_table([[0]]) if group.name == OPEN else table) for group in spec.groups}
     return jax.block_until_ready(Cache(layers, *placed(shards, (tables, jnp.zeros(1, jnp.int32))), spec))
 

@@ -13,14 +13,16 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Int
 
+from kvjax.axes import CONTEXT, TENSOR, Cut, Shards, spec_of
 from kvjax.cache import OPEN, Cache, IndexSpec, PagedKV, pages_of_step
+from kvjax.cache.arrays import OpenRows, layer_specs
+from kvjax.cache.index_spec import over_packed
 from kvjax.cache.spec import PagedSpec
 from kvjax.cache.tables import page_table, table_width
-from kvjax.cache.types import OpenRows, over_packed
 from kvjax.model import ModelConfig, Params
 from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.packing import pack_params
-from kvjax.sharding import CONTEXT, TENSOR, Cut, Shards, layer_specs, param_specs, spec_of
+from kvjax.sharding import param_specs
 from pallas_kernels.bench.cases import PAGE_SIZE
 from pallas_kernels.bench.inputs import random_pages
 from pallas_kernels.pack_pages import pack_pages

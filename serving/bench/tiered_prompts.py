@@ -14,12 +14,12 @@ from typing import Any
 
 import jax
 
-from kvjax.ahead import compile_together
 from kvjax.cache.formats import parse_cache_format
 from kvjax.cache.staging import sizes_alone
 from kvjax.memory import memory_plan
 from kvjax.model import ModelConfig
 from kvjax.policies.prefill import PrefillPolicy, indexes_of, name_of
+from kvjax.programs import compile_together
 from kvjax.sequences import CachedSequence
 from kvjax.serving.bench.decode import PAGE_SIZE
 from kvjax.serving.bench.hollow import HollowEngine, random_model, random_prompt

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.bill.bus_fitting import OWN
 from kvjax.cache import MOST_TOKENS, CacheSpec
 from kvjax.cache.formats import parse_cache_format
+from kvjax.cost_model.fitting import OWN_LISTS
 from kvjax.memory import memory_plan
 from kvjax.model import ModelConfig
 from kvjax.outcomes import Reads
@@ -158,7 +158,7 @@ def _named(plan: Tiered, tokens: int, policy: DecodePolicy, device_bytes: int | 
         "tokens": tokens,
         "policy": str(policy),
         "name": name_of(TopBlocks(policy.k)) if replaced else name_of(policy),
-        "lists": policy.lists if replaced else OWN,
+        "lists": policy.lists if replaced else OWN_LISTS,
         "device_bytes": device_bytes,
         "cache_bytes": plan.pages(tokens) * frame,
     }

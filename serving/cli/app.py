@@ -18,7 +18,7 @@ from kvjax.guard import pressed_again
 from kvjax.registry import passed_through_a_policy_file, place_and_error
 from kvjax.serving.cli.batch import batch_command
 from kvjax.serving.cli.bench import bench_app
-from kvjax.serving.cli.bill import bill_app, regime_map_command
+from kvjax.serving.cli.cost import cost_app
 from kvjax.serving.cli.doctor import doctor_command
 from kvjax.serving.cli.echo import echo_command
 from kvjax.serving.cli.fidelity import fidelity_command
@@ -261,14 +261,24 @@ def demo_command(
     run_demo(picture, prompts=prompts, length=length, seed=seed)
 
 
+UNREAD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Settings of a command that takes any arguments."""
+
 # --help lists commands in this order: those that answer prompts first.
 app.command("doctor")(doctor_command)
 app.command("needle")(needle_command)
 app.command("fidelity")(fidelity_command)
 app.command("echo")(echo_command)
-app.command("regime-map")(regime_map_command)
 app.add_typer(bench_app, name="bench")
-app.add_typer(bill_app, name="bill")
+app.add_typer(cost_app, name="cost")
+
+
+@app.command("bill", hidden=True, context_settings=UNREAD)
+@app.command("regime-map", hidden=True, context_settings=UNREAD)
+def former_command(ctx: typer.Context) -> None:
+    """Refuse a former command, and name what took its place."""
+    now = "kvjax cost: predict, fit, choose, evidence, regimes" if ctx.info_name == "bill" else "kvjax cost regimes"
+    raise typer.BadParameter(f"it is {now} now", param_hint=f"kvjax {ctx.info_name}")
 
 
 def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool) -> None:

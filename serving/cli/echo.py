@@ -70,7 +70,7 @@ def echo_command(
 
     from kvjax.fidelity.echo import EchoPlan, EchoRun
     from kvjax.fidelity.echo_report import summarize
-    from kvjax.model import fingerprint
+    from kvjax.identity import fingerprint
     from kvjax.serving.bench.prefill import dense_at
     from kvjax.serving.progress import bar
     from pallas_kernels.bench.formats import show, table

@@ -210,7 +210,7 @@ def describe(panel: Panel) -> dict[str, Any]:
 
     import jax
 
-    from kvjax.model import fingerprint
+    from kvjax.identity import fingerprint
     from kvjax.policies.decode import identity, parse
     from pallas_kernels.bench.results import versions
 

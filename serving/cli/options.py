@@ -363,7 +363,7 @@ def forced_to(implementation: str | None) -> AbstractContextManager[None]:
 
 
 def named_run(kind: str, implementation: str | None) -> dict[str, str]:
-    """How a file of figures says what was run. Figures of a forced path stand in no table of the best, and no bill is fitted to them."""
+    """How a file of figures says what was run. Those of a forced path stand in no table, and no cost model is fitted to them."""
     return {"bench": kind} if implementation is None else {"bench": f"{kind}-forced", "implementation": implementation}
 
 

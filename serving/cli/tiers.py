@@ -50,8 +50,8 @@ def tiers_command(
 ) -> None:
     """Time decode steps of sequences whose pages lie in host memory where the device has no room for them.
 
-    Weights and pages are random; there is no prefill. `kvjax bill fit` takes the result: it needs --resident, several --tokens, the policy
-    dense, --fresh and --recorded (docs/the-bill.md).
+    Weights and pages are random; there is no prefill. `kvjax cost fit` takes the result: it needs --resident, several --tokens, the policy
+    dense, --fresh and --recorded (docs/cost-model.md).
     """
     allow_host_pages()
     from kvjax.serving.bench.decode import policies_of

@@ -5,10 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from kvjax.serving.session.stream import Run
 
 MESSAGES_PER_SECOND = 400.0
 """One message costs the server's process 0.1 to 0.3 ms of CPU time, part of it under Python's global lock, which the thread that drives the
@@ -42,8 +38,3 @@ class Pace:
         """A turn is not needed, so that others come sooner. Many short generations would otherwise take turns without end."""
         with self._lock:
             self._free -= self._gap
-
-    def wait(self, run: Run) -> None:
-        """Wait until the next message of a generation is due, or it has ended."""
-        if run.wait_for_end(self.turn()):
-            self.give_back()

@@ -23,7 +23,7 @@ from kvjax.client import arguments
 from kvjax.client.errors import Cancelled, DeadlineExceeded, InvalidArgument, Unavailable
 from kvjax.client.shared import SessionInfo
 from kvjax.engine import Engine
-from kvjax.model import fingerprint
+from kvjax.identity import fingerprint
 from kvjax.policies.decode import DecodePolicy
 from kvjax.sampling import Sampling
 from kvjax.serving.session.core import Limits, SessionCore

@@ -184,8 +184,8 @@ class Generation:
         if self._closed:
             return []
         run = self._run
-        if pace is not None and self._taken:
-            pace.wait(run)
+        if pace is not None and self._taken and run.wait_for_end(pace.turn()):
+            pace.give_back()  # the generation has ended, so there is no next message
         run.wait(self._taken)
         found = run.tokens[self._taken :]
         self._taken += len(found)

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from kvjax.cache import CacheSpec, GroupSpec, IndexSpec, LatentSpec, PagedSpec
-from kvjax.cache.types import without_covered
+from kvjax.cache.index_spec import without_covered
 
 FULL, NEAR = GroupSpec("full", 16), GroupSpec("window:40", 16, window=40)
 KEYS, WIDE = PagedSpec("full", 2, 8, "float32"), PagedSpec("window:40", 1, 32, "bfloat16")

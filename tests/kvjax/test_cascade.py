@@ -16,12 +16,12 @@ from tiny_models import QWEN_7B, TinyModel, make_family
 import kvjax
 from kvjax import Engine
 from kvjax.attend import attends_by_list
-from kvjax.bill.volume import step_bytes
+from kvjax.axes import WHOLE_COPY, Shards
 from kvjax.cache import PagedKV
+from kvjax.cost_model.bytes import step_bytes
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode import Cascade, SelectContext, cascade, parse, register
 from kvjax.policies.decode.base import attend_listed
-from kvjax.sharding import WHOLE_COPY, Shards
 from pallas_kernels import dispatch
 from pallas_kernels.pack_pages import pack_pages
 from pallas_kernels.page_format import PageFormat, unpack
@@ -418,7 +418,7 @@ def test_random_histories_have_the_bits_of_each_sequence_alone(tmp_path):
     assert run_histories(make_family("llama"), range(1), tmp_path, sizes)["sequences compared"] > 3
 
 
-def test_the_bill_counts_what_the_choice_reads():
+def test_step_bytes_counts_what_the_choice_reads():
     top, bits4, bits1, oracle = (
         step_bytes(QWEN_7B, parse(name), 131_072) for name in ("top:4", "cascade:4/32", "cascade:4/all+1bit", "cascade:4/all+cache")
     )

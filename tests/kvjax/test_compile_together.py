@@ -15,10 +15,11 @@ from quick_cases import rest_long
 from tiny_models import TINY, TinyModel, altered, init_params, make_family, shallow
 
 import kvjax
-from kvjax import Engine, warmup
-from kvjax.ahead import MOST_THREADS, compile_together
+import kvjax.engine
+from kvjax import Engine
 from kvjax.memory import memory_plan
 from kvjax.models.decoder import TransformerDecoder
+from kvjax.programs import MOST_THREADS, compile_together
 
 PAGE = 16
 
@@ -226,7 +227,9 @@ def test_warming_up_compiles_the_same_programs(case, compiled, monkeypatch):
     for threads in (False, True):
         engine = ENGINES[case]()
         with monkeypatch.context() as patch:
-            patch.setattr(warmup, "compile_together", functools.partial(looked_at, engine) if threads else lambda calls, _: calls.close())
+            patch.setattr(
+                kvjax.engine, "compile_together", functools.partial(looked_at, engine) if threads else lambda calls, _: calls.close()
+            )
             jax.clear_caches()
             compiled.clear()
             engine.warmup(tokens=1100 if case == "windows" else 480, batch=1)

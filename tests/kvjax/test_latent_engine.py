@@ -11,8 +11,8 @@ import pytest
 from tiny_models import LATENT, TinyModel
 
 from kvjax import Request, Sampling, attend
-from kvjax.bill.volume import step_bytes
 from kvjax.cache import INDEXER
+from kvjax.cost_model.bytes import step_bytes
 from kvjax.engine import Engine
 from kvjax.memory import memory_plan
 from kvjax.models.decoder import TransformerDecoder

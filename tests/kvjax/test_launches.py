@@ -211,7 +211,7 @@ def test_on_a_mesh_the_loop_prepares_nothing_in_every_turn(monkeypatch):
         ready = prepared("sums", lambda: jax.lax.erf_inv(jax.numpy.float32(0.5)))
         return jax.lax.psum(x, axis_name) + (0 if residual is None else residual) + 0 * ready
 
-    monkeypatch.setattr("kvjax.sharding.all_reduce", summed)
+    monkeypatch.setattr("kvjax.axes.all_reduce", summed)
     engine = engine_of(shallow(make_family("llama")), mesh=mesh(tensor=2))
     one = jax.numpy.ones(1, np.int32)
     cache = Cache(engine._pool.layers, {group.name: np.zeros((1, 8), np.int32) for group in engine.spec.groups}, one, engine.spec)

@@ -18,12 +18,13 @@ from tiny_models import make_family, random_model
 
 import kvjax
 from kvjax import Engine, attend, chunk_rows, steps
+from kvjax.axes import Shards
 from kvjax.cache.prefixes import Prefixes
-from kvjax.model import fingerprint
+from kvjax.identity import fingerprint
+from kvjax.placement import place_params
 from kvjax.policies.decode import Cascade, TopBlocks
 from kvjax.policies.decode.candidates import best_candidates
 from kvjax.policies.prefill import BoundsBlocks, DensePrefill, PrefillContext, parse_prefill, query_tile_of
-from kvjax.sharding import Shards, place_params
 
 PAGE, CHUNK = 16, 64
 POLICIES = {
@@ -585,6 +586,6 @@ def test_a_pool_is_no_larger_than_asked_for(pages, model):
 
 
 def test_copied_heads_are_said(model, caplog):
-    with caplog.at_level("INFO", "kvjax.sharding"):
+    with caplog.at_level("INFO", "kvjax.placement"):
         Engine(model, pages=8, page_size=PAGE, prefill_chunk=CHUNK, mesh=mesh_of("tensor 4"))
     assert caplog.messages == ["2 KV heads on tensor=4 devices: each on 2 of them"]

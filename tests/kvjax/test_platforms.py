@@ -13,6 +13,7 @@ from quick_cases import rest_long
 from tiny_models import LEAST, altered, make_family, random_model, shallow
 
 import kvjax
+from kvjax.axes import Shards
 from kvjax.cache import Cache, Residency
 from kvjax.cache.formats import parse_cache_format
 from kvjax.cache.hot import empty_hot, no_buffers
@@ -21,7 +22,6 @@ from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.packing import pack_params
 from kvjax.policies.decode import Dense, base, parse
 from kvjax.policies.prefill import DensePrefill
-from kvjax.sharding import Shards
 from kvjax.steps import decode_step, prefill_step
 from pallas_kernels import dispatch, selftest
 

@@ -16,7 +16,7 @@ from process_job import alike, answers, auto, brief, engine_of, reuse
 from safetensors.numpy import load_file, save_file
 
 import kvjax
-from kvjax import sharding
+from kvjax import axes
 from kvjax.plans import Chunk, StepPlan
 from kvjax.processes import Processes, start_processes
 from kvjax.together import Follower
@@ -154,14 +154,14 @@ def test_a_failure_of_one_process_ends_the_job(tmp_path):
 def test_a_mesh_takes_all_processes_or_one(monkeypatch):
     """Else those that are left out would wait for nothing, and no file would be written."""
     mesh = kvjax.mesh(tensor=2)
-    monkeypatch.setattr(sharding, "several_processes", lambda mesh: True)
-    monkeypatch.setattr(sharding.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(axes, "several_processes", lambda mesh: True)
+    monkeypatch.setattr(axes.jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="none of process 1"):
-        sharding.check_mesh(mesh, {})
-    monkeypatch.setattr(sharding.jax, "process_count", lambda: 1)
+        axes.check_mesh(mesh, {})
+    monkeypatch.setattr(axes.jax, "process_count", lambda: 1)
     with pytest.raises(NotImplementedError, match=r"do not go to a disk, and pages was given: .* Leave out disk and disk_bytes"):
-        sharding.check_mesh(mesh, {"reuse": True, "host_bytes": 1000, "disk": "pages"})
-    sharding.check_mesh(mesh, {"reuse": True, "host_bytes": 1000, "disk": None})
+        axes.check_mesh(mesh, {"reuse": True, "host_bytes": 1000, "disk": "pages"})
+    axes.check_mesh(mesh, {"reuse": True, "host_bytes": 1000, "disk": None})
 
 
 def test_arguments_are_checked():

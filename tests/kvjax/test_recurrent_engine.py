@@ -11,9 +11,9 @@ import pytest
 from scheduling import same_next
 
 from kvjax import recurrent
-from kvjax.bill.volume import step_bytes
 from kvjax.cache import Cache
 from kvjax.cache.allocator import OutOfPages
+from kvjax.cost_model.bytes import step_bytes
 from kvjax.engine import Engine
 from kvjax.memory import memory_plan
 from kvjax.policies.decode import PrefillMass, TopBlocks, parse

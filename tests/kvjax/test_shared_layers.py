@@ -13,12 +13,12 @@ from safetensors import safe_open
 from tiny_models import TINY, TinyModel, altered, make_family, sharing
 
 import kvjax.steps
-from kvjax.bill.volume import step_bytes
 from kvjax.cache import Cache, CacheSpec, GroupSpec, PagedSpec
 from kvjax.chunks import cut_layers
+from kvjax.cost_model.bytes import step_bytes
 from kvjax.engine import Engine
+from kvjax.identity import _text, fingerprint
 from kvjax.memory import memory_plan
-from kvjax.model import _text, fingerprint
 from kvjax.models import config_json
 from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.policies.decode import PrefillMass, TopBlocks, parse

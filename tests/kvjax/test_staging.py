@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.cache import staging
+from kvjax.cache.arrays import PagedKV
 from kvjax.cache.spanning import FrameCounts
-from kvjax.cache.types import PagedKV
 from pallas_kernels.pages import Pages
 
 PAGE = 4

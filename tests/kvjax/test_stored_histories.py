@@ -19,7 +19,7 @@ from tiny_models import make_family
 from kvjax import MeasureOnceMaskOnce, OutOfPages
 from kvjax.cache import OPEN, PageAllocator, prefixes
 from kvjax.cache.formats import parse_cache_format
-from kvjax.cache.pins import Pin
+from kvjax.cache.prefixes import Pin
 from kvjax.cache.transfer import block_bytes
 from kvjax.sharding import spec_on_mesh
 

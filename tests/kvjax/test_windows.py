@@ -9,7 +9,7 @@ from tiny_models import altered
 
 from kvjax.cache.allocator import OutOfPages
 from kvjax.engine import Engine
-from kvjax.model import fingerprint
+from kvjax.identity import fingerprint
 from kvjax.policies.decode import TopBlocks
 
 pytestmark = pytest.mark.usefixtures("everything_is_given_back")

@@ -53,11 +53,7 @@ def build(rope, small, seed):
     """(config, norm, attention layer, rotary embedding) with random weights."""
     import torch
     from transformers import DeepseekV32Config
-    from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
-        DeepseekV32Attention,
-        DeepseekV32RMSNorm,
-        DeepseekV32RotaryEmbedding,
-    )
+    from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention, DeepseekV32RMSNorm, DeepseekV32RotaryEmbedding
 
     config = DeepseekV32Config(**SIZES, rope_parameters=dict(rope))
     config._attn_implementation = "eager"

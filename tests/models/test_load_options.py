@@ -105,4 +105,4 @@ def test_packages_can_be_reached_by_name():
     code += "; import sys; assert 'transformers' not in sys.modules"
     ran = run_python(code)
     assert ran.returncode == 0, ran.stderr
-    assert {"policies", "bill", "models", "load", "generate"} <= set(dir(kvjax))
+    assert {"policies", "cost_model", "models", "load", "generate"} <= set(dir(kvjax))

@@ -16,14 +16,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import LEAST, altered, random_model, same_params
 
 from kvjax import generation
-from kvjax.models import (
-    CausalLM,
-    checkpoint,
-    config_json,
-    load,
-    read_config,
-    save,
-)
+from kvjax.models import CausalLM, checkpoint, config_json, load, read_config, save
 
 GOLDEN = Path(__file__).with_name("golden")
 CASES = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "config.json").is_file())

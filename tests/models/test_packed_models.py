@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import LEAST, altered, make_family, make_model, random_model, same_params
 
 import kvjax
+from kvjax.identity import fingerprint
 from kvjax.memory import memory_plan
-from kvjax.model import fingerprint
 from kvjax.models import load, loading, save
 from kvjax.packing import SCHEMES, pack_params, weights_bytes
 from pallas_kernels.matrices import is_packed, unpack

@@ -69,7 +69,7 @@ def test_it_runs(path):
         assert "48213" not in names["found"][h2o]
         assert list(names["record"]["beside"]) == [snapkv, "window:896", "dense again"]
         assert names["printed"].rstrip("\n") == names["found"][snapkv].rstrip("\n")
-    if path.stem == "the_bill":
+    if path.stem == "cost_model":
         chosen = {length: str(choice.policy) for length, choice in names["choices"].items()}
         assert (chosen[131_072], chosen[2**20], chosen[2**21]) == ("top:32", "top:32", "dense")
         assert (names["maps"][1].speedup[0, [0, -1]] > 1).tolist() == [False, True]

@@ -28,8 +28,8 @@ def empty_folder(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def bill_runs(tmp_path):
-    """Two results of `kvjax bench decode` with times of a planted bill."""
+def planted_results(tmp_path):
+    """Two results of `kvjax bench decode` with times of a planted law."""
     return planted_runs(tmp_path)
 
 

@@ -21,12 +21,12 @@ NEEDLE = "needle --model {model}"
 DECODE = "bench decode --shape tiny --lengths 256 --steps 2 --rounds 1 --policies dense"
 PREFILL = "bench prefill --shape tiny --lengths 256 --policies dense --chunk 128"
 OVERLAP = "bench overlap --model {model}"
-FIT = "bill fit {run}"
-PREDICT = "bill predict"
-CALIBRATE = "bill calibrate --model {model}"
-CHOOSE = "bill choose --model {model}"
-EVIDENCE = "bill evidence {panel} --into {out}"
-REGIME = "regime-map --out {out}.png"
+FIT = "cost fit {run}"
+PREDICT = "cost predict"
+CALIBRATE = "cost fit --model {model}"
+CHOOSE = "cost choose --model {model}"
+EVIDENCE = "cost evidence {panel} --into {out}"
+REGIME = "cost regimes --out {out}.png"
 ECHO = "echo --model {model}"
 SERVE = "serve --model {model}"
 SESSIONS = "bench sessions --model {model}"
@@ -37,7 +37,9 @@ WRONG = [
     ("no-such-command", "no-such-command"),
     ("--no-such-option", "--no-such-option"),
     ("bench sideways", "sideways"),
-    ("bill pay", "pay"),
+    ("cost pay", "pay"),
+    ("bill fit x", "kvjax cost"),
+    ("regime-map --out x.png", "kvjax cost regimes"),
     ("batch", "IN.jsonl"),
     # serve
     (SERVE + " --disk {none}", "--disk-size"),
@@ -112,11 +114,10 @@ WRONG = [
     (BATCH + " --prefill oracle:99999999999", "99999999999"),
     (BATCH + " --prefill top:8", "top:8"),
     (BATCH + " --prefill auto:sure", "'sure'"),
-    ("bill fit-prefill {run}", "no result of kvjax bench prefill --ops"),
-    ("bill fit-prefill {binary}", "not UTF-8"),
-    ("bill evidence-prefill {panel} --into {out}", "no JSON of kvjax echo"),
-    ("bill evidence-prefill {none} --into {out}", "there is no file"),
-    ("bill choose --prefill --model {model} --lengths 8k --level sure", "'sure'"),
+    ("cost fit {run} {panel}", "is missing from"),
+    ("cost fit {binary}", "not UTF-8"),
+    ("cost evidence {none} --into {out}", "there is no file"),
+    ("cost choose --prefill --model {model} --lengths 8k --level sure", "'sure'"),
     (BATCH + " --prefill auto:kl=0,loss=1", "kl=0"),
     ("batch {none} --out {out} --model {model}", "no input file"),
     ("batch {folder} --out {out} --model {model}", "no input file"),
@@ -255,12 +256,11 @@ WRONG = [
     (OVERLAP + " --length 256 --steps 4 --k 512", "512"),
     (OVERLAP + " --length 256 --steps 4 --k 8 --kind sigmoid", "sigmoid"),
     (OVERLAP + " --length 256 --steps 4 --k 8 --text {none}", "no file"),
-    # bill and regime-map
-    ("bill fit", "RESULT.json"),
-    ("bill fit {none}", "none"),
-    ("bill fit {in}", "in.jsonl"),
-    ("bill fit {text}", "text.txt"),
-    (FIT + " --form cubic", "cubic"),
+    # cost
+    ("cost fit", "RESULT.json"),
+    ("cost fit {none}", "none"),
+    ("cost fit {in}", "in.jsonl"),
+    ("cost fit {text}", "text.txt"),
     (FIT, "run.json"),
     (PREDICT + " --policies auto", "chooses among policies: name those"),
     ("bench decode --shape tiny --weights int3", "is not one of none, int8, fp8"),
@@ -294,16 +294,14 @@ WRONG = [
     (CALIBRATE + " --seconds nan", "nan"),
     (CALIBRATE + " --seconds 0", "got 0"),
     (CALIBRATE + " --policies auto", "auto"),
-    ("bill calibrate", "--model"),
     (CHOOSE + " --level kl=nan,loss=1", "kl=nan"),
     (CHOOSE + " --level sure", "sure"),
     (CHOOSE + " --batches x", "'x'"),
     (CHOOSE + " --lengths 0", "lengths '0'"),
-    ("bill evidence --into {out}", "PANEL.json"),
-    ("bill evidence {none} --into {out}", "none"),
-    ("bill evidence {text} --into {out}", "text.txt"),
+    ("cost evidence --into {out}", "RESULT.json"),
+    ("cost evidence {text} --into {out}", "text.txt"),
     (EVIDENCE, "panel.json"),
-    ("regime-map --out {none}.jpgx", "'none.jpgx' must end in .png"),
+    ("cost regimes --out {none}.jpgx", "'none.jpgx' must end in .png"),
     (REGIME + " --shape big", "qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny"),
     (REGIME + " --lengths 4k", "--lengths"),
     (REGIME + " --lengths 1m,4k", "--lengths"),
@@ -319,7 +317,7 @@ WRONG = [
     (REGIME + " --policies auto", "chooses among policies: name those"),
     (REGIME + " --measured {text}", "text.txt is not JSON"),
     (REGIME + " --measured {none}", "none"),
-    ("regime-map --out {folder}", "is a directory"),
+    ("cost regimes --out {folder}", "is a directory"),
     # echo
     (ECHO + " --prefill best", "best"),
     (ECHO + " --prefill momo:{long}/8", "characters)"),

@@ -10,8 +10,7 @@ from character_tokenizer import make_tokenizer
 from kvjax.client.errors import SessionError
 from kvjax.prompts import encode
 from kvjax.sampling import Sampling
-from kvjax.serving.batch.job import _request
-from kvjax.serving.batch.records import CHAT, COMPLETIONS, parse
+from kvjax.serving.batch.records import CHAT, COMPLETIONS, parse, request_of
 from kvjax.serving.bodies import NEUTRAL, show
 from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.openai_form import asked
@@ -117,7 +116,7 @@ def by_batch(body, url, model):
     if record.error is not None:
         return record.error
     try:
-        request = _request(record, model.tokenizer, model.config.max_positions)
+        request = request_of(record, model.tokenizer, model.config.max_positions)
         return request.prompt, request.sampling
     except ValueError as error:
         return str(error)

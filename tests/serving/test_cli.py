@@ -131,7 +131,7 @@ def test_a_traceback_is_shown_on_request(kvjax, tmp_path):
     assert "Traceback" in err
 
 
-@pytest.mark.parametrize("group", [(), ("bench",), ("bill",)])
+@pytest.mark.parametrize("group", [(), ("bench",), ("cost",)])
 def test_lists_of_commands_have_whole_sentences(kvjax, monkeypatch, group):
     monkeypatch.setenv("COLUMNS", "80")
     status, out, _ = kvjax(*group, "--help")
@@ -147,7 +147,7 @@ def test_help_lists_what_answers_prompts_first(kvjax):
 
 @pytest.mark.quick_but("arguments2")
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full is Linux's")
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["bill", "predict", "--lengths", "8k"]])
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["cost", "predict", "--lengths", "8k"]])
 def test_output_that_does_not_fit_is_one_line(arguments):
     with open("/dev/full", "w") as full:
         done = subprocess.run([*START, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvjax.engine import Engine
-from kvjax.model import fingerprint
+from kvjax.identity import fingerprint
 from kvjax.models import load
 from kvjax.serving import KvjaxLM, harness
 

@@ -13,6 +13,7 @@ from kvjax.client.errors import SessionError
 from kvjax.serving.batch import job as batch
 from kvjax.serving.batch.job import prepared, run_batch
 from kvjax.serving.batch.records import Defaults, parse, read
+from kvjax.serving.batch.setup import pages_of_job
 from kvjax.serving.bodies import prompt_ids
 from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.openai_form import asked
@@ -52,7 +53,7 @@ def test_a_record_far_over_the_limit_is_refused_before_it_is_tokenized(engine, t
         assert f"because a token of this tokenizer has at most {most}: more than the model's 512 positions" in error
         assert "the prompt has 1,80" in error
     assert max(tokenized) < 100
-    assert batch.pages_of_job(read(records[::3], Defaults()), engine.model, 3, 16) == 1
+    assert pages_of_job(read(records[::3], Defaults()), engine.model, 3, 16) == 1
     assert max(tokenized) < 100
 
 
@@ -95,13 +96,13 @@ def test_a_long_record_is_answered_with_the_others(engine, model, monkeypatch, r
     """With a limit that makes long texts of short ones: answers are the same, and a slow one ends last."""
     records = [{"id": n, "prompt": "amber basil " * (n + 1), "max_new_tokens": 6} for n in range(6)]
     expected = {answer["id"]: answer for answer in run_batch(records, engine, slots=3)}
-    prepare = batch._request
+    prepare = batch.request_of
 
     def slow(record, *arguments):
         time.sleep(0.05 if record.size > 40 else 0)
         return prepare(record, *arguments)
 
-    monkeypatch.setattr(batch, "_request", slow)
+    monkeypatch.setattr(batch, "request_of", slow)
     monkeypatch.setattr(batch, "LONG", 40)
     sizes = {"pages": 60, "page_size": 16, "prefill_chunk": 64, "batch_buckets": (1, 3)}
     engines = engine if replicas == 1 else kvjax.replicas(model, "window:8+24", policies=["dense"], data=replicas, **sizes)

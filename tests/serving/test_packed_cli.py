@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from kvjax.model import fingerprint
+from kvjax.identity import fingerprint
 from kvjax.models import load
 from kvjax.packing import SCHEMES
 from kvjax.serving.cli import quantize

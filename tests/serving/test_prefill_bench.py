@@ -13,6 +13,7 @@ import pytest
 import typer
 
 from kvjax.models.decoder import TransformerDecoder
+from kvjax.placement import place_params
 from kvjax.policies.prefill import BoundsBlocks, MeasureOnceMaskOnce, SinkWindow, parse_prefill
 from kvjax.serving.bench import prefill as prefill_bench
 from kvjax.serving.bench import prefill_layers, prefill_ops
@@ -22,7 +23,6 @@ from kvjax.serving.bench.random_model import placed, random_params
 from kvjax.serving.cli import bench as bench_cli
 from kvjax.serving.cli import overlap as overlap_cli
 from kvjax.serving.cli import prefill as prefill_cli
-from kvjax.sharding import place_params
 from pallas_kernels.bench import report
 from pallas_kernels.bench.prefill import report as prefill_report
 from pallas_kernels.bench.prefill import targets as prefill_targets

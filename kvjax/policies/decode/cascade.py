@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int
 
-from kvjax.cache.types import IndexSpec, LayerCache, PagedKV
+from kvjax.cache.arrays import LayerCache, PagedKV
+from kvjax.cache.index_spec import IndexSpec
 from kvjax.checks import whole_number
 from kvjax.policies.decode.base import Blocks, SelectContext, Stateless, select_and_attend
 from kvjax.policies.decode.candidates import always_read, ascending, best_candidates, ranked, rows_of_blocks

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int, Int32
 
+from kvjax.axes import LogicalAxes
 from kvjax.cache.spec import MOST_TOKENS
 from kvjax.checks import whole_number
 from kvjax.policies.decode.base import Blocks, Stateless
 from kvjax.policies.decode.candidates import ascending
 from kvjax.policies.decode.mass import PrefillMass, mass_of_step
-from kvjax.sharding import LogicalAxes
 
 DEFAULT_PAGE = 128
 """Tokens of a page, if an engine names no other size."""

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from kvjax.axes import Shards
 from kvjax.cache.groups import Reach
 from kvjax.policies.decode.base import Blocks, SelectContext, State
-from kvjax.sharding import Shards
 
 
 @dataclasses.dataclass(frozen=True)

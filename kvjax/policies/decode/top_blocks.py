@@ -12,7 +12,8 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.types import IndexSpec, LatentPages, LayerCache
+from kvjax.cache.arrays import LatentPages, LayerCache
+from kvjax.cache.index_spec import IndexSpec
 from kvjax.checks import whole_number
 from kvjax.policies.decode.base import Blocks, SelectContext, Stateless, select_and_attend
 from kvjax.policies.decode.candidates import always_read, ascending, best_candidates, rows_of_blocks

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.types import INDEXER, INDEXER_SCALES, LatentPages, LayerCache
+from kvjax.axes import Shards
+from kvjax.cache.arrays import INDEXER, INDEXER_SCALES, LatentPages, LayerCache
 from kvjax.policies.decode.base import Blocks, IndexerQuery, SelectContext, State, Stateless, StateSpec
 from kvjax.policies.decode.candidates import ascending, best_candidates
-from kvjax.sharding import Shards
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.indexer_scores import indexer_scores
 from pallas_kernels.soft_cap import Scale

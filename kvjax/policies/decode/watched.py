@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from kvjax.cache.arrays import LayerCache, PagedKV
 from kvjax.cache.groups import Reach
-from kvjax.cache.types import IndexSpec, LayerCache, PagedKV
+from kvjax.cache.index_spec import IndexSpec
 from kvjax.checks import whole_number
 from kvjax.missed import Missed
 from kvjax.policies.decode.base import Blocks, DecodePolicy, ScoresBlocks, SelectContext, Stateless, StateSpec, keys_listed

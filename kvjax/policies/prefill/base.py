@@ -7,10 +7,11 @@ from typing import Protocol, runtime_checkable
 import flax.struct
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.types import IndexSpec, PagedKV
+from kvjax.axes import Shards
+from kvjax.cache.arrays import PagedKV
+from kvjax.cache.index_spec import IndexSpec
 from kvjax.layers import Rope
 from kvjax.policies.decode.base import IndexerQuery
-from kvjax.sharding import Shards
 from pallas_kernels.soft_cap import Scale
 
 

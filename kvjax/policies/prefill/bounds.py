@@ -6,7 +6,7 @@ import dataclasses
 
 from jaxtyping import Array, Int
 
-from kvjax.cache.types import IndexSpec
+from kvjax.cache.index_spec import IndexSpec
 from kvjax.policies.prefill.lists import TileLists, check_sizes, covered_tokens
 from pallas_kernels.select_tiles import select_tiles
 from pallas_kernels.select_tiles.api import POOLINGS

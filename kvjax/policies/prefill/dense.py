@@ -6,7 +6,7 @@ import dataclasses
 
 from jaxtyping import Array, Float, Float32
 
-from kvjax.cache.types import PagedKV
+from kvjax.cache.arrays import PagedKV
 from kvjax.policies.prefill.base import PrefillContext
 from pallas_kernels.flash_attention import flash_attention
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.types import PagedKV
+from kvjax.cache.arrays import PagedKV
 from kvjax.policies.prefill.base import PrefillContext
 from kvjax.policies.prefill.dense import DensePrefill
 from pallas_kernels.block_sparse_attention import block_sparse_attention
