@@ -26,12 +26,13 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax.cache import OutOfPages
     from kvjax.data_parallel import replicas
     from kvjax.engine import Engine
+    from kvjax.fidelity.oracle_blocks import OracleBlocks
     from kvjax.generation import generate, run
     from kvjax.memory import memory_plan
     from kvjax.model import ModelConfig
     from kvjax.models import CausalLM, load, save
     from kvjax.policies.decode import Cascade, Dense, HeavyPages, HeavyTokens, TopBlocks, Window
-    from kvjax.policies.prefill import DensePrefill, MeanPooled, MeasureOnceMaskOnce, OracleBlocks, SinkWindow, VerticalSlash
+    from kvjax.policies.prefill import DensePrefill, MeasureOnceMaskOnce, SinkWindow
     from kvjax.processes import start_processes
     from kvjax.requests import Completion, Request
     from kvjax.sampling import NotFinite, Sampling
@@ -55,7 +56,6 @@ __all__ = [
     "Engine",
     "HeavyPages",
     "HeavyTokens",
-    "MeanPooled",
     "MeasureOnceMaskOnce",
     "ModelConfig",
     "NotFinite",
@@ -70,7 +70,6 @@ __all__ = [
     "SessionRuntime",
     "SinkWindow",
     "TopBlocks",
-    "VerticalSlash",
     "Window",
     "__version__",
     "dispatch",
@@ -96,11 +95,10 @@ _HOMES = {
     "Engine": "kvjax.engine",
     "HeavyPages": "kvjax.policies.decode",
     "HeavyTokens": "kvjax.policies.decode",
-    "MeanPooled": "kvjax.policies.prefill",
     "MeasureOnceMaskOnce": "kvjax.policies.prefill",
     "ModelConfig": "kvjax.model",
     "NotFinite": "kvjax.sampling",
-    "OracleBlocks": "kvjax.policies.prefill",
+    "OracleBlocks": "kvjax.fidelity.oracle_blocks",
     "OutOfPages": "kvjax.cache",
     "ProcessLost": "kvjax.together",
     "Request": "kvjax.requests",
@@ -111,7 +109,6 @@ _HOMES = {
     "SessionRuntime": "kvjax.serving.session.runtime",
     "SinkWindow": "kvjax.policies.prefill",
     "TopBlocks": "kvjax.policies.decode",
-    "VerticalSlash": "kvjax.policies.prefill",
     "Window": "kvjax.policies.decode",
     "dispatch": "pallas_kernels.dispatch:forced",
     "generate": "kvjax.generation",
@@ -130,6 +127,8 @@ _PACKAGES = ("cost_model", "fidelity", "models", "policies", "serving")
 # `auto` measures with an engine, so it is defined above the engine. Policies and engines find it by name only.
 lives_in("policy", "auto", "kvjax.cost_model.auto", "Auto")
 lives_in("prefill policy", "auto", "kvjax.cost_model.auto", "AutoPrefill")
+# The oracle is for measuring, so it lives with the measures.
+lives_in("prefill policy", "oracle", "kvjax.fidelity.oracle_blocks", "oracle")
 
 
 def __getattr__(name: str) -> Any:

@@ -17,10 +17,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.cache import PagedKV
+from kvjax.fidelity.measures import output_error, record_prefill
 from kvjax.model import Model
 from kvjax.policies.prefill import DensePrefill, PrefillContext, PrefillPolicy, indexes_of
 from kvjax.policies.prefill.lists import TileLists
-from kvjax.policies.prefill.measures import output_error, record_prefill
 from pallas_kernels import dispatch
 from pallas_kernels.bench.cases import PAGE_SIZE
 from pallas_kernels.bench.timing import device_time

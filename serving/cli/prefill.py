@@ -159,8 +159,8 @@ def measures_run(
 ) -> Run:
     """What lists capture. ValueError for policies without lists or a window, chunks that are not whole pages, or texts that are too
     short."""
+    from kvjax.fidelity.measures import ablation, check_measurable, measure_recorded, record_prefill
     from kvjax.policies.prefill import DensePrefill, MeasureOnceMaskOnce
-    from kvjax.policies.prefill.measures import ablation, check_measurable, measure_recorded, record_prefill
 
     chosen = [policy for policy in policies_of(policies) if policy != DensePrefill()]
     if ablate:

@@ -196,9 +196,7 @@ def test_decode_holds_no_second_copy_of_the_cache(single_layer, policy, batch):
 @pytest.mark.quick_but("momo:16/4")
 @pytest.mark.parametrize(
     "prefill",
-    rest_long(
-        ["dense", "momo:16/4", "delta:64+1024/16", "mean:16", "vertical-slash:8+4", "oracle:16"], "dense", "momo:16/4", "vertical-slash:8+4"
-    ),
+    rest_long(["dense", "momo:16/4", "oracle:16"], "dense", "momo:16/4"),
 )
 def test_prefill_holds_no_second_copy_of_the_cache(single_layer, prefill):
     """Nor of the 64K keys of a sequence, 16 MB here; their logits would be 128 MB."""

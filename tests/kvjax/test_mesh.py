@@ -12,6 +12,7 @@ import pytest
 from histories import FEW, History, run_histories
 from jax.sharding import PartitionSpec
 from meshes import LARGE, MESHES, MODELS, mesh_of, model_of
+from prefill_chunks import FOLDER
 from quick_cases import rest_long
 from tiny_models import make_family, random_model
 
@@ -23,7 +24,7 @@ from kvjax.identity import fingerprint
 from kvjax.placement import place_params
 from kvjax.policies.decode import Cascade, TopBlocks
 from kvjax.policies.decode.candidates import best_candidates
-from kvjax.policies.prefill import BoundsBlocks, BoundsShare, DensePrefill, PrefillContext, parse_prefill, query_tile_of
+from kvjax.policies.prefill import BoundsBlocks, DensePrefill, PrefillContext, parse_prefill, query_tile_of
 
 PAGE, CHUNK = 16, 64
 POLICIES = {
@@ -99,10 +100,11 @@ def test_an_mlp_in_parts_adds_what_the_devices_have(mesh, one_layer, text, monke
     check_near(found, expected)
 
 
+SHARE = f"{FOLDER}/bounds_share.py:BoundsShare"
 PREFILL = {
     "momo": kvjax.MeasureOnceMaskOnce(gamma=8, chi=16, k=3, k_exact=2, k_trim=3, key_block=16, sink_tokens=16, window_tokens=32),
     "bounds": BoundsBlocks(k=2, chi=16, key_block=16, sink_tokens=16, window_tokens=32, dense_below=0),
-    "bounds-share": BoundsShare(chi=16, key_block=16, sink_tokens=16, window_tokens=32, ladder=(1, 2), share=0.2),
+    "bounds-share": f"{SHARE}:0.2/(1, 2)/chi=16/key_block=16/sink_tokens=16/window_tokens=32",
     "window": "window:16+40",
 }
 
@@ -152,7 +154,7 @@ def test_uneven_work_is_said_with_the_remedy(one_layer, caplog):
     said = {
         (BoundsBlocks(32), 512): "prefill bounds:32 looks at 128 queries together: of 512 a device attends for up to 128, .* of 1,024, for",
         (BoundsBlocks(32), 128): "looks at the 128 queries of a chunk together: each of the 4 devices along context attends for all",
-        (BoundsShare(), 1024): "looks at all queries of a chunk together",
+        (parse_prefill(SHARE), 1024): "looks at all queries of a chunk together",
         (DensePrefill(), 20): "chunks of 20 tokens are no multiple of 8",
     }
     for (policy, chunk), words in said.items():
@@ -549,14 +551,14 @@ def test_a_model_is_loaded_straight_to_its_devices(mesh, tmp_path):
 
 
 def test_only_the_class_that_attends_says_that_queries_may_be_split():
-    """A chunk's queries choose together in `BoundsShare`, and whatever a subclass does is its own."""
+    """A chunk's queries choose together by shares, and whatever a subclass does is its own."""
 
     class Turned(DensePrefill):
         def attend(self, query, layer, ctx):
             return super().attend(query[:, ::-1], layer, ctx)
 
     assert [query_tile_of(each) for each in (DensePrefill(), BoundsBlocks(chi=64))] == [1, 64]
-    assert [query_tile_of(each) for each in (BoundsShare(), Turned())] == [None, None]
+    assert [query_tile_of(each) for each in (parse_prefill(SHARE), Turned())] == [None, None]
 
 
 def test_of_equal_candidates_the_lower_ids_are_taken():

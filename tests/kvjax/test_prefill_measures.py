@@ -7,31 +7,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from prefill_chunks import FOLDER, SIZES, peer
 from scipy import stats
 
 from kvjax.cache import PagedKV
+from kvjax.fidelity import measures, missed
+from kvjax.fidelity.measures import ablation, captured_by_rows, captured_mass, measure_prefill, output_error, record_prefill
+from kvjax.fidelity.missed import drawn_positions, sample_every, sampled_miss
+from kvjax.fidelity.oracle_blocks import OracleBlocks
 from kvjax.fidelity.statistics import mean_over_blocks
 from kvjax.policies.prefill import (
-    BoundsShare,
     DensePrefill,
-    MeanPooled,
     MeasureOnceMaskOnce,
-    OracleBlocks,
     PrefillContext,
     SinkWindow,
-    measures,
-    missed,
+    parse_prefill,
 )
-from kvjax.policies.prefill.measures import ablation, captured_by_rows, captured_mass, measure_prefill, output_error, record_prefill
-from kvjax.policies.prefill.missed import drawn_positions, sample_every, sampled_miss
 from pallas_kernels.bench.prefill import report as prefill_report
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.pages import Pages
 from pallas_kernels.query_sparse_attention import query_sparse_attention
 
-SIZES = {"chi": 8, "key_block": 8, "sink_tokens": 8, "window_tokens": 12}
 MOMO = MeasureOnceMaskOnce(**SIZES, gamma=4, k=3, k_exact=2, k_trim=3)
-POLICIES = (MOMO, OracleBlocks(k=3, **SIZES), MeanPooled(k=3, **SIZES))
+POLICIES = (MOMO, OracleBlocks(k=3, **SIZES), peer("mean", 3))
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +153,7 @@ def test_covering_everything_captures_everything(model, text):
 @pytest.mark.long
 def test_sinks_and_a_window_have_errors_alone(model, text):
     """The sums of a chunk are those of the policies' own outputs, with and without delta."""
-    policies = [SinkWindow(8, 12), SinkWindow(8, 12, 4)]
+    policies = [SinkWindow(8, 12), peer("delta", 8, 12, 4)]
     window, delta = measure_prefill(model, text[:160], policies, chunk=32, page_size=16)[:2]
     assert (window["policy"], delta["policy"], window["layer"], delta["layer"]) == ("window:8+12", "delta:8+12/4", 0, 0)
     for row in (window, delta):
@@ -169,10 +167,10 @@ def test_sinks_and_a_window_have_errors_alone(model, text):
     number, query, place = next(chunk for chunk in recorded.chunks[::-1] if chunk[0] == 0)
     ctx = PrefillContext(*map(jnp.asarray, place), layer=0, sm_scale=recorded.sm_scale)
     layer, query = PagedKV(jax.tree.map(jnp.asarray, recorded.pools[number]), {}), jnp.asarray(query)
-    sums = measures._compare_window(SinkWindow(8, 12, 4))(query, layer, ctx)
+    sums = measures._compare_window(policies[1])(query, layer, ctx)
     pages = (layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
     dense, _ = flash_attention(query, *pages, sm_scale=ctx.sm_scale)
-    errors = [output_error(SinkWindow(8, 12, gamma).attend_sparse(query, layer, ctx), dense) for gamma in (None, 4)]
+    errors = [output_error(policy.attend_sparse(query, layer, ctx), dense) for policy in policies]
     rest = [x[:, np.arange(32) % 4 != 0] for x in errors]
     count = query.shape[1] * query.shape[2]
     np.testing.assert_allclose(sums, [count, *(x.sum() for x in errors), 0.75 * count, *(x.sum() for x in rest)], rtol=1e-5)
@@ -188,7 +186,8 @@ def test_rows_of_lists_and_paths_are_told(rows):
 
 
 def test_queries_that_chose_the_lists_do_not_judge_them():
-    assert inspect.signature(measures.measure_recorded).parameters["seed"].default != BoundsShare().seed
+    chooses = parse_prefill(f"{FOLDER}/bounds_share.py:BoundsShare")
+    assert inspect.signature(measures.measure_recorded).parameters["seed"].default != chooses.seed
 
 
 def test_policies_with_neither_lists_nor_window_are_refused(model, text):

@@ -379,15 +379,15 @@ def test_measures_refuse_sizes_without_a_model():
 def test_layers_of_a_model_over_a_text(model, monkeypatch):
     """Dense is its own oracle; a policy that reads less has an error, and so few keys as its lists, sinks and window hold."""
     monkeypatch.setattr(prefill_layers, "CALLS", 1)
-    policies = [parse_prefill(name) for name in ("window:64+1024", "mean:1")]
+    policies = [parse_prefill(name) for name in ("window:64+1024", "oracle:1")]
     policies.append(BoundsBlocks(1, sink_tokens=128, window_tokens=128, dense_below=0))
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, 512).tolist()
     rows = list(prefill_layers.layer_rows("tiny", model, tokens, policies))
     assert [row["policy"] for row in rows] == ["dense", *map(str, policies)]
-    dense, window, mean, bounds = rows
+    dense, window, oracle, bounds = rows
     assert (dense["keys_read"], dense["error"], dense["speedup"]["times"]) == (256.5, 0.0, 1.0)
     assert (window["error"], window["keys_read"]) == (0.0, 256.5)  # dense at this length
-    assert mean["error"] == 0.0
+    assert oracle["error"] == 0.0
     tiles = [min(max(0, tile - 1), 1) * 128 for tile in range(4)]
     near = np.minimum(np.arange(512) + 1, 256).mean()
     assert bounds["keys_read"] == pytest.approx(np.mean(tiles) + near)
@@ -400,23 +400,23 @@ def test_layers_of_a_model_over_a_text(model, monkeypatch):
 
 def test_measures_take_chunk_and_dtype(monkeypatch):
     import kvjax
-    from kvjax.policies.prefill import measures
+    from kvjax.fidelity import measures
 
     asked = []
     load = kvjax.load
     monkeypatch.setattr(kvjax, "load", lambda model, dtype: asked.append(dtype) or load(model, dtype=dtype))
     monkeypatch.setattr(measures, "record_prefill", lambda model, ids, **sizes: asked.append(sizes))
     monkeypatch.setattr(measures, "measure_recorded", lambda recorded, policy: [{"policy": str(policy)}])
-    run = prefill_cli.measures_run("needle", "2k", "mean:4", "bfloat16", chunk=256)
-    assert [(row["policy"], row["dtype"], row["chunk"]) for row in run.rows(print, {})] == [("mean:4", "bfloat16", 256)]
+    run = prefill_cli.measures_run("needle", "2k", "oracle:4", "bfloat16", chunk=256)
+    assert [(row["policy"], row["dtype"], row["chunk"]) for row in run.rows(print, {})] == [("oracle:4", "bfloat16", 256)]
     assert asked == ["bfloat16", {"chunk": 256, "page_size": 128}]
     with pytest.raises(ValueError, match="chunk 100 must be a positive multiple of the page size 128"):
-        prefill_cli.measures_run("needle", "2k", "mean:4", chunk=100)
+        prefill_cli.measures_run("needle", "2k", "oracle:4", chunk=100)
 
 
 def test_a_text_that_is_not_there_is_named_with_its_option(tmp_path):
     for read in (
-        lambda: prefill_cli.measures_run("needle", "2k", "mean:4", files=[tmp_path / "none.txt"]),
+        lambda: prefill_cli.measures_run("needle", "2k", "oracle:4", files=[tmp_path / "none.txt"]),
         lambda: overlap_cli.measure_overlap(
             "needle", "64", 4, "8", kind="relu", files=[tmp_path / "none.txt"], json_out=None, plot=None, save=None
         ),

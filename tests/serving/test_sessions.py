@@ -426,7 +426,7 @@ def test_the_runtime_makes_no_text(engine):
 
 
 def test_prefill_that_depends_on_cuts_is_refused():
-    engine = Engine(make_model(), prefill="mean:2", pages=8, page_size=64, prefill_chunk=64, batch_buckets=(1,))
+    engine = Engine(make_model(), prefill="oracle:2", pages=8, page_size=64, prefill_chunk=64, batch_buckets=(1,))
     with pytest.raises(ValueError, match="bits would depend"):
         SessionRuntime(engine)
 

@@ -17,14 +17,14 @@ from jaxtyping import Array, Float
 
 from kvjax.cache.arrays import PagedKV
 from kvjax.engine import Engine
+from kvjax.fidelity.missed import sample_every, sampled_miss
+from kvjax.fidelity.oracle_blocks import OracleBlocks
 from kvjax.fidelity.statistics import mean_over_blocks
 from kvjax.model import Model
 from kvjax.policies.prefill.base import PrefillContext, PrefillPolicy, indexes_of
 from kvjax.policies.prefill.dense import DensePrefill
 from kvjax.policies.prefill.lists import TileLists, covered_tokens, sorted_lists
 from kvjax.policies.prefill.measure_once import MeasureOnceMaskOnce
-from kvjax.policies.prefill.missed import sample_every, sampled_miss
-from kvjax.policies.prefill.oracle_blocks import OracleBlocks
 from kvjax.policies.prefill.sink_window import SinkWindow
 from pallas_kernels import dispatch
 from pallas_kernels.block_sparse_attention import block_sparse_attention
@@ -152,19 +152,17 @@ def record_prefill(model: Model, tokens: Sequence[int], *, chunk: int = 2048, pa
 
 
 def check_measurable(policies: Iterable[PrefillPolicy]) -> None:
-    """ValueError for policies that are neither lists of blocks nor sinks and a window."""
+    """ValueError for policies that are neither lists of blocks nor sinks and a window, corrected or not."""
     for policy in policies:
-        if not isinstance(policy, TileLists | SinkWindow):
+        if not isinstance(policy, TileLists | SinkWindow) and not hasattr(policy, "uncorrected"):
             raise ValueError(f"{policy} has neither lists for tiles of queries nor a window, so there is nothing to measure")
 
 
-def measure_recorded(
-    recorded: RecordedPrefill, policy: TileLists | SinkWindow, *, by_head: bool = False, seed: int = 1
-) -> list[dict[str, Any]]:
+def measure_recorded(recorded: RecordedPrefill, policy: PrefillPolicy, *, by_head: bool = False, seed: int = 1) -> list[dict[str, Any]]:
     """Rows of a policy, one per layer, in order; see `measure_prefill`. seed: that of the queries that `missed` samples. It must differ
-    from the seed of a policy that chooses by sampled queries (`BoundsShare`): those queries miss less than others."""
+    from the seed of a policy that chooses by sampled queries (benchmarks/peers/bounds_share.py): those queries miss less than others."""
     check_measurable([policy])
-    windowed, sums, lists = isinstance(policy, SinkWindow), {}, []
+    windowed, sums, lists = not isinstance(policy, TileLists), {}, []
     compare = (_compare_window if windowed else _compare)(policy)
     with dispatch.listening() as path:
         for number, query, place in recorded.chunks:
@@ -213,7 +211,7 @@ def _counted_from(policy: TileLists, width: int) -> int:
 def measure_prefill(
     model: Model,
     tokens: Sequence[int],
-    policies: Iterable[TileLists | SinkWindow],
+    policies: Iterable[PrefillPolicy],
     *,
     chunk: int = 2048,
     page_size: int = 128,
@@ -236,7 +234,8 @@ def measure_prefill(
     captured_by_rows and of_oracle_by_rows, of `MeasureOnceMaskOnce`: what the measured queries capture with the blocks that they selected
     themselves, and that as a share of what their own k best capture, over the rows with more than k candidates (`captured_by_rows`).
 
-    `SinkWindow` has errors only, over the queries past sinks and window: before the correction, and with it where it has one.
+    `SinkWindow` has errors only, over the queries past sinks and window. So has a policy that corrects another one in full by every
+    `gamma`-th query, and says which in `uncorrected`: before the correction, and with it.
 
     Raises ValueError for policies with neither lists nor a window, and where a prompt has no such query: it must be longer than their
     `dense_tokens`.
@@ -288,16 +287,17 @@ def _compare(policy: TileLists):
     return compare
 
 
-def _compare_window(policy: SinkWindow):
+def _compare_window(policy: PrefillPolicy):
     """(query, layer, ctx) -> sums of `ERRORS` over the queries past sinks and window, then of `BETWEEN`; jitted."""
 
     @jax.jit
     def compare(query, layer, ctx):
         dense = DensePrefill().attend(query, layer, ctx)
-        errors = [output_error(p.attend_sparse(query, layer, ctx), dense) for p in (dataclasses.replace(policy, gamma=None), policy)]
+        both = getattr(policy, "uncorrected", policy), policy
+        errors = [output_error(each.attend_sparse(query, layer, ctx), dense) for each in both]
         position = ctx.starts[:, None] + jnp.arange(query.shape[1])
         counts = (position < ctx.lengths[:, None]) & (position >= policy.dense_tokens)
-        between = counts & (jnp.arange(query.shape[1]) % (policy.gamma or 1) != 0)
+        between = counts & (jnp.arange(query.shape[1]) % getattr(policy, "gamma", 1) != 0)
         ones = jnp.ones_like(errors[0])
         return _summed([(where, figure) for where in (counts, between) for figure in (ones, *errors)])
 
@@ -338,10 +338,10 @@ def _row(layer: int, policy: TileLists, tokens: int, found: np.ndarray) -> dict[
     return errors | captured | {"sparsity": policy.sparsity(tokens) if hasattr(policy, "sparsity") else None}
 
 
-def _window_row(layer: int, policy: SinkWindow, tokens: int, found: np.ndarray) -> dict[str, Any]:
+def _window_row(layer: int, policy: PrefillPolicy, tokens: int, found: np.ndarray) -> dict[str, Any]:
     sums = dict(zip((*ERRORS, *BETWEEN), map(float, found), strict=True))
     none = dict.fromkeys(("listed", "captured", "of_oracle", "sparsity"))
-    return _errors(layer, policy, tokens, sums, policy.gamma is not None) | none
+    return _errors(layer, policy, tokens, sums, hasattr(policy, "uncorrected")) | none
 
 
 def _errors(layer: int, policy: PrefillPolicy, tokens: int, sums: dict[str, float], corrects: bool) -> dict[str, Any]:

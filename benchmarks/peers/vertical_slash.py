@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
-from kvjax.policies.prefill.key_walk import padded_tokens, probabilities, tile_tokens, walk_keys
+from kvjax.fidelity.estimates import blocks_and_bands
 from kvjax.policies.prefill.lists import TileLists, best_blocks, check_sizes, covered_tokens, distant_blocks, sorted_lists
-from pallas_kernels.flash_attention import flash_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +42,7 @@ class VerticalSlash(TileLists):
         batch, num_queries, num_heads = query.shape[:3]
         sizes = {"key_block": self.key_block, "sink_tokens": self.sink_tokens, "window_tokens": self.window_tokens}
         distant = distant_blocks(ctx, layer.pages.page_size, num_queries, chi=self.chi, **sizes)
-        of_blocks, of_bands = self._estimate(query, layer, ctx)
+        of_blocks, of_bands = blocks_and_bands(query, layer, ctx, self.last_queries, self.key_block)
         at_end = distant_blocks(ctx, layer.pages.page_size, num_queries, chi=num_queries, **sizes)
         vertical = best_blocks(of_blocks, at_end, self.vertical)
         beyond_window = (jnp.arange(of_bands.shape[2]) + 1) * self.key_block > self.window_tokens
@@ -61,41 +59,6 @@ class VerticalSlash(TileLists):
         ids = jnp.concatenate([ids.reshape(shape), jnp.broadcast_to(vertical[:, None], (*shape[:3], vertical.shape[2]))], axis=-1)
         kept = jnp.take_along_axis(distant[:, :, None], jnp.clip(ids, 0, distant.shape[2] - 1), axis=3) & (ids >= 0)
         return sorted_lists(jnp.where(kept, ids, -1))
-
-    def _estimate(self, query, layer, ctx):
-        """The attention that the last queries pay to every block and to every band, `[B, H, S]` both."""
-        rows, page_size = min(self.last_queries, query.shape[1]), layer.pages.page_size
-        offset = jnp.clip(ctx.lengths - ctx.starts - rows, 0, query.shape[1] - rows)
-        last = jax.vmap(lambda q, at: jax.lax.dynamic_slice_in_dim(q, at, rows))(query, offset)
-        starts = ctx.starts + offset
-        _, lse = flash_attention(last, layer.pages, ctx.frames, starts, ctx.lengths, sm_scale=ctx.sm_scale)
-        tile = tile_tokens(page_size)
-        per_tile, touched = tile // self.key_block, (tile + rows) // self.key_block + 2
-
-        def of_row(args):
-            q, lse, table, start, length = args
-            query_pos = start + jnp.arange(rows, dtype=jnp.int32)
-
-            def step(state, i, keys, pos):
-                of_blocks, of_bands = state
-                paid = probabilities(q, lse, query_pos, length, keys, pos, ctx.sm_scale)
-                columns = paid.sum(1).reshape(paid.shape[0], per_tile, self.key_block).sum(2)
-                of_blocks = jax.lax.dynamic_update_slice_in_dim(of_blocks, columns, i * per_tile, axis=1)
-                band = (query_pos[:, None] - (i * tile + jnp.arange(tile, dtype=jnp.int32))) // self.key_block
-                nearest = jnp.maximum(band[0, -1], 0)
-                # A product with a table of ones, not a scatter: the same bits every time on every backend.
-                member = jax.nn.one_hot(band - nearest, touched, dtype=jnp.float32)
-                bands = jnp.einsum("hrs,rsn->hn", paid, member, precision=jax.lax.Precision.HIGHEST)
-                old = jax.lax.dynamic_slice_in_dim(of_bands, nearest, touched, axis=1)
-                return of_blocks, jax.lax.dynamic_update_slice_in_dim(of_bands, old + bands, nearest, axis=1)
-
-            room = padded_tokens(table.shape[0], page_size) // self.key_block
-            empty = (jnp.zeros((q.shape[1], room), jnp.float32), jnp.zeros((q.shape[1], room + touched), jnp.float32))
-            of_blocks, of_bands = walk_keys(layer.pages.k, table, length, empty, step)
-            num_blocks = table.shape[0] * page_size // self.key_block
-            return of_blocks[:, :num_blocks], of_bands[:, :num_blocks]
-
-        return jax.lax.map(of_row, (last, lse, ctx.frames, starts, ctx.lengths))
 
     def __str__(self) -> str:
         return f"vertical-slash:{self.vertical}+{self.slash}" if self == VerticalSlash(self.vertical, self.slash) else repr(self)

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.policies.prefill.key_walk import padded_tokens, tile_tokens, walk_keys
+from kvjax.fidelity.estimates import mean_keys, mean_queries
 from kvjax.policies.prefill.lists import BestBlocks, best_blocks
 
 
@@ -36,25 +36,3 @@ class MeanPooled(BestBlocks):
             return best_blocks(scores.reshape(*pooled.shape[:2], -1), candidates[:, None], self.k)
 
         return jax.lax.map(of_row, (query, ctx.frames, ctx.starts, ctx.lengths, candidates))
-
-
-def mean_queries(q, start, length, chi):
-    """`[C, H, D]` float32, the mean of each tile's written queries; 0 where there are none."""
-    q = jnp.pad(q, ((0, -q.shape[0] % chi), (0, 0), (0, 0))).astype(jnp.float32)
-    written = (start + jnp.arange(q.shape[0], dtype=jnp.int32) < length).reshape(-1, chi)
-    total = jnp.where(written[..., None, None], q.reshape(-1, chi, *q.shape[1:]), 0).sum(1)
-    return total / jnp.maximum(written.sum(1), 1)[:, None, None]
-
-
-def mean_keys(pool, table, length, key_block):
-    """`[K, S, D]` float32, the mean of each block's written keys; 0 where there are none."""
-    num_kv_heads, page_size, head_dim = pool.shape[1:]
-    per_tile = tile_tokens(page_size) // key_block
-
-    def step(means, i, keys, pos):
-        total = keys.astype(jnp.float32).reshape(num_kv_heads, per_tile, key_block, head_dim).sum(2)
-        count = (pos >= 0).reshape(per_tile, key_block).sum(1)
-        return jax.lax.dynamic_update_slice_in_dim(means, total / jnp.maximum(count, 1)[:, None], i * per_tile, axis=1)
-
-    means = jnp.zeros((num_kv_heads, padded_tokens(table.shape[0], page_size) // key_block, head_dim), jnp.float32)
-    return walk_keys(pool, table, length, means, step)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.arrays import PagedKV
+from kvjax.fidelity.key_walk import padded_tokens, tile_tokens, walk_keys
 from kvjax.policies.prefill.base import PrefillContext
-from kvjax.policies.prefill.key_walk import padded_tokens, tile_tokens, walk_keys
 from kvjax.policies.prefill.lists import TileLists
 from pallas_kernels import online_softmax
 from pallas_kernels.pages import visible

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.arrays import PagedKV
+from kvjax.fidelity.key_walk import padded_tokens, probabilities, tile_tokens, walk_keys
 from kvjax.policies.prefill.base import PrefillContext
-from kvjax.policies.prefill.key_walk import padded_tokens, probabilities, tile_tokens, walk_keys
 from kvjax.policies.prefill.lists import BestBlocks, best_blocks
 from pallas_kernels.flash_attention import flash_attention
 
@@ -35,6 +36,11 @@ class OracleBlocks(BestBlocks):
         """`lists` with a separate number of blocks for every tile and head, at most `width`; None: `width` for all."""
         candidates = self.distant(query, layer, ctx)
         return best_blocks(attention_mass(query, layer, ctx, self.chi, self.key_block), candidates[:, :, None], width, budgets)
+
+
+def oracle(k: str = "") -> OracleBlocks | None:
+    """The policy that is named `oracle:K`; None where `k` is no number."""
+    return OracleBlocks(int(k)) if re.fullmatch(r"[0-9]+", k) else None
 
 
 def attention_mass(
