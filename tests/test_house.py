@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from pallas_kernels.extras import EXTRAS
+from pallas_kernels.core.optional import EXTRAS
 
 ROOT = Path(__file__).parent.parent
 # Source folder -> imported as; lower layers first.
 LAYERS = {"pallas_kernels": "pallas_kernels", "kvjax": "kvjax", "models": "kvjax.models", "serving": "kvjax.serving"}
-RANKS = {name: rank for rank, name in enumerate(LAYERS.values())}
+FOLDERS = LAYERS | {"benchmarks": "benchmarks"}  # benchmarks import every layer, and are in no wheel
+RANKS = {name: rank for rank, name in enumerate(FOLDERS.values())}
 FRONT_DOOR = "kvjax.__init__"
 DOORS = {FRONT_DOOR, "kvjax.__main__"}  # they name what is above them as strings
 MADE_WITH = (*EXTRAS, "docs", "test")  # the extras of `make`'s environment
@@ -31,7 +32,8 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 CLIENTS = ROOT / "serving" / "clients"  # clients in other languages, and READMEs of all: no part of a Python package
 SOURCES = [path for folder in LAYERS for path in sorted((ROOT / folder).rglob("*.py")) if CLIENTS not in path.parents]
-ALL_PYTHON = SOURCES + [path for folder in ("examples", "tests", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
+SCRIPTS = sorted((ROOT / "benchmarks").rglob("*.py"))
+ALL_PYTHON = SOURCES + SCRIPTS + [path for folder in ("examples", "tests", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def label(path: Path) -> str:
@@ -57,10 +59,10 @@ def check_each(paths: list[Path], faults_of: Callable[[Path], Iterable]) -> None
 def module_name(path: Path) -> str:
     """The name a source file is imported by; packages end in `.__init__`."""
     folder, *rest = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join([LAYERS[folder], *rest])
+    return ".".join([FOLDERS[folder], *rest])
 
 
-MODULES = {module_name(path).removesuffix(".__init__") for path in SOURCES}
+MODULES = {module_name(path).removesuffix(".__init__") for path in SOURCES + SCRIPTS}
 
 
 def layer(module: str) -> str | None:
@@ -111,7 +113,7 @@ def upward_imports(tree: ast.Module, name: str) -> list[str]:
 
 
 def test_imports_point_one_way():
-    check_each(SOURCES, lambda path: upward_imports(parse(path), module_name(path)))
+    check_each(SOURCES + SCRIPTS, lambda path: upward_imports(parse(path), module_name(path)))
 
 
 @pytest.mark.parametrize(
@@ -126,6 +128,7 @@ def test_imports_point_one_way():
         ("kvjax.engine", "from kvjax import load"),
         ("kvjax.engine", "import importlib\nimportlib.import_module('kvjax.models.loading')"),
         ("kvjax.models.loading", "import kvjax.serving.cli"),
+        ("kvjax.serving.cli.bench", "from benchmarks.run import main"),
         ("kvjax.__init__", "from kvjax.models import load"),
         ("kvjax.__main__", "from kvjax.serving.cli import main"),
         ("kvjax.__init__", "if TYPE_CHECKING:\n    pass\nfrom kvjax.models import load"),
@@ -167,6 +170,17 @@ def imports_of(code: dict[str, ast.Module]) -> dict[str, set[str]]:
     return graph
 
 
+HARNESS = ("pallas_kernels.bench", "kvjax.serving.bench", "kvjax.serving.cli.bench", "benchmarks")
+STILL = {f"kvjax.serving.cli.{name}" for name in ("bill", "bill_fit", "bill_mesh", "doctor", "echo")}
+
+
+def test_only_benchmarks_import_the_harness():
+    """And, still, `STILL`: names of shapes and policies, and the rate of a copy."""
+    of_it = {module for module in MODULES if module.startswith(HARNESS[:2])}
+    users = {name for name, found in imports_of_the_sources().items() if found & of_it and not name.startswith(HARNESS)}
+    assert users == STILL
+
+
 def circle(graph: dict[str, set[str]]) -> list[str]:
     """A way through the imports that comes back to where it began; empty where there is none."""
     finished: set[str] = set()
@@ -185,7 +199,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 @functools.cache
 def imports_of_the_sources() -> dict[str, set[str]]:
-    return imports_of({module_name(path): parse(path) for path in SOURCES})
+    return imports_of({module_name(path): parse(path) for path in SOURCES + SCRIPTS})
 
 
 def test_imports_make_no_circle():
@@ -372,7 +386,7 @@ def test_every_package_folder_is_listed():
     in_packages = {module_name(path).rpartition(".")[0] for path in SOURCES}
     assert in_packages <= folders, "a folder of source files lacks __init__.py"
     assert PYPROJECT["tool"]["setuptools"]["package-dir"] == {"": "imports"}
-    for folder, name in LAYERS.items():
+    for folder, name in FOLDERS.items():
         linked = ROOT / "imports" / name.replace(".", "/") / "__init__.py"
         assert linked.resolve() == (ROOT / folder / "__init__.py").resolve()
 
@@ -503,8 +517,8 @@ def test_jax_is_locked_at_the_floor():
 
 def test_build_lists_every_source_and_test_folder():
     build = (ROOT / "BUILD").read_text()
-    assert set(re.findall(r'py_library\(\n    name = "(\w+)"', build)) == set(LAYERS)
-    for folder in LAYERS:
+    assert set(re.findall(r'py_library\(\n    name = "(\w+)"', build)) == set(FOLDERS)
+    for folder in FOLDERS:
         assert f'glob(["{folder}/**/*.py"]' in build
     listed = set(re.findall(r'^    \("(\w+)", "\w+"\),$', build, re.MULTILINE))
     assert listed == {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.rglob("test_*.py"))}
@@ -527,7 +541,6 @@ ALLOWED = {
     "pallas_kernels/bench/torch_sdpa.py": "subprocess: this Python, modules named by the caller",
     "pallas_kernels/dispatch.py": "import_module: ops of its own table",
     "serving/__init__.py": "import_module: names of its own table",
-    "serving/bench/against_transformers.py": "subprocess: this Python, its own module",
 }
 """The files that may, and for what. A new one needs a line here, and a place in docs/security.md."""
 

@@ -33,7 +33,7 @@ from kvjax.identity import check_fingerprint
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode.naming import parse_recorded
 from kvjax.policies.prefill.naming import built_in_name
-from pallas_kernels.bench.results import replacing
+from pallas_kernels.core.files import replacing
 
 MIN_WINDOWS, MIN_STEPS = 5, 256
 """A panel with fewer windows or steps is not evidence."""

@@ -25,7 +25,7 @@ from kvjax.cost_model.exchanges import Exchange, ExchangeTerm, counts_of, layers
 from kvjax.cost_model.predict import BusTerm, CostModel, Price, interpolated, sizes_of, worthwhile
 from kvjax.model import ModelConfig
 from kvjax.policies.decode.naming import parse_recorded
-from pallas_kernels.bench.results import devices_of, launch_text, packed_text
+from pallas_kernels.core.results import devices_of, launch_text, packed_text
 
 DEVICE, HOST, MESH = "device", "host", "mesh"
 """Kinds of cells: everything on one device; with pages in host memory; on several devices."""

@@ -27,7 +27,7 @@ from kvjax.packing import FormatOf, weights_bytes
 from kvjax.policies.decode.base import DecodePolicy, chooses_over_devices
 from kvjax.policies.decode.naming import name_of, parse, parse_recorded
 from kvjax.policies.decode.top_blocks import TopBlocks
-from pallas_kernels.bench.results import launch_text, packed_text
+from pallas_kernels.core.results import launch_text, packed_text
 
 SIZES = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "tie_embeddings")
 """The sizes on which a step's cost depends, for a model whose layers are all alike."""

@@ -17,8 +17,8 @@ from kvjax.memory import memory_plan
 from kvjax.model import ModelConfig
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.naming import name_of, parse
-from pallas_kernels.bench.pictures import LEAST_POINTS, grid_of, log_ticks, picture, token_ticks
-from pallas_kernels.bench.results import packed_text
+from pallas_kernels.core.pictures import LEAST_POINTS, grid_of, log_ticks, picture, token_ticks
+from pallas_kernels.core.results import packed_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

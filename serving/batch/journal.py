@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from pallas_kernels.bench.results import finite
+from pallas_kernels.core.files import finite
 
 CONTINUED = "continued"
 """The key of an entry that says what a later run changed of the header."""

@@ -18,7 +18,7 @@ from kvjax.serving.batch.continuing import EARLIER_SLOTS, SLOTS, check_same
 from kvjax.serving.batch.files import write_outputs
 from kvjax.serving.batch.journal import CONTINUED, RUNNING, Journal, sync_folder
 from kvjax.serving.batch.results import Result, named
-from pallas_kernels.bench.results import replacing
+from pallas_kernels.core.files import replacing
 
 COUNTS = ("failed", "prompt_tokens", "generated_tokens", "blocks_per_step", "keys_per_step", "samples")
 

@@ -12,7 +12,7 @@ from kvjax.cache import OutOfPages
 from kvjax.missed import Missed, all_of
 from kvjax.serving.batch.records import CHAT, Record, by_line
 from kvjax.text import CONTEXT, token_text
-from pallas_kernels.bench.results import finite
+from pallas_kernels.core.files import finite
 
 if TYPE_CHECKING:
     from kvjax.requests import Completion

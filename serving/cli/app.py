@@ -59,7 +59,7 @@ from kvjax.serving.cli.options import (
 from kvjax.serving.cli.plan import plan_command
 from kvjax.serving.cli.quantize import quantize_command
 from kvjax.serving.cli.serve import serve_command
-from pallas_kernels.extras import MissingExtra, needs_extras
+from pallas_kernels.core.optional import MissingExtra, needs_extras
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -95,14 +95,14 @@ def options(
         raise typer.Exit
 
 
-def main() -> None:
+def main(commands: typer.Typer = app) -> None:
     """Entry point of `kvjax`. Exit status: 0; 2 for wrong usage or input; 1 for other failures; 130 when interrupted.
 
-    An error is one line on stderr; `kvjax --traceback COMMAND ...` shows where it came from.
+    An error is one line on stderr; `kvjax --traceback COMMAND ...` shows where it came from. commands: others, to be run in this way.
     """
     try:
         with pressed_again():
-            status = app(standalone_mode=False)
+            status = commands(standalone_mode=False)
         if sys.stdout is not None:  # it is None where the caller closed it
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -225,7 +225,7 @@ def score_command(
 
     from kvjax.prompts import encode
     from kvjax.scoring import score
-    from pallas_kernels.bench.results import finite
+    from pallas_kernels.core.files import finite
 
     loaded = load_model(model, dtype, max_positions, weights=weights, lora=lora)
     sizes = pages, page_size, prefill_chunk, cache_format

@@ -42,7 +42,7 @@ from kvjax.serving.cli.options import (
     watched,
     whole,
 )
-from pallas_kernels.extras import needs_extras
+from pallas_kernels.core.optional import needs_extras
 
 if TYPE_CHECKING:
     from kvjax.processes import Processes

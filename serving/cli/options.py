@@ -15,7 +15,7 @@ import typer
 
 from kvjax.registry import DECODE_FORMS as POLICIES
 from kvjax.registry import PREFILL_FORMS as PREFILLS
-from pallas_kernels.bench.options import JsonOption as JsonOption
+from pallas_kernels.core.options import JsonOption as JsonOption
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

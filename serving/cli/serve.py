@@ -35,7 +35,7 @@ from kvjax.serving.cli.options import (
 )
 from kvjax.serving.session.limits import MAX_HISTORY, MAX_POLICIES
 from kvjax.serving.session.pace import MESSAGES_PER_SECOND
-from pallas_kernels.extras import needs_extras
+from pallas_kernels.core.optional import needs_extras
 
 if TYPE_CHECKING:
     from kvjax.engine import Engine

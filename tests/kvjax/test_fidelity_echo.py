@@ -13,11 +13,10 @@ import pytest
 from kvjax.fidelity import echo, needle
 from kvjax.fidelity.echo import EchoPlan, EchoRun, EchoTask
 from kvjax.fidelity.echo_report import summarize
+from kvjax.fidelity.echo_tables import echo_rows, echo_table, remarks
 from kvjax.fidelity.forcing import ALONE
 from kvjax.models import load
 from kvjax.models.needle import path
-from pallas_kernels.bench.prefill.echo import echo_rows, echo_table, plot, remarks
-from pallas_kernels.bench.prefill.targets import targets_table
 
 PLAN = EchoPlan(
     prefills=("oracle:1",),
@@ -254,7 +253,7 @@ def test_lengths_beyond_the_model_are_refused(embedded, text):
         EchoRun(embedded, text, dataclasses.replace(PLAN, lengths=(65_536,)))
 
 
-def test_tables_and_plot_are_made_from_the_json(scripted, tmp_path):
+def test_tables_are_made_from_the_json(scripted):
     run = scripted()
     figures = summarize(run.plan, run.records(), run.failed)
     ScriptedEngine.missing = {}
@@ -270,23 +269,3 @@ def test_tables_and_plot_are_made_from_the_json(scripted, tmp_path):
     text = echo_table([invalid])
     assert text.count("| invalid |") == 2 * 8
     assert "* invalid, facts at 640 tokens: the control window:16+64 loses only 0 of 8 facts" in text
-    for row in figures["rows"]:
-        row["kl_text"]["value"] = 1e-3  # what is repeated is all that these engines miss
-    plot([figures], tmp_path / "plots" / "echo.png")
-    assert (tmp_path / "plots" / "echo.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_target_is_judged_where_the_cell_is_valid():
-    def line(value, why=()):
-        pair = {"difference": {"value": value, "low": value - 0.01, "high": value + 0.01}}
-        row = {"policy": "momo:32/8", "length": 2**14, "hits": 390, "facts": 400, "against_dense": pair}
-        dense = {"policy": "dense", "length": 2**14, "hits": 385, "facts": 400}
-        run = {"rows": [dense, row], "cells": [{"length": 2**14, "facts_invalid": list(why)}]}
-        (found,) = (
-            each for each in targets_table((), (), (), (), (), [run]).splitlines() if "after momo:32/8, 16K: at most 1 point" in each
-        )
-        return found
-
-    assert line(381 / 400 - 385 / 400).endswith("to -0.000] | yes |")  # as floats less than -0.01
-    assert line(-0.0125).endswith("| no |")
-    assert line(0.0, ["the control fails"]).endswith("| invalid: the control fails | not measured |")

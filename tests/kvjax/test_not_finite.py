@@ -10,7 +10,6 @@ import pytest
 from kvjax import Engine, NotFinite, Request, Sampling, generate, run, score
 from kvjax.fidelity.forcing import force
 from kvjax.fidelity.retrieval import speak
-from kvjax.fidelity.score_overlap import capture_scores
 from kvjax.sampling import SamplingRows, sample
 from kvjax.scoring import continuation_logprobs
 from kvjax.serving import KvjaxLM
@@ -129,8 +128,6 @@ def test_fidelity_measures_no_nan(sound):
         speak(engine, sequences, [[([4, 5], 2)], [([4, BAD], 2)]], policy="dense")
     with pytest.raises(NotFinite, match="position 22 are"):
         continuation_logprobs(engine, engine.fork(engine.prefill([[1] * 20])[0]), [3, BAD, 4], engine.declared("window:1+4"))
-    with pytest.raises(NotFinite, match="position 32 are"):
-        capture_scores(engine.model, [*[1] * 31, BAD, 3], 4, page_size=16, prefill_chunk=16)
 
 
 def test_a_token_that_the_model_bars_has_no_score(sound):
