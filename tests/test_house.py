@@ -171,7 +171,7 @@ def imports_of(code: dict[str, ast.Module]) -> dict[str, set[str]]:
 
 
 HARNESS = ("pallas_kernels.bench", "kvjax.serving.bench", "kvjax.serving.cli.bench", "benchmarks")
-STILL = {f"kvjax.serving.cli.{name}" for name in ("bill", "bill_fit", "bill_mesh", "doctor", "echo")}
+STILL = {f"kvjax.serving.cli.{name}" for name in ("cost", "cost_fit", "cost_mesh", "doctor", "echo")}
 
 
 def test_only_benchmarks_import_the_harness():
