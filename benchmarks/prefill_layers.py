@@ -21,7 +21,7 @@ from benchmarks import prefill_tables as prefill_report
 from benchmarks.run import main, read_prompt, run, sparse_of
 from kvjax.cache import PagedKV
 from kvjax.fidelity.measures import output_error, record_prefill
-from kvjax.model import Model
+from kvjax.model.protocols import Model
 from kvjax.policies.prefill import DensePrefill, PrefillContext, PrefillPolicy, indexes_of
 from kvjax.policies.prefill.lists import TileLists
 from kvjax.serving.bench.prefill import dense_at

@@ -25,14 +25,14 @@ from benchmarks.run import BenchFormatOption, LayersOption, ShapeOption, config_
 from kvjax.cache import MOST_TOKENS, CacheSpec
 from kvjax.cache.formats import parse_cache_format
 from kvjax.cost_model.fitting import OWN_LISTS
-from kvjax.memory import memory_plan
-from kvjax.model import ModelConfig
-from kvjax.outcomes import Reads
-from kvjax.plans import DecodeGroup, Launch, StepPlan
+from kvjax.engine.capacity_plan import memory_plan
+from kvjax.engine.page_eviction import check_several
+from kvjax.engine.sampling import SamplingRows
+from kvjax.engine.sequence import CachedSequence
+from kvjax.engine.step_output import Reads
+from kvjax.engine.step_plan import DecodeGroup, Launch, StepPlan
+from kvjax.model.config import ModelConfig
 from kvjax.policies.decode import DecodePolicy, TopBlocks, name_of
-from kvjax.release import check_several
-from kvjax.sampling import SamplingRows
-from kvjax.sequences import CachedSequence
 from kvjax.serving.bench.decode import PAGE_SIZE, never
 from kvjax.serving.bench.prefill import longest
 from kvjax.serving.cli.bench import BenchDtypeOption

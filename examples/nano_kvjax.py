@@ -28,11 +28,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
 from kvjax.cache import IndexSpec, OutOfPages, PagedKV, append, empty_layer
-from kvjax.cache.tables import table_width
-from kvjax.layers import AttentionLayer
-from kvjax.model import Decoder, Heads, Model, Params
-from kvjax.programs import program
-from kvjax.prompts import encode
+from kvjax.cache.page_tables import table_width
+from kvjax.compilation import program
+from kvjax.model.layers import AttentionLayer
+from kvjax.model.protocols import Decoder, Heads, Model, Params
+from kvjax.text.tokenization import encode
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.selected_attention import selected_attention

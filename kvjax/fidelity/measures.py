@@ -16,11 +16,11 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.cache.arrays import PagedKV
-from kvjax.engine import Engine
+from kvjax.engine.engine import Engine
 from kvjax.fidelity.missed import sample_every, sampled_miss
 from kvjax.fidelity.oracle_blocks import OracleBlocks
 from kvjax.fidelity.statistics import mean_over_blocks
-from kvjax.model import Model
+from kvjax.model.protocols import Model
 from kvjax.policies.prefill.base import PrefillContext, PrefillPolicy, indexes_of
 from kvjax.policies.prefill.dense import DensePrefill
 from kvjax.policies.prefill.lists import TileLists, covered_tokens, sorted_lists

@@ -10,15 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvjax.serving.cli.help_pages import WholeSentences
-from kvjax.serving.cli.options import (
-    LARGEST_BATCH,
-    ImplementationOption,
-    JsonOption,
-    forced_to,
-    named_run,
-    parse_lengths,
-    whole,
-)
+from kvjax.serving.cli.options import LARGEST_BATCH, ImplementationOption, JsonOption, forced_to, named_run, parse_lengths, whole
 
 PackedWeightsOption = Annotated[
     str,
@@ -171,7 +163,7 @@ def _meshes(tensor: str, context: str) -> list[tuple[int, int]]:
 
 def _packed(weights: str, cache_format: list[str] | None) -> list[tuple[str | None, str | None]]:
     """Pairs of how weights and pages are packed; None: not."""
-    from kvjax.packing import SCHEMES
+    from kvjax.model.weight_formats import SCHEMES
 
     if unknown := [each for each in weights.split(",") if each not in ("none", *SCHEMES)]:
         raise typer.BadParameter(f"{unknown[0]!r} is not one of none, {', '.join(SCHEMES)}", param_hint="--weights")

@@ -47,9 +47,9 @@ from kvjax.serving.cli.options import (
 from pallas_kernels.core.optional import needs_extras
 
 if TYPE_CHECKING:
-    from kvjax.cache.spanning import FrameCounts
+    from kvjax.cache.host_pool.mapped_memory import FrameCounts
     from kvjax.cost_model import CostModel
-    from kvjax.model import ModelConfig
+    from kvjax.model.config import ModelConfig
     from kvjax.policies.decode import DecodePolicy
 
 cost_app = typer.Typer(
@@ -397,7 +397,7 @@ def _frames(
     cache_format: str | None = None,
 ) -> FrameCounts | None:
     """The frames of an engine of these sizes that declares dense and these policies; None without sizes."""
-    from kvjax.memory import memory_plan, pool_frames
+    from kvjax.engine.capacity_plan import memory_plan, pool_frames
 
     if (device_memory is None) != (host_memory is None):
         raise typer.BadParameter("go together: give both, or neither", param_hint="--device-memory and --host-memory")

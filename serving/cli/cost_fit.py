@@ -203,7 +203,7 @@ def evidence_command(
 
     ran = None
     if model is not None:
-        from kvjax.identity import fingerprint
+        from kvjax.model.identity import fingerprint
 
         loaded = load_model(model, dtype, max_positions)
         ran = fingerprint(loaded), loaded.config.compute_dtype

@@ -13,7 +13,7 @@ from kvjax.serving.cli.options import gibibytes, number, parse_lengths
 
 if TYPE_CHECKING:
     from kvjax.cost_model import CostModel
-    from kvjax.model import ModelConfig
+    from kvjax.model.config import ModelConfig
     from kvjax.policies.decode import DecodePolicy
 
 DevicesOption = Annotated[

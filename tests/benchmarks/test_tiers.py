@@ -15,12 +15,12 @@ from benchmarks import reuse, tiered_prompts, tiers
 from benchmarks.hollow import HollowEngine, random_model
 from benchmarks.lists import Fresh, Replayed
 from benchmarks.tables import gigabytes, shape_text, tiered_prefill_cells, tiers_cells
-from kvjax.cache.spanning import FrameCounts
+from kvjax.cache.host_pool.mapped_memory import FrameCounts
+from kvjax.compilation import NAMED
 from kvjax.cost_model.bytes import pages_on_host, step_bytes
 from kvjax.cost_model.fitting import DEVICE, read_cells
 from kvjax.policies.decode import parse
 from kvjax.policies.prefill import parse_prefill
-from kvjax.programs import NAMED
 from kvjax.serving.bench.decode import config_of
 
 CONFIG = config_of("tiny", 1, "float32")

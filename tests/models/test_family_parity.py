@@ -17,11 +17,11 @@ from safetensors.numpy import load_file, save_file
 from saved_models import run_open, save_case
 
 import kvjax
-from kvjax.engine import Engine
+from kvjax.engine.engine import Engine
 from kvjax.models import checkpoint, config_json, fused, load
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode import parse
-from kvjax.transformers_import import import_transformers
+from kvjax.text.transformers_import import import_transformers
 from pallas_kernels.matrices import pack
 
 GOLDEN = np.load(Path(__file__).with_name("golden") / "family_cases.npz")

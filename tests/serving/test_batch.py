@@ -10,19 +10,19 @@ import jax
 import pytest
 from rich.console import Console
 
-from kvjax.engine import Engine
+from kvjax.engine.engine import Engine
+from kvjax.engine.sampling import Sampling
 from kvjax.fidelity.oracle_blocks import OracleBlocks
 from kvjax.generation import generate, run
 from kvjax.models import CausalLM, init_params
-from kvjax.prompts import chat_ids
-from kvjax.requests import Request
-from kvjax.sampling import Sampling
+from kvjax.scheduler.request import Request
 from kvjax.serving.batch import file_jobs
 from kvjax.serving.batch import job as batch
 from kvjax.serving.batch.files import lines as lines_of
 from kvjax.serving.batch.job import run_batch, run_file
 from kvjax.serving.batch.records import Defaults, parse, read
 from kvjax.serving.batch.setup import pages_of_job
+from kvjax.text.tokenization import chat_ids
 
 pytestmark = pytest.mark.bits
 

@@ -13,17 +13,17 @@ from tiny_models import sharing
 
 from kvjax.cache.formats import parse_cache_format
 from kvjax.cost_model.fitting import MESH, read_cells
+from kvjax.engine.sampling import SamplingRows
+from kvjax.engine.steps import decode_and_sample
 from kvjax.models import TransformerDecoder
 from kvjax.models.decoder import param_shapes
 from kvjax.policies.decode import parse
-from kvjax.sampling import SamplingRows
 from kvjax.serving.bench import decode as decode_bench
 from kvjax.serving.bench import tables
 from kvjax.serving.bench.decode import SHAPES, Plan, bytes_read, config_of, policies_of, random_params
 from kvjax.serving.cli import app as cli
 from kvjax.serving.cli import bench as bench_cli
 from kvjax.serving.cli.options import parse_lengths
-from kvjax.steps import decode_and_sample
 from pallas_kernels.bench import measure
 from pallas_kernels.page_format import unpack
 

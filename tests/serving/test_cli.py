@@ -16,7 +16,7 @@ import pytest
 
 from kvjax.generation import generate
 from kvjax.models.loading import load
-from kvjax.scoring import score
+from kvjax.scheduler.scoring import score
 
 pytestmark = pytest.mark.bits
 
@@ -283,7 +283,7 @@ def test_score_prints_what_score_returns(kvjax, model_folder, loaded, tmp_path, 
 @pytest.mark.parametrize(("logprobs", "perplexity"), [((-3e38, -3e38), None), ((-800.0,), None), ((-1.0, -3.0), 2.718281828459045**2)])
 def test_score_prints_json_whatever_the_figures(kvjax, model_folder, monkeypatch, logprobs, perplexity):
     """JSON has neither NaN nor infinity."""
-    from kvjax import scoring
+    from kvjax.scheduler import scoring
 
     found = scoring.Score(sum(logprobs), logprobs, tuple(range(len(logprobs))), False)
     monkeypatch.setattr(scoring, "score", lambda *_: found)

@@ -6,10 +6,10 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from kvjax.model.rope import turned
 from kvjax.policies.decode.base import cache_positions
 from kvjax.policies.decode.window import check_sinks
 from kvjax.policies.prefill.lists import DenseWhereCovered, check_sizes
-from kvjax.rope import turned
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.merge import merge_attention
 

@@ -14,10 +14,10 @@ from kvjax import Engine
 from kvjax.cost_model import AutoPrefill, PrefillBound
 from kvjax.cost_model.evidence import LEVELS, Fidelity, PrefillEvidence, qualified, read_evidence, with_results, write_evidence
 from kvjax.cost_model.prefill_times import LayerSizes, PrefillTimes, fit_prefill, nearest_quote, per_token, read_prefill_times, to_json
-from kvjax.declared import DeclaredPolicies
+from kvjax.engine.policy_set import DeclaredPolicies
+from kvjax.engine.steps import prefill_slice
 from kvjax.policies.choice import Choice, possible_prefills
 from kvjax.policies.prefill import DensePrefill, identity, parse_prefill
-from kvjax.steps import prefill_slice
 
 pytestmark = pytest.mark.bits
 
@@ -421,7 +421,7 @@ def test_each_chunk_is_the_chosen_policys_own(small, three, prompt, caplog):
     chosen = [three.choose(start, start + CHUNK).policy for start in range(0, LONG, CHUNK)]
     assert list(map(str, chosen)) == ["dense"] * 2 + ["window:8+64"] * 6 + ["dense"] + ["oracle:1"] * 2
     engine = engine_of(small, three)
-    with caplog.at_level(logging.INFO, "kvjax.declared"):
+    with caplog.at_level(logging.INFO, "kvjax.engine.policy_set"):
         (sequence,) = engine.prefill([prompt])
         engine.prefill([prompt])
     said = [record.getMessage() for record in caplog.records if "prefill auto: " in record.getMessage()]
