@@ -26,12 +26,12 @@ import typer
 
 from benchmarks.hollow import random_model, random_prompt
 from benchmarks.run import main, run
-from kvjax.engine import Engine
-from kvjax.model import Model
+from kvjax.engine.engine import Engine
+from kvjax.engine.sampling import Sampling, SamplingRows
+from kvjax.model.protocols import Model
 from kvjax.models.loading import load
 from kvjax.models.saving import save
 from kvjax.policies.decode import parse
-from kvjax.sampling import Sampling, SamplingRows
 from kvjax.serving.bench.decode import PAGE_SIZE, SHAPES, config_of, pages_of
 from kvjax.serving.cli.bench import BenchDtypeOption, check_dtype
 from kvjax.serving.cli.options import JsonOption, token_count, whole

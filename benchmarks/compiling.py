@@ -13,11 +13,11 @@ import typer
 
 from benchmarks.hollow import HollowEngine, random_model, random_prompt
 from benchmarks.run import BenchChunkOption, LayersOption, ShapeOption, config_of_shape, main, run
-from kvjax.engine import Engine
-from kvjax.model import ModelConfig
-from kvjax.requests import Request
-from kvjax.sampling import Sampling
-from kvjax.scheduler import Scheduler
+from kvjax.engine.engine import Engine
+from kvjax.engine.sampling import Sampling
+from kvjax.model.config import ModelConfig
+from kvjax.scheduler.request import Request
+from kvjax.scheduler.scheduler import Scheduler
 from kvjax.serving.bench.decode import PAGE_SIZE, pages_of
 from kvjax.serving.cli.bench import BenchDtypeOption
 from kvjax.serving.cli.options import JsonOption, parse_lengths, token_count

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import PagedKV
-from kvjax.cache.frames import Frames
-from kvjax.engine import Engine
-from kvjax.model import ModelConfig, uniform_config
+from kvjax.cache.host_pool.frame_table import Frames
+from kvjax.engine.engine import Engine
+from kvjax.engine.sequence import CachedSequence
+from kvjax.engine.step_plan import Chunk, Decoded, Prefilled, StepPlan, StepResult
+from kvjax.model.config import ModelConfig, uniform_config
 from kvjax.models import CausalLM
 from kvjax.models.decoder import TransformerDecoder
-from kvjax.plans import Chunk, Decoded, Prefilled, StepPlan, StepResult
-from kvjax.sequences import CachedSequence
 from kvjax.serving.bench.random_model import random_params
 from pallas_kernels.pack_pages.pool import put_pages
 from pallas_kernels.page_index import page_index
@@ -31,8 +31,8 @@ class HollowEngine(Engine):
     hollow: tokens at the beginning of a prompt that are not computed, a multiple of the chunk. None: no prompt is computed. It may be set
     between prompts. Times do not depend on what pages hold, as long as the values vary (`fill_pages`). dispatch_s: seconds of each call of
     a jitted decode step, and of the call that starts the copy of its results. release_s: seconds in which JAX released the arrays that each
-    step consumed. packed: the latest step's results for the host (`kvjax.outcomes.pack`). chunk_clock: `time.perf_counter()` when the last
-    slice of each computed chunk was launched.
+    step consumed. packed: the latest step's results for the host (`kvjax.engine.step_output.pack`). chunk_clock: `time.perf_counter()` when
+    the last slice of each computed chunk was launched.
     """
 
     def __init__(self, *args: Any, hollow: int | None = None, **kwargs: Any):
@@ -66,7 +66,7 @@ class HollowEngine(Engine):
         return sequence
 
     def calls_of_chunk(self, sequence: CachedSequence, tokens: list[int]) -> Iterator[functools.partial]:
-        """What the slices of a chunk of these tokens call, which do not run (`kvjax.programs.compile_together`)."""
+        """What the slices of a chunk of these tokens call, which do not run (`kvjax.compilation.compile_together`)."""
         yield from self._prefiller.calls(self._begin(sequence, tokens))
 
     @property

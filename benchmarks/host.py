@@ -20,9 +20,9 @@ import typer
 
 from benchmarks.hollow import HollowEngine, passing_model
 from benchmarks.run import main, run
-from kvjax.requests import Request
-from kvjax.sampling import Sampling, SamplingRows
-from kvjax.scheduler import Scheduler
+from kvjax.engine.sampling import Sampling, SamplingRows
+from kvjax.scheduler.request import Request
+from kvjax.scheduler.scheduler import Scheduler
 from kvjax.serving.bench.decode import PAGE_SIZE
 from kvjax.serving.cli.options import JsonOption, parse_lengths, whole
 

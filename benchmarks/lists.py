@@ -20,7 +20,7 @@ import typer
 from jaxtyping import Int
 
 from benchmarks.run import main, run
-from kvjax.bill.bus_fitting import RECORDED
+from kvjax.cost_model.fitting import RECORDED
 from kvjax.policies.decode import Blocks, Stateless, TopBlocks
 from kvjax.serving.bench.decode import PAGE_SIZE
 from kvjax.serving.cli.options import JsonOption, token_count, whole

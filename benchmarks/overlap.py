@@ -23,11 +23,11 @@ import kvjax
 from benchmarks.run import main
 from benchmarks.top_k.report import overlap_table, plot_overlap
 from benchmarks.top_k.score_rows import overlap, top_indices
-from kvjax.engine import Engine
+from kvjax.engine.engine import Engine
+from kvjax.engine.sampling import NotFinite, all_finite
 from kvjax.fidelity.needle import encode_text
-from kvjax.model import Model
+from kvjax.model.protocols import Model
 from kvjax.policies.decode import Stateless, select_and_attend
-from kvjax.sampling import NotFinite, all_finite
 from kvjax.serving.cli.options import JsonOption, ModelOption, parse_lengths, png, read_texts, whole
 from pallas_kernels.core.optional import needs_extras
 from pallas_kernels.core.results import write_result

@@ -20,10 +20,10 @@ from jaxtyping import Array, Float
 from benchmarks import prefill_tables as prefill_report
 from benchmarks.run import main, read_prompt, run, sparse_of
 from kvjax.cache import PagedKV
-from kvjax.model import Model
+from kvjax.fidelity.measures import output_error, record_prefill
+from kvjax.model.protocols import Model
 from kvjax.policies.prefill import DensePrefill, PrefillContext, PrefillPolicy, indexes_of
 from kvjax.policies.prefill.lists import TileLists
-from kvjax.policies.prefill.measures import output_error, record_prefill
 from kvjax.serving.bench.prefill import dense_at
 from kvjax.serving.cli.bench import BenchDtypeOption, check_dtype, exit_unless_timed
 from kvjax.serving.cli.options import ImplementationOption, JsonOption, TextOption, forced_to, parse_lengths

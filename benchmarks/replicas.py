@@ -13,12 +13,12 @@ import typer
 from benchmarks.hollow import random_model, random_prompt
 from benchmarks.run import BenchChunkOption, LayersOption, ShapeOption, config_of_shape, main, plan_of
 from benchmarks.traffic import Say
-from kvjax.data_parallel import meshes_of, replicas
-from kvjax.engine import Engine
+from kvjax.engine.engine import Engine
+from kvjax.engine.sampling import Sampling
 from kvjax.generation import run
-from kvjax.model import ModelConfig
-from kvjax.requests import Request
-from kvjax.sampling import Sampling
+from kvjax.model.config import ModelConfig
+from kvjax.scheduler.data_parallel import meshes_of, replicas
+from kvjax.scheduler.request import Request
 from kvjax.serving.bench.decode import PAGE_SIZE, pages_of
 from kvjax.serving.cli.bench import BenchDtypeOption
 from kvjax.serving.cli.options import ContextOption, JsonOption, StepsPerLaunchOption, TensorOption, parse_lengths, token_count, whole

@@ -24,11 +24,11 @@ import typer
 
 from benchmarks.hollow import random_model, random_prompt
 from benchmarks.run import BenchChunkOption, LayersOption, ShapeOption, config_of_shape, main, plan_of, run
-from kvjax.cache.disk_store import READERS
-from kvjax.cache.host_store import KIND
-from kvjax.cache.transfer import block_bytes
-from kvjax.engine import Engine
-from kvjax.model import ModelConfig
+from kvjax.cache.stores.blocks import block_bytes
+from kvjax.cache.stores.disk import READERS
+from kvjax.cache.stores.host import KIND
+from kvjax.engine.engine import Engine
+from kvjax.model.config import ModelConfig
 from kvjax.serving.bench.decode import PAGE_SIZE
 from kvjax.serving.cli.bench import BenchDtypeOption
 from kvjax.serving.cli.options import JsonOption, token_count, whole

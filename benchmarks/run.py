@@ -22,7 +22,8 @@ from pallas_kernels.core.results import write_result
 from pallas_kernels.core.tables import show, show_markdown, stages, table
 
 if TYPE_CHECKING:
-    from kvjax.model import Model, ModelConfig
+    from kvjax.model.config import ModelConfig
+    from kvjax.model.protocols import Model
     from kvjax.policies.prefill import PrefillPolicy
 
 Row = dict[str, Any]

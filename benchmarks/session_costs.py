@@ -216,7 +216,7 @@ def serve_tokens(pipe: Any, plan: Tokens) -> None:
     """The server's process of `tokens_row` and `idle_rows`. Words: "engine", a round of the engine alone; "cpu", seconds so far; "held",
     sessions and pages in use; "programs", compiled so far; "end"."""
     from benchmarks.hollow import random_model
-    from kvjax.engine import Engine
+    from kvjax.engine.engine import Engine
     from kvjax.serving.bench.decode import config_of
 
     model = random_model(config_of(plan.shape, plan.layers, plan.dtype))
@@ -247,9 +247,9 @@ def _held(runtime: Any) -> tuple[int, int]:
 
 def _engine_round(plan: Tokens, engine: Any, number: int, heard: Compiled) -> dict[str, float]:
     """The same requests through a scheduler of their own, which the idle runtime does not disturb."""
-    from kvjax.requests import Request
-    from kvjax.sampling import Sampling
-    from kvjax.scheduler import Scheduler
+    from kvjax.engine.sampling import Sampling
+    from kvjax.scheduler.request import Request
+    from kvjax.scheduler.scheduler import Scheduler
 
     sampling = Sampling(max_new_tokens=plan.answer, ignore_eos=True)
     requests = [Request(ids, sampling) for ids in prompts(plan, engine.config.vocab_size, number)]
@@ -402,7 +402,7 @@ def serve_turns(pipe: Any, plan: Turns) -> None:
     """The server's process of `turn_rows`. Words: "demote", all sessions; "programs", compiled so far; "collecting", seconds so far;
     "end"."""
     from benchmarks.hollow import random_model
-    from kvjax.engine import Engine
+    from kvjax.engine.engine import Engine
     from kvjax.serving.bench.decode import config_of
 
     model = random_model(config_of(plan.shape, plan.layers, plan.dtype))

@@ -200,7 +200,7 @@ def page_of(engine: Any) -> tuple[int, int]:
 def serve(pipe: Any, load: Load, agents: int) -> None:
     """The server's process: serve until the pipe says so."""
     from benchmarks.hollow import random_model
-    from kvjax.engine import Engine
+    from kvjax.engine.engine import Engine
     from kvjax.models.loading import load as load_model
     from kvjax.serving.bench.decode import config_of
     from kvjax.serving.session.desk import ServerOptions

@@ -20,12 +20,12 @@ from benchmarks.hollow import HollowEngine, random_model, random_prompt
 from benchmarks.run import BenchChunkOption, BenchFormatOption, LayersOption, ShapeOption, config_of_shape, main, plan_of, run
 from benchmarks.tiers import copy_rate
 from kvjax.cache.formats import parse_cache_format
-from kvjax.cache.staging import sizes_alone
-from kvjax.memory import memory_plan
-from kvjax.model import ModelConfig
+from kvjax.cache.host_pool.prefill_prefetch import sizes_alone
+from kvjax.compilation import compile_together
+from kvjax.engine.capacity_plan import memory_plan
+from kvjax.engine.sequence import CachedSequence
+from kvjax.model.config import ModelConfig
 from kvjax.policies.prefill import PrefillPolicy, indexes_of, name_of
-from kvjax.programs import compile_together
-from kvjax.sequences import CachedSequence
 from kvjax.serving.bench.decode import PAGE_SIZE
 from kvjax.serving.bench.prefill import longest
 from kvjax.serving.cli.bench import BenchDtypeOption

@@ -22,17 +22,17 @@ import typer
 from benchmarks.hollow import HollowEngine, random_model
 from benchmarks.lists import Fresh, Replayed
 from benchmarks.run import BenchFormatOption, LayersOption, ShapeOption, config_of_shape, main, plan_of, run
-from kvjax.bill.bus_fitting import OWN
 from kvjax.cache import MOST_TOKENS, CacheSpec
 from kvjax.cache.formats import parse_cache_format
-from kvjax.memory import memory_plan
-from kvjax.model import ModelConfig
-from kvjax.outcomes import Reads
-from kvjax.plans import DecodeGroup, Launch, StepPlan
+from kvjax.cost_model.fitting import OWN_LISTS
+from kvjax.engine.capacity_plan import memory_plan
+from kvjax.engine.page_eviction import check_several
+from kvjax.engine.sampling import SamplingRows
+from kvjax.engine.sequence import CachedSequence
+from kvjax.engine.step_output import Reads
+from kvjax.engine.step_plan import DecodeGroup, Launch, StepPlan
+from kvjax.model.config import ModelConfig
 from kvjax.policies.decode import DecodePolicy, TopBlocks, name_of
-from kvjax.release import check_several
-from kvjax.sampling import SamplingRows
-from kvjax.sequences import CachedSequence
 from kvjax.serving.bench.decode import PAGE_SIZE, never
 from kvjax.serving.bench.prefill import longest
 from kvjax.serving.cli.bench import BenchDtypeOption
@@ -164,7 +164,7 @@ def _named(plan: Tiered, tokens: int, policy: DecodePolicy, device_bytes: int | 
         "tokens": tokens,
         "policy": str(policy),
         "name": name_of(TopBlocks(policy.k)) if replaced else name_of(policy),
-        "lists": policy.lists if replaced else OWN,
+        "lists": policy.lists if replaced else OWN_LISTS,
         "device_bytes": device_bytes,
         "cache_bytes": plan.pages(tokens) * frame,
     }
@@ -267,8 +267,8 @@ def tiers_command(
 ) -> None:
     """Time decode steps of sequences whose pages lie in host memory where the device has no room for them.
 
-    Weights and pages are random; there is no prefill. `kvjax bill fit` takes the result: it needs --resident, several --tokens, the policy
-    dense, --fresh and --recorded (docs/the-bill.md).
+    Weights and pages are random; there is no prefill. `kvjax cost fit` takes the result: it needs --resident, several --tokens, the policy
+    dense, --fresh and --recorded (docs/cost-model.md).
     """
     allow_host_pages()
     from benchmarks.lists import Fresh, Replayed

@@ -13,12 +13,12 @@ import typer
 
 from benchmarks.hollow import HollowEngine, random_model, random_prompt
 from benchmarks.run import BenchChunkOption, LayersOption, ShapeOption, config_of_shape, main, plan_of, run
-from kvjax.engine import Engine
-from kvjax.model import ModelConfig
-from kvjax.plans import Chunk, StepPlan
-from kvjax.requests import Request
-from kvjax.sampling import Sampling
-from kvjax.scheduler import Handle, Scheduler
+from kvjax.engine.engine import Engine
+from kvjax.engine.sampling import Sampling
+from kvjax.engine.step_plan import Chunk, StepPlan
+from kvjax.model.config import ModelConfig
+from kvjax.scheduler.request import Request
+from kvjax.scheduler.scheduler import Handle, Scheduler
 from kvjax.serving.bench.decode import PAGE_SIZE, pages_of
 from kvjax.serving.cli.bench import BenchDtypeOption
 from kvjax.serving.cli.options import JsonOption, number, token_count, whole

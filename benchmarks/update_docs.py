@@ -83,7 +83,7 @@ PAGES = {
     "tiers": [Tables(["*/reuse*.json", "*/tiers*.json"])],
     "top-k": [Tables(["*/top-k*.json"])],
 }
-"""Every document with tables of results, without docs/the-bill.md, whose tables are made from the bills."""
+"""Every document with tables of results. Those of docs/cost-model.md are made by `benchmarks/cost_model_docs.py`."""
 
 
 def made(page: str, text: str) -> str:

@@ -1,34 +1,33 @@
 """A result of `kvjax bench decode` on meshes whose times are those of a known law."""
 
 import functools
-import math
 
 import numpy as np
 from tiny_models import QWEN_7B
 
-from kvjax.bill import step_bytes
-from kvjax.bill.exchanges import ALL_GATHER, ALL_REDUCE, counts_of, layers_that_choose, step_exchanges
+from kvjax.cost_model import step_bytes
+from kvjax.cost_model.exchanges import counts_of, layers_that_choose, step_exchanges
 from kvjax.policies.decode import parse
 
 RATE, C0, C1 = 3.0e12, 5e-4, 1e-4
-LAUNCH, HOP, LINK, CHOOSE = {ALL_REDUCE: 4e-6, ALL_GATHER: 6e-6}, {ALL_REDUCE: 3e-6, ALL_GATHER: 2e-6}, 80e9, 15e-6
-"""The planted law: latencies grow with log2 of the devices."""
+LATENCY, LINK, CHOOSE = 5e-6, 80e9, 15e-6
+"""The planted law."""
 
 MESHES = ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2))
 LENGTHS, BATCHES = (2**14, 2**16, 2**18), (1, 8)
 
 
 @functools.cache
-def mesh_seconds(name, length, batch, tensor, context, config=QWEN_7B, hops=math.log2):
+def mesh_seconds(name, length, batch, tensor, context):
     """What the law says of a step."""
     policy, mesh = parse(name), {"tensor": tensor, "context": context}
-    seconds = step_bytes(config, policy, length, batch, **mesh).total / RATE + C0 + C1 * (name != "dense")
-    for each in step_exchanges(config, policy, batch, **mesh):
-        seconds += each.count * (LAUNCH[each.kind] + HOP[each.kind] * hops(each.size)) + each.received / LINK
-    return seconds + CHOOSE * layers_that_choose(config, policy) * (context > 1)
+    seconds = step_bytes(QWEN_7B, policy, length, batch, **mesh).total / RATE + C0 + C1 * (name != "dense")
+    for each in step_exchanges(QWEN_7B, policy, batch, **mesh):
+        seconds += each.count * LATENCY + each.received / LINK
+    return seconds + CHOOSE * layers_that_choose(QWEN_7B, policy) * (context > 1)
 
 
-def mesh_run(meshes=MESHES, lengths=LENGTHS, batches=BATCHES, policies=("dense", "top:32"), noise=0.0, hops=math.log2):
+def mesh_run(meshes=MESHES, lengths=LENGTHS, batches=BATCHES, policies=("dense", "top:32"), noise=0.0):
     """A result of `kvjax bench decode --tensor --context` whose times are those of the planted law."""
     draw = np.random.default_rng(0)
     rows = []
@@ -36,7 +35,7 @@ def mesh_run(meshes=MESHES, lengths=LENGTHS, batches=BATCHES, policies=("dense",
         for length, batch, name in ((length, batch, name) for length in lengths for batch in batches for name in policies):
             mesh = {"tensor": tensor, "context": context}
             moved = step_bytes(QWEN_7B, parse(name), length, batch, **mesh)
-            seconds = mesh_seconds(name, length, batch, tensor, context, hops=hops) * (1 + noise * draw.standard_normal())
+            seconds = mesh_seconds(name, length, batch, tensor, context) * (1 + noise * draw.standard_normal())
             counts = counts_of(step_exchanges(QWEN_7B, parse(name), batch, **mesh))
             row = {"op": "decode", "shape": "qwen2.5-7b", "layers": 28, "dtype": "bfloat16", "tokens": length, "batch": batch}
             row |= {"policy": name, "median_s": seconds, "path": {"all_reduce": "xla"}, **mesh}

@@ -1,8 +1,8 @@
-"""Results of `kvjax bench decode` with times of a planted bill."""
+"""Results of `kvjax bench decode` with times of a planted law."""
 
 import json
 
-from kvjax.bill import step_bytes
+from kvjax.cost_model import step_bytes
 from kvjax.policies.decode import parse
 from kvjax.serving.bench.decode import SHAPES
 
@@ -10,7 +10,7 @@ QWEN = SHAPES["qwen2.5-7b"]
 
 
 def planted_runs(folder):
-    """Results of two batches as `kvjax bench decode` writes them, with times of a planted bill; one row is skipped."""
+    """Results of two batches as `kvjax bench decode` writes them, with times of a planted law; one row is skipped."""
     files = []
     for batch in (1, 4):
         rows = [{"op": "decode", "shape": "qwen2.5-7b", "tokens": 2**22, "batch": batch, "policy": "dense", "skipped": "too large"}]

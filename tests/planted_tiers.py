@@ -5,12 +5,12 @@ import dataclasses
 import numpy as np
 from tiny_models import QWEN_7B
 
-from kvjax.bill import step_bytes
-from kvjax.memory import memory_plan, pool_frames
+from kvjax.cost_model import step_bytes
+from kvjax.engine.capacity_plan import memory_plan, pool_frames
 from kvjax.policies.decode import parse
 
 RATE, C0, C1 = 3.0e12, 5e-4, 1e-4
-IN_PLACE, COPIED, LAYER = 40e9, 50e9, 12e-6
+BUS, LAYER = 45e9, 12e-6
 """The planted law."""
 
 
@@ -33,7 +33,7 @@ def tier_run(lengths=(2**16, 2**17, 2**18, 2**19), devices=(2 * 10**9, 6 * 10**9
                     continue
                 moved, found = step_bytes(QWEN_7B, parse(name), length, frames=frames), hits[lists]
                 seconds = moved.from_device / RATE + C0 + C1 * (name != "dense") + layer_s * moved.hot_layers
-                seconds += moved.in_place / IN_PLACE + moved.copied(found) / COPIED
+                seconds += (moved.in_place + moved.copied(found)) / BUS
                 row = {"shape": "qwen2.5-7b", "layers": 28, "dtype": "bfloat16", "tokens": length, "mean_length": length, "name": name}
                 row |= {"policy": name if lists == "own" else f"{name}, {lists}", "lists": lists, "device_bytes": device_bytes}
                 row |= {"frames": frames and list(dataclasses.astuple(frames)), "median_s": seconds * (1 + noise * draw.standard_normal())}

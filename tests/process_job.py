@@ -20,11 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tiny_models import make_family, shallow
 
 import kvjax
-from kvjax.bill import Auto, Bill, Bound, Evidence
-from kvjax.bill.exchanges import KINDS
-from kvjax.bill.mesh_terms import Latency, MeshRange, MeshTerms
-from kvjax.bill.step_bill import Price, sizes_of
-from kvjax.identity import fingerprint
+from kvjax.cost_model import Auto, Bound, CostModel, Evidence, ExchangeTerm, Price
+from kvjax.cost_model.predict import sizes_of
+from kvjax.model.identity import fingerprint
 from kvjax.policies.decode import HeavyPages, Stateless, TopBlocks
 
 PAGE, CHUNK, STEPS = 16, 64, 10
@@ -64,14 +62,14 @@ def engine_of(devices, policy=None, stores=False):
 
 
 def chooses(config):
-    """`auto` by a planted bill: long sequences are faster with lists, also on a mesh."""
-    free = tuple((kind, Latency(0.0, 0.0, (2, 4))) for kind in KINDS)
-    measured = tuple(MeshRange(2, 1, batch, 1, 2**20) for batch in (1, 64))
-    terms = MeshTerms("it", "log2", free, 1e11, 0.0, ("dense", "quest:0"), measured, 0.0, "planted")
-    sizes = {"device": "chip", "model": "it", "sizes": sizes_of(config), "dtype": "float32", "bytes_per_s": 1e6, "c0": 0.0, "mesh": terms}
-    bill = Bill(**sizes, c1=(("quest:0", Price(0.0)),), measured=((1, 1, 2**20), (64, 1, 2**20)), error=0.0, source="planted")
+    """`auto` by planted times: long sequences are faster with lists, also on a mesh."""
+    measured = tuple((2, 1, batch, 1, 2**20) for batch in (1, 64))
+    term = ExchangeTerm("it", 0.0, 1e11, 0.0, ("dense", "quest:0"), measured)
+    sizes = {"device": "chip", "model": "it", "sizes": sizes_of(config), "dtype": "float32", "bytes_per_s": 1e6, "c0": 0.0}
+    sizes |= {"exchanges": term, "c1": (("quest:0", Price(0.0)),), "measured": ((1, 1, 2**20), (64, 1, 2**20))}
+    cost = CostModel(**sizes, error=0.0, source="planted")
     row = Evidence("m", "f", "quest:0", 2**20, kl=0.01, task="needle", haystack="codes", valid=200, lost=0, source="planted")
-    return Auto("assured", Bound(config, "float32", PAGE, "f", bill, (row,)))
+    return Auto("assured", Bound(config, "float32", PAGE, "f", cost, (row,)))
 
 
 def alike(engine, folder):

@@ -19,7 +19,7 @@ sys.modules |= dict.fromkeys({BLOCKED!r})  # an import of one fails as if it wer
 import kvjax
 for name in kvjax.__all__:
     getattr(kvjax, name)
-import kvjax.fidelity.statistics, kvjax.fidelity.echo_report, kvjax.fidelity.report, kvjax.bill.report, kvjax.bill.regimes
+import kvjax.fidelity.statistics, kvjax.fidelity.echo_report, kvjax.fidelity.report, kvjax.cost_model.fitting, kvjax.cost_model.regimes
 from kvjax.serving import cli
 """
 NONE_CAME = f"assert not [name for name in {BLOCKED!r} if sys.modules[name]]"
@@ -60,7 +60,7 @@ def test_loading_generating_and_batches_need_no_extra(tmp_path):
             "needle --prefill dense --prefill bounds:32",
             "kvjax needle with several --prefill needs statsmodels, not installed here: pip install 'kvjax[eval]'",
         ),
-        ("regime-map", "kvjax regime-map needs matplotlib, not installed here: pip install 'kvjax[plots]'"),
+        ("cost regimes", "kvjax cost regimes needs matplotlib, not installed here: pip install 'kvjax[plots]'"),
         (
             "batch in.jsonl --out out.jsonl --model needle --ray",
             "kvjax batch --ray needs ray and pyarrow, not installed here: pip install 'kvjax[ray]'",

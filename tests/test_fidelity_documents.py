@@ -9,7 +9,7 @@ from real_checkpoint import CHECKPOINTS
 
 from benchmarks.evidence import load, rendered
 from kvjax.fidelity.statistics import proportion
-from kvjax.rope import mscale
+from kvjax.model.rope import mscale
 
 ROOT = Path(__file__).parent.parent
 PANELS = load(list((ROOT / "benchmarks/results/h200").glob("fidelity-*.json")))

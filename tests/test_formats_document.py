@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.packing import scheme_of
+from kvjax.model.weight_formats import scheme_of
 from pallas_kernels.matrices import MatrixFormat, pack
 from pallas_kernels.project_tokens import project_tokens
 from pallas_kernels.project_tokens.shape import Shape
@@ -105,8 +105,8 @@ def test_other_documents_quote_packed_steps_as_the_results_have_them():
     other = " ".join((ROOT / "docs" / "cache-formats.md").read_text(encoding="utf-8").split())
     dense = [_ms(alone[LONG, "int8", pages, "dense"])[0] for pages in ("int8", None)]
     assert "`int8` weights at 1M tokens takes {} ms with it and {} ms without".format(*dense) in other
-    bill = " ".join((ROOT / "docs" / "the-bill.md").read_text(encoding="utf-8").split())
-    assert f"where {_ms(eight[SHORT, 'int8', None, 'top:32'])[0]} ms were measured, in launches of eight" in bill
+    page = " ".join((ROOT / "docs" / "cost-model.md").read_text(encoding="utf-8").split())
+    assert f"where {_ms(eight[SHORT, 'int8', None, 'top:32'])[0]} ms were measured, in launches of eight" in page
 
 
 def test_how_many_times_faster_packed_steps_are_is_what_the_results_say():

@@ -33,7 +33,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CLIENTS = ROOT / "serving" / "clients"  # clients in other languages, and READMEs of all: no part of a Python package
 SOURCES = [path for folder in LAYERS for path in sorted((ROOT / folder).rglob("*.py")) if CLIENTS not in path.parents]
 SCRIPTS = sorted((ROOT / "benchmarks").rglob("*.py"))
-ALL_PYTHON = SOURCES + SCRIPTS + [path for folder in ("tests", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
+ALL_PYTHON = SOURCES + SCRIPTS + [path for folder in ("examples", "tests", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def label(path: Path) -> str:
@@ -120,19 +120,19 @@ def test_imports_point_one_way():
     ("name", "code"),
     [
         ("pallas_kernels.merge", "import kvjax"),
-        ("pallas_kernels.merge", "def f():\n    from kvjax.cache import types"),
-        ("kvjax.model", "from kvjax.models.decoder import TransformerDecoder"),
-        ("kvjax.engine", "from kvjax import models"),
-        ("kvjax.engine", "from . import models"),
+        ("pallas_kernels.merge", "def f():\n    from kvjax.cache import arrays"),
+        ("kvjax.model.config", "from kvjax.models.decoder import TransformerDecoder"),
+        ("kvjax.engine.engine", "from kvjax import models"),
+        ("kvjax.generation", "from . import models"),
         ("kvjax.cache.arrays", "from ..models import load"),
-        ("kvjax.engine", "from kvjax import load"),
-        ("kvjax.engine", "import importlib\nimportlib.import_module('kvjax.models.loading')"),
+        ("kvjax.engine.engine", "from kvjax import load"),
+        ("kvjax.engine.engine", "import importlib\nimportlib.import_module('kvjax.models.loading')"),
         ("kvjax.models.loading", "import kvjax.serving.cli"),
         ("kvjax.serving.cli.bench", "from benchmarks.run import main"),
         ("kvjax.__init__", "from kvjax.models import load"),
         ("kvjax.__main__", "from kvjax.serving.cli import main"),
         ("kvjax.__init__", "if TYPE_CHECKING:\n    pass\nfrom kvjax.models import load"),
-        ("kvjax.engine", "if TYPE_CHECKING:\n    from kvjax.models import load"),
+        ("kvjax.engine.engine", "if TYPE_CHECKING:\n    from kvjax.models import load"),
     ],
 )
 def test_an_upward_import_is_found(name, code):
@@ -142,8 +142,8 @@ def test_an_upward_import_is_found(name, code):
 @pytest.mark.parametrize(
     ("name", "code"),
     [
-        ("kvjax.engine", "import kvjax.model\nfrom pallas_kernels.merge import merge_attention"),
-        ("kvjax.models.loading", "from kvjax.model import ModelConfig\nfrom .decoder import init_params"),
+        ("kvjax.engine.engine", "import kvjax.model.config\nfrom pallas_kernels.merge import merge_attention"),
+        ("kvjax.models.loading", "from kvjax.model.config import ModelConfig\nfrom .decoder import init_params"),
         ("kvjax.serving.cli", "from kvjax import load"),
         ("kvjax.__init__", "HOMES = {'load': 'kvjax.models'}"),
         ("kvjax.__main__", "import importlib\nimportlib.import_module('kvjax.serving.cli').main()"),
@@ -171,7 +171,7 @@ def imports_of(code: dict[str, ast.Module]) -> dict[str, set[str]]:
 
 
 HARNESS = ("pallas_kernels.bench", "kvjax.serving.bench", "kvjax.serving.cli.bench", "benchmarks")
-STILL = {f"kvjax.serving.cli.{name}" for name in ("bill", "bill_fit", "bill_mesh", "doctor", "echo")}
+STILL = {f"kvjax.serving.cli.{name}" for name in ("cost", "cost_fit", "cost_mesh", "doctor", "echo")}
 
 
 def test_only_benchmarks_import_the_harness():
@@ -209,15 +209,15 @@ def test_imports_make_no_circle():
 @pytest.mark.parametrize(
     ("name", "code"),
     [
-        ("kvjax.engine", "import kvjax.bill"),
-        ("kvjax.engine", "from kvjax.bill.auto_decode import Auto"),
-        ("kvjax.engine", "if TYPE_CHECKING:\n    from kvjax.scheduler import Scheduler"),
-        ("kvjax.engine", "def f():\n    from kvjax.bill import calibration"),
-        ("kvjax.engine", "import importlib\nimportlib.import_module('kvjax.bill.auto_decode')"),
-        ("kvjax.policies.decode.naming", "from kvjax.bill.auto_decode import Auto"),
-        ("kvjax.policies.prefill.naming", "def f():\n    from kvjax.bill.auto_prefill import AutoPrefill"),
-        ("kvjax.cache.spec", "from kvjax.engine import Engine"),
-        ("kvjax.cache.spec", "from ..engine import Engine"),
+        ("kvjax.engine.engine", "import kvjax.cost_model"),
+        ("kvjax.engine.engine", "from kvjax.cost_model.auto import Auto"),
+        ("kvjax.engine.engine", "if TYPE_CHECKING:\n    from kvjax.scheduler.scheduler import Scheduler"),
+        ("kvjax.engine.engine", "def f():\n    from kvjax.cost_model import auto"),
+        ("kvjax.engine.engine", "import importlib\nimportlib.import_module('kvjax.cost_model.auto')"),
+        ("kvjax.policies.decode.naming", "from kvjax.cost_model.auto import Auto"),
+        ("kvjax.policies.prefill.naming", "def f():\n    from kvjax.cost_model.auto import AutoPrefill"),
+        ("kvjax.cache.spec", "from kvjax.engine.engine import Engine"),
+        ("kvjax.cache.spec", "from ..generation import generate"),
         ("kvjax.registry", "from kvjax.policies.decode.naming import parse"),
         ("kvjax.models.saving", "def f():\n    from kvjax.models import loading\n    from kvjax.models.causal_lm import CausalLM"),
         ("pallas_kernels.pages", "from pallas_kernels.gather_attention import gather_attention"),
@@ -230,9 +230,9 @@ def test_a_circle_of_imports_is_found(name, code):
 
 def test_imports_that_make_no_circle_are_allowed():
     code = {
-        "kvjax.engine": "if TYPE_CHECKING:\n    from kvjax.memory import MemoryPlan\nimport kvjax.model",
-        "kvjax.generation": "from kvjax.engine import Engine\nfrom kvjax import Request",
-        "kvjax.__init__": "from kvjax.generation import run\nfrom kvjax.engine import Engine",
+        "kvjax.engine.engine": "if TYPE_CHECKING:\n    from kvjax.engine.capacity_plan import MemoryPlan\nimport kvjax.model.config",
+        "kvjax.generation": "from kvjax.engine.engine import Engine\nfrom kvjax import Request",
+        "kvjax.__init__": "from kvjax.generation import run\nfrom kvjax.engine.engine import Engine",
     }
     assert not circle(imports_of({name: ast.parse(text) for name, text in code.items()}))
 
@@ -454,7 +454,7 @@ def test_what_is_imported_is_declared():
 @pytest.mark.parametrize(
     ("code", "count"),
     [
-        ("import numpy\nfrom scipy import stats\nimport kvjax.model, json", 0),
+        ("import numpy\nfrom scipy import stats\nimport kvjax.model.config, json", 0),
         ("import pandas", 1),
         ("def f():\n    import pandas", 1),
         ("import matplotlib", 1),
@@ -465,7 +465,7 @@ def test_what_is_imported_is_declared():
     ],
 )
 def test_an_import_of_what_may_not_be_installed_is_found(code, count):
-    assert len(undeclared_imports(ast.parse(code), "kvjax.engine")) == count
+    assert len(undeclared_imports(ast.parse(code), "kvjax.engine.engine")) == count
 
 
 def test_extras_are_those_of_pyproject():
@@ -534,8 +534,8 @@ DANGEROUS = {
 ALLOWED = {
     "kvjax/__init__.py": "import_module: names of its own table",
     "kvjax/__main__.py": "import_module: the command line",
-    "kvjax/cache/spanning.py": "ctypes: libcuda.so.1",
-    "kvjax/processes.py": "pickle: messages between the processes of one job",
+    "kvjax/cache/host_pool/mapped_memory.py": "ctypes: libcuda.so.1",
+    "kvjax/scheduler/processes.py": "pickle: messages between the processes of one job",
     "kvjax/registry.py": "exec, literal_eval, import_module: policies that the command line or code names",
     "models/__init__.py": "import_module: names of its own table",
     "pallas_kernels/bench/torch_sdpa.py": "subprocess: this Python, modules named by the caller",

@@ -15,18 +15,18 @@ from character_tokenizer import make_tokenizer
 from tiny_models import make_model
 
 from kvjax import Engine, load
-from kvjax.bill import Evidence, recorded_evidence
-from kvjax.bill.evidence import read_evidence
-from kvjax.bill.step_bill import Price, interpolated
-from kvjax.cache.disk_store import DiskStore
-from kvjax.cache.files import write_sequence
+from kvjax.cache.stores.disk import DiskStore
+from kvjax.cache.stores.sequence_file import write_sequence
+from kvjax.cost_model import Evidence, Price, recorded_evidence
+from kvjax.cost_model.evidence import read_evidence
+from kvjax.cost_model.predict import interpolated
 from kvjax.fidelity.report import policy_and_keys
 from kvjax.models.checkpoint import stored_tensors
 from kvjax.policies.decode import parse as parse_policy
 from kvjax.policies.decode import parse_recorded, register
 from kvjax.policies.prefill.naming import built_in_name, parse_recorded_prefill
-from kvjax.prompts import chat_ids
 from kvjax.serving.batch.records import parse as parse_record
+from kvjax.text.tokenization import chat_ids
 
 ROOT = Path(__file__).parent.parent
 
@@ -63,7 +63,7 @@ ROADS = {
     "a name in data": parse_recorded,
     "a name of prefill in data": parse_recorded_prefill,
     "a row of evidence": evidence,
-    "a price of a bill": lambda name: interpolated(parse_policy("top:8"), {name: Price(0.0)}),
+    "a price of a cost model": lambda name: interpolated(parse_policy("top:8"), {name: Price(0.0)}),
     "a panel": policy_and_keys,
 }
 
@@ -78,11 +78,10 @@ def test_a_name_in_data_is_only_looked_up(trap, road, kind):
 
 
 TYPED = {
-    "kvjax/bill/calibration.py": "arguments",
-    "kvjax/bill/meshes.py": "arguments",
-    "kvjax/bill/regimes.py": "arguments",
-    "kvjax/bill/step_bill.py": "arguments; prices and rows are looked up",
-    "kvjax/declared.py": "arguments of an engine",
+    "kvjax/cost_model/auto.py": "arguments",
+    "kvjax/cost_model/predict.py": "arguments; prices and rows are looked up",
+    "kvjax/cost_model/regimes.py": "arguments",
+    "kvjax/engine/policy_set.py": "arguments of an engine",
     "kvjax/fidelity/echo.py": "a plan",
     "kvjax/fidelity/echo_report.py": "a plan",
     "kvjax/fidelity/panel.py": "a plan",

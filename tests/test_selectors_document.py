@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks.designs import block_scores, loose_bounds, score_kinds
-from kvjax.layers import Rope
-from kvjax.rope import turned
+from kvjax.model.layers import Rope
+from kvjax.model.rope import turned
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

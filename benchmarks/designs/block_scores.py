@@ -38,8 +38,8 @@ from benchmarks.designs.score_kinds import BLOCK, SCORES, Layer, Score, combined
 from benchmarks.report import source
 from kvjax.fidelity.needle import NeedleTask, Trial, documentation_text, encode_text, vocabulary_words
 from kvjax.fidelity.retrieval import prompt_start
-from kvjax.identity import fingerprint
-from kvjax.model import Heads
+from kvjax.model.identity import fingerprint
+from kvjax.model.protocols import Heads
 from pallas_kernels.core.results import write_result
 
 SINK, LOCAL, KEPT, WIDER = 1, 4, 8, 32

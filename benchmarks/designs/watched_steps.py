@@ -3,9 +3,9 @@
     python -m benchmarks.designs.watched_steps --json designs-watched-programs.json
 
 Random weights and pages, one sequence, each job by a `kvjax.Scheduler` from its first token on. Steps between two that are measured run
-the program of the unwatched policy, unless a head has an alarm (`kvjax.watching`). `of_plain`: the time of a step, divided by that of the
-unwatched job with as many steps per launch. `same_bits`: whether tokens and log-probabilities are those of the unwatched policy, in steps
-of both programs. Before, one program tested a flag in each layer of each step (`designs-watched-steps.json`).
+the program of the unwatched policy, unless a head has an alarm (`kvjax.engine.watching`). `of_plain`: the time of a step, divided by that
+of the unwatched job with as many steps per launch. `same_bits`: whether tokens and log-probabilities are those of the unwatched policy, in
+steps of both programs. Before, one program tested a flag in each layer of each step (`designs-watched-steps.json`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import typer
 
 from benchmarks.hollow import HollowEngine, random_model
 from kvjax import Request, Sampling, Scheduler
+from kvjax.engine.sampling import SamplingRows
 from kvjax.policies.decode.watched import EVERY
-from kvjax.sampling import SamplingRows
 from kvjax.serving.bench.decode import PAGE_SIZE, config_of
 from pallas_kernels.core.results import write_result
 

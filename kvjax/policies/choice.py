@@ -1,4 +1,4 @@
-"""Policies that choose another policy on the host, before a step or a chunk runs. `auto` of `kvjax.bill` is one of each kind.
+"""Policies that choose another policy on the host, before a step or a chunk runs. `auto` of `kvjax.cost_model` is one of each kind.
 
 An engine binds such a policy to its model once, when the engine is built or the policy first named, and runs what `choose` returns.
 """
@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Self
 
+from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.cache.index_spec import IndexSpec
-from kvjax.cache.spanning import FrameCounts
-from kvjax.model import Model
+from kvjax.model.protocols import Model
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.prefill.base import PrefillPolicy
 from kvjax.policies.prefill.dense import DensePrefill
@@ -23,7 +23,7 @@ class Choice:
     """The policy that runs, and why.
 
     seconds, dense_seconds: predicted for the choice and for dense; None if they were not compared. projection: why the prediction goes
-    beyond what was measured, as in `kvjax.bill.Prediction`; empty if it does not.
+    beyond what was measured, as in `kvjax.cost_model.Prediction`; empty if it does not.
     """
 
     policy: DecodePolicy | PrefillPolicy

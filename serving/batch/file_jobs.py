@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from kvjax.guard import interrupts
+from kvjax.engine.call_lock import interrupts
 from kvjax.serving.batch.continuing import check_noise, check_same, check_setup, draws
 from kvjax.serving.batch.inputs import BYTES, Reading
 from kvjax.serving.batch.partial import Partial

@@ -161,7 +161,7 @@ class Journal:
 
     def _check(self, found: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any]:
         """ValueError if the job of the header `found` may not go on as `header`. Returns what the file must be told of the header."""
-        from kvjax.identity import check_fingerprint  # it imports JAX, and `kvjax --help` must be fast
+        from kvjax.model.identity import check_fingerprint  # it imports JAX, and `kvjax --help` must be fast
 
         check_fingerprint(found.get("model"), str(self.path), "delete the file to start over")
         for name, value in header.items():

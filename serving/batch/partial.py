@@ -88,7 +88,7 @@ class Partial(Journal):
         return None if header is None else EarlierRun(header, lines)
 
     def _check(self, found: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any]:
-        from kvjax.identity import check_fingerprint  # it imports JAX, and `kvjax --help` must be fast
+        from kvjax.model.identity import check_fingerprint  # it imports JAX, and `kvjax --help` must be fast
 
         check_fingerprint(found.get("model"), str(self.path), "delete the file to start over")
         changed = check_same(self.path, found, header, **self._options)

@@ -1,13 +1,13 @@
 """`kvjax bench decode`: how long a whole decode step takes, embedding to sampled token, with random weights and a random cache.
 
 There is no prefill: keys, values and their indexes are made on the device, and pages have a random order. The steps are the engine's own
-(`kvjax.steps.decode_and_sample`, cache donated). Each step is fed the tokens that the one before sampled, and the host waits only at the
-end of a round. Policies take turns on one cache, round by round, always over the same positions. Steps with drafts keep to these positions
-too, because no draft is ever accepted: a step adds one token, however many it writes. Several steps in one launch
-(`kvjax.launches.decode_steps`) are timed together: a row has the time of one of them.
+(`kvjax.engine.steps.decode_and_sample`, cache donated). Each step is fed the tokens that the one before sampled, and the host waits only at
+the end of a round. Policies take turns on one cache, round by round, always over the same positions. Steps with drafts keep to these
+positions too, because no draft is ever accepted: a step adds one token, however many it writes. Several steps in one launch
+(`kvjax.engine.multi_step.decode_steps`) are timed together: a row has the time of one of them.
 
 Weights and pages may be packed. On a mesh, they are made on their devices, and a row also holds what the program exchanges
-(`kvjax.bill.exchanges`).
+(`kvjax.cost_model.exchanges`).
 """
 
 from __future__ import annotations
@@ -28,28 +28,29 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.axes import CONTEXT, TENSOR, Shards, mesh, spec_of
-from kvjax.bill.exchanges import counts_in
-from kvjax.bill.volume import rows_bytes, step_bytes
 from kvjax.cache import MOST_TOKENS, OPEN, Cache, CacheSpec, IndexSpec, PagedKV, pages_of_step
 from kvjax.cache.arrays import OpenRows, layer_specs
 from kvjax.cache.formats import CacheFormat
+from kvjax.cache.page_tables import page_table, table_width
 from kvjax.cache.spec import PagedSpec
-from kvjax.cache.tables import page_table, table_width
-from kvjax.decoding import DRAFTS
-from kvjax.launches import STOP_IDS, Ends, decode_steps
-from kvjax.learning import state_specs
-from kvjax.model import ModelConfig, Params, uniform_config
+from kvjax.compilation import compiled
+from kvjax.cost_model.bytes import rows_bytes, step_bytes
+from kvjax.cost_model.exchanges import counts_in
+from kvjax.engine.decode_runner import DRAFTS
+from kvjax.engine.multi_step import STOP_IDS, Ends, decode_steps
+from kvjax.engine.page_eviction import check_several
+from kvjax.engine.policy_state import state_specs
+from kvjax.engine.sampling import SamplingRows
+from kvjax.engine.step_output import Reads
+from kvjax.engine.steps import decode_and_sample
+from kvjax.model.config import ModelConfig, uniform_config
+from kvjax.model.protocols import Params
+from kvjax.model.weight_formats import format_function, table_shape, weights_bytes
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.models.loading import read_config
-from kvjax.outcomes import Reads
-from kvjax.packing import format_function, table_shape, weights_bytes
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import Cascade, DecodePolicy, Watched, name_of, parse
-from kvjax.programs import compiled
-from kvjax.release import check_several
-from kvjax.sampling import SamplingRows
 from kvjax.serving.bench.random_model import dealt_out, packed_layer, placed, random_params
-from kvjax.steps import decode_and_sample
 from pallas_kernels import dispatch
 from pallas_kernels.bench.cases import PAGE_SIZE
 from pallas_kernels.bench.inputs import memory_bytes, pool_pages, random_pages
@@ -273,7 +274,7 @@ def bytes_read(plan: Plan, policy: DecodePolicy, length: int, keys: int, params:
     """Bytes that one step has to read: all weights, but of the embedding one row per token (all of it if it is also the head); K and V of
     `keys` tokens, a sum over layers, KV heads and rows; and the policy's indexes of whole sequences. On a mesh, those of one device: its
     weights, an equal share of the keys, and the indexes of its pages. The open page of each row is not packed. Of `Cascade`, what
-    `kvjax.bill.volume.step_bytes` counts: it reads a part of its second index."""
+    `kvjax.cost_model.bytes.step_bytes` counts: it reads a part of its second index."""
     config, item = plan.config, jnp.dtype(plan.config.compute_dtype).itemsize
     weights = sum(map(bytes_of, jax.tree.leaves(params)))
     if not config.tie_embeddings:

@@ -17,10 +17,11 @@ from kvjax.cache import IndexSpec, PagedKV
 from kvjax.cache.arrays import OpenRows
 from kvjax.cache.index_spec import over_packed
 from kvjax.cache.spec import PagedSpec
-from kvjax.model import ModelConfig, Params
+from kvjax.engine.sharding import param_specs
+from kvjax.model.config import ModelConfig
+from kvjax.model.protocols import Params
+from kvjax.model.weight_formats import pack_params
 from kvjax.models.decoder import TransformerDecoder, init_params
-from kvjax.packing import pack_params
-from kvjax.sharding import param_specs
 from pallas_kernels.pack_pages import pack_pages
 from pallas_kernels.page_format import unpack
 from pallas_kernels.page_index import page_index

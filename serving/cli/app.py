@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
-from kvjax.guard import pressed_again
+from kvjax.engine.call_lock import pressed_again
 from kvjax.registry import passed_through_a_policy_file, place_and_error
 from kvjax.serving.cli.batch import batch_command
 from kvjax.serving.cli.bench import bench_app
-from kvjax.serving.cli.bill import bill_app, regime_map_command
+from kvjax.serving.cli.cost import cost_app
 from kvjax.serving.cli.doctor import doctor_command
 from kvjax.serving.cli.echo import echo_command
 from kvjax.serving.cli.fidelity import fidelity_command
@@ -64,9 +64,9 @@ from pallas_kernels.core.optional import MissingExtra, needs_extras
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from kvjax.engine import Engine
-    from kvjax.memory import MemoryPlan
-    from kvjax.model import Model
+    from kvjax.engine.capacity_plan import MemoryPlan
+    from kvjax.engine.engine import Engine
+    from kvjax.model.protocols import Model
 
 app = typer.Typer(
     name="kvjax",
@@ -168,10 +168,10 @@ def generate_command(
         first = job is None or job.number == 0
         text = _prompt_text(prompt, file) if first else ""
 
-        from kvjax.messages import chat_ids
-        from kvjax.prompts import encode
-        from kvjax.sampling import Sampling
+        from kvjax.engine.sampling import Sampling
         from kvjax.serving.batch.setup import mesh_of
+        from kvjax.text.messages import chat_ids
+        from kvjax.text.tokenization import encode
 
         sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
         if job is not None:
@@ -223,8 +223,8 @@ def score_command(
 
     import numpy as np
 
-    from kvjax.prompts import encode
-    from kvjax.scoring import score
+    from kvjax.scheduler.scoring import score
+    from kvjax.text.tokenization import encode
     from pallas_kernels.core.files import finite
 
     loaded = load_model(model, dtype, max_positions, weights=weights, lora=lora)
@@ -261,14 +261,24 @@ def demo_command(
     run_demo(picture, prompts=prompts, length=length, seed=seed)
 
 
+UNREAD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Settings of a command that takes any arguments."""
+
 # --help lists commands in this order: those that answer prompts first.
 app.command("doctor")(doctor_command)
 app.command("needle")(needle_command)
 app.command("fidelity")(fidelity_command)
 app.command("echo")(echo_command)
-app.command("regime-map")(regime_map_command)
 app.add_typer(bench_app, name="bench")
-app.add_typer(bill_app, name="bill")
+app.add_typer(cost_app, name="cost")
+
+
+@app.command("bill", hidden=True, context_settings=UNREAD)
+@app.command("regime-map", hidden=True, context_settings=UNREAD)
+def former_command(ctx: typer.Context) -> None:
+    """Refuse a former command, and name what took its place."""
+    now = "kvjax cost: predict, fit, choose, evidence, regimes" if ctx.info_name == "bill" else "kvjax cost regimes"
+    raise typer.BadParameter(f"it is {now} now", param_hint=f"kvjax {ctx.info_name}")
 
 
 def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool) -> None:
@@ -279,7 +289,7 @@ def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool) -> None:
     from rich.console import Console
 
     from kvjax.generation import run
-    from kvjax.requests import Request
+    from kvjax.scheduler.request import Request
     from kvjax.serving.progress import bar
 
     console = Console(stderr=True)
@@ -324,7 +334,7 @@ def _engine(
     mesh: Mesh | None = None,
 ) -> Engine:
     """An engine for one sequence of up to `tokens` tokens."""
-    from kvjax.engine import Engine
+    from kvjax.engine.engine import Engine
     from kvjax.serving.batch.setup import plan_beside_weights
 
     if pages is None and page_size > 0:

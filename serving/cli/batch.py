@@ -45,7 +45,7 @@ from kvjax.serving.cli.options import (
 from pallas_kernels.core.optional import needs_extras
 
 if TYPE_CHECKING:
-    from kvjax.processes import Processes
+    from kvjax.scheduler.processes import Processes
     from kvjax.serving.batch.records import Defaults
     from kvjax.serving.batch.results import Summary
     from kvjax.serving.batch.setup import Setup

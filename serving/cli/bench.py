@@ -10,15 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvjax.serving.cli.help_pages import WholeSentences
-from kvjax.serving.cli.options import (
-    LARGEST_BATCH,
-    ImplementationOption,
-    JsonOption,
-    forced_to,
-    named_run,
-    parse_lengths,
-    whole,
-)
+from kvjax.serving.cli.options import LARGEST_BATCH, ImplementationOption, JsonOption, forced_to, named_run, parse_lengths, whole
 
 PackedWeightsOption = Annotated[
     str,
@@ -132,9 +124,9 @@ def decode_command(
     The steps are those of the engine. Dense and sparse steps take turns on one cache. On a GPU, a profile of a few steps shows where the
     time goes. With --steps-per-launch, a row of several steps in one launch has the time of one of them. With --drafts the table shows the
     cost of steps of several tokens, compared with steps of 1 if 1 is among them. With --tensor and --context, rows of several meshes, to
-    which kvjax bill fit fits terms for exchanges between devices. With --weights and --cache-format, rows of packed weights and pages, for
-    each of which kvjax bill fit makes a bill. Bills are fitted to rows of one step per launch, or of
-    kvjax bill fit --steps-per-launch, and terms of meshes to those of most steps.
+    which kvjax cost fit fits terms for exchanges between devices. With --weights and --cache-format, rows of packed weights and pages, for
+    each of which kvjax cost fit makes a cost model. They are fitted to rows of one step per launch, or of
+    kvjax cost fit --steps-per-launch, and terms of meshes to those of most steps.
     """
     from kvjax.cache.formats import parse_cache_format
     from kvjax.serving.bench.decode import Plan, config_of, policies_of
@@ -171,7 +163,7 @@ def _meshes(tensor: str, context: str) -> list[tuple[int, int]]:
 
 def _packed(weights: str, cache_format: list[str] | None) -> list[tuple[str | None, str | None]]:
     """Pairs of how weights and pages are packed; None: not."""
-    from kvjax.packing import SCHEMES
+    from kvjax.model.weight_formats import SCHEMES
 
     if unknown := [each for each in weights.split(",") if each not in ("none", *SCHEMES)]:
         raise typer.BadParameter(f"{unknown[0]!r} is not one of none, {', '.join(SCHEMES)}", param_hint="--weights")
@@ -238,6 +230,6 @@ def _measured(plans: Sequence[Any], json_out: Path | None, implementation: str |
         for row in itertools.chain.from_iterable(run_plan(plan, copy["bytes_per_s"], say) for plan in plans):
             rows.append(row)
             if json_out is not None:
-                kind = "decode" if plans[0].drafts == (1,) else "drafts"  # no bill is fitted to rows of drafts
+                kind = "decode" if plans[0].drafts == (1,) else "drafts"  # no cost model is fitted to rows of drafts
                 write_result(json_out, named_run(kind, implementation) | {"copy": copy, "rows": rows})
     return rows

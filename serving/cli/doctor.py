@@ -88,27 +88,28 @@ def _show_ops(checks: Sequence[Check], dtype: str) -> None:
 
 
 def step_rows(bytes_per_s: float, *, measured: bool = True) -> list[dict[str, Any]]:
-    """What decode steps of a 7B model take on this device, in seconds: by the built-in bill of the device where there is one ("bill"), else
-    their bytes over the bandwidth of a copy ("bytes"), which a GPU's steps do not reach and a CPU, which reads faster than it copies, may.
+    """What decode steps of a 7B model take on this device, in seconds: by the built-in cost model of the device where there is one ("cost
+    model"), else their bytes over the bandwidth of a copy ("bytes"), which a GPU's steps do not reach and a CPU, which reads faster than it
+    copies, may.
 
-    bytes_per_s: copy bandwidth. measured: whether steps run as they did when bills were measured, on no other platform's path.
+    bytes_per_s: copy bandwidth. measured: whether steps run as they did when cost models were measured, on no other platform's path.
     """
     import jax
 
-    from kvjax.bill.step_bill import known_bill
-    from kvjax.bill.volume import step_bytes
+    from kvjax.cost_model.bytes import step_bytes
+    from kvjax.cost_model.predict import known_cost_model
     from kvjax.policies.decode import parse
     from kvjax.serving.bench.decode import SHAPES
 
     config = SHAPES[SHAPE]
-    bill = known_bill(jax.local_devices()[0].device_kind, config, "bfloat16") if measured else None
+    cost = known_cost_model(jax.local_devices()[0].device_kind, config, "bfloat16") if measured else None
     rows = []
     for length in LENGTHS:
         for policy in POLICIES:
             moved = step_bytes(config, parse(policy), length).from_device
-            seconds = bill.predict(config, policy, length).seconds if bill else moved / bytes_per_s
+            seconds = cost.predict(config, policy, length).seconds if cost else moved / bytes_per_s
             fields = {"shape": SHAPE, "tokens": length, "policy": policy, "bytes": moved}
-            rows.append(fields | {"seconds": seconds, "source": "bill" if bill else "bytes"})
+            rows.append(fields | {"seconds": seconds, "source": "cost model" if cost else "bytes"})
     return rows
 
 
@@ -116,13 +117,14 @@ def _show_steps(rows: Sequence[dict[str, Any]], bytes_per_s: float) -> None:
     from pallas_kernels.core.tables import show, table, tokens_text
 
     typer.echo(f"copy bandwidth, measured: {bytes_per_s / 1e9:,.1f} GB/s, read and written")
-    by_bill = rows[0]["source"] == "bill"
+    by_model = rows[0]["source"] == "cost model"
     lines = [
         (f"`{row['policy']}`, {tokens_text(row['tokens'])} tokens", f"{row['bytes'] / 1e9:.1f}", f"{row['seconds'] * 1e3:,.2f}")
         for row in rows
     ]
-    show(table((f"a decode step of {SHAPE}", "GB", "ms" if by_bill else "ms at the bandwidth above"), lines))
-    if not by_bill:
+    show(table((f"a decode step of {SHAPE}", "GB", "ms" if by_model else "ms at the bandwidth above"), lines))
+    if not by_model:
         typer.echo(
-            "No bill is fitted to this device: the times are the bytes over the copy's bandwidth. `kvjax bench decode` measures steps."
+            "No cost model is fitted to this device: the times are the bytes over the copy's bandwidth. "
+            "`kvjax bench decode` measures steps."
         )

@@ -71,7 +71,7 @@ def echo_command(
     from kvjax.fidelity.echo import EchoPlan, EchoRun
     from kvjax.fidelity.echo_report import summarize
     from kvjax.fidelity.echo_tables import COLUMNS, echo_rows, remarks
-    from kvjax.identity import fingerprint
+    from kvjax.model.identity import fingerprint
     from kvjax.serving.bench.prefill import dense_at
     from kvjax.serving.progress import bar
     from pallas_kernels.core.results import write_result

@@ -210,7 +210,7 @@ def describe(panel: Panel) -> dict[str, Any]:
 
     import jax
 
-    from kvjax.identity import fingerprint
+    from kvjax.model.identity import fingerprint
     from kvjax.policies.decode import identity, parse
     from pallas_kernels.core.results import versions
 

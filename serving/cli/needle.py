@@ -125,7 +125,7 @@ def needle_command(
             f"{pair['prefill']} prefill, {pair['policy']} decode: -{pair['lost']}/+{pair['gained']} beside {prefills[0]}, {difference}"
         )
     if json_out is not None:
-        from kvjax.identity import fingerprint
+        from kvjax.model.identity import fingerprint
 
         ran = {"model": model, "fingerprint": fingerprint(loaded), "dtype": loaded.config.compute_dtype}
         ran |= {"cache_format": cache_format} if cache_format else {}

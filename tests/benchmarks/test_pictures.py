@@ -16,8 +16,8 @@ from matplotlib.text import Text
 from benchmarks import echo_pictures, report
 from benchmarks import evidence as documents
 from benchmarks.top_k import report as top_k_report
-from kvjax.bill import known_bill
-from kvjax.bill.regimes import regime_map, save
+from kvjax.cost_model import known_cost_model
+from kvjax.cost_model.regimes import regime_map, save
 from kvjax.fidelity import plots
 from kvjax.models.loading import read_config
 from kvjax.serving.bench.decode import SHAPES
@@ -117,8 +117,8 @@ def test_a_panel_has_a_colour_per_policy(drawn, tmp_path):
 def test_a_regime_map_has_no_hatching_and_a_scale_of_its_data(drawn, tmp_path):
     config = SHAPES["qwen2.5-7b"]
     lengths, batches = [int(n) for n in np.geomspace(512, 2**20, 17)], [1, 2, 4, 8, 16, 32, 64]
-    bill = known_bill("NVIDIA H200", config, "bfloat16")
-    maps = [regime_map(bill, config, name, lengths, batches, memory_bytes=131 * 2**30) for name in ("top:8", "top:32")]
+    cost = known_cost_model("NVIDIA H200", config, "bfloat16")
+    maps = [regime_map(cost, config, name, lengths, batches, memory_bytes=131 * 2**30) for name in ("top:8", "top:32")]
     save(maps, tmp_path / "map.png", [(8192, 1)])
     (figure,) = drawn
     check(figure)
@@ -130,8 +130,8 @@ def test_a_regime_map_has_no_hatching_and_a_scale_of_its_data(drawn, tmp_path):
 
 
 def test_a_regime_map_is_titled_by_the_model_it_is_of(drawn, tmp_path):
-    bill = known_bill("NVIDIA H200", SHAPES["qwen2.5-7b"], "bfloat16")
-    other = regime_map(bill, SHAPES["llama-3.1-8b"], "top:8", [8192, 16_384], [1, 2], model="my-model")
+    cost = known_cost_model("NVIDIA H200", SHAPES["qwen2.5-7b"], "bfloat16")
+    other = regime_map(cost, SHAPES["llama-3.1-8b"], "top:8", [8192, 16_384], [1, 2], model="my-model")
     assert other.figures()["model"] == "my-model"
     save([other], tmp_path / "map.png")
     assert drawn[0].axes[0].get_title().endswith("NVIDIA H200, my-model")
@@ -139,9 +139,9 @@ def test_a_regime_map_is_titled_by_the_model_it_is_of(drawn, tmp_path):
 
 @pytest.mark.long
 def test_no_line_of_a_regime_map_is_cut_by_its_label(drawn, tmp_path):
-    bill = known_bill("NVIDIA H200", SHAPES["qwen2.5-7b"], "bfloat16")
+    cost = known_cost_model("NVIDIA H200", SHAPES["qwen2.5-7b"], "bfloat16")
     lengths = [int(n) for n in np.geomspace(4096, 2**20, 65)]
-    found = regime_map(bill, read_config("needle"), "top:8", lengths, list(range(1, 65)), model="needle")
+    found = regime_map(cost, read_config("needle"), "top:8", lengths, list(range(1, 65)), model="needle")
     save([found], tmp_path / "map.png")
     (lines,) = (each for each in drawn[0].axes[0].collections if isinstance(each, ContourSet))
     assert 1 in lines.levels

@@ -191,7 +191,8 @@ def test_policies_written_out_are_told_apart_by_what_differs():
 def test_layers_of_a_model_over_a_text(model, monkeypatch):
     """Dense is its own oracle; a policy that reads less has an error, and so few keys as its lists, sinks and window hold."""
     monkeypatch.setattr(prefill_layers, "CALLS", 1)
-    policies = [parse_prefill(name) for name in ("window:64+1024", "mean:1")]
+    peer = Path(__file__).parents[2] / "benchmarks" / "peers" / "mean.py"
+    policies = [parse_prefill(name) for name in ("window:64+1024", f"{peer}:MeanPooled:1")]
     policies.append(BoundsBlocks(1, sink_tokens=128, window_tokens=128, dense_below=0))
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, 512).tolist()
     rows = list(prefill_layers.layer_rows("tiny", model, tokens, policies))
@@ -284,7 +285,7 @@ def test_the_command_times_every_length_and_writes_what_it_found(tmp_path, monke
     [
         (lambda: prefill_layers.layers_command("needle", "1k,1000", "momo:4/2"), "multiple of 128 tokens, got 1000"),
         (lambda: prefill_ops.ops_command("tiny", "1k", "dense"), "got 'dense': name a sparse one"),
-        (lambda: prefill_measures.measures_command("needle", "2k", "mean:4", chunk=100), "chunk 100 must be a positive multiple"),
+        (lambda: prefill_measures.measures_command("needle", "2k", "bounds:4", chunk=100), "chunk 100 must be a positive multiple"),
         (lambda: prefill_ops.make_prompt("tiny", 100), "multiple of 128"),
         (lambda: read_prompt("needle", None, (), 10**7), "give more with --text"),
     ],
@@ -299,7 +300,7 @@ def test_what_makes_no_sense_is_refused(run, message):
     [
         (lambda: prefill_ops.ops_command("tiny", "1k", "momo:4/2", "int8"), "'int8' is not one of"),
         (lambda: prefill_ops.ops_command("needle", "1k", "momo:4/2"), "models: benchmarks.prefill_layers"),
-        (lambda: prefill_measures.measures_command("needle", "2k", "mean:4", text=[Path("none.txt")]), "there is no file none.txt"),
+        (lambda: prefill_measures.measures_command("needle", "2k", "bounds:4", text=[Path("none.txt")]), "there is no file none.txt"),
     ],
 )
 def test_what_an_option_cannot_be_is_refused(run, message):
@@ -313,9 +314,9 @@ def test_measures_take_chunk_and_dtype(monkeypatch, tmp_path):
     monkeypatch.setattr(prefill_measures, "record_prefill", lambda model, ids, **sizes: asked.append(sizes))
     monkeypatch.setattr(prefill_measures, "measure_recorded", lambda recorded, policy: [{"policy": str(policy), "tokens": 2048} | NUMBERS])
     made = type("Made", (), {"config": type("Config", (), {"compute_dtype": "bfloat16"})})
-    prefill_measures.measures_command("needle", "2k", "mean:4", 256, "bfloat16", json_out=tmp_path / "a.json")
+    prefill_measures.measures_command("needle", "2k", "bounds:4", 256, "bfloat16", json_out=tmp_path / "a.json")
     (row,) = json.loads((tmp_path / "a.json").read_text())["rows"]
-    assert (row["policy"], row["dtype"], row["chunk"]) == ("mean:4", "bfloat16", 256)
+    assert (row["policy"], row["dtype"], row["chunk"]) == ("bounds:4", "bfloat16", 256)
     assert asked == ["bfloat16", {"chunk": 256, "page_size": 128}]
 
 

@@ -13,7 +13,7 @@ from benchmarks import compiling, replicas, report, traffic
 from benchmarks import host as host_time
 from benchmarks import tables as scheduling
 from benchmarks.hollow import HollowEngine, random_model
-from kvjax.plans import Chunk, StepPlan
+from kvjax.engine.step_plan import Chunk, StepPlan
 from kvjax.serving.bench.decode import config_of
 
 CONFIG = config_of("tiny", 1, "float32")

@@ -8,7 +8,7 @@ from scipy import stats
 
 from benchmarks.top_k import score_rows
 from benchmarks.top_k.score_rows import Yarn
-from kvjax import rope
+from kvjax.model import rope
 from kvjax.models import config_json
 
 N = 20_000

@@ -1,4 +1,4 @@
-"""benchmarks/tiers.py with a tiny shape: pages lie where the bill says, and steps read there what it counts."""
+"""benchmarks/tiers.py with a tiny shape: pages lie where the cost model says, and steps read there what it counts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks import reuse, tiered_prompts, tiers
 from benchmarks.hollow import HollowEngine, random_model
 from benchmarks.lists import Fresh, Replayed
 from benchmarks.tables import gigabytes, shape_text, tiered_prefill_cells, tiers_cells
-from kvjax.bill.bus_fitting import read_tier_cells
-from kvjax.bill.volume import pages_on_host
-from kvjax.cache.spanning import FrameCounts
+from kvjax.cache.host_pool.mapped_memory import FrameCounts
+from kvjax.compilation import NAMED
+from kvjax.cost_model.bytes import pages_on_host, step_bytes
+from kvjax.cost_model.fitting import DEVICE, read_cells
 from kvjax.policies.decode import parse
 from kvjax.policies.prefill import parse_prefill
-from kvjax.programs import NAMED
 from kvjax.serving.bench.decode import config_of
 
 CONFIG = config_of("tiny", 1, "float32")
@@ -64,7 +64,7 @@ def test_packed_pages_cross_the_bus_packed(monkeypatch):
     assert 0 < row["host_bytes"] <= row["read_bytes"]
     assert tiers_cells(row)[0] == "tiny, 1 layer, `int8` pages"
     assert tiered_prefill_cells({**row, "chunk": 512, "skipped": "no room"})[0] == tiers_cells(row)[0]
-    assert read_tier_cells({"bench": "tiers", "provenance": {"device": "cpu"}, "rows": [row]}, lambda *_: CONFIG) == {}
+    assert read_cells([{"bench": "tiers", "provenance": {"device": "cpu", "date": "2026"}, "rows": [row]}], lambda *_: CONFIG) == {}
 
 
 def test_launches_of_several_steps_read_what_single_steps_read(monkeypatch):
@@ -78,8 +78,8 @@ def test_launches_of_several_steps_read_what_single_steps_read(monkeypatch):
         assert two["host_bytes"] == pytest.approx(one["host_bytes"], rel=0.01)
         assert two["read_bytes"] == pytest.approx(one["read_bytes"], rel=0.01)
         assert [tiers_cells(row)[2] for row in (one, two)] == [f"`{one['policy']}`", f"`{one['policy']}`, 2 steps per launch"]
-    run = {"bench": "tiers", "provenance": {"device": "cpu"}, "rows": [*alone, *together]}
-    assert [len(read_tier_cells(run, lambda *_: CONFIG, count).popitem()[1][1]) for count in (1, 2)] == [2, 2]
+    run = {"bench": "tiers", "provenance": {"device": "cpu", "date": "2026"}, "rows": [*alone, *together]}
+    assert [len(read_cells([run], lambda *_: CONFIG, count).popitem()[1]) for count in (1, 2)] == [2, 2]
     for count in (3, 17):
         with pytest.raises(ValueError, match=f"steps per launch must be 1 to 16 and divide 8 steps, got {count}"):
             plan(steps=8, steps_per_launch=count)
@@ -93,17 +93,19 @@ def test_launches_of_several_steps_read_what_single_steps_read(monkeypatch):
 
 
 @pytest.mark.long
-def test_pages_lie_and_are_read_where_the_bill_says(rows):
-    run = {"bench": "tiers", "provenance": {"device": "cpu"}, "rows": rows}
-    ((key, (_, tiered)),) = read_tier_cells(run, lambda *_: CONFIG).items()
+def test_pages_lie_and_are_read_where_the_cost_model_says(rows):
+    run = {"bench": "tiers", "provenance": {"device": "cpu", "date": "2026"}, "rows": rows}
+    ((key, tiered),) = read_cells([run], lambda *_: CONFIG).items()
     assert key == ("cpu", "tiny", 1, "float32", None, None)
-    for row, cell in zip(rows, tiered, strict=True):
+    for row in rows:
+        (cell,) = [each for each in tiered if (each.length, each.policy, each.lists) == (row["tokens"], row["name"], row["lists"])]
         frames = FrameCounts(*row["frames"])
         assert row["host_pages"] == pages_on_host(frames, row["mean_length"]) > 0
-        assert cell.bytes.in_place == cell.sized.in_place, "a dense step reads every page there, and no other step any"
+        sized = step_bytes(CONFIG, parse(cell.policy), row["mean_length"], dtype="float32", frames=frames)
+        assert cell.bytes.in_place == sized.in_place, "a dense step reads every page there, and no other step any"
         assert (cell.bytes.in_place > 0) == (cell.policy == "dense") == (cell.bytes.hot_layers == 0) == (cell.hits is None)
         if cell.policy != "dense":
-            assert 0.6 < cell.bytes.listed / cell.sized.listed < 1.5, "spread evenly, about"
+            assert 0.6 < cell.bytes.listed / sized.listed < 1.5, "spread evenly, about"
             assert row["copied_bytes"] == row["host_bytes"]
     shared, fresh = (
         next(each.hits for each in tiered if each.lists == kind and each.policy != "dense") for kind in ("own", "nothing shared")
@@ -131,7 +133,7 @@ def test_what_does_not_fit_is_said(monkeypatch):
         "51 pages are more than the 30 that fit on the device",
     ]
     assert tiers_cells(rows[0])[5] == "does not fit"
-    assert read_tier_cells({"bench": "tiers", "provenance": {"device": "cpu"}, "rows": rows}, lambda *_: CONFIG) == {}
+    assert read_cells([{"bench": "tiers", "provenance": {"device": "cpu", "date": "2026"}, "rows": rows}], lambda *_: CONFIG) == {}
 
 
 @pytest.mark.long
@@ -141,10 +143,9 @@ def test_slow_steps_run_fewer_to_a_round_and_everything_on_the_device_is_timed_b
     (row,) = tiers.tiered_rows(plan(tokens=(4096,), policies=(parse("dense"),), device_bytes=(None,), seconds=1e-9))
     assert (row["steps"], row["samples"], row["mean_length"]) == (1, 2, 4096 + tiers.LEAST + 1)
     assert (row["host_bytes"], row["asked_bytes"], row["frames"], row["host_pages"]) == (0, 0, None, 0)
-    ((_, (resident, tiered)),) = read_tier_cells(
-        {"bench": "tiers", "provenance": {"device": "cpu"}, "rows": [row]}, lambda *_: CONFIG
-    ).items()
-    assert ([(cell.policy, cell.length) for cell in resident], tiered) == ([("dense", 4096)], [])
+    run = {"bench": "tiers", "provenance": {"device": "cpu", "date": "2026"}, "rows": [row]}
+    ((_, (cell,)),) = read_cells([run], lambda *_: CONFIG).items()
+    assert (cell.policy, cell.length, cell.kind) == ("dense", 4096, DEVICE)
 
 
 def test_lists_are_not_read_twice():

@@ -13,7 +13,7 @@ import pytest
 import kvjax
 from kvjax.models import load, read_config
 from kvjax.models.saving import save
-from kvjax.transformers_import import ADVICE
+from kvjax.text.transformers_import import ADVICE
 
 
 @pytest.fixture(scope="module")
@@ -105,4 +105,4 @@ def test_packages_can_be_reached_by_name():
     code += "; import sys; assert 'transformers' not in sys.modules"
     ran = run_python(code)
     assert ran.returncode == 0, ran.stderr
-    assert {"policies", "bill", "models", "load", "generate"} <= set(dir(kvjax))
+    assert {"policies", "cost_model", "models", "load", "generate"} <= set(dir(kvjax))

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import rope
-from kvjax.model import LongRope
+from kvjax.model import rope
+from kvjax.model.config import LongRope
 from kvjax.models import config_json
 from pallas_kernels.elementwise import rotate
 

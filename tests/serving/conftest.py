@@ -9,7 +9,7 @@ import pytest
 from planted_runs import planted_runs
 from tiny_models import TINY, altered
 
-from kvjax.engine import Engine
+from kvjax.engine.engine import Engine
 from kvjax.models import CausalLM, TransformerDecoder, init_params
 
 # Two special tokens, 256 bytes, and room for merges: "needle" keys are made of words that are one token.
@@ -28,8 +28,8 @@ def empty_folder(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def bill_runs(tmp_path):
-    """Two results of `kvjax bench decode` with times of a planted bill."""
+def planted_results(tmp_path):
+    """Two results of `kvjax bench decode` with times of a planted law."""
     return planted_runs(tmp_path)
 
 

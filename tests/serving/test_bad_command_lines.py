@@ -20,12 +20,12 @@ PLAN = "plan --model {model}"
 NEEDLE = "needle --model {model}"
 DECODE = "bench decode --shape tiny --lengths 256 --steps 2 --rounds 1 --policies dense"
 PREFILL = "bench prefill --shape tiny --lengths 256 --policies dense --chunk 128"
-FIT = "bill fit {run}"
-PREDICT = "bill predict"
-CALIBRATE = "bill calibrate --model {model}"
-CHOOSE = "bill choose --model {model}"
-EVIDENCE = "bill evidence {panel} --into {out}"
-REGIME = "regime-map --out {out}.png"
+FIT = "cost fit {run}"
+PREDICT = "cost predict"
+CALIBRATE = "cost fit --model {model}"
+CHOOSE = "cost choose --model {model}"
+EVIDENCE = "cost evidence {panel} --into {out}"
+REGIME = "cost regimes --out {out}.png"
 ECHO = "echo --model {model}"
 SERVE = "serve --model {model}"
 FIDELITY = "fidelity --model {model} --out {out}"
@@ -35,10 +35,12 @@ WRONG = [
     ("no-such-command", "no-such-command"),
     ("--no-such-option", "--no-such-option"),
     ("bench sideways", "sideways"),
+    ("cost pay", "pay"),
+    ("bill fit x", "kvjax cost"),
+    ("regime-map --out x.png", "kvjax cost regimes"),
     ("bench tiers --tokens 1m", "python -m benchmarks.tiers"),
     ("bench session-turn", "python -m benchmarks.session_costs turn"),
     (PREFILL + " --ops", "python -m benchmarks.prefill_ops"),
-    ("bill pay", "pay"),
     ("batch", "IN.jsonl"),
     # serve
     (SERVE + " --disk {none}", "--disk-size"),
@@ -100,19 +102,18 @@ WRONG = [
     (BATCH + " --policy auto:kl=nan,loss=1", "kl=nan"),
     (BATCH + " --policy auto:kl=0,loss=0", "kl=0"),
     (BATCH + " --policy auto:{long}", "characters)"),
-    (BATCH + " --prefill delta:64+1024/99999999999", "delta:64+1024/99999999999"),
+    (BATCH + " --prefill window:64+99999999999", "window:64+99999999999"),
     (BATCH + " --prefill momo:{long}/8", "characters)"),
     (BATCH + " --prefill momo:8", "momo:8"),
     (BATCH + " --prefill momo:8/16", "16"),
     (BATCH + " --prefill window:64+0", "got 0"),
-    (BATCH + " --prefill vertical-slash:99999999999+1", "99999999999"),
+    (BATCH + " --prefill oracle:99999999999", "99999999999"),
     (BATCH + " --prefill top:8", "top:8"),
     (BATCH + " --prefill auto:sure", "'sure'"),
-    ("bill fit-prefill {run}", "no result of kvjax bench prefill --ops"),
-    ("bill fit-prefill {binary}", "not UTF-8"),
-    ("bill evidence-prefill {panel} --into {out}", "no JSON of kvjax echo"),
-    ("bill evidence-prefill {none} --into {out}", "there is no file"),
-    ("bill choose --prefill --model {model} --lengths 8k --level sure", "'sure'"),
+    ("cost fit {run} {panel}", "is missing from"),
+    ("cost fit {binary}", "not UTF-8"),
+    ("cost evidence {none} --into {out}", "there is no file"),
+    ("cost choose --prefill --model {model} --lengths 8k --level sure", "'sure'"),
     (BATCH + " --prefill auto:kl=0,loss=1", "kl=0"),
     ("batch {none} --out {out} --model {model}", "no input file"),
     ("batch {folder} --out {out} --model {model}", "no input file"),
@@ -149,7 +150,7 @@ WRONG = [
     (GENERATE + " --page-size -4", "-4"),
     (GENERATE + " --prefill-chunk 1", "--prefill-chunk 1"),
     (GENERATE + " --dtype float64", "float64"),
-    (GENERATE + " --policy delta:1+1/1", "delta:1+1/1"),
+    (GENERATE + " --policy momo:1/1", "momo:1/1"),
     ("generate --file {none} --model {model}", "no file"),
     ("generate --file {binary} --model {model}", "UTF-8"),
     ("generate --file {folder} --model {model}", "no file"),
@@ -203,7 +204,7 @@ WRONG = [
     (NEEDLE + " --seed -1", "-1"),
     (NEEDLE + " --page-size 0", "got 0"),
     (NEEDLE + " --policy window:1+99999999999999999999", "99999999999999999999"),
-    (NEEDLE + " --prefill delta:64+1024/99999999999", "99999999999"),
+    (NEEDLE + " --prefill window:64+99999999999", "99999999999"),
     (NEEDLE + " --text {none}", "no file"),
     (NEEDLE + " --text {binary}", "UTF-8"),
     (NEEDLE + " --json {folder}", "is not a file"),
@@ -237,12 +238,11 @@ WRONG = [
     (PREFILL + " --layers -1", "-1"),
     (PREFILL + " --dtype int8", "int8"),
     (PREFILL + " --lengths 1e3", "1e3"),
-    # bill and regime-map
-    ("bill fit", "RESULT.json"),
-    ("bill fit {none}", "none"),
-    ("bill fit {in}", "in.jsonl"),
-    ("bill fit {text}", "text.txt"),
-    (FIT + " --form cubic", "cubic"),
+    # cost
+    ("cost fit", "RESULT.json"),
+    ("cost fit {none}", "none"),
+    ("cost fit {in}", "in.jsonl"),
+    ("cost fit {text}", "text.txt"),
     (FIT, "run.json"),
     (PREDICT + " --policies auto", "chooses among policies: name those"),
     ("bench decode --shape tiny --weights int3", "is not one of none, int8, fp8"),
@@ -276,16 +276,14 @@ WRONG = [
     (CALIBRATE + " --seconds nan", "nan"),
     (CALIBRATE + " --seconds 0", "got 0"),
     (CALIBRATE + " --policies auto", "auto"),
-    ("bill calibrate", "--model"),
     (CHOOSE + " --level kl=nan,loss=1", "kl=nan"),
     (CHOOSE + " --level sure", "sure"),
     (CHOOSE + " --batches x", "'x'"),
     (CHOOSE + " --lengths 0", "lengths '0'"),
-    ("bill evidence --into {out}", "PANEL.json"),
-    ("bill evidence {none} --into {out}", "none"),
-    ("bill evidence {text} --into {out}", "text.txt"),
+    ("cost evidence --into {out}", "RESULT.json"),
+    ("cost evidence {text} --into {out}", "text.txt"),
     (EVIDENCE, "panel.json"),
-    ("regime-map --out {none}.jpgx", "'none.jpgx' must end in .png"),
+    ("cost regimes --out {none}.jpgx", "'none.jpgx' must end in .png"),
     (REGIME + " --shape big", "qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny"),
     (REGIME + " --lengths 4k", "--lengths"),
     (REGIME + " --lengths 1m,4k", "--lengths"),
@@ -301,7 +299,7 @@ WRONG = [
     (REGIME + " --policies auto", "chooses among policies: name those"),
     (REGIME + " --measured {text}", "text.txt is not JSON"),
     (REGIME + " --measured {none}", "none"),
-    ("regime-map --out {folder}", "is a directory"),
+    ("cost regimes --out {folder}", "is a directory"),
     # echo
     (ECHO + " --prefill best", "best"),
     (ECHO + " --prefill momo:{long}/8", "characters)"),

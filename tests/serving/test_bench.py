@@ -11,20 +11,19 @@ import pytest
 import typer
 from tiny_models import sharing
 
-from kvjax.bill.fitting import read_cells
-from kvjax.bill.mesh_fitting import read_mesh_cells
 from kvjax.cache.formats import parse_cache_format
+from kvjax.cost_model.fitting import MESH, read_cells
+from kvjax.engine.sampling import SamplingRows
+from kvjax.engine.steps import decode_and_sample
 from kvjax.models import TransformerDecoder
 from kvjax.models.decoder import param_shapes
 from kvjax.policies.decode import parse
-from kvjax.sampling import SamplingRows
 from kvjax.serving.bench import decode as decode_bench
 from kvjax.serving.bench import tables
 from kvjax.serving.bench.decode import SHAPES, Plan, bytes_read, config_of, policies_of, random_params
 from kvjax.serving.cli import app as cli
 from kvjax.serving.cli import bench as bench_cli
 from kvjax.serving.cli.options import parse_lengths
-from kvjax.steps import decode_and_sample
 from pallas_kernels.bench import measure
 from pallas_kernels.page_format import unpack
 
@@ -116,9 +115,9 @@ def test_rows_of_several_steps_per_launch_have_the_time_of_one(tmp_path):
     assert three["of_one"] == pytest.approx(three["median_s"] / one["median_s"])
     lines = [tables.step_cells(row)[3] for row in found]
     assert lines == ["top:8", "top:8, 3 steps per launch"]
-    run = {"bench": "decode", "provenance": {"device": "a"}, "rows": found}
-    (cells,) = read_cells(run, lambda shape, layers: config_of(shape, layers, "float32")).values()
-    assert [cell.seconds for cell in cells] == [one["median_s"]], "a bill is fitted to one step per launch"
+    run = {"bench": "decode", "provenance": {"device": "a", "date": "2026"}, "rows": found}
+    (cells,) = read_cells([run], lambda shape, layers: config_of(shape, layers, "float32")).values()
+    assert [cell.seconds for cell in cells] == [one["median_s"]], "a cost model is fitted to one step per launch"
 
 
 @pytest.mark.long
@@ -151,18 +150,18 @@ def test_a_draft_that_is_accepted_is_an_error(monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", [(2, 2), pytest.param((4, 1), marks=pytest.mark.long), pytest.param((1, 4), marks=pytest.mark.long)])
 def test_rows_of_a_mesh_say_what_its_devices_read_and_exchange(mesh):
-    """The reader refuses rows whose bytes or exchanges are not those that the bill counts."""
+    """The reader refuses rows whose bytes or exchanges are not those that the cost model counts."""
     p = plan(policies=policies_of("top:2"), tensor=mesh[0], context=mesh[1], rounds=1, steps=2)
     (row,) = list(decode_bench.run_plan(p, 1e9))
     assert (row["tensor"], row["context"], row["keys_read"]) == (*mesh, 7 * 128)
     assert row["profile"] is None
-    run = {"bench": "decode", "rows": [row], "provenance": {"device": "cpu"}}
-    ((cell,),) = read_mesh_cells(run, lambda shape, layers: p.config).values()
+    run = {"bench": "decode", "rows": [row], "provenance": {"device": "cpu", "date": "2026"}}
+    ((cell,),) = read_cells([run], lambda shape, layers: p.config).values()
     assert (cell.bytes.weights, cell.bytes.index) == (row["bytes"]["weights"], row["bytes"]["index"])
     assert cell.bytes.kv == pytest.approx(row["bytes"]["kv"], rel=0.01)
     assert cell.choosing == (2 if mesh[1] > 1 else 0)
     assert {each["kind"] for each in row["launched"]} == {each["kind"] for each in row["exchanges"]}
-    assert read_cells(run, lambda shape, layers: p.config) == {}, "the bill of one device leaves it out"
+    assert cell.kind == MESH
     assert f"top:2, tensor {mesh[0]} context {mesh[1]}" in tables.step_cells(row)
 
 
@@ -217,7 +216,7 @@ def test_bytes_of_a_step():
 
 
 def test_rows_of_packed_weights_and_pages_say_what_was_read():
-    """The reader refuses rows whose bytes are not those that the bill counts."""
+    """The reader refuses rows whose bytes are not those that the cost model counts."""
     formats = {"weights": "int8", "cache_format": parse_cache_format("k=int8:channel,v=int4", "float32")}
     p = plan(policies=policies_of("dense,top:2"), lengths=(2000,), rounds=1, steps=2, **formats)
     cache = decode_bench.random_cache(p, 2000)
@@ -227,8 +226,8 @@ def test_rows_of_packed_weights_and_pages_say_what_was_read():
     assert np.isnan(keys[0]).all()
     np.testing.assert_array_equal(layer.index["bounds128"][1:, :, 0, 0], keys[1:].max(2))
     rows = list(decode_bench.run_plan(p, 1e9))
-    run = {"bench": "decode", "rows": rows, "provenance": {"device": "cpu"}}
-    ((key, (dense, top)),) = read_cells(run, lambda shape, layers: p.config).items()
+    run = {"bench": "decode", "rows": rows, "provenance": {"device": "cpu", "date": "2026"}}
+    ((key, (dense, top)),) = read_cells([run], lambda shape, layers: p.config).items()
     assert (key.weights, key.cache_format) == ("int8", "k=int8:channel,v=int4")
     sealed, open_page = 15 * 128, 2000 - 15 * 128
     assert dense.bytes.kv == 2 * 2 * 2 * (sealed * (16 + 2 * 16 / 128 + 8 + 2) + open_page * 2 * 16 * 4)
@@ -237,7 +236,7 @@ def test_rows_of_packed_weights_and_pages_say_what_was_read():
     assert "top:2, weights int8, pages k=int8:channel,v=int4" in tables.step_cells(rows[1])
     p = plan(tensor=2, context=2, **formats)
     run["rows"] = list(decode_bench.run_plan(p, 1e9))
-    assert list(read_mesh_cells(run, lambda shape, layers: p.config)) == [key]
+    assert list(read_cells([run], lambda shape, layers: p.config)) == [key]
     layer = decode_bench.random_cache(p, p.lengths[0]).layers[0]
     devices = {shard.device: np.asarray(shard.data) for shard in layer.open.k.addressable_shards}
     (first, other), (second, _) = p.shards(p.lengths[0]).mesh.devices  # one row of heads each
@@ -333,8 +332,8 @@ def test_the_command_with_drafts(tmp_path, monkeypatch, capsys, copy_once):
     made = tables.draft_cells(four)
     assert made[4:7] == ("4", ", ".join(sorted(set(four["path"].values()))), f"{four['median_s'] * 1e3:.2f}")
     assert made[-1] == f"{four['of_one']:.3f}"
-    with pytest.raises(ValueError, match="this is not a result of kvjax bench decode"):
-        read_cells(run, config_of)
+    with pytest.raises(ValueError, match=r"this is a result of kvjax bench .*: give those of kvjax bench decode"):
+        read_cells([run], config_of)
 
 
 @pytest.mark.long
@@ -345,8 +344,8 @@ def test_the_command_on_a_forced_path(tmp_path, monkeypatch, copy_once):
     run = json.loads(file.read_text())
     assert (run["bench"], run["implementation"]) == ("decode-forced", "xla")
     assert set(run["rows"][0]["path"].values()) <= {"composed", "xla"}
-    with pytest.raises(ValueError, match="this is not a result of kvjax bench decode"):
-        read_cells(run, config_of)
+    with pytest.raises(ValueError, match=r"this is a result of kvjax bench .*: give those of kvjax bench decode"):
+        read_cells([run], config_of)
     with pytest.raises(typer.BadParameter, match="no platform's path is called 'triton'"):
         bench_cli.decode_command("tiny", "1k", "dense", 1, 2, 1, dtype="float32", layers=1, implementation="triton")
 

@@ -51,7 +51,7 @@ def test_the_path_of_another_platform(found, capsys):
         doctor.doctor_command(implementation="cuda")
 
 
-def test_steps_are_their_bytes_over_the_bandwidth_or_what_the_bill_says_where_there_is_one(monkeypatch):
+def test_steps_are_their_bytes_over_the_bandwidth_or_what_the_cost_model_says_where_there_is_one(monkeypatch):
     rows = doctor.step_rows(1e11)
     assert [(row["tokens"], row["policy"]) for row in rows] == [(n, p) for n in (8192, 131_072) for p in ("dense", "top:32")]
     assert all(row["seconds"] == row["bytes"] / 1e11 and row["source"] == "bytes" for row in rows)
@@ -59,7 +59,7 @@ def test_steps_are_their_bytes_over_the_bandwidth_or_what_the_bill_says_where_th
     assert dense["bytes"] - sparse["bytes"] > 7e9  # 128K tokens of 28 layers with 4 KV heads, but for what is listed
     monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(device_kind="NVIDIA H200")])
     known = doctor.step_rows(1e11)
-    assert {row["source"] for row in known} == {"bill"}
+    assert {row["source"] for row in known} == {"cost model"}
     assert known[2]["seconds"] > known[3]["seconds"] > 1e-3
     assert {row["source"] for row in doctor.step_rows(1e11, measured=False)} == {"bytes"}
 

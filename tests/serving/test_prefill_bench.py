@@ -12,8 +12,8 @@ import pytest
 import typer
 
 from kvjax.cache.formats import parse_cache_format
+from kvjax.model.placement import place_params
 from kvjax.models.decoder import TransformerDecoder
-from kvjax.placement import place_params
 from kvjax.policies.prefill import BoundsBlocks, MeasureOnceMaskOnce, parse_prefill
 from kvjax.serving.bench import prefill as prefill_bench
 from kvjax.serving.bench import tables
@@ -66,9 +66,9 @@ def test_the_steps_are_the_engines(model, name):
     chunks = prefill_bench._chunks(plan, 300)
     assert [chunk[0] for chunk in chunks] == [128, 256, 300]
     from kvjax import Engine
+    from kvjax.engine.steps import prefill_step
     from kvjax.models.decoder import TransformerDecoder
     from kvjax.policies.prefill import indexes_of
-    from kvjax.steps import prefill_step
 
     tokens = np.concatenate([chunk[1][0] for chunk in chunks])[:300].tolist()
     (sequence,) = Engine(model, pages=4, prefill_chunk=128, prefill=policy).prefill([tokens])

@@ -1,0 +1,408 @@
+"""`kvjax cost ...`: what it prints is the library's, and input that cannot be is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+from planted_meshes import mesh_run
+from planted_runs import in_launches
+from planted_tiers import sizes, tier_run
+
+from kvjax.cost_model import known_cost_model, known_cost_models, load_cost_models, step_bytes
+from kvjax.cost_model.evidence import read_evidence
+from kvjax.cost_model.predict import to_json
+from kvjax.policies.decode import parse
+from kvjax.serving.bench.decode import SHAPES
+
+QWEN = SHAPES["qwen2.5-7b"]
+TIERS = ("--device-memory", "8GB", "--host-memory", "60GB")
+PROMPTS = ("--tensor", "2", "--prefill", "dense")
+NO_STEPS = ([8], "8", None, float("nan"), 0, True)
+
+pytestmark = pytest.mark.usefixtures("empty_folder")
+
+
+def words(text):
+    return " ".join(text.replace("│", " ").split())
+
+
+def refused(kvjax, arguments, said):
+    status, _, err = kvjax(*arguments)
+    assert (status, said in words(err)) == (2, True), (arguments, err)
+
+
+def write(name, figures):
+    Path(name).write_text(json.dumps(figures))
+    return name
+
+
+@pytest.fixture
+def meshes(kvjax):
+    """A file of a cost model that was fitted to planted rows of meshes, and what the fit printed."""
+    status, out, err = kvjax("cost", "fit", write("meshes.json", mesh_run()), "--json", "cost.json")
+    assert status == 0, err
+    return out
+
+
+@pytest.mark.parametrize("former", ["bill", "bill predict --lengths 8k", "regime-map --out map.png", "bill --help"])
+def test_former_names_say_what_they_are_now(kvjax, former):
+    refused(kvjax, former.split(), "kvjax cost")
+    with pytest.raises(ImportError, match=r"kvjax.bill is kvjax.cost_model now"):
+        __import__("kvjax.bill")
+
+
+# Fitting
+
+
+def test_fit_writes_the_cost_model_and_prints_how_wrong_it_is(kvjax, planted_results):
+    status, out, _ = kvjax("cost", "fit", *planted_results, "--json", "cost.json")
+    assert status == 0
+    (cost,) = load_cost_models(Path("cost.json"))
+    assert (cost.device, cost.model, cost.source) == ("Planted 9000", "qwen2.5-7b", "grid-b1.json grid-b4.json")
+    assert (cost.bytes_per_s, cost.c0, dict(cost.c1)["top:8"].fixed) == pytest.approx((4e12, 1e-3, 2e-4), rel=1e-6)
+    assert cost.measured == ((1, 8192, 131_072), (4, 8192, 131_072))
+    for text in ("4.000 TB/s, c0 1.000 ms", "c1(top:8)", "choosing by it loses 0.00%", "a batch", "cannot be: no cell can be predicted"):
+        assert text in words(out)
+    assert "cannot be held out: no cell can be predicted when cells are held out by budget: measure more" in out
+    (checked,) = json.loads(Path("cost.json").read_text())["held_out"]
+    by_cell = checked["errors"]["device"]["cell"]
+    assert by_cell["all"]["speedup"][1] < 1e-6 < 0.01 < by_cell["without"]["speedup"][1]
+
+
+def test_results_and_files_with_wrong_fields_are_refused_by_name(kvjax, planted_results):
+    good = json.loads(planted_results[0].read_text())
+    rows = good["rows"][1:]
+    for row, said in (
+        ({"median_s": -1.0}, "qwen2.5-7b, 8,192 tokens, batch 1, dense: median_s is -1.0, and a time is a number of seconds above 0"),
+        ({"median_s": "3"}, "median_s is '3'"),
+        ({"bytes": None}, "a field is of another kind ('NoneType' object has no attribute 'values') in a result"),
+        *(({"steps_per_launch": value}, f"steps_per_launch is {value!r}, and must be a whole number") for value in NO_STEPS),
+    ):
+        refused(kvjax, ("cost", "fit", write("wrong.json", good | {"rows": [each | row for each in rows]})), said)
+    refused(kvjax, ("cost", "fit", write("wrong.json", good | {"rows": 5})), "'int' object is not iterable")
+    refused(kvjax, ("cost", "fit", write("wrong.json", good | {"bench": "ops"})), "wrong.json is of kvjax bench ops")
+    assert kvjax("cost", "fit", *planted_results, "--json", "cost.json")[0] == 0
+    (fitted,) = json.loads(Path("cost.json").read_text())["cost_models"]
+    for field, said in (
+        ({"c1": []}, "holds no cost models"),
+        ({"measured": []}, "without measured steps"),
+        ({"c0": -1.0}, "a cost model needs finite"),
+        ({"steps_per_launch": 8.5}, "got steps_per_launch 8.5"),
+    ):
+        refused(kvjax, ("cost", "predict", "--fit", write("wrong.json", {"cost_models": [fitted | field]})), said)
+
+
+def test_launches_are_kept_apart(kvjax, planted_results):
+    eight = in_launches(planted_results[0], 8)
+    status, out, err = kvjax("cost", "fit", planted_results[1], eight, "--steps-per-launch", 8, "--json", "cost.json")
+    assert status == 0, err
+    assert "grid-b4.json: 9 rows of 1 step per launch are left out: --steps-per-launch 1 takes these" in words(out)
+    (cost,) = load_cost_models(Path("cost.json"))
+    assert (cost.steps_per_launch, cost.measured) == (8, ((1, 8192, 131_072),))
+    assert "Planted 9000, qwen2.5-7b, bfloat16, 8 steps per launch: 4.000 TB/s" in out
+    refused(kvjax, ("cost", "fit", eight), "has 1 step per launch: they have 8; give --steps-per-launch 8")
+    said = "they have 1 and 8; give --steps-per-launch 1 or --steps-per-launch 8"
+    refused(kvjax, ("cost", "fit", eight, planted_results[1], "--steps-per-launch", 4), said)
+    refused(kvjax, ("cost", "regimes", "--measured", eight), "no row is of the map's steps")
+
+
+def test_fit_takes_rows_of_pages_in_host_memory(kvjax):
+    status, out, err = kvjax("cost", "fit", write("tiers.json", tier_run()), "--json", "cost.json")
+    assert status == 0, err
+    assert "bus: 45.0 GB/s, 12.0 us a layer, hits 70%, error 0.0%" in words(out)
+    (cost,) = load_cost_models(Path("cost.json"))
+    frames, length = sizes(), 2**19
+    arguments = ("cost", "predict", "--fit", "cost.json", "--lengths", "512k", "--batches", "1", "--policies", "dense,top:32", *TIERS)
+    status, out, err = kvjax(*arguments)
+    assert status == 0, err
+    for policy in ("dense", "top:32"):
+        found = cost.predict(QWEN, policy, length, frames=frames)
+        assert f"{found.seconds * 1e3:.3f}" in out
+        assert f"{found.bus_bytes / 1e9:.3f}" in out
+    fewer = f"{cost.predict(QWEN, 'top:32', length, frames=frames, hits=0.2).seconds * 1e3:.3f}"
+    assert fewer not in out
+    assert fewer in kvjax(*arguments, "--hits", 0.2)[1]
+
+
+def test_fit_takes_rows_of_meshes(kvjax, meshes):
+    assert "exchanges: 5.0 us each, 80.0 GB/s, 15.0 us a layer that chooses" in words(meshes)
+    assert "a number of devices" in meshes
+    refused(kvjax, ("cost", "fit", write("few.json", mesh_run(meshes=((2, 1),)))), "of one device has a time to fit")
+
+
+def test_fit_with_a_model_times_it_here(kvjax, model_folder, monkeypatch):
+    from kvjax.cost_model import CostModel, auto
+
+    made = CostModel("chip", "it", (1,) * 8, "float32", 1e9, 1e-3, (), ((1, 1, 2),), 0.02, "a calibration of 3 s")
+    monkeypatch.setattr(auto, "calibrate", lambda model, names, seconds: made)
+    status, out, err = kvjax("cost", "fit", "--model", model_folder, "--json", "cost.json")
+    assert (status, "mean held-out error 2.0%" in out) == (0, True), err
+    assert load_cost_models(Path("cost.json")) == (made,)
+    refused(kvjax, ("cost", "fit", "x.json", "--model", model_folder), "give results, or --model")
+
+
+# Predicting
+
+
+def test_predict_says_what_is_a_projection_and_why(kvjax, planted_results):
+    kvjax("cost", "fit", *planted_results, "--json", "cost.json")
+    arguments = ("cost", "predict", "--fit", "cost.json", "--lengths", "128k", "--batches", "4", "--policies", "dense,top:8,top:16")
+    status, out, _ = kvjax(*arguments)
+    seconds = step_bytes(QWEN, parse("top:8"), 131_072, 4).total / 4e12 + 1.2e-3
+    assert (status, f"{seconds * 1e3:.3f}" in out) == (0, True)
+    assert re.findall(r"(measurements|projection) │", out) == ["measurements", "measurements", "projection"]
+    for option, reason in (
+        (("--no-overhead",), "c0 set to 0"),
+        (("--bandwidth", 8), "bandwidth set to 8 TB/s"),
+        (("--tier", "host", "--link", 52), "a host link of 52 GB/s"),
+        (("--shape", "llama-3.1-8b"), "measured on qwen2.5-7b"),
+        (("--cache-format", "int8"), "measured with pages as they are, not with those packed as int8"),
+    ):
+        assert f"projection: {reason}" in kvjax(*arguments, *option)[1]
+
+
+def test_built_in_cost_models_of_packed_formats(kvjax):
+    asked = ("cost", "predict", "--lengths", "128k", "--batches", "1")
+    for weights, pages in (("int8", None), ("int4", "int8")):
+        status, out, err = kvjax(*asked, "--weights", weights, *(("--cache-format", pages) if pages else ()))
+        assert status == 0, err
+        said = f"NVIDIA H200, qwen2.5-7b, bfloat16, weights {weights}{f', pages {pages}' if pages else ''}, 8 steps per launch: "
+        assert (out.startswith(said), "projection" in out) == (True, False)
+    status, out, _ = kvjax(*asked, "--weights", "int8", "--tensor", "2", "--policies", "top:32")
+    assert (status, "projection: exchanges were measured on qwen2.5-7b in bfloat16" in out) == (0, True)
+    status, out, _ = kvjax("cost", "predict", "--lengths", "96k", "--batches", "1", "--weights", "int8", *TIERS)
+    assert (status, "projection: the bus was measured on qwen2.5-7b in bfloat16" in out) == (0, True)
+    status, _, err = kvjax(*asked, "--weights", "int8", "--cache-format", "int8", "--policies", "quest:64")
+    measured = "--policies dense,quest:64 --weights int8 --cache-format int8 --steps-per-launch 8 --json FILE"
+    assert (status, f"{measured}, then kvjax cost fit FILE --steps-per-launch 8" in words(err)) == (2, True), err
+
+
+def test_without_a_shape_the_model_is_that_of_the_file(kvjax):
+    made = known_cost_model("NVIDIA H200", QWEN, "bfloat16", "int8")
+    few = dataclasses.replace(made, c1=made.c1[:1])
+    asked = ("cost", "predict", "--fit", "few.json", "--weights", "int8", "--lengths", "128k", "--batches", "1")
+    write("few.json", {"cost_models": [to_json(few)]})
+    status, out, err = kvjax(*asked)
+    assert status == 0, err
+    shown = out.partition("tokens  ")[2]
+    assert ("top:8" in shown, "top:32" in shown, "scaled by layers" in out) == (False, True, False), "of policies those that it has"
+    assert "scaled by layers" in kvjax(*asked, "--shape", "llama-3.1-8b")[1]
+
+
+def test_all_keys_in_host_memory_come_over_the_bus(kvjax):
+    asked = ("cost", "predict", "--lengths", "8k", "--batches", "1", "--policies", "dense,top:8")
+    for tier, share in ((("--tier", "host", "--link", 50), 1), (("--tier", "disk", "--link", 5), 1), ((), 0)):
+        status, out, err = kvjax(*asked, *tier)
+        assert status == 0, err
+        rows = re.findall(r"(?:dense|top:8) +│ +[\d.]+ │ +([\d.]+) │ +[\d.]+ │ +([\d.]+) │", out)
+        assert len(rows) == 2
+        assert all(float(bus) == share * float(keys) and float(keys) for keys, bus in rows), out
+
+
+def test_predict_on_a_mesh(kvjax, meshes):
+    asked = ("cost", "predict", "--fit", "cost.json", "--lengths", "64k", "--batches", "8", "--policies", "top:32")
+    (cost,) = load_cost_models(Path("cost.json"))
+    status, out, _ = kvjax(*asked, "--tensor", "2", "--context", "2")
+    found = cost.predict(QWEN, "top:32", 65_536, 8, tensor=2, context=2)
+    assert (status, f"{dict(found.parts)['exchanges'] * 1e3:.3f}" in out, "projection:" in out) == (0, True, False)
+    assert "projection: tensor 4 x context 8 was not measured" in kvjax(*asked, "--tensor", "4", "--context", "8")[1]
+    assert "links of 10 GB/s" in kvjax(*asked, "--tensor", "2", "--link-bandwidth", "10")[1]
+    by_hand = kvjax(*asked, "--tensor", "2", "--exchange-latency-us", "5", "--link-bandwidth", "100")[1]
+    assert "ASSUMED: 5 us an exchange, 100 GB/s" in words(by_hand)
+    status, out, err = kvjax("cost", "predict", "--fit", "cost.json", "--lengths", "64k", "--context", "2", "--prefill", "bounds:32")
+    assert (status, "keys and values of all pages" in words(out), "may be much too long" in out) == (0, True, True), err
+
+
+def test_predict_ranks_meshes(kvjax, meshes):
+    asked = ("cost", "predict", "--fit", "cost.json", "--lengths", "64k", "--batches", "8", "--policies", "dense")
+    status, out, _ = kvjax(*asked, "--devices", "8,24", "--memory", "40")
+    assert status == 0
+    assert "refused: tensor 1 x context 24: context 24 is no power of two" in out
+    assert "projection: tensor 4 x context 2 was not measured" in out
+    assert "memory of the devices was not looked at" not in out
+    refused(kvjax, (*asked, "--devices", "2", "--memory", "12"), "GiB on each device, and there are 12.0")
+    refused(kvjax, (*asked, "--devices", "7..9"), "give powers of two, as 4,8")
+    out = kvjax(*asked, "--devices", "2..9")[1]
+    assert "memory of the devices was not looked at" in out
+    assert [count for count in range(1, 10) if re.search(rf"^│ {count} ", out, re.MULTILINE)] == [2, 4, 8]
+
+
+# Regimes
+
+
+@pytest.mark.long
+def test_regimes_are_drawn_and_named(kvjax, planted_results):
+    kvjax("cost", "fit", *planted_results, "--json", "cost.json")
+    drawn = ("--policies", "top:32", "--measured", planted_results[0], "--memory", 139, "--json", "map.json", "-o", "map.png")
+    status, out, err = kvjax("cost", "regimes", "--fit", "cost.json", *drawn)
+    assert status == 0, err
+    marked = re.findall(r"top:32 │ (\d+) +│ (?:from [\d,]+ tokens|never) +│ ([^│]*?) +│", out)
+    assert [(batch, said.partition(":")[0].partition(";")[0]) for batch, said in marked] == [
+        ("1", "measurements at this batch"),
+        ("2", "between batches 1 and 4"),
+        ("4", "measurements at this batch"),
+        *((batch, "projection") for batch in ("8", "16", "32", "64")),
+    ]
+    assert Path("map.png").stat().st_size > 10_000
+    (found,) = json.loads(Path("map.json").read_text())["maps"]
+    assert len(found["speedup"]) == len(found["batches"])
+
+
+def test_a_map_reads_its_measurements_before_it_computes(kvjax, planted_results, monkeypatch):
+    from kvjax.cost_model import regimes
+
+    monkeypatch.setattr(regimes, "regime_map", lambda *_, **__: pytest.fail("the map was computed first"))
+    Path("broken.json").write_text("{")
+    refused(kvjax, ("cost", "regimes", "--measured", "broken.json"), "broken.json is not JSON")
+    own = "no row is of the map's steps (qwen2.5-7b, 28 layers, NVIDIA H200, bfloat16, 1 step per launch, one device); they have qwen2.5-7b"
+    refused(kvjax, ("cost", "regimes", "--measured", planted_results[0]), own)
+
+
+@pytest.mark.parametrize("command", [("cost", "predict"), ("cost", "regimes"), ("bench", "decode"), ("bench", "prefill")])
+def test_help_lists_the_shapes(kvjax, command):
+    status, out, _ = kvjax(*command, "--help")
+    assert status == 0
+    assert f"{', '.join(SHAPES)}, or a model folder or hub id" in words(out)
+
+
+# Evidence and choices
+
+
+def test_evidence_is_recorded_and_the_choice_explained(kvjax, model, model_folder, tmp_path, monkeypatch):
+    from kvjax.cost_model import CostModel, Price, auto
+    from kvjax.cost_model.predict import sizes_of
+    from kvjax.model.identity import fingerprint
+    from kvjax.models.loading import load
+
+    interval = {"value": 0.01, "low": 0.0, "high": 0.02}
+    cells = [{"policy": "dense", "hits": 200, "against_dense": None}, {"policy": "window:4+8", "hits": 200, "against_dense": {"lost": 0}}]
+    cells = [cell | {"invalid_trials": 0} for cell in cells]
+    panel = {
+        "settings": {"model": "tiny", "windows": 5, "steps": 1024},
+        "policies": [{"policy": "dense"}, {"policy": "window:4+8"}],
+        "retrieval": [{"length": 512, "task": "needle", "haystack": "codes"} | cell for cell in cells],
+        "forced": [{"length": 512, "policy": "dense"}, {"length": 512, "policy": "window:4+8", "kl": interval}],
+    }
+    Path("panel.json").write_text(json.dumps(panel))
+    status, _, err = kvjax("cost", "evidence", "panel.json", "--into", "evidence.json")
+    assert (status, "name the model (--model)" in err) == (2, True)
+    status, out, _ = kvjax("cost", "evidence", "panel.json", "--into", "evidence.json", "--model", model_folder)
+    assert (status, out) == (0, "evidence.json: 1 rows of 1 models\n")
+    rows = read_evidence(Path("evidence.json").read_text())
+    assert (rows[0].fingerprint, rows[0].source) == (fingerprint(load(model_folder)), "panel.json")
+
+    status, out, _ = kvjax("cost", "choose", "--model", model_folder, "--lengths", "512", "--batches", "1")
+    assert (status, "no evidence is recorded for this model" in out) == (0, True)
+    monkeypatch.setattr(auto, "recorded_evidence", lambda: rows)
+    made = CostModel(
+        "chip", "it", sizes_of(model.config), "float32", 1e6, 0.0, (("window:4+8", Price(0.0)),), ((1, 1, 512),), 0.0, "planted"
+    )
+    monkeypatch.setattr(auto, "calibrate", lambda *_, **__: made)
+    monkeypatch.setattr(auto, "_calibrated", {})
+    status, out, _ = kvjax("cost", "choose", "--model", model_folder, "--lengths", "512", "--batches", "1", "--level", "fast")
+    assert status == 0
+    assert "512 tokens, batch 1: window:4+8: the cost model of chip gives window:4+8, the fastest on record as fast" in out
+    arguments = ("--lengths", "512", "--batches", "1", "--level", "fast", "--device-memory", "1MB", "--host-memory", "4MB")
+    status, out, err = kvjax("cost", "choose", "--model", model_folder, *arguments)
+    assert (status, "the cost model of chip has no term for pages in host memory" in out) == (0, True), err
+    status, out, err = kvjax("cost", "choose", "--model", model_folder, "--lengths", "512", "--batches", "1", "--weights", "int8")
+    assert (status, "no evidence is recorded for this model" in out) == (0, True), f"packed weights are another model: {out}{err}"
+
+
+def test_prefill_is_timed_recorded_and_explained(kvjax, model_folder, monkeypatch):
+    from kvjax.cost_model import PrefillEvidence, auto, prefill_times
+
+    sizes = {"shape": "tiny", "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float32", "page_size": 128}
+    timed = [("dense", "paged", 512, 1e-3), ("dense", "paged", 4096, 64e-3), ("sparse", "window:8+64", 4096, 8e-3)]
+    rows = [sizes | {"op": op, "policy": name, "tokens": n, "median_s": s, "p10_s": s, "p90_s": s} for op, name, n, s in timed]
+    provenance = {"device": "Planted 9000", "date": "2026"}
+    Path("ops.json").write_text(json.dumps({"bench": "prefill-ops", "provenance": provenance, "rows": rows}))
+    status, out, err = kvjax("cost", "fit", "ops.json", "--json", "times.json")
+    assert status == 0, err
+    assert "Planted 9000, tiny, 4/2 heads of 8 in float32, pages of 128; times within 0.0%" in out
+    assert "dense: 512 tokens 1.000 ms, 4,096 tokens 64.000 ms" in out
+
+    report = {
+        "bench": "prefill-echo",
+        "provenance": provenance,
+        "settings": {"model": "tiny", "dtype": "float32", "text": ["a.txt"]},
+        "policies": [{"policy": "dense"}, {"policy": "window:8+64"}],
+        "cells": [{"length": 4096, "prompts": 25, "facts_invalid": []}],
+        "rows": [
+            {"length": 4096, "policy": "dense", "hits": 400, "kl": {"high": 0.0}},
+            {"length": 4096, "policy": "window:8+64", "kl": {"high": 0.01}, "against_dense": {"lost": 0, "design_effect": 1.0}},
+        ],
+    }
+    Path("echo.json").write_text(json.dumps(report))
+    recorded = ("cost", "evidence", "echo.json", "--into", "evidence.json")
+    status, _, err = kvjax(*recorded)
+    assert (status, "echo.json has no fingerprint" in " ".join(err.split())) == (2, True)
+    status, _, err = kvjax(*recorded, "--model", model_folder, "--dtype", "bfloat16")
+    assert (status, "give --dtype float32" in " ".join(err.split())) == (2, True)
+    status, out, _ = kvjax(*recorded, "--model", model_folder)
+    assert (status, out) == (0, "evidence.json: 1 rows of 1 models\n")
+
+    found = read_evidence(Path("evidence.json").read_text(), PrefillEvidence)
+    tables = prefill_times.read_prefill_times(Path("times.json").read_text())
+    monkeypatch.setattr(auto, "recorded_prefill_evidence", lambda: found)
+    monkeypatch.setattr(auto, "known_prefill_times", lambda: tables)
+    chosen = ("cost", "choose", "--prefill", "--model", model_folder, "--lengths", "500,4k", "--prefill-chunk", "512")
+    status, out, _ = kvjax(*chosen, "--device", "Planted 9000")
+    assert status == 0
+    assert "tokens 0 to 512: dense: of those on record as assured, window:8+64 is the fastest on Planted 9000" in out
+    assert "tokens 3,584 to 4,096: window:8+64: of those on record" in out
+    assert "no prefill was timed on cpu" in kvjax(*chosen)[1]
+    status, _, err = kvjax("cost", "choose", "--model", model_folder, "--device", "Planted 9000")
+    assert (status, "needs --prefill" in " ".join(err.replace("│", " ").split())) == (2, True)
+
+
+@pytest.mark.long
+def test_generate_takes_prefill_auto_and_says_what_it_does(kvjax, model_folder):
+    arguments = ("generate", "ember", "--model", model_folder, "--max-new-tokens", 5)
+    dense = kvjax(*arguments)[1]
+    assert kvjax(*arguments, "--prefill", "auto:fast")[1] == dense
+    status, _, err = kvjax(*arguments, "--prefill", "auto:sure")
+    assert (status, "fidelity level 'sure' is not understood" in " ".join(err.replace("│", " ").split())) == (2, True)
+
+
+WRONG = [
+    (("predict", "--device", "an abacus"), "no built-in cost model of 'an abacus', only of NVIDIA H200"),
+    (("predict", "--policies", "dense,mean:3"), "has no c1 for mean:3"),
+    (("predict", "--device-memory", "8GB"), "go together: give both, or neither"),
+    (("predict", "--hits", "0.5"), "--hits: needs --device-memory and --host-memory"),
+    (("predict", "--fit", "plain.json", *TIERS), "no bandwidth for the tier 'host'; fit one to rows of kvjax bench tiers"),
+    (("predict", *TIERS[:3], "1KB"), "--host-memory of 1,000 is less than one page"),
+    (("predict", *TIERS, "--tier", "host", "--link", "52"), "leave out --device-memory"),
+    (("predict", *PROMPTS, "--batches", "1"), "--batches: is about steps"),
+    (("predict", "--devices", "8", "--prefill", "dense"), "--devices: is about steps"),
+    (("predict", "--prefill", "dense"), "needs --tensor or --context"),
+    (("predict", "--prefill", "dense", "--context", "2", "--prefill-chunk", "100"), "must be a multiple of the page size 128"),
+    (("predict", "--devices", "8..4"), "write the smaller number first, as 4..8"),
+    (("predict", "--devices", "4", "--tensor", "2"), "leave out --tensor"),
+    (("predict", "--memory", "80"), "needs --devices"),
+    (("predict", "--fit", "plain.json", "--tensor", "4"), "--tensor 1,2,4 --context 1,2,4 --steps-per-launch 1,8 --json FILE"),
+    (("predict", "--fit", "plain.json", "--tensor", "4", "--link-bandwidth", "5"), "needs --exchange-latency-us"),
+    (("predict", "--tensor", "4", "--exchange-latency-us", "5"), "needs --link-bandwidth"),
+    (("predict", "--tensor", "4", "--tier", "host", "--link", "50"), "on its devices alone"),
+    (("choose", "--model", "needle", "--prefill", "--batches", "4"), "--batches: is about decoding"),
+    (("choose", "--model", "needle", "--prefill", *TIERS), "is about decoding, and --prefill is not"),
+    (("choose", "--model", "needle", "--device", "Planted 9000"), "needs --prefill"),
+    (("regimes", *TIERS, "--memory", "80"), "as --device-memory does: leave one of them out"),
+    (("regimes", "--link", "52"), "needs --device-memory and --host-memory"),
+    (("fit", "old.json"), "earlier version's; measure it again"),
+    (("evidence", "fidelity.json", "old.json", "--into", "table.json"), "record them in two tables"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG)
+def test_wrong_usage_is_named(kvjax, arguments, said):
+    old = {"shape": "qwen2.5-7b", "layers": 28, "tokens": 2**17, "policy": "dense", "median_s": 1.0}
+    plain = [dataclasses.replace(each, bus=None, exchanges=None) for each in known_cost_models()]
+    write("plain.json", {"cost_models": list(map(to_json, plain))})
+    write("old.json", {"bench": "tiers", "provenance": {"date": "2026", "device": "it"}, "rows": [old]})
+    write("fidelity.json", {"forced": []})
+    refused(kvjax, ("cost", *arguments), said)
