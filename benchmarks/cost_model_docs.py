@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from kvjax.cost_model.fitting import error_table, term_table
-from pallas_kernels.bench.report import markdown
+from pallas_kernels.core.tables import markdown
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "cost-model.md"

@@ -1,7 +1,7 @@
 """Panels of released checkpoints, one after the other within a time limit, and their results for docs/real-checkpoints.md.
 
     python tests/real_checkpoint.py checkpoints
-    python benchmarks/real_panel.py checkpoints --out out/real --json benchmarks/results/h200 --minutes 9
+    python -m benchmarks.real_panel checkpoints --out out/real --json benchmarks/results/h200 --minutes 9
 
 The same command goes on where it ended. A panel that is finished is written to the folder of `--json` as real-PANEL.json.
 """
@@ -21,7 +21,7 @@ from rich.console import Console
 from kvjax.fidelity.panel import Panel, Plan
 from kvjax.serving.cli.fidelity import RECORDS, TEXT_HASH, OutOfTime, describe, run_units, write_report
 from kvjax.serving.cli.options import Dtype, DtypeOption, load_model, read_texts
-from pallas_kernels.bench.results import write_result
+from pallas_kernels.core.results import write_result
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from real_checkpoint import CHECKPOINTS

@@ -24,23 +24,24 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax import serving as serving
     from kvjax.axes import mesh
     from kvjax.cache import OutOfPages
-    from kvjax.data_parallel import replicas
-    from kvjax.engine import Engine
+    from kvjax.engine.capacity_plan import memory_plan
+    from kvjax.engine.engine import Engine
+    from kvjax.engine.sampling import NotFinite, Sampling
+    from kvjax.engine.sequence import CachedSequence
+    from kvjax.fidelity.oracle_blocks import OracleBlocks
     from kvjax.generation import generate, run
-    from kvjax.memory import memory_plan
-    from kvjax.model import ModelConfig
+    from kvjax.model.config import ModelConfig
     from kvjax.models import CausalLM, load, save
     from kvjax.policies.decode import Cascade, Dense, HeavyPages, HeavyTokens, TopBlocks, Window
-    from kvjax.policies.prefill import DensePrefill, MeanPooled, MeasureOnceMaskOnce, OracleBlocks, SinkWindow, VerticalSlash
-    from kvjax.processes import start_processes
-    from kvjax.requests import Completion, Request
-    from kvjax.sampling import NotFinite, Sampling
-    from kvjax.scheduler import Scheduler
-    from kvjax.scoring import Score, score
-    from kvjax.sequences import CachedSequence
+    from kvjax.policies.prefill import DensePrefill, MeasureOnceMaskOnce, SinkWindow
+    from kvjax.scheduler.data_parallel import replicas
+    from kvjax.scheduler.lockstep import ProcessLost
+    from kvjax.scheduler.processes import start_processes
+    from kvjax.scheduler.request import Completion, Request
+    from kvjax.scheduler.scheduler import Scheduler
+    from kvjax.scheduler.scoring import Score, score
     from kvjax.serving import run_batch
     from kvjax.serving.session.runtime import Session, SessionRuntime
-    from kvjax.together import ProcessLost
     from pallas_kernels.dispatch import forced as dispatch
 
 __version__ = "0.2.0"
@@ -55,7 +56,6 @@ __all__ = [
     "Engine",
     "HeavyPages",
     "HeavyTokens",
-    "MeanPooled",
     "MeasureOnceMaskOnce",
     "ModelConfig",
     "NotFinite",
@@ -70,7 +70,6 @@ __all__ = [
     "SessionRuntime",
     "SinkWindow",
     "TopBlocks",
-    "VerticalSlash",
     "Window",
     "__version__",
     "dispatch",
@@ -87,49 +86,49 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CachedSequence": "kvjax.sequences",
+    "CachedSequence": "kvjax.engine.sequence",
     "Cascade": "kvjax.policies.decode",
     "CausalLM": "kvjax.models",
-    "Completion": "kvjax.requests",
+    "Completion": "kvjax.scheduler.request",
     "Dense": "kvjax.policies.decode",
     "DensePrefill": "kvjax.policies.prefill",
-    "Engine": "kvjax.engine",
+    "Engine": "kvjax.engine.engine",
     "HeavyPages": "kvjax.policies.decode",
     "HeavyTokens": "kvjax.policies.decode",
-    "MeanPooled": "kvjax.policies.prefill",
     "MeasureOnceMaskOnce": "kvjax.policies.prefill",
-    "ModelConfig": "kvjax.model",
-    "NotFinite": "kvjax.sampling",
-    "OracleBlocks": "kvjax.policies.prefill",
+    "ModelConfig": "kvjax.model.config",
+    "NotFinite": "kvjax.engine.sampling",
+    "OracleBlocks": "kvjax.fidelity.oracle_blocks",
     "OutOfPages": "kvjax.cache",
-    "ProcessLost": "kvjax.together",
-    "Request": "kvjax.requests",
-    "Sampling": "kvjax.sampling",
-    "Scheduler": "kvjax.scheduler",
-    "Score": "kvjax.scoring",
+    "ProcessLost": "kvjax.scheduler.lockstep",
+    "Request": "kvjax.scheduler.request",
+    "Sampling": "kvjax.engine.sampling",
+    "Scheduler": "kvjax.scheduler.scheduler",
+    "Score": "kvjax.scheduler.scoring",
     "Session": "kvjax.serving.session.runtime",
     "SessionRuntime": "kvjax.serving.session.runtime",
     "SinkWindow": "kvjax.policies.prefill",
     "TopBlocks": "kvjax.policies.decode",
-    "VerticalSlash": "kvjax.policies.prefill",
     "Window": "kvjax.policies.decode",
     "dispatch": "pallas_kernels.dispatch:forced",
     "generate": "kvjax.generation",
     "load": "kvjax.models",
-    "memory_plan": "kvjax.memory",
+    "memory_plan": "kvjax.engine.capacity_plan",
     "mesh": "kvjax.axes",
-    "replicas": "kvjax.data_parallel",
+    "replicas": "kvjax.scheduler.data_parallel",
     "run": "kvjax.generation",
     "run_batch": "kvjax.serving",
     "save": "kvjax.models",
-    "score": "kvjax.scoring",
-    "start_processes": "kvjax.processes",
+    "score": "kvjax.scheduler.scoring",
+    "start_processes": "kvjax.scheduler.processes",
 }
 _PACKAGES = ("cost_model", "fidelity", "models", "policies", "serving")
 
 # `auto` measures with an engine, so it is defined above the engine. Policies and engines find it by name only.
 lives_in("policy", "auto", "kvjax.cost_model.auto", "Auto")
 lives_in("prefill policy", "auto", "kvjax.cost_model.auto", "AutoPrefill")
+# The oracle is for measuring, so it lives with the measures.
+lives_in("prefill policy", "oracle", "kvjax.fidelity.oracle_blocks", "oracle")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """How work is split over several devices: a mesh of two axes, and one table of logical axes that says along which each array is cut.
 
 `tensor` cuts heads, MLP columns and the vocabulary. `context` deals out the pages of every sequence, in turn. A step runs as one program in
-which each device sees only its part of weights and cache (`kvjax.sharding`). `Shards` is what such a program knows about the mesh.
+which each device sees only its part of weights and cache (`kvjax.engine.sharding`). `Shards` is what such a program knows about the mesh.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Shards:
 
     mesh: as `mesh` makes it. pages: by layer group whose pages are dealt out, how many each device holds; page ids [d * n, (d + 1) * n) lie
     on device d of the context axis. row_parts: over how many devices of the context axis the rows of a chunk of prefill are dealt out
-    (`kvjax.chunk_rows`): all of them, or 1. Methods that take arrays are for programs inside `jax.shard_map`.
+    (`kvjax.engine.sequence_parallel`): all of them, or 1. Methods that take arrays are for programs inside `jax.shard_map`.
     """
 
     mesh: Mesh
@@ -113,7 +113,7 @@ class Shards:
     @property
     def chunk_spec(self) -> PartitionSpec:
         """How the hidden states `[B, T, E]` of a chunk of prefill are cut between its programs: by rows, where these are dealt out. Each
-        device's rows are in the order of `kvjax.chunk_rows`."""
+        device's rows are in the order of `kvjax.engine.sequence_parallel`."""
         return WHOLE_COPY if self.row_parts == 1 else PartitionSpec(None, CONTEXT)
 
     # Exchanges
@@ -274,7 +274,7 @@ def check_mesh(mesh: Mesh | None, stores: Mapping[str, Any]) -> None:
 
 
 def plan_sizes(mesh: Mesh | None) -> dict[str, Any]:
-    """What `kvjax.memory.memory_plan` needs to know about an engine's mesh."""
+    """What `kvjax.engine.capacity_plan.memory_plan` needs to know about an engine's mesh."""
     return {} if mesh is None else dict(mesh.shape) | {"devices": tuple(mesh.local_devices)}
 
 

@@ -9,18 +9,18 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
 
-from kvjax.cache.tables import table_width
+from kvjax.cache.page_tables import table_width
 from kvjax.checks import check_model, whole_number
-from kvjax.data_parallel import engines_of, run_replicas
-from kvjax.engine import Engine
-from kvjax.guard import interrupts
-from kvjax.model import Model
+from kvjax.engine.call_lock import interrupts
+from kvjax.engine.engine import Engine
+from kvjax.engine.sampling import OneSample, Sampling, SamplingOptions, derived_seed
+from kvjax.model.protocols import Model
 from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import PrefillPolicy
-from kvjax.prompts import Prompt, encode, one_by_one
-from kvjax.requests import Completion, OnToken, Request
-from kvjax.sampling import OneSample, Sampling, SamplingOptions, derived_seed
-from kvjax.scheduler import DEFAULT_SLOTS, Scheduler
+from kvjax.scheduler.data_parallel import engines_of, run_replicas
+from kvjax.scheduler.request import Completion, OnToken, Request
+from kvjax.scheduler.scheduler import DEFAULT_SLOTS, Scheduler
+from kvjax.text.tokenization import Prompt, encode, one_by_one
 
 
 def run(

@@ -1,8 +1,9 @@
 """Policies by name: built in, registered in this process, or loaded from a Python file.
 
 `kvjax.policies.decode` and `kvjax.policies.prefill` hold one `Registry` each. A built-in policy may live above them, as `auto` does, which
-needs engines to measure with. The front door `kvjax/__init__.py` then says where it is (`lives_in`), and its module is imported when the
-name is first used. Python runs the front door before any module of the package, so every import of kvjax knows these names.
+needs engines to measure with, and `oracle`, which other policies are measured with. The front door `kvjax/__init__.py` then says where it
+is (`lives_in`), and its module is imported when the name is first used. Python runs the front door before any module of the package, so
+every import of kvjax knows these names.
 """
 
 from __future__ import annotations
@@ -33,11 +34,9 @@ DECODE_FORMS = (
 )
 PREFILL_FORMS = (
     "dense, bounds:K (blocks of 128; bounds:K+sparse is sparse in shorter prompts too), "
-    "bounds:SHARE (as bounds:0.01: the fewest blocks that miss less attention), "
-    "momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; suffixes change it: +quantile, +score, +untrimmed, +plain, "
-    "+uncorrected, +gamma4, +gamma1), "
+    "momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly), "
     "window:SINK+WINDOW (tokens, as window:64+1024; window:64+1024+remap counts positions in the cache), "
-    "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS, "
+    "oracle:K (for measuring), "
     "tokens:K (of models with an indexer of tokens), "
     "auto, auto:LEVEL (per chunk, the fastest policy on record for the level), " + _OWN_FORMS
 )
@@ -135,14 +134,14 @@ class Registry:
     def built_in(self, name: str) -> Any | None:
         """The policy of a built-in name, None for other names. ValueError for numbers that it cannot have."""
         word, colon, args = name.partition(":")
-        if home := _homes.get((self.kind, word)):
-            module, made = home
-            return getattr(importlib.import_module(module), made)(*([args] if colon else []))
         # Python's int() refuses thousands of digits with a message of its own.
         form = re.fullmatch(r"[a-z-]+:(.*)", name)
         if form and any(len(number) > 10 or int(number) > LARGEST for number in re.findall(r"(?<![0-9.])[0-9]+", form[1])):
             raise ValueError(f"{self.kind} {name!r} has a number above {LARGEST}, the largest possible: name a smaller one")
         try:
+            if home := _homes.get((self.kind, word)):
+                module, made = home
+                return getattr(importlib.import_module(module), made)(*([args] if colon else []))
             return self._read(name)
         except ValueError as error:
             if name in str(error):

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.checkpoint_files import is_file, read_json
 from kvjax.checks import file_path
 from kvjax.models.checkpoint import ADAPTER_CONFIG, file_tensors, find_folder, sampled_digest
 from kvjax.models.fields import BELOW, LARGEST
 from kvjax.models.tensors import DTYPES, Stored
+from kvjax.text.checkpoint_files import is_file, read_json
 
 WEIGHTS = "adapter_model.safetensors"
 AGAIN = "download the adapter again"

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from kvjax import generation
-from kvjax.model import ModelConfig, Params
+from kvjax.model.config import ModelConfig
+from kvjax.model.protocols import Params
 from kvjax.models import saving
 from kvjax.models.checkpoint import MAX_SHARD_BYTES
 from kvjax.models.decoder import TransformerDecoder
@@ -18,7 +19,7 @@ from pallas_kernels.matrices import is_packed
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CausalLM:
-    """A model (see `kvjax.model.Model`). `tokenizer` may be None. `name` is the folder or Hub id that it was loaded from."""
+    """A model (see `kvjax.model.protocols.Model`). `tokenizer` may be None. `name` is the folder or Hub id that it was loaded from."""
 
     decoder: TransformerDecoder
     params: Params

@@ -19,16 +19,16 @@ from typing import Any, Protocol
 
 import jax
 
-from kvjax.checkpoint_files import AGAIN, check_pointer, first_line, is_file, named, read_json
 from kvjax.checks import file_path
-from kvjax.model import ModelConfig
+from kvjax.model.config import ModelConfig
+from kvjax.model.weight_formats import place_of
 from kvjax.models import needle
 from kvjax.models.decoder import param_shapes
 from kvjax.models.families import FAMILIES
 from kvjax.models.interleaving import Order, order_of
 from kvjax.models.tensors import DTYPES, Stored, Tensor
-from kvjax.packing import place_of
-from kvjax.tokenizer_loading import read_tokenizer
+from kvjax.text.checkpoint_files import AGAIN, check_pointer, first_line, is_file, named, read_json
+from kvjax.text.tokenizer_loading import read_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.layers import NO_ROPE, LayerConfig, Rope, RopeScaling
-from kvjax.model import ModelConfig
+from kvjax.model.config import ModelConfig
+from kvjax.model.layers import NO_ROPE, LayerConfig, Rope, RopeScaling
 from kvjax.models import cohere
 from kvjax.models.dense import SLIDING, head_dim_of, kinds_in, kinds_of, same_fields, window_in, with_mixers
 from kvjax.models.family import Family

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvjax.transformers_import import import_transformers
+from kvjax.text.transformers_import import import_transformers
 
 SHARED = ("masking_utils.py", "cache_utils.py", "modeling_rope_utils.py")
 """Files of transformers that read fields of any model's configuration, whether its class lists them or not."""

@@ -14,8 +14,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvjax.layers import DeltaLayer, LongRope, RopeScaling
-from kvjax.model import ModelConfig, uniform_config, uniform_fields
+from kvjax.model.config import ModelConfig, uniform_config, uniform_fields
+from kvjax.model.layers import DeltaLayer, LongRope, RopeScaling
+from kvjax.model.rope import mscale
 from kvjax.models.config_classes import unread
 from kvjax.models.families import FAMILIES, family_of, wrapper_of
 from kvjax.models.family import HARMLESS, ONLY, REMEDIES, Family
@@ -24,7 +25,6 @@ from kvjax.models.fields import check_layer_types, declared, layer_count
 from kvjax.models.fields import integer as _integer
 from kvjax.models.fields import number as _number
 from kvjax.models.fields import size as _size
-from kvjax.rope import mscale
 
 logger = logging.getLogger(__name__)
 

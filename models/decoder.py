@@ -10,7 +10,7 @@ parameters are a plain pytree. Matrices are stored [out, in], as in checkpoints;
     attention: q [H*D, E], or [2*H*D, E] with gates, k [K*D, E], v [K*D, E], o [E, H*D], optional q_bias, k_bias, v_bias, o_bias,
            q_norm [D], k_norm [D] (or for each head: [H, D], [K, D]; or of all heads: [H*D], [K*D]); nothing of k and v in a layer that
            reads another's keys and values
-    Gated DeltaNet: see `kvjax.layers.DeltaLayer.shapes`; latent attention: see `kvjax.layers.LatentLayer.shapes`
+    Gated DeltaNet: see `kvjax.model.layers.DeltaLayer.shapes`; latent attention: see `kvjax.model.layers.LatentLayer.shapes`
 
 Matrices are arrays or packed (`pallas_kernels.matrices`). Arrays and activations have the model's compute_dtype; norms and RoPE are
 computed in float32 and rounded once; logits are float32.
@@ -27,15 +27,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from kvjax.axes import Shards, cut, cut_of, even
-from kvjax.layers import AttentionLayer, DeltaLayer, LatentLayer, LayerConfig
-from kvjax.model import Heads, Latents, LayerInput, Matrix, Mix, ModelConfig, Params, Recurrence
+from kvjax.engine.recurrent import whole
+from kvjax.model.config import ModelConfig
+from kvjax.model.layers import AttentionLayer, DeltaLayer, LatentLayer, LayerConfig
+from kvjax.model.protocols import Heads, Latents, LayerInput, Matrix, Mix, Params, Recurrence
 from kvjax.models.mixers.attention import attend_heads
 from kvjax.models.mixers.delta import recall_states
 from kvjax.models.mixers.latent import attend_latents, causal_latents
 from kvjax.models.mixers.tokens import Tokens
 from kvjax.models.mlp.gated import gate_tokens
 from kvjax.models.products import biases_of, project
-from kvjax.recurrent import whole
 from pallas_kernels.elementwise import layer_norm, rms_norm
 from pallas_kernels.matrices import take_rows
 from pallas_kernels.soft_cap import SoftCap, scaled
@@ -44,7 +45,7 @@ MIXERS = {AttentionLayer: attend_heads, DeltaLayer: recall_states, LatentLayer: 
 """Functions by the kind of a layer's mixer: `mixer(config, params, x, tokens, mix, state) -> (out, state)`.
 
 config: the layer's mixer. params: the layer's parameters. x: the layer's input, before its norm, `[B, T, E]`. tokens: `Tokens`. mix:
-`kvjax.model.Mix` with the layer's number filled in. out: the input of the projection `o`, `[B, T, inputs of o]`.
+`kvjax.model.protocols.Mix` with the layer's number filled in. out: the input of the projection `o`, `[B, T, inputs of o]`.
 """
 
 MLP_TOKENS = 8192
@@ -53,7 +54,8 @@ MLP_TOKENS = 8192
 
 @dataclasses.dataclass(frozen=True)
 class TransformerDecoder:
-    """Pure functions over `init_params`' pytree (see `kvjax.model.Decoder`). Static and hashable: pass it to jit as a static argument."""
+    """Pure functions over `init_params`' pytree (see `kvjax.model.protocols.Decoder`). Static and hashable: pass it to jit as a static
+    argument."""
 
     config: ModelConfig
     shards: Shards | None = None

@@ -13,11 +13,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.layers import LatentLayer, LayerConfig, Mlp, Rope, RopeScaling
-from kvjax.model import ModelConfig
+from kvjax.model.config import ModelConfig
+from kvjax.model.layers import LatentLayer, LayerConfig, Mlp, Rope, RopeScaling
+from kvjax.model.rope import mscale
 from kvjax.models.family import Family
 from kvjax.models.fields import check_layer_types, integer, layer_count, size
-from kvjax.rope import mscale
 
 ATTENTION, DENSE = "deepseek_sparse_attention", "dense"
 NAMES = (ATTENTION, "indexed_attention")

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvjax.layers import Activation, AttentionLayer, LayerConfig, Mlp, Rope
-from kvjax.model import ModelConfig
+from kvjax.model.config import ModelConfig
+from kvjax.model.layers import Activation, AttentionLayer, LayerConfig, Mlp, Rope
 from kvjax.models.fields import boolean, check_layer_types, layer_count, size
 
 FULL, SLIDING = "full_attention", "sliding_attention"

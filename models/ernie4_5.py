@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.layers import LayerConfig, Rope, RopeScaling
-from kvjax.model import ModelConfig
+from kvjax.model.config import ModelConfig
+from kvjax.model.layers import LayerConfig, Rope, RopeScaling
 from kvjax.models.dense import DEFAULTS, flag, head_dim_of, same_fields, same_layers
 from kvjax.models.family import Family
 

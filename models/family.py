@@ -9,8 +9,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from kvjax.layers import DeltaLayer, LayerConfig, RopeScaling
-from kvjax.model import ModelConfig, Params
+from kvjax.model.config import ModelConfig
+from kvjax.model.layers import DeltaLayer, LayerConfig, RopeScaling
+from kvjax.model.protocols import Params
 
 TENSORS = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "lm_head": "lm_head.weight"}
 """Our name of a tensor -> Hugging Face's name, outside the layers."""

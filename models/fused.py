@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kvjax.model import ModelConfig
+from kvjax.model.config import ModelConfig
 from kvjax.models.checkpoint import Wanted, wanted_tensors
 from kvjax.models.families import FAMILIES
 from kvjax.models.tensors import RowsOf, RowsPacked, Tensor

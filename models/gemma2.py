@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.layers import LayerConfig, Rope, RopeScaling
-from kvjax.model import ModelConfig
+from kvjax.model.config import ModelConfig
+from kvjax.model.layers import LayerConfig, Rope, RopeScaling
 from kvjax.models.dense import DEFAULTS, SLIDING, flag, head_dim_of, kinds_in, kinds_of, same_fields, same_layers, window_in, with_mixers
 from kvjax.models.family import Family
 from kvjax.models.fields import positive, size

@@ -12,8 +12,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.layers import AttentionLayer, LayerConfig, Mlp, Rope, RopeScaling
-from kvjax.model import ModelConfig
+from kvjax.model.config import ModelConfig
+from kvjax.model.layers import AttentionLayer, LayerConfig, Mlp, Rope, RopeScaling
 from kvjax.models.family import Family
 from kvjax.models.fields import boolean, check_layer_types, layer_count, number, size
 from kvjax.models.wrappers import GEMMA3

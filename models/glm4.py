@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.layers import LayerConfig, RopeScaling
+from kvjax.model.layers import LayerConfig, RopeScaling
 from kvjax.models import glm
 
 

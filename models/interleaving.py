@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from kvjax.layers import AttentionLayer, Mixer
+from kvjax.model.layers import AttentionLayer, Mixer
 from kvjax.models.tensors import RowsOf, Tensor, View
 from pallas_kernels.matrices import PackedMatrix, is_packed
 

@@ -21,7 +21,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike
 
 from kvjax.axes import Shards, several_processes
-from kvjax.model import ModelConfig
+from kvjax.model.config import ModelConfig
+from kvjax.model.placement import place_tree
+from kvjax.model.weight_formats import FormatOf, place_of, scheme_of
 from kvjax.models import checkpoint, config_json, fused
 from kvjax.models.adapter_files import open_adapters
 from kvjax.models.adapters import merge
@@ -37,9 +39,7 @@ from kvjax.models.quantization.reading import PackedSource, Widened, sources
 from kvjax.models.quantization.rules import REMEDY, Published
 from kvjax.models.quantization.schemes import split
 from kvjax.models.tensors import DTYPES, RowsPacked, Tensor
-from kvjax.packing import FormatOf, place_of, scheme_of
-from kvjax.placement import place_tree
-from kvjax.processes import check_alike
+from kvjax.scheduler.processes import check_alike
 from pallas_kernels.dispatch import compute_capability
 from pallas_kernels.matrices import MatrixFormat, PackedMatrix, pack
 
@@ -63,8 +63,8 @@ def read_config(path_or_id: str | Path, *, dtype: DTypeLike | DtypeName | None =
 
 
 def read_packing(path_or_id: str | Path, config: ModelConfig) -> FormatOf | None:
-    """How the matrices of a checkpoint are packed in memory, as config.json says, or a GGUF file (`kvjax.packing.FormatOf`); None: they are
-    not.
+    """How the matrices of a checkpoint are packed in memory, as config.json says, or a GGUF file (`kvjax.model.weight_formats.FormatOf`);
+    None: they are not.
 
     config: what `read_config` gives. Raises ValueError for a scheme that cannot be read, with its name.
     """
@@ -122,9 +122,9 @@ def load(
     ones do not. tokenizer: whether to read the tokenizer too, through transformers. If config.json says `tie_word_embeddings` but a
     different `lm_head.weight` is stored, the model is loaded untied, with a warning, as in transformers.
 
-    weights: pack the matrices of layers, the embedding and the head while loading (`kvjax.packing.SCHEMES`): "int8" or "fp8", with one
-    scale for each output channel ("int8:128x128", "fp8:128x128": for each block; "fp8:tokens": prefill rounds tokens to fp8, too), or
-    "int4", with one for each 128 inputs, and the embedding and the head as int8. None: as they are stored.
+    weights: pack the matrices of layers, the embedding and the head while loading (`kvjax.model.weight_formats.SCHEMES`): "int8" or "fp8",
+    with one scale for each output channel ("int8:128x128", "fp8:128x128": for each block; "fp8:tokens": prefill rounds tokens to fp8, too),
+    or "int4", with one for each 128 inputs, and the embedding and the head as int8. None: as they are stored.
 
     lora: LoRA adapters that are merged while loading, in order, in float32: a folder or Hub id of peft, with a scale after it if that is
     not 1 ("DIR:0.5"), or several in a list (`kvjax.models.adapter_files`). Matrices that stay packed as they are stored take none.

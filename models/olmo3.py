@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.layers import LayerConfig, Rope, RopeScaling
-from kvjax.model import ModelConfig
+from kvjax.model.config import ModelConfig
+from kvjax.model.layers import LayerConfig, Rope, RopeScaling
 from kvjax.models import gemma3, olmo2
 from kvjax.models.dense import FULL, SLIDING, head_dim_of, same_fields, with_mixers
 from kvjax.models.family import Family

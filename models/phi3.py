@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.layers import LayerConfig, Rope, RopeScaling
-from kvjax.model import ModelConfig
+from kvjax.model.config import ModelConfig
+from kvjax.model.layers import LayerConfig, Rope, RopeScaling
 from kvjax.models.dense import DEFAULTS, head_dim_of, padding, same_fields, same_layers
 from kvjax.models.family import Family
 from kvjax.models.fields import size

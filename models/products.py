@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtyping import Array, DTypeLike, Float
 
-from kvjax.model import Matrix, Params
+from kvjax.model.protocols import Matrix, Params
 from kvjax.models.mixers.tokens import Tokens
 from pallas_kernels.matrices import is_packed, unpack
 from pallas_kernels.project_tokens import project_tokens

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.layers import AttentionLayer, DeltaLayer, LayerConfig, Mlp, Rope, RopeScaling
-from kvjax.model import ModelConfig
+from kvjax.model.config import ModelConfig
+from kvjax.model.layers import AttentionLayer, DeltaLayer, LayerConfig, Mlp, Rope, RopeScaling
 from kvjax.models.family import Family, Within
 from kvjax.models.fields import boolean, check_layer_types, layer_count, size
 from kvjax.models.partial_rope import rotary_fraction, rotated_of

@@ -11,9 +11,9 @@ import tempfile
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from kvjax.checkpoint_files import read_json
 from kvjax.checks import file_path
 from kvjax.models.checkpoint import CONFIG_FILES, TOKENIZER_FILES, WEIGHT_FILES
+from kvjax.text.checkpoint_files import read_json
 
 WEIGHTS = "model*.safetensors"
 

@@ -14,7 +14,9 @@ import numpy as np
 from jaxtyping import Array
 
 from kvjax.checks import whole_number
-from kvjax.model import Model, ModelConfig, Params
+from kvjax.model.config import ModelConfig
+from kvjax.model.protocols import Model, Params
+from kvjax.model.weight_formats import FormatOf, place_of
 from kvjax.models import checkpoint, config_json
 from kvjax.models.checkpoint import MAX_SHARD_BYTES, Wanted
 from kvjax.models.decoder import is_shape, param_shapes
@@ -22,7 +24,6 @@ from kvjax.models.fused import outline, stored_parts, whole
 from kvjax.models.interleaving import blocks_in_order, rearranged, unmoved
 from kvjax.models.quantization.writing import check_writable, fields_of, tensors_of
 from kvjax.models.save_targets import check_target, hidden_beside
-from kvjax.packing import FormatOf, place_of
 from pallas_kernels.matrices import MatrixFormat, PackedMatrix, is_packed
 
 
@@ -59,7 +60,7 @@ def save(model: Model, folder: str | Path, *, overwrite: bool = False, max_shard
 
 
 def check_packing(config: ModelConfig, format_of: FormatOf) -> None:
-    """NotImplementedError if `save` would refuse this model's matrices in these formats (`kvjax.packing.FormatOf`)."""
+    """NotImplementedError if `save` would refuse this model's matrices in these formats (`kvjax.model.weight_formats.FormatOf`)."""
     named = jax.tree_util.tree_flatten_with_path(param_shapes(config), is_leaf=is_shape)[0]
     formats = [format_of(*place_of(path), shape) for path, shape in named]
     wanted = checkpoint.wanted_tensors(config)[0]

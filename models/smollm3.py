@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.layers import NO_ROPE, LayerConfig, Rope, RopeScaling
-from kvjax.model import ModelConfig
+from kvjax.model.config import ModelConfig
+from kvjax.model.layers import NO_ROPE, LayerConfig, Rope, RopeScaling
 from kvjax.models.dense import DEFAULTS, FULL, SLIDING, flag, head_dim_of, padding, same_fields, same_layers, with_mixers
 from kvjax.models.family import Family
 from kvjax.models.fields import check_layer_types, layer_count, size

@@ -28,10 +28,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvjax.checks import check_salt
-from kvjax.messages import chat_ids, checked_messages, rendered
-from kvjax.prompts import encode
-from kvjax.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
-from kvjax.token_bounds import check_text
+from kvjax.engine.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
+from kvjax.text.messages import chat_ids, checked_messages, rendered
+from kvjax.text.token_bounds import check_text
+from kvjax.text.tokenization import encode
 
 SHOWN = 80
 """Characters of a value, or of a name, that an error message shows."""

@@ -23,16 +23,16 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from kvjax.engine import Engine
+from kvjax.engine.engine import Engine
+from kvjax.engine.sampling import Sampling, derived_seed
+from kvjax.engine.sequence import CachedSequence
 from kvjax.generation import run
-from kvjax.identity import fingerprint
+from kvjax.model.identity import fingerprint
 from kvjax.models import load
 from kvjax.policies import prefill
 from kvjax.policies.decode import DecodePolicy, identity, parse
-from kvjax.requests import Request
-from kvjax.sampling import Sampling, derived_seed
-from kvjax.scoring import continuation_logprobs
-from kvjax.sequences import CachedSequence
+from kvjax.scheduler.request import Request
+from kvjax.scheduler.scoring import continuation_logprobs
 
 if importlib.util.find_spec("lm_eval"):
     from lm_eval.api.model import LM

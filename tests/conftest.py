@@ -50,7 +50,7 @@ MOST_MAPS = 40_000
 
 
 def pytest_addoption(parser):
-    parser.addoption("--soak-minutes", type=float, default=30, help="how long the long soak of tests/kvjax/test_soak.py runs")
+    parser.addoption("--soak-minutes", type=float, default=30, help="how long the long soak of tests/kvjax/cache/test_soak.py runs")
     parser.addoption(
         "--needle-128k", metavar="FOLDER", help="the model that recipe needle-128k of tools/train_needle made, for tests of it"
     )

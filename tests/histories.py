@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from kvjax import Engine, OutOfPages
-from kvjax.declared import own_policies
+from kvjax.engine.policy_set import own_policies
+from kvjax.engine.sampling import SamplingRows
 from kvjax.policies.prefill import PrefillPolicy
-from kvjax.sampling import SamplingRows
 
 BUCKET, ROWS = 4, 12
 FAMILIES = ("llama", "qwen3", "gemma3_text", "qwen3_5_text", "deepseek_v32", "shared")

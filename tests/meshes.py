@@ -5,7 +5,7 @@ import dataclasses
 from tiny_models import RECURRENT, make_family, remembering
 
 import kvjax
-from kvjax.layers import DeltaLayer
+from kvjax.model.layers import DeltaLayer
 
 MESHES = {"tensor 2": (2, 1), "context 2": (1, 2), "tensor 2 context 2": (2, 2), "tensor 4": (4, 1), "context 4": (1, 4)}
 LARGE = {"tensor 4 context 2": (4, 2), "tensor 2 context 4": (2, 4), "context 8": (1, 8)}

@@ -1,4 +1,4 @@
-"""A result of `kvjax bench tiers` whose times are those of a known law."""
+"""A result of `python -m benchmarks.tiers` whose times are those of a known law."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import numpy as np
 from tiny_models import QWEN_7B
 
 from kvjax.cost_model import step_bytes
-from kvjax.memory import memory_plan, pool_frames
+from kvjax.engine.capacity_plan import memory_plan, pool_frames
 from kvjax.policies.decode import parse
 
 RATE, C0, C1 = 3.0e12, 5e-4, 1e-4
@@ -21,7 +21,7 @@ def sizes(config=QWEN_7B, device_bytes=8 * 10**9, host_bytes=60 * 10**9, policie
 
 
 def tier_run(lengths=(2**16, 2**17, 2**18, 2**19), devices=(2 * 10**9, 6 * 10**9), noise=0.0, layer_s=LAYER, hits=None, skip=()):
-    """A result of `kvjax bench tiers` whose times are those of the planted law."""
+    """A result of `python -m benchmarks.tiers` whose times are those of the planted law."""
     draw = np.random.default_rng(0)
     hits = {"own": 0.55, "recorded": 0.7, "nothing shared": 0.0} if hits is None else hits
     rows = []

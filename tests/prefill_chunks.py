@@ -1,18 +1,33 @@
-"""A chunk of queries over pages, and the attention that it pays, written out plainly."""
+"""A chunk of queries over pages, the attention that it pays, written out plainly, and the peers of benchmarks/ in tiny sizes."""
 
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import PagedKV
-from kvjax.policies.prefill import PrefillContext
+from kvjax.policies.prefill import PrefillContext, parse_prefill
+from kvjax.policies.prefill.naming import PEERS
 from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import Pages
 
 SIZES = {"chi": 8, "key_block": 8, "sink_tokens": 8, "window_tokens": 12}
+PAGE_WINDOW = {"window_tokens": 16}
 SCALE = 0.35
+FOLDER = Path(__file__).parents[1] / "benchmarks" / "peers"
+
+
+def named(word, *args):
+    """The name of a peer with tiny sizes."""
+    sizes = {"delta": {}, "bounds-share": SIZES | PAGE_WINDOW}.get(word, SIZES)
+    settings = "/".join([*map(str, args), *(f"{name}={size}" for name, size in sizes.items())])
+    return f"{FOLDER}/{PEERS[word]}:{settings}"
+
+
+def peer(word, *args):
+    return parse_prefill(named(word, *args))
 
 
 @functools.partial(jax.jit, static_argnames="policy")

@@ -22,7 +22,7 @@ from tiny_models import make_family, shallow
 import kvjax
 from kvjax.cost_model import Auto, Bound, CostModel, Evidence, ExchangeTerm, Price
 from kvjax.cost_model.predict import sizes_of
-from kvjax.identity import fingerprint
+from kvjax.model.identity import fingerprint
 from kvjax.policies.decode import HeavyPages, Stateless, TopBlocks
 
 PAGE, CHUNK, STEPS = 16, 64, 10

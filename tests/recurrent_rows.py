@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import recurrent
 from kvjax.cache import WHOLE, RecurrentSpec
-from kvjax.model import Recurrence
+from kvjax.engine import recurrent
+from kvjax.model.protocols import Recurrence
 from pallas_kernels.gated_delta import causal_convolution, delta_page
 
 PAGE, CHUNK = 16, 48

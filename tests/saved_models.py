@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.model.weight_formats import SCHEMES, WeightScheme, place_of
 from kvjax.models import CausalLM, config_json, load
 from kvjax.models.decoder import TransformerDecoder, causal_mix, is_shape, param_shapes
-from kvjax.packing import SCHEMES, WeightScheme, place_of
 from pallas_kernels.matrices import DTYPES, LARGEST, MatrixFormat, PackedMatrix
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_5_text", "gemma3_text", "deepseek_v32")

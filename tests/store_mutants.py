@@ -7,16 +7,17 @@ import copy
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import PageAllocator, disk_store, prefixes
-from kvjax.cache.disk_store import DiskStore
-from kvjax.cache.host_store import HostStore
-from kvjax.cache.prefixes import Prefixes
-from kvjax.chunks import Prefiller
+from kvjax.cache import PageAllocator, prefix_cache
+from kvjax.cache.prefix_cache import Prefixes
+from kvjax.cache.stores import disk
+from kvjax.cache.stores.disk import DiskStore
+from kvjax.cache.stores.host import HostStore
+from kvjax.engine.prefill_runner import Prefiller
 
 
 def copied_before_written(patch):
     """The copy of a page to a store reads the pool as it was before the chunk: nothing orders it after the write."""
-    begin, read, stale = Prefiller.begin, prefixes.read_blocks, {}
+    begin, read, stale = Prefiller.begin, prefix_cache.read_blocks, {}
 
     def keep(prefiller, *args, **kwargs):
         before = stale[id(prefiller._pool)] = copy.copy(prefiller._pool)
@@ -24,7 +25,7 @@ def copied_before_written(patch):
         return begin(prefiller, *args, **kwargs)
 
     patch.setattr(Prefiller, "begin", keep)
-    patch.setattr(prefixes, "read_blocks", lambda pool, *args: read(stale.get(id(pool), pool), *args))
+    patch.setattr(prefix_cache, "read_blocks", lambda pool, *args: read(stale.get(id(pool), pool), *args))
 
 
 def refilled_while_copied(patch):
@@ -43,7 +44,7 @@ def refilled_while_copied(patch):
 
 def read_before_arrived(patch):
     """A step reads a page before its block has come back: nothing orders the step after the copy."""
-    write, waiting = prefixes.write_blocks, []
+    write, waiting = prefix_cache.write_blocks, []
 
     def later(pool, *args, **kwargs):
         _, group, ids, _ = args
@@ -54,25 +55,25 @@ def read_before_arrived(patch):
             if other is pool:
                 write(other, *args, **kwargs)
 
-    patch.setattr(prefixes, "write_blocks", later)
+    patch.setattr(prefix_cache, "write_blocks", later)
 
 
 def place_for_a_page(patch):
     """Blocks come back to the pages whose ids are their places in the list: a place where a page is meant."""
-    write = prefixes.write_blocks
+    write = prefix_cache.write_blocks
 
     def misplaced(pool, spec, group, ids, *args, **kwargs):
         pool.bind({group: ids})  # a page without a frame would be seen by the steps themselves
         write(pool, spec, group, range(len(ids)), *args, **kwargs)
 
-    patch.setattr(prefixes, "write_blocks", misplaced)
+    patch.setattr(prefix_cache, "write_blocks", misplaced)
 
 
 def page_for_a_slot(patch):
     """A block on disk is read one slot beside its own, and its digest is not looked at: a number of one kind where another is meant."""
-    read = disk_store._read_at
-    patch.setattr(disk_store, "_digest", lambda key, data: b"")
-    patch.setattr(disk_store, "_read_at", lambda file, data, offset: read(file, data, max(0, offset - len(data))))
+    read = disk._read_at
+    patch.setattr(disk, "_digest", lambda key, data: b"")
+    patch.setattr(disk, "_read_at", lambda file, data, offset: read(file, data, max(0, offset - len(data))))
 
 
 def host_block_refilled(patch):
@@ -110,7 +111,7 @@ def slot_still_named(patch):
 
 def digests_not_looked_at(patch):
     """What was read from disk is taken for right."""
-    patch.setattr(disk_store, "_digest", lambda key, data: b"")
+    patch.setattr(disk, "_digest", lambda key, data: b"")
 
 
 def owned_after_taken(patch):

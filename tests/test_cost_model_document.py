@@ -14,7 +14,7 @@ from kvjax.cost_model.fitting import Key, checks, fit, read_cells
 from kvjax.cost_model.predict import to_json
 from kvjax.cost_model.prefill_times import fit_prefill
 from kvjax.cost_model.regimes import crossover
-from kvjax.identity import fingerprint
+from kvjax.model.identity import fingerprint
 from kvjax.models.loading import load
 from kvjax.policies.prefill import parse_prefill
 from kvjax.serving.bench.decode import config_of

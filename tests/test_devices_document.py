@@ -5,9 +5,8 @@ from pathlib import Path
 
 import jax
 
+from benchmarks.hollow import random_model
 from kvjax.serving.bench.decode import config_of
-from kvjax.serving.bench.hollow import random_model
-from pallas_kernels.bench import report
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
@@ -18,14 +17,8 @@ def rows_of(name):
     return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
 
 
-def test_the_table_of_exchanges_is_what_the_results_make():
-    """After new measurements: the report's command with these files and docs/devices.md. Names of files with rows of meshes begin with
-    mesh-, so that no other document takes them."""
+def test_sentences_on_exchanges_are_what_the_results_say():
     text = (ROOT / "docs" / "devices.md").read_text(encoding="utf-8")
-    for name in ("exchange", "decode-step", "prefill-time"):
-        assert f"<!-- bench:{name} -->" in text
-    files = [file for pattern in ("*/exchange*.json", "*/mesh-*.json") for file in RESULTS.parent.glob(pattern)]
-    assert report.rendered(text, report.load(files)) == text
     two = {(row["policy"], row["steps_per_launch"]): row for row in json.loads((RESULTS / "mesh-steps-2.json").read_text())["rows"]}
     step = two["top:32", 8]
     seconds = {kernel["name"].split("_")[0]: kernel for kernel in step["profile"]["kernels"]}

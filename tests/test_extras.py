@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvjax.serving.cli import app as cli
-from pallas_kernels.extras import EXTRAS, MissingExtra, needs_extras
+from pallas_kernels.core.optional import EXTRAS, MissingExtra, needs_extras
 
 BLOCKED = ["IPython", "ipykernel", "nbclient", "nbformat", "pandas", "patsy", *(name for names in EXTRAS.values() for name in names)]
 """Packages that only extras bring."""
@@ -61,7 +61,6 @@ def test_loading_generating_and_batches_need_no_extra(tmp_path):
             "kvjax needle with several --prefill needs statsmodels, not installed here: pip install 'kvjax[eval]'",
         ),
         ("cost regimes", "kvjax cost regimes needs matplotlib, not installed here: pip install 'kvjax[plots]'"),
-        ("bench overlap --plot a.png", "kvjax bench overlap --plot needs matplotlib, not installed here: pip install 'kvjax[plots]'"),
         (
             "batch in.jsonl --out out.jsonl --model needle --ray",
             "kvjax batch --ray needs ray and pyarrow, not installed here: pip install 'kvjax[ray]'",
@@ -93,7 +92,7 @@ def test_a_command_that_needs_an_extra_says_so_at_once_in_one_line(line, said, t
 
 def test_functions_of_the_library_say_it_too(monkeypatch):
     from kvjax.fidelity.statistics import paired, proportion
-    from pallas_kernels.bench.pictures import picture
+    from pallas_kernels.core.pictures import picture
 
     for name in BLOCKED:
         monkeypatch.setitem(sys.modules, name, None)

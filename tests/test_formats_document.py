@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.packing import scheme_of
+from kvjax.model.weight_formats import scheme_of
 from pallas_kernels.matrices import MatrixFormat, pack
 from pallas_kernels.project_tokens import project_tokens
 from pallas_kernels.project_tokens.shape import Shape

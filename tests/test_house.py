@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from pallas_kernels.extras import EXTRAS
+from pallas_kernels.core.optional import EXTRAS
 
 ROOT = Path(__file__).parent.parent
 # Source folder -> imported as; lower layers first.
 LAYERS = {"pallas_kernels": "pallas_kernels", "kvjax": "kvjax", "models": "kvjax.models", "serving": "kvjax.serving"}
-RANKS = {name: rank for rank, name in enumerate(LAYERS.values())}
+FOLDERS = LAYERS | {"benchmarks": "benchmarks"}  # benchmarks import every layer, and are in no wheel
+RANKS = {name: rank for rank, name in enumerate(FOLDERS.values())}
 FRONT_DOOR = "kvjax.__init__"
 DOORS = {FRONT_DOOR, "kvjax.__main__"}  # they name what is above them as strings
 MADE_WITH = (*EXTRAS, "docs", "test")  # the extras of `make`'s environment
@@ -31,7 +32,8 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 CLIENTS = ROOT / "serving" / "clients"  # clients in other languages, and READMEs of all: no part of a Python package
 SOURCES = [path for folder in LAYERS for path in sorted((ROOT / folder).rglob("*.py")) if CLIENTS not in path.parents]
-ALL_PYTHON = SOURCES + [path for folder in ("tests", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
+SCRIPTS = sorted((ROOT / "benchmarks").rglob("*.py"))
+ALL_PYTHON = SOURCES + SCRIPTS + [path for folder in ("examples", "tests", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def label(path: Path) -> str:
@@ -57,10 +59,10 @@ def check_each(paths: list[Path], faults_of: Callable[[Path], Iterable]) -> None
 def module_name(path: Path) -> str:
     """The name a source file is imported by; packages end in `.__init__`."""
     folder, *rest = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join([LAYERS[folder], *rest])
+    return ".".join([FOLDERS[folder], *rest])
 
 
-MODULES = {module_name(path).removesuffix(".__init__") for path in SOURCES}
+MODULES = {module_name(path).removesuffix(".__init__") for path in SOURCES + SCRIPTS}
 
 
 def layer(module: str) -> str | None:
@@ -111,7 +113,7 @@ def upward_imports(tree: ast.Module, name: str) -> list[str]:
 
 
 def test_imports_point_one_way():
-    check_each(SOURCES, lambda path: upward_imports(parse(path), module_name(path)))
+    check_each(SOURCES + SCRIPTS, lambda path: upward_imports(parse(path), module_name(path)))
 
 
 @pytest.mark.parametrize(
@@ -119,17 +121,18 @@ def test_imports_point_one_way():
     [
         ("pallas_kernels.merge", "import kvjax"),
         ("pallas_kernels.merge", "def f():\n    from kvjax.cache import arrays"),
-        ("kvjax.model", "from kvjax.models.decoder import TransformerDecoder"),
-        ("kvjax.engine", "from kvjax import models"),
+        ("kvjax.model.config", "from kvjax.models.decoder import TransformerDecoder"),
+        ("kvjax.engine.engine", "from kvjax import models"),
         ("kvjax.generation", "from . import models"),
         ("kvjax.cache.arrays", "from ..models import load"),
-        ("kvjax.engine", "from kvjax import load"),
-        ("kvjax.engine", "import importlib\nimportlib.import_module('kvjax.models.loading')"),
+        ("kvjax.engine.engine", "from kvjax import load"),
+        ("kvjax.engine.engine", "import importlib\nimportlib.import_module('kvjax.models.loading')"),
         ("kvjax.models.loading", "import kvjax.serving.cli"),
+        ("kvjax.serving.cli.bench", "from benchmarks.run import main"),
         ("kvjax.__init__", "from kvjax.models import load"),
         ("kvjax.__main__", "from kvjax.serving.cli import main"),
         ("kvjax.__init__", "if TYPE_CHECKING:\n    pass\nfrom kvjax.models import load"),
-        ("kvjax.engine", "if TYPE_CHECKING:\n    from kvjax.models import load"),
+        ("kvjax.engine.engine", "if TYPE_CHECKING:\n    from kvjax.models import load"),
     ],
 )
 def test_an_upward_import_is_found(name, code):
@@ -139,8 +142,8 @@ def test_an_upward_import_is_found(name, code):
 @pytest.mark.parametrize(
     ("name", "code"),
     [
-        ("kvjax.engine", "import kvjax.model\nfrom pallas_kernels.merge import merge_attention"),
-        ("kvjax.models.loading", "from kvjax.model import ModelConfig\nfrom .decoder import init_params"),
+        ("kvjax.engine.engine", "import kvjax.model.config\nfrom pallas_kernels.merge import merge_attention"),
+        ("kvjax.models.loading", "from kvjax.model.config import ModelConfig\nfrom .decoder import init_params"),
         ("kvjax.serving.cli", "from kvjax import load"),
         ("kvjax.__init__", "HOMES = {'load': 'kvjax.models'}"),
         ("kvjax.__main__", "import importlib\nimportlib.import_module('kvjax.serving.cli').main()"),
@@ -167,6 +170,17 @@ def imports_of(code: dict[str, ast.Module]) -> dict[str, set[str]]:
     return graph
 
 
+HARNESS = ("pallas_kernels.bench", "kvjax.serving.bench", "kvjax.serving.cli.bench", "benchmarks")
+STILL = {f"kvjax.serving.cli.{name}" for name in ("cost", "cost_fit", "cost_mesh", "doctor", "echo")}
+
+
+def test_only_benchmarks_import_the_harness():
+    """And, still, `STILL`: names of shapes and policies, and the rate of a copy."""
+    of_it = {module for module in MODULES if module.startswith(HARNESS[:2])}
+    users = {name for name, found in imports_of_the_sources().items() if found & of_it and not name.startswith(HARNESS)}
+    assert users == STILL
+
+
 def circle(graph: dict[str, set[str]]) -> list[str]:
     """A way through the imports that comes back to where it began; empty where there is none."""
     finished: set[str] = set()
@@ -185,7 +199,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 @functools.cache
 def imports_of_the_sources() -> dict[str, set[str]]:
-    return imports_of({module_name(path): parse(path) for path in SOURCES})
+    return imports_of({module_name(path): parse(path) for path in SOURCES + SCRIPTS})
 
 
 def test_imports_make_no_circle():
@@ -195,15 +209,15 @@ def test_imports_make_no_circle():
 @pytest.mark.parametrize(
     ("name", "code"),
     [
-        ("kvjax.engine", "import kvjax.cost_model"),
-        ("kvjax.engine", "from kvjax.cost_model.auto import Auto"),
-        ("kvjax.engine", "if TYPE_CHECKING:\n    from kvjax.scheduler import Scheduler"),
-        ("kvjax.engine", "def f():\n    from kvjax.cost_model import auto"),
-        ("kvjax.engine", "import importlib\nimportlib.import_module('kvjax.cost_model.auto')"),
+        ("kvjax.engine.engine", "import kvjax.cost_model"),
+        ("kvjax.engine.engine", "from kvjax.cost_model.auto import Auto"),
+        ("kvjax.engine.engine", "if TYPE_CHECKING:\n    from kvjax.scheduler.scheduler import Scheduler"),
+        ("kvjax.engine.engine", "def f():\n    from kvjax.cost_model import auto"),
+        ("kvjax.engine.engine", "import importlib\nimportlib.import_module('kvjax.cost_model.auto')"),
         ("kvjax.policies.decode.naming", "from kvjax.cost_model.auto import Auto"),
         ("kvjax.policies.prefill.naming", "def f():\n    from kvjax.cost_model.auto import AutoPrefill"),
-        ("kvjax.cache.spec", "from kvjax.engine import Engine"),
-        ("kvjax.cache.spec", "from ..engine import Engine"),
+        ("kvjax.cache.spec", "from kvjax.engine.engine import Engine"),
+        ("kvjax.cache.spec", "from ..generation import generate"),
         ("kvjax.registry", "from kvjax.policies.decode.naming import parse"),
         ("kvjax.models.saving", "def f():\n    from kvjax.models import loading\n    from kvjax.models.causal_lm import CausalLM"),
         ("pallas_kernels.pages", "from pallas_kernels.gather_attention import gather_attention"),
@@ -216,9 +230,9 @@ def test_a_circle_of_imports_is_found(name, code):
 
 def test_imports_that_make_no_circle_are_allowed():
     code = {
-        "kvjax.engine": "if TYPE_CHECKING:\n    from kvjax.memory import MemoryPlan\nimport kvjax.model",
-        "kvjax.generation": "from kvjax.engine import Engine\nfrom kvjax import Request",
-        "kvjax.__init__": "from kvjax.generation import run\nfrom kvjax.engine import Engine",
+        "kvjax.engine.engine": "if TYPE_CHECKING:\n    from kvjax.engine.capacity_plan import MemoryPlan\nimport kvjax.model.config",
+        "kvjax.generation": "from kvjax.engine.engine import Engine\nfrom kvjax import Request",
+        "kvjax.__init__": "from kvjax.generation import run\nfrom kvjax.engine.engine import Engine",
     }
     assert not circle(imports_of({name: ast.parse(text) for name, text in code.items()}))
 
@@ -372,7 +386,7 @@ def test_every_package_folder_is_listed():
     in_packages = {module_name(path).rpartition(".")[0] for path in SOURCES}
     assert in_packages <= folders, "a folder of source files lacks __init__.py"
     assert PYPROJECT["tool"]["setuptools"]["package-dir"] == {"": "imports"}
-    for folder, name in LAYERS.items():
+    for folder, name in FOLDERS.items():
         linked = ROOT / "imports" / name.replace(".", "/") / "__init__.py"
         assert linked.resolve() == (ROOT / folder / "__init__.py").resolve()
 
@@ -440,7 +454,7 @@ def test_what_is_imported_is_declared():
 @pytest.mark.parametrize(
     ("code", "count"),
     [
-        ("import numpy\nfrom scipy import stats\nimport kvjax.model, json", 0),
+        ("import numpy\nfrom scipy import stats\nimport kvjax.model.config, json", 0),
         ("import pandas", 1),
         ("def f():\n    import pandas", 1),
         ("import matplotlib", 1),
@@ -451,7 +465,7 @@ def test_what_is_imported_is_declared():
     ],
 )
 def test_an_import_of_what_may_not_be_installed_is_found(code, count):
-    assert len(undeclared_imports(ast.parse(code), "kvjax.engine")) == count
+    assert len(undeclared_imports(ast.parse(code), "kvjax.engine.engine")) == count
 
 
 def test_extras_are_those_of_pyproject():
@@ -503,8 +517,8 @@ def test_jax_is_locked_at_the_floor():
 
 def test_build_lists_every_source_and_test_folder():
     build = (ROOT / "BUILD").read_text()
-    assert set(re.findall(r'py_library\(\n    name = "(\w+)"', build)) == set(LAYERS)
-    for folder in LAYERS:
+    assert set(re.findall(r'py_library\(\n    name = "(\w+)"', build)) == set(FOLDERS)
+    for folder in FOLDERS:
         assert f'glob(["{folder}/**/*.py"]' in build
     listed = set(re.findall(r'^    \("(\w+)", "\w+"\),$', build, re.MULTILINE))
     assert listed == {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.rglob("test_*.py"))}
@@ -520,14 +534,13 @@ DANGEROUS = {
 ALLOWED = {
     "kvjax/__init__.py": "import_module: names of its own table",
     "kvjax/__main__.py": "import_module: the command line",
-    "kvjax/cache/spanning.py": "ctypes: libcuda.so.1",
-    "kvjax/processes.py": "pickle: messages between the processes of one job",
+    "kvjax/cache/host_pool/mapped_memory.py": "ctypes: libcuda.so.1",
+    "kvjax/scheduler/processes.py": "pickle: messages between the processes of one job",
     "kvjax/registry.py": "exec, literal_eval, import_module: policies that the command line or code names",
     "models/__init__.py": "import_module: names of its own table",
     "pallas_kernels/bench/torch_sdpa.py": "subprocess: this Python, modules named by the caller",
     "pallas_kernels/dispatch.py": "import_module: ops of its own table",
     "serving/__init__.py": "import_module: names of its own table",
-    "serving/bench/against_transformers.py": "subprocess: this Python, its own module",
 }
 """The files that may, and for what. A new one needs a line here, and a place in docs/security.md."""
 

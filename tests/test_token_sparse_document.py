@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax.cache import empty_latents
-from kvjax.layers import LatentLayer, Rope
+from kvjax.model.layers import LatentLayer, Rope
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "token-sparse.md").read_text(encoding="utf-8")
 

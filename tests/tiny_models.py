@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.layers import AttentionLayer, DeltaLayer, LatentLayer, LayerConfig, Mlp, Rope
-from kvjax.model import uniform_config, uniform_fields
+from kvjax.model.config import uniform_config, uniform_fields
+from kvjax.model.layers import AttentionLayer, DeltaLayer, LatentLayer, LayerConfig, Mlp, Rope
 from kvjax.models import CausalLM
 from kvjax.models.decoder import TransformerDecoder, causal_mix, init_params
 

@@ -46,7 +46,7 @@ def imports_of(path: Path) -> frozenset[str]:
         elif isinstance(node, ast.ImportFrom):
             above = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
             base = ".".join(part for part in (above, node.module) if part)
-            names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+            names |= {full if (full := f"{base}.{alias.name}") in known else base for alias in node.names}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.partition(":")[0] in known:
             names.add(node.value.partition(":")[0])
     return frozenset(name for name in names if name in known and name != own)

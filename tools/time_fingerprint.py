@@ -1,4 +1,4 @@
-"""Times `kvjax.identity.fingerprint`: `python tools/time_fingerprint.py --gigabytes 15`.
+"""Times `kvjax.model.identity.fingerprint`: `python tools/time_fingerprint.py --gigabytes 15`.
 
 Makes bfloat16 matrices of a size found in 7B models on the default device, as many as the given number of gigabytes holds.
 """
@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 
-from kvjax.identity import fingerprint
+from kvjax.model.identity import fingerprint
 
 WIDTH, INNER = 3584, 18_944
 

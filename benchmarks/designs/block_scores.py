@@ -1,6 +1,6 @@
 """Scores of blocks, replayed on queries and keys that checkpoints make: which of them find the block that a query needs.
 
-    python benchmarks/designs/block_scores.py --model SmolLM2-135M-Instruct.Q4_1.gguf --model gemma-3-270m-q4_k_m.gguf \
+    python -m benchmarks.designs.block_scores --model SmolLM2-135M-Instruct.Q4_1.gguf --model gemma-3-270m-q4_k_m.gguf \
         --length 4096 --length 8192 --contexts 12 --together 4 --json designs-block-scores.json
 
 A context is a needle task's text with its question and answer, of which the model's dense prediction is right. Of every
@@ -31,16 +31,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from loose_bounds import looseness
-from score_kinds import BLOCK, SCORES, Layer, Score, combined, true_lse
 
 import kvjax
+from benchmarks.designs.loose_bounds import looseness
+from benchmarks.designs.score_kinds import BLOCK, SCORES, Layer, Score, combined, true_lse
+from benchmarks.report import source
 from kvjax.fidelity.needle import NeedleTask, Trial, documentation_text, encode_text, vocabulary_words
 from kvjax.fidelity.retrieval import prompt_start
-from kvjax.identity import fingerprint
-from kvjax.model import Heads
-from pallas_kernels.bench.report import source
-from pallas_kernels.bench.results import write_result
+from kvjax.model.identity import fingerprint
+from kvjax.model.protocols import Heads
+from pallas_kernels.core.results import write_result
 
 SINK, LOCAL, KEPT, WIDER = 1, 4, 8, 32
 """Blocks that are always read, first and last; distant blocks of a list; of the longer list that recall is also counted for."""

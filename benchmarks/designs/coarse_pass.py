@@ -1,6 +1,6 @@
 """A design that was measured for `select_tiles`: a coarse pass before the two walks, bounds of 16 queries against bounds of 8 pages.
 
-    python benchmarks/designs/coarse_pass.py --length 16384 --text BOOK.txt --json designs-coarse-pass.json
+    python -m benchmarks.designs.coarse_pass --length 16384 --text BOOK.txt --json designs-coarse-pass.json
 
 Queries and keys are the embedded model's own, float32, of a dense prefill. A pair of (16 queries, 8 pages) has a bound of all its logits:
 over dimensions the largest product of an end of the queries' range with an end of the keys'. Per layer, over tiles of 128 queries:
@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 import kvjax
+from kvjax.fidelity.measures import record_prefill
 from kvjax.fidelity.needle import encode
-from kvjax.policies.prefill.measures import record_prefill
-from pallas_kernels.bench.results import write_result
+from pallas_kernels.core.results import write_result
 
 PAGE, GROUP, QUERIES, TILE, K, SINK, WINDOW = 128, 8, 16, 128, 32, 128, 1024
 KEPT = (2, 4, 8)

@@ -1,6 +1,6 @@
 """Designs that were measured for `project_tokens` of one token by int8 codes with a scale for each row on a CPU.
 
-    python benchmarks/designs/cpu_codes.py --json designs-cpu-codes.json
+    python -m benchmarks.designs.cpu_codes --json designs-cpu-codes.json
 
 The matrices are those of SmolLM2-135M: of its MLP, and its head. A real step reads others in between, so small ones are slower there:
 here they stay in the caches.
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
-from pallas_kernels.bench.results import write_result
+from pallas_kernels.core.results import write_result
 from pallas_kernels.matrices import MatrixFormat, PackedMatrix, pack, unpack
 from pallas_kernels.project_tokens.cpu_codes import codes_product
 

@@ -1,6 +1,6 @@
 """Designs that were measured for `project_tokens` of bfloat16 tokens on a CPU.
 
-    python benchmarks/designs/few_rows.py --json designs-few-rows.json
+    python -m benchmarks.designs.few_rows --json designs-few-rows.json
 
 One row times the output matrix of Qwen2.5-0.5B: each design reads the whole matrix, which is larger than the caches. Then 2,048 rows, a
 prompt's, times a matrix of its MLP.
@@ -18,8 +18,8 @@ import numpy as np
 import typer
 from jax import lax
 
-from pallas_kernels.bench.results import write_result
 from pallas_kernels.bench.timing import device_time
+from pallas_kernels.core.results import write_result
 
 FEATURES, WIDTH = 151_936, 896
 PROMPT, MLP = 2048, 4864

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from score_kinds import Layer, bounds, fast_channels, true_logits
+
+from benchmarks.designs.score_kinds import Layer, bounds, fast_channels, true_logits
 
 WIDEST = 4
 """Channels of a head with the widest boxes."""

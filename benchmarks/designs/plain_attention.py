@@ -1,6 +1,6 @@
 """Designs that were measured for `flash_attention` in plain JAX on a GPU, which stays far below cuDNN.
 
-    python benchmarks/designs/plain_attention.py --json designs-plain-attention.json
+    python -m benchmarks.designs.plain_attention --json designs-plain-attention.json
 
 One layer's causal attention of a prompt with the heads of Qwen2.5-7B to itself, keys and values as arrays without pages. TFLOP/s count the
 products that the mask leaves.
@@ -20,8 +20,8 @@ import typer
 from jax import lax
 
 from pallas_kernels import online_softmax
-from pallas_kernels.bench.results import write_result
 from pallas_kernels.bench.timing import device_time
+from pallas_kernels.core.results import write_result
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 8192, 28, 4, 128
 SCALE = HEAD_DIM**-0.5

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from kvjax.layers import Rope
-from kvjax.rope import frequencies, turned
+from kvjax.model.layers import Rope
+from kvjax.model.rope import frequencies, turned
 
 BLOCK = 128
 """Tokens of a block."""

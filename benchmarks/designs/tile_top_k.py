@@ -1,6 +1,6 @@
 """A design that was measured for the last step of `select_tiles` at 1M tokens: fewer candidates in `top_k`, so that more CTAs run at once.
 
-    python benchmarks/designs/tile_top_k.py --json designs-tile-top-k.json
+    python -m benchmarks.designs.tile_top_k --json designs-tile-top-k.json
 
 229,376 rows (8,192 tiles of 28 heads) of up to 8,192 scores each, as long as a causal mask makes them; the 32 best of each.
 """
@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import typer
 
-from pallas_kernels.bench.results import write_result
 from pallas_kernels.bench.timing import device_time
+from pallas_kernels.core.results import write_result
 from pallas_kernels.top_k import top_k
 from pallas_kernels.top_k.plan import Config
 

@@ -1,11 +1,11 @@
 """What it costs to watch a decode policy: steps of a job that measures, of one that may alarm, and of one whose heads all read every key.
 
-    python benchmarks/designs/watched_steps.py --json designs-watched-programs.json
+    python -m benchmarks.designs.watched_steps --json designs-watched-programs.json
 
 Random weights and pages, one sequence, each job by a `kvjax.Scheduler` from its first token on. Steps between two that are measured run
-the program of the unwatched policy, unless a head has an alarm (`kvjax.watching`). `of_plain`: the time of a step, divided by that of the
-unwatched job with as many steps per launch. `same_bits`: whether tokens and log-probabilities are those of the unwatched policy, in steps
-of both programs. Before, one program tested a flag in each layer of each step (`designs-watched-steps.json`).
+the program of the unwatched policy, unless a head has an alarm (`kvjax.engine.watching`). `of_plain`: the time of a step, divided by that
+of the unwatched job with as many steps per launch. `same_bits`: whether tokens and log-probabilities are those of the unwatched policy, in
+steps of both programs. Before, one program tested a flag in each layer of each step (`designs-watched-steps.json`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.hollow import HollowEngine, random_model
 from kvjax import Request, Sampling, Scheduler
+from kvjax.engine.sampling import SamplingRows
 from kvjax.policies.decode.watched import EVERY
-from kvjax.sampling import SamplingRows
 from kvjax.serving.bench.decode import PAGE_SIZE, config_of
-from kvjax.serving.bench.hollow import HollowEngine, random_model
-from pallas_kernels.bench.results import write_result
+from pallas_kernels.core.results import write_result
 
 WATCHED = ("", "+missed1", "+missed0.9999", "+missed0.02")
 """What is added to the policy's name. A list of random keys misses more than 2% and less than 99.99%, so the third may alarm and never

@@ -7,9 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.policies.prefill.lists import TileLists, check_sizes, distant_blocks, fewest_that_hold, ranked_until, share_text, sorted_lists
-from kvjax.policies.prefill.mean_pooled import mean_keys, mean_queries
-from kvjax.policies.prefill.vertical_slash import VerticalSlash
+from kvjax.fidelity.estimates import blocks_and_bands, fewest_that_hold, mean_keys, mean_queries, ranked_until, share_text
+from kvjax.policies.prefill.lists import TileLists, check_sizes, distant_blocks, sorted_lists
 from pallas_kernels.soft_cap import scaled
 
 
@@ -47,7 +46,7 @@ class FlexPrefill(TileLists):
         sizes = {"key_block": self.key_block, "sink_tokens": self.sink_tokens, "window_tokens": self.window_tokens}
         distant = distant_blocks(ctx, layer.pages.page_size, query.shape[1], chi=self.chi, **sizes)
         number = jnp.arange(distant.shape[2], dtype=jnp.int32)
-        columns, bands = VerticalSlash(last_queries=self.chi, chi=self.chi, **sizes)._estimate(query, layer, ctx)
+        columns, bands = blocks_and_bands(query, layer, ctx, self.chi, self.key_block)
 
         def of_row(args):
             q, table, start, length, distant, columns, bands = args

@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Float32, Int32
 
 from kvjax.axes import WHOLE_COPY, Shards, spec_of
-from kvjax.cache import spanning
+from kvjax.cache.host_pool import mapped_memory
+from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.cache.index_spec import IndexSpec, over_packed
-from kvjax.cache.spanning import FrameCounts
 from pallas_kernels.indexer_scores.api import FP8
 from pallas_kernels.pages import CODES, PageFormat, Pages
 
@@ -66,7 +66,7 @@ class LatentPages:
 
 @flax.struct.dataclass
 class SlotLayer:
-    """States of one recurrent layer: a row for each sequence. `kvjax.recurrent` reads and writes it.
+    """States of one recurrent layer: a row for each sequence. `kvjax.engine.recurrent` reads and writes it.
 
     Row j of a sequence's tokens is token first + j. Rows after its last token may hold anything. P: page_size. R: P plus the largest number
     of drafted tokens. W: taps of the convolution. E: its channels.
@@ -141,7 +141,7 @@ def empty_packed(
 
 
 def _frames(shape: tuple[int, ...], dtype: jnp.dtype, frames: FrameCounts | None) -> Array:
-    return jnp.zeros(shape, dtype) if frames is None else spanning.empty((frames.total, *shape[1:]), dtype, frames.border)
+    return jnp.zeros(shape, dtype) if frames is None else mapped_memory.empty((frames.total, *shape[1:]), dtype, frames.border)
 
 
 def empty_latents(

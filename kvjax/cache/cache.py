@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from kvjax.axes import Shards
 from kvjax.cache.arrays import LayerCache
-from kvjax.cache.hot import HotBuffers
+from kvjax.cache.host_pool.hot_buffer import HotBuffers
 from kvjax.cache.spec import CacheSpec
 
 

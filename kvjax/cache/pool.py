@@ -16,10 +16,10 @@ from jaxtyping import Array, Int
 from kvjax.axes import Shards
 from kvjax.cache.arrays import LatentPages, LayerCache, PagedKV, SlotLayer
 from kvjax.cache.cache import Cache, Residency, check_missing
-from kvjax.cache.frames import Frames
-from kvjax.cache.hot import HotBuffers, HotTiles, counted, empty_hot, forget, no_buffers
-from kvjax.cache.moving import Moving
-from kvjax.cache.spanning import CopyStream, free_with
+from kvjax.cache.host_pool.async_copies import Moving
+from kvjax.cache.host_pool.frame_table import Frames
+from kvjax.cache.host_pool.hot_buffer import HotBuffers, HotTiles, counted, empty_hot, forget, no_buffers
+from kvjax.cache.host_pool.mapped_memory import CopyStream, free_with
 from kvjax.cache.spec import OPEN, CacheSpec
 from kvjax.cache.writes import copy_page, move_frames
 

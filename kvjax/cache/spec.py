@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.cache.arrays import LayerCache, PagedKV, SlotLayer, empty_latents, empty_layer, empty_packed
+from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.cache.index_spec import IndexSpec
-from kvjax.cache.spanning import FrameCounts
 from pallas_kernels.page_format import PageFormat
 
 WHOLE = 1 << 30

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.arrays import INDEXER, INDEXER_SCALES, LatentPages, LayerCache, PagedKV, kept_cut
 from kvjax.cache.index_spec import IndexSpec
-from kvjax.programs import program
+from kvjax.compilation import program
 from pallas_kernels import dispatch
 from pallas_kernels.append_tokens import append_tokens
 from pallas_kernels.copy_tiles import copy_tiles

@@ -13,7 +13,7 @@ from kvjax.client.shared import error_text
 from kvjax.client.sync import Client, Session
 from kvjax.client.templates import tokens_for_chat
 from kvjax.client.tokenizing import load_tokenizer
-from kvjax.text import TextStream
+from kvjax.text.detokenizer import TextStream
 
 
 def new_app() -> typer.Typer:

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvjax.messages import chat_ids, checked_messages, rendered
-from kvjax.plain_texts import PlainTexts
+from kvjax.text.messages import chat_ids, checked_messages, rendered
+from kvjax.text.plain_texts import PlainTexts
 
 
 def from_openai_messages(

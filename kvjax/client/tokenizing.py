@@ -6,7 +6,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from kvjax.tokenizer_loading import read_tokenizer
+from kvjax.text.tokenizer_loading import read_tokenizer
 
 PATTERNS = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "chat_template*", "config.json")
 """Files of a tokenizer on the Hugging Face Hub."""
@@ -15,7 +15,7 @@ PATTERNS = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "chat_
 def load_tokenizer(name: str) -> Any:
     """The tokenizer of "needle" (the embedded model), a folder, or a hub id: the one that `kvjax.load` gives the model.
 
-    Code of a checkpoint is never run (`kvjax.tokenizer_loading`). ValueError or OSError for a name that is none.
+    Code of a checkpoint is never run (`kvjax.text.tokenizer_loading`). ValueError or OSError for a name that is none.
     """
     import huggingface_hub
 

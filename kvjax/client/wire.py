@@ -14,7 +14,7 @@ from typing import Any
 
 from kvjax.client.arguments import is_number, token_ids, yes_or_no
 from kvjax.client.errors import BY_CODE, InvalidArgument, SessionError
-from pallas_kernels.extras import needs_extras
+from pallas_kernels.core.optional import needs_extras
 
 SERVICE = "kvjax.v1.RuntimeService"
 FIELD_KEY, REASON_KEY = "kvjax-field", "kvjax-reason"

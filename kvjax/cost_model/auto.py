@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from kvjax.cache import OutOfPages
-from kvjax.cache.spanning import FrameCounts
+from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.cost_model.bytes import pages_on_host, step_bytes
 from kvjax.cost_model.evidence import (
     Evidence,
@@ -34,11 +34,14 @@ from kvjax.cost_model.evidence import (
 from kvjax.cost_model.fitting import Cell, Key, fit
 from kvjax.cost_model.predict import OWN, PROJECTED_GAIN, CostModel, known_cost_model, sizes_of, with_known, worthwhile
 from kvjax.cost_model.prefill_times import LayerSizes, PrefillTimes, known_prefill_times, layer_sizes, nearest_quote, timed_as
-from kvjax.engine import Engine
-from kvjax.identity import fingerprint
-from kvjax.memory import memory_plan
-from kvjax.model import Model, ModelConfig
-from kvjax.packing import FormatOf, packing_of
+from kvjax.engine.capacity_plan import memory_plan
+from kvjax.engine.engine import Engine
+from kvjax.engine.sampling import SamplingRows
+from kvjax.engine.sequence import CachedSequence
+from kvjax.model.config import ModelConfig
+from kvjax.model.identity import fingerprint
+from kvjax.model.protocols import Model
+from kvjax.model.weight_formats import FormatOf, packing_of
 from kvjax.policies.choice import ByFields, Choice, ChoosesDecode, ChoosesPrefill
 from kvjax.policies.decode.base import DecodePolicy, Stateless, chooses_over_devices
 from kvjax.policies.decode.dense import Dense
@@ -47,8 +50,6 @@ from kvjax.policies.prefill.base import indexes_of
 from kvjax.policies.prefill.dense import DensePrefill
 from kvjax.policies.prefill.lists import TileLists
 from kvjax.policies.prefill.naming import parse_recorded_prefill
-from kvjax.sampling import SamplingRows
-from kvjax.sequences import CachedSequence
 
 logger = logging.getLogger(__name__)
 

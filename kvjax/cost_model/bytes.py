@@ -15,12 +15,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.attend import lists_pages
 from kvjax.cache.formats import CacheFormat, parse_cache_format
-from kvjax.cache.spanning import FrameCounts
+from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.cache.spec import LatentSpec, PagedSpec
-from kvjax.model import ModelConfig
-from kvjax.packing import FormatOf, format_function, table_shape, weights_bytes
+from kvjax.engine.paged_attention import lists_pages
+from kvjax.model.config import ModelConfig
+from kvjax.model.weight_formats import FormatOf, format_function, table_shape, weights_bytes
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.cascade import Cascade
 from kvjax.policies.decode.top_tokens import TopTokens
@@ -98,9 +98,9 @@ def step_bytes(
     measured_keys: what a KV head of a layer with lists attended to per step (`keys_per_step` of a panel), in place of what the policy says.
     `Cascade` with a share says only the most that it may read.
 
-    frames: those of an engine with pages in host memory (`kvjax.memory.pool_frames`). The pages that the device has no frames for are the
-    first ones of each sequence. Of a list, as many keys lie there as the policy's `keys_among` says; without that method they count as
-    spread evenly. Packed pages are there as codes and scales; open pages are on the device.
+    frames: those of an engine with pages in host memory (`kvjax.engine.capacity_plan.pool_frames`). The pages that the device has no frames
+    for are the first ones of each sequence. Of a list, as many keys lie there as the policy's `keys_among` says; without that method they
+    count as spread evenly. Packed pages are there as codes and scales; open pages are on the device.
 
     tensor, context: of a mesh; the bytes are then those of one device, the one with the most pages, all open ones among them. Of a list,
     each device along `context` reads an equal share, as if listed keys were spread evenly; so it does of codes and keys by which `Cascade`

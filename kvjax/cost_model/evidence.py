@@ -5,8 +5,8 @@ The table is `evidence.json` in this folder, written by `kvjax cost evidence` fr
     {"rows": [{"model": "needle", "fingerprint": "0123456789abcdef", "policy": "top:32", "length": 8192, "kl": 0.0123,
                "task": "needle", "haystack": "codes", "valid": 200, "lost": 1, "source": "benchmarks/results/h200/fidelity-8192.json"}]}
 
-fingerprint: `kvjax.identity.fingerprint`, so other weights or another dtype have no evidence. (The committed rows were measured with an
-earlier kind of fingerprint. Only the fingerprints were computed again; no measurement changed.) length: tokens. kl: upper end of the 95%
+fingerprint: `kvjax.model.identity.fingerprint`, so other weights or another dtype have no evidence. (The committed rows were measured with
+an earlier kind of fingerprint. Only the fingerprints were computed again; no measurement changed.) length: tokens. kl: upper end of the 95%
 interval, over windows of text, of the mean KL divergence of dense from the policy per forced step, in nats. valid: trials of the task that
 dense answered. lost: those of them that the policy did not answer. Both are null if dense itself fails at any depth. kl is null for a task
 without a KL measurement; such a task alone qualifies no policy.
@@ -29,11 +29,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.identity import check_fingerprint
+from kvjax.model.identity import check_fingerprint
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode.naming import parse_recorded
 from kvjax.policies.prefill.naming import built_in_name
-from pallas_kernels.bench.results import replacing
+from pallas_kernels.core.files import replacing
 
 MIN_WINDOWS, MIN_STEPS = 5, 256
 """A panel with fewer windows or steps is not evidence."""

@@ -21,11 +21,11 @@ import numpy as np
 
 from kvjax.axes import CONTEXT, TENSOR
 from kvjax.cache.index_spec import IndexSpec
+from kvjax.cache.page_tables import staged_width
 from kvjax.cache.spec import LatentSpec, LayerSpec, RecurrentSpec
-from kvjax.cache.tables import staged_width
-from kvjax.chunk_rows import in_parts, tiles_each
-from kvjax.layers import DeltaLayer, LatentLayer
-from kvjax.model import ModelConfig
+from kvjax.engine.sequence_parallel import in_parts, tiles_each
+from kvjax.model.config import ModelConfig
+from kvjax.model.layers import DeltaLayer, LatentLayer
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.cascade import Cascade
 from kvjax.policies.decode.dense import Dense

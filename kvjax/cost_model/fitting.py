@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import lsq_linear
 
-from kvjax.cache.spanning import FrameCounts
+from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.cost_model.bytes import StepBytes, step_bytes
 from kvjax.cost_model.exchanges import Exchange, ExchangeTerm, counts_of, layers_that_choose, step_exchanges
 from kvjax.cost_model.predict import BusTerm, CostModel, Price, interpolated, sizes_of, worthwhile
-from kvjax.model import ModelConfig
+from kvjax.model.config import ModelConfig
 from kvjax.policies.decode.naming import parse_recorded
-from pallas_kernels.bench.results import devices_of, launch_text, packed_text
+from pallas_kernels.core.results import devices_of, launch_text, packed_text
 
 DEVICE, HOST, MESH = "device", "host", "mesh"
 """Kinds of cells: everything on one device; with pages in host memory; on several devices."""

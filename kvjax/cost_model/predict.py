@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvjax.cache.formats import CacheFormat, parse_cache_format
-from kvjax.cache.spanning import FrameCounts
+from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.cost_model.bytes import StepBytes, step_bytes
 from kvjax.cost_model.exchanges import MEASURE_EXCHANGES, ExchangeTerm, layers_that_choose, step_exchanges
-from kvjax.memory import memory_plan
-from kvjax.model import ModelConfig, uniform_fields
-from kvjax.packing import FormatOf, weights_bytes
+from kvjax.engine.capacity_plan import memory_plan
+from kvjax.model.config import ModelConfig, uniform_fields
+from kvjax.model.weight_formats import FormatOf, weights_bytes
 from kvjax.policies.decode.base import DecodePolicy, chooses_over_devices
 from kvjax.policies.decode.naming import name_of, parse, parse_recorded
 from kvjax.policies.decode.top_blocks import TopBlocks
-from pallas_kernels.bench.results import launch_text, packed_text
+from pallas_kernels.core.results import launch_text, packed_text
 
 SIZES = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "tie_embeddings")
 """The sizes on which a step's cost depends, for a model whose layers are all alike."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.model import ModelConfig
+from kvjax.model.config import ModelConfig
 from kvjax.policies.prefill.naming import built_in_name, parse_recorded_prefill
 
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from kvjax.cache.spanning import FrameCounts
+from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.cost_model.predict import CostModel
-from kvjax.memory import memory_plan
-from kvjax.model import ModelConfig
+from kvjax.engine.capacity_plan import memory_plan
+from kvjax.model.config import ModelConfig
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.naming import name_of, parse
-from pallas_kernels.bench.pictures import LEAST_POINTS, grid_of, log_ticks, picture, token_ticks
-from pallas_kernels.bench.results import packed_text
+from pallas_kernels.core.pictures import LEAST_POINTS, grid_of, log_ticks, picture, token_ticks
+from pallas_kernels.core.results import packed_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

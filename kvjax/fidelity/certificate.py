@@ -22,11 +22,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from kvjax.cache.arrays import PagedKV
-from kvjax.engine import Engine
+from kvjax.engine.engine import Engine
+from kvjax.engine.sequence import CachedSequence
 from kvjax.fidelity.retrieval import forked
 from kvjax.policies.decode import Cascade, DecodePolicy, SelectContext, Stateless, select_and_attend
 from kvjax.policies.decode.candidates import always_read
-from kvjax.sequences import CachedSequence
 from pallas_kernels.page_format import unpack
 from pallas_kernels.page_index import code_errors, coded_keys
 from pallas_kernels.pages import Pages

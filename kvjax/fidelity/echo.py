@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.engine import Engine
+from kvjax.engine.engine import Engine
+from kvjax.engine.sequence import CachedSequence
 from kvjax.fidelity.forcing import ALONE, divergence
 from kvjax.fidelity.needle import NeedleTask, encode, encode_text, vocabulary_words
 from kvjax.fidelity.retrieval import prompt_start
-from kvjax.model import Model
+from kvjax.model.protocols import Model
 from kvjax.policies.prefill import DensePrefill, PrefillPolicy, parse_prefill
 from kvjax.policies.prefill.lists import TileLists, sorted_lists
-from kvjax.sequences import CachedSequence
 
 EARLY, LATE = 0.3, 0.65
 """Positions as shares of a prompt: originals are before EARLY, their repetitions after LATE."""

@@ -1,4 +1,4 @@
-"""Makes the figures of an echo run, one JSON value, from its records. `pallas_kernels.bench.prefill.echo` makes tables of them."""
+"""Makes the figures of an echo run, one JSON value, from its records. `kvjax.fidelity.echo_tables` makes tables of them."""
 
 from __future__ import annotations
 

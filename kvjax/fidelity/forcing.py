@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.engine import Engine
+from kvjax.engine.engine import Engine
+from kvjax.engine.sampling import NotFinite
+from kvjax.engine.sequence import CachedSequence
 from kvjax.fidelity.retrieval import Arm, forked, speak
 from kvjax.policies.decode import DecodePolicy, Dense
-from kvjax.sampling import NotFinite
-from kvjax.sequences import CachedSequence
 
 SYNC_STEPS = 16
 """Steps that the host may run ahead of the device. Each of these steps holds the logits of every policy until it is done."""

@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 
 from kvjax.cost_model.bytes import step_bytes
-from kvjax.engine import Engine
+from kvjax.engine.capacity_plan import memory_plan
+from kvjax.engine.engine import Engine
 from kvjax.fidelity.certificate import can_certify, count_certified, declared_for
 from kvjax.fidelity.forcing import ALONE, exact_prefixes, few_rows, force, text_windows
 from kvjax.fidelity.needle import encode_text, vocabulary_words
 from kvjax.fidelity.retrieval import ANSWER_ROOM, Answer, Arm, ask, forked, prefilled, prompt_start, step_seconds
 from kvjax.fidelity.tasks import HAYSTACKS, TASKS, answers_of, make_trials
-from kvjax.memory import memory_plan
-from kvjax.model import Model
+from kvjax.model.protocols import Model
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import DecodePolicy, Dense, name_of, parse
 

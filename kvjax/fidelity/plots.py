@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvjax.fidelity.forcing import ALONE
-from pallas_kernels.bench.formats import span
-from pallas_kernels.bench.pictures import color_of, legend_below, log_ticks, picture
+from pallas_kernels.core.pictures import color_of, legend_below, log_ticks, picture
+from pallas_kernels.core.tables import span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,8 +23,8 @@ from kvjax.fidelity.statistics import (
     ratio_of_perplexities,
 )
 from kvjax.policies.decode import DecodePolicy, Dense, Window, parse_recorded
-from pallas_kernels.bench.formats import estimate, span
-from pallas_kernels.bench.formats import table as terminal_table
+from pallas_kernels.core.tables import estimate, span
+from pallas_kernels.core.tables import table as terminal_table
 
 CONFIDENT_MARGIN = 1.0
 """Nats between dense's two most likely tokens above which a step counts as confident."""

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.engine import Engine
+from kvjax.engine.engine import Engine
+from kvjax.engine.sampling import NotFinite, all_finite
+from kvjax.engine.sequence import CachedSequence
 from kvjax.fidelity.needle import NeedleTask, Trial, encode_text, exact_match_by_depth, vocabulary_words
 from kvjax.fidelity.passages import PassageTrial
-from kvjax.model import Model
+from kvjax.model.protocols import Model
 from kvjax.policies.decode import DecodePolicy, name_of, parse
-from kvjax.sampling import NotFinite, all_finite
-from kvjax.sequences import CachedSequence
 
 ANSWER_ROOM = 32
 """Tokens reserved at the end of a context for each answer, and for the different lengths of a batch's questions."""

@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import Bool, Float
 from scipy import stats
 
-from pallas_kernels.bench.formats import estimate
-from pallas_kernels.extras import needs_extras
+from pallas_kernels.core.optional import needs_extras
+from pallas_kernels.core.tables import estimate
 
 CONFIDENCE = 0.95
 BLOCK_STEPS = 32

@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Self
 
+from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.cache.index_spec import IndexSpec
-from kvjax.cache.spanning import FrameCounts
-from kvjax.model import Model
+from kvjax.model.protocols import Model
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.prefill.base import PrefillPolicy
 from kvjax.policies.prefill.dense import DensePrefill

@@ -9,11 +9,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvjax.checkpoint_files import is_file, named
 from kvjax.models.gguf import architectures
 from kvjax.models.gguf.header import Header, read_header
 from kvjax.models.gguf.tensors import FLOATS, GgufTensor, check_types
 from kvjax.models.gguf.vocabulary import read_vocabulary
+from kvjax.text.checkpoint_files import is_file, named
 
 SUFFIX = ".gguf"
 

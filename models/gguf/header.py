@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
-from kvjax.checkpoint_files import check_pointer, named
+from kvjax.text.checkpoint_files import check_pointer, named
 
 DAMAGED = "the file is damaged: download it again"
 

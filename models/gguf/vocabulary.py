@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.checkpoint_files import first_line
 from kvjax.models.gguf.header import Header
 from kvjax.models.gguf.splits import OF_ARCHITECTURE, SPLITS, STARTS, WHOLE_FIRST
-from kvjax.transformers_import import import_transformers
+from kvjax.text.checkpoint_files import first_line
+from kvjax.text.transformers_import import import_transformers
 
 logger = logging.getLogger(__name__)
 

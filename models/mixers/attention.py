@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.layers import AttentionLayer
-from kvjax.model import Heads, Params
+from kvjax.model.layers import AttentionLayer
+from kvjax.model.protocols import Heads, Params
 from kvjax.models.mixers.tokens import MixHere, Tokens
 from kvjax.models.products import biases_of, norm_before, project
 from pallas_kernels.elementwise import rms_norm, rotate

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.layers import DeltaLayer
-from kvjax.model import Params, Recurrence
+from kvjax.model.layers import DeltaLayer
+from kvjax.model.protocols import Params, Recurrence
 from kvjax.models.mixers.tokens import MixHere, Tokens
 from kvjax.models.products import norm_before, project
 from pallas_kernels.elementwise import rms_norm

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.layers import LatentLayer
-from kvjax.model import Indexer, Latents, Params
+from kvjax.model.layers import LatentLayer
+from kvjax.model.protocols import Indexer, Latents, Params
 from kvjax.models.mixers.tokens import MixHere, Rotation, Tokens
 from kvjax.models.products import project, widened
 from pallas_kernels.elementwise import layer_norm, rms_norm, rotate

@@ -8,17 +8,17 @@ from typing import Any
 
 from jaxtyping import Array, Float, Float32, Int
 
-from kvjax import rope
 from kvjax.axes import Shards
-from kvjax.layers import Rope
-from kvjax.model import LayerInput
+from kvjax.model import rope
+from kvjax.model.layers import Rope
+from kvjax.model.protocols import LayerInput
 from pallas_kernels.elementwise import layer_norm, rms_norm
 
 Rotation = tuple[Float32[Array, "B T 1 D2"], Float32[Array, "B T 1 D2"]]
 """Cosine and sine of the angle of each pair."""
 
 MixHere = Callable[[LayerInput, Any], tuple[Float[Array, "B T H D"], Any]]
-"""`kvjax.model.Mix` of one layer."""
+"""`kvjax.model.protocols.Mix` of one layer."""
 
 
 @dataclasses.dataclass(frozen=True)

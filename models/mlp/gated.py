@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from kvjax.layers import Mlp
-from kvjax.model import Params
+from kvjax.model.layers import Mlp
+from kvjax.model.protocols import Params
 from kvjax.models.mixers.tokens import Tokens
 from kvjax.models.products import biases_of, norm_before, project
 

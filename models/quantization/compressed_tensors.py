@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvjax.model.weight_formats import TABLES
 from kvjax.models.quantization.rules import Fields, Published, Rule, are_names, group_columns, is_block, skipped, unsupported
-from kvjax.packing import TABLES
 from pallas_kernels.matrices import MatrixFormat
 
 _FORMATS = {

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvjax.model.weight_formats import TABLES, UNPACKED
 from kvjax.models.fields import BELOW
-from kvjax.packing import TABLES, UNPACKED
 from pallas_kernels.matrices import MatrixFormat
 
 Fields = Mapping[str, Any]

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from kvjax.model.weight_formats import TABLES
 from kvjax.models.quantization.compressed_tensors import published_of
 from kvjax.models.quantization.rules import REMEDY, Fields, Published, Rule, group_columns, is_block, skipped, unsupported
-from kvjax.packing import TABLES
 from pallas_kernels.matrices import MatrixFormat
 
 logger = logging.getLogger(__name__)

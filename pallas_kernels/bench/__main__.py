@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pallas_kernels.bench.options import JsonOption
+from pallas_kernels.core.options import JsonOption
 
 HELP = """Time the ops: device time, bytes that had to move against a copy's bandwidth, error, and speed-up over the best dense kernel.
 
@@ -19,7 +19,7 @@ Dense kernels of others (cuDNN, PyTorch SDPA) run at the same shapes and are row
 On a GPU the clock is the profiler's trace, from the start of an op's first kernel to the end of its last, ops of one program captured
 together as XLA captures a decode step; elsewhere it is the wall clock, and rows say so.
 
-Render tables: python -m pallas_kernels.bench.report --help
+Render tables: python -m benchmarks.report --help
 """
 
 
@@ -47,9 +47,9 @@ def bench(
 
     from rich.console import Console
 
-    from pallas_kernels.bench.formats import show
     from pallas_kernels.bench.report import table
     from pallas_kernels.bench.session import run
+    from pallas_kernels.core.tables import show
     from pallas_kernels.dispatch import forced
 
     if implementation not in (None, "reference"):

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pallas_kernels.bench.cases import BASELINES, Case
 from pallas_kernels.bench.cases import baselines as baselines_of
 from pallas_kernels.bench.measure import Skipped, add_speedups, copy_rate, read_rate, row_of, torch_rows
-from pallas_kernels.bench.results import write_result
+from pallas_kernels.core.results import write_result
 from pallas_kernels.dispatch import forced
 
 

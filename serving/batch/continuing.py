@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.sampling import NOISE_VERSION
+from kvjax.engine.sampling import NOISE_VERSION
 from kvjax.serving.batch.inputs import BYTES, DIGEST
 from kvjax.serving.batch.records import Defaults, Record
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from kvjax.guard import interrupts
-from kvjax.memory import MOST_POSITIONS
-from kvjax.sampling import Sampling
+from kvjax.engine.call_lock import interrupts
+from kvjax.engine.capacity_plan import MOST_POSITIONS
+from kvjax.engine.sampling import Sampling
 from kvjax.serving.batch.continuing import check_noise, check_same, check_setup, draws
 from kvjax.serving.batch.inputs import BYTES, Reading
 from kvjax.serving.batch.partial import Partial

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from kvjax.serving.batch.journal import dump
 from kvjax.serving.batch.results import error_of
-from pallas_kernels.extras import needs_extras
+from pallas_kernels.core.optional import needs_extras
 
 COLUMNS = {
     **dict.fromkeys(("id", "text", "finish_reason"), "string"),

@@ -23,22 +23,22 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from kvjax.data_parallel import engines_of
-from kvjax.engine import Engine
+from kvjax.engine.call_lock import interrupts
+from kvjax.engine.capacity_plan import MOST_POSITIONS
+from kvjax.engine.engine import Engine
 from kvjax.generation import run
-from kvjax.guard import interrupts
-from kvjax.identity import fingerprint
-from kvjax.memory import MOST_POSITIONS
-from kvjax.model import Model
+from kvjax.model.identity import fingerprint
+from kvjax.model.protocols import Model
 from kvjax.policies.decode import DecodePolicy, identity, parse
 from kvjax.policies.prefill import identity as prefill_identity
-from kvjax.requests import OnToken, Request
+from kvjax.scheduler.data_parallel import engines_of
+from kvjax.scheduler.request import OnToken, Request
 from kvjax.serving.batch.continuing import CHECKPOINT, SAID, checkpoint_of, of_defaults
 from kvjax.serving.batch.file_jobs import FileJob, complete, work_of
 from kvjax.serving.batch.records import Defaults, Record, read, request_of
 from kvjax.serving.batch.results import Result, Summary, answered, named, refused
 from kvjax.serving.progress import JobProgress
-from kvjax.token_bounds import LONG
+from kvjax.text.token_bounds import LONG
 
 if TYPE_CHECKING:
     from kvjax.serving.batch.setup import Setup

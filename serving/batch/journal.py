@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from pallas_kernels.bench.results import finite
+from pallas_kernels.core.files import finite
 
 CONTINUED = "continued"
 """The key of an entry that says what a later run changed of the header."""
@@ -161,7 +161,7 @@ class Journal:
 
     def _check(self, found: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any]:
         """ValueError if the job of the header `found` may not go on as `header`. Returns what the file must be told of the header."""
-        from kvjax.identity import check_fingerprint  # it imports JAX, and `kvjax --help` must be fast
+        from kvjax.model.identity import check_fingerprint  # it imports JAX, and `kvjax --help` must be fast
 
         check_fingerprint(found.get("model"), str(self.path), "delete the file to start over")
         for name, value in header.items():

@@ -18,7 +18,7 @@ from kvjax.serving.batch.continuing import EARLIER_SLOTS, SLOTS, check_same
 from kvjax.serving.batch.files import write_outputs
 from kvjax.serving.batch.journal import CONTINUED, RUNNING, Journal, sync_folder
 from kvjax.serving.batch.results import Result, named
-from pallas_kernels.bench.results import replacing
+from pallas_kernels.core.files import replacing
 
 COUNTS = ("failed", "prompt_tokens", "generated_tokens", "blocks_per_step", "keys_per_step", "samples")
 
@@ -88,7 +88,7 @@ class Partial(Journal):
         return None if header is None else EarlierRun(header, lines)
 
     def _check(self, found: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any]:
-        from kvjax.identity import check_fingerprint  # it imports JAX, and `kvjax --help` must be fast
+        from kvjax.model.identity import check_fingerprint  # it imports JAX, and `kvjax --help` must be fast
 
         check_fingerprint(found.get("model"), str(self.path), "delete the file to start over")
         changed = check_same(self.path, found, header, **self._options)

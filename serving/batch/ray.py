@@ -35,7 +35,7 @@ from kvjax.serving.batch.results import Result, Summary, refused
 from kvjax.serving.batch.setup import Setup
 from kvjax.serving.flags import share_device
 from kvjax.serving.progress import JobProgress
-from pallas_kernels.extras import needs_extras
+from pallas_kernels.core.optional import needs_extras
 
 DEATHS = 3
 """So often a worker may die while it runs a block, and then a record by itself."""

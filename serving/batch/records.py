@@ -22,8 +22,8 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from kvjax.requests import Request
-from kvjax.sampling import Sampling
+from kvjax.engine.sampling import Sampling
+from kvjax.scheduler.request import Request
 from kvjax.serving.bodies import Fields, WrongField, check_known, check_once, from_json, kind, prompt_ids, read_body, show, text
 
 CHAT = "/v1/chat/completions"

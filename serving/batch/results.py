@@ -9,13 +9,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvjax.cache import OutOfPages
-from kvjax.missed import Missed, all_of
+from kvjax.engine.missed import Missed, all_of
 from kvjax.serving.batch.records import CHAT, Record, by_line
-from kvjax.text import CONTEXT, token_text
-from pallas_kernels.bench.results import finite
+from kvjax.text.detokenizer import CONTEXT, token_text
+from pallas_kernels.core.files import finite
 
 if TYPE_CHECKING:
-    from kvjax.requests import Completion
+    from kvjax.scheduler.request import Completion
 
 FIRST_ERRORS = 3
 ERROR_CHARACTERS = 1000
@@ -27,7 +27,7 @@ class Result:
     """A record's answer. output: the line, ready for JSON. Counts are in tokens; blocks and keys per step as in `Completion`.
 
     Tokens, blocks and keys count all samples. found_tokens: those of the prompt that were found, and not computed. out_of_pages: whether it
-    failed because the pool is too small. missed: the fields of `kvjax.missed.Missed`, where the policy is watched.
+    failed because the pool is too small. missed: the fields of `kvjax.engine.missed.Missed`, where the policy is watched.
     """
 
     line: int

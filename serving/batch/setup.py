@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.axes import mesh, plan_sizes
 from kvjax.checks import engine_sizes
-from kvjax.data_parallel import meshes_of, replicas
-from kvjax.declared import DeclaredPolicies
-from kvjax.engine import Engine
+from kvjax.engine.capacity_plan import MemoryPlan, memory_plan
+from kvjax.engine.engine import Engine
+from kvjax.engine.policy_set import DeclaredPolicies
+from kvjax.engine.sampling import Sampling
 from kvjax.generation import pages_needed
-from kvjax.memory import MemoryPlan, memory_plan
-from kvjax.sampling import Sampling
+from kvjax.scheduler.data_parallel import meshes_of, replicas
 from kvjax.serving.batch.records import Record, request_of
 from kvjax.serving.flags import allow_host_pages, allow_pinned
-from kvjax.token_bounds import LONG, check_text
+from kvjax.text.token_bounds import LONG, check_text
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from kvjax.model import Model
-    from kvjax.reuse import StoreOptions
+    from kvjax.engine.prefix_reuse import StoreOptions
+    from kvjax.model.protocols import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ def mesh_of(tensor: int, context: int) -> Mesh | None:
 
 def planned(declared: DeclaredPolicies, sequences: int, **fields: Any) -> MemoryPlan:
     """The memory plan of an engine with these policies. sequences: how many it decodes together. fields: more arguments of
-    `kvjax.memory.memory_plan`."""
+    `kvjax.engine.capacity_plan.memory_plan`."""
     sizes = {"page_size": declared.page_size, "prefill_chunk": declared.prefill_chunk, "sequences": sequences}
     known = {"indexes": declared.indexes, "reach": declared.reach, "cache_format": declared.cache_format}
     return memory_plan(declared.model.config, **sizes, **(known | fields))

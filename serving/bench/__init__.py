@@ -1,1 +1,1 @@
-"""What `kvjax bench` measures: decode steps, prefill and its attention, requests through the scheduler, the host's time, compilation."""
+"""What `kvjax bench` measures: decode steps, and the time to first token."""

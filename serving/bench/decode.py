@@ -1,10 +1,10 @@
 """`kvjax bench decode`: how long a whole decode step takes, embedding to sampled token, with random weights and a random cache.
 
 There is no prefill: keys, values and their indexes are made on the device, and pages have a random order. The steps are the engine's own
-(`kvjax.steps.decode_and_sample`, cache donated). Each step is fed the tokens that the one before sampled, and the host waits only at the
-end of a round. Policies take turns on one cache, round by round, always over the same positions. Steps with drafts keep to these positions
-too, because no draft is ever accepted: a step adds one token, however many it writes. Several steps in one launch
-(`kvjax.launches.decode_steps`) are timed together: a row has the time of one of them.
+(`kvjax.engine.steps.decode_and_sample`, cache donated). Each step is fed the tokens that the one before sampled, and the host waits only at
+the end of a round. Policies take turns on one cache, round by round, always over the same positions. Steps with drafts keep to these
+positions too, because no draft is ever accepted: a step adds one token, however many it writes. Several steps in one launch
+(`kvjax.engine.multi_step.decode_steps`) are timed together: a row has the time of one of them.
 
 Weights and pages may be packed. On a mesh, they are made on their devices, and a row also holds what the program exchanges
 (`kvjax.cost_model.exchanges`).
@@ -27,30 +27,36 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from kvjax.axes import Shards, mesh
-from kvjax.cache import MOST_TOKENS, OPEN, Cache, CacheSpec, IndexSpec
+from kvjax.axes import CONTEXT, TENSOR, Shards, mesh, spec_of
+from kvjax.cache import MOST_TOKENS, OPEN, Cache, CacheSpec, IndexSpec, PagedKV, pages_of_step
+from kvjax.cache.arrays import OpenRows, layer_specs
 from kvjax.cache.formats import CacheFormat
+from kvjax.cache.page_tables import page_table, table_width
+from kvjax.cache.spec import PagedSpec
+from kvjax.compilation import compiled
 from kvjax.cost_model.bytes import rows_bytes, step_bytes
 from kvjax.cost_model.exchanges import counts_in
-from kvjax.decoding import DRAFTS
-from kvjax.launches import STOP_IDS, Ends, decode_steps
-from kvjax.learning import state_specs
-from kvjax.model import ModelConfig, Params, uniform_config
+from kvjax.engine.decode_runner import DRAFTS
+from kvjax.engine.multi_step import STOP_IDS, Ends, decode_steps
+from kvjax.engine.page_eviction import check_several
+from kvjax.engine.policy_state import state_specs
+from kvjax.engine.sampling import SamplingRows
+from kvjax.engine.step_output import Reads
+from kvjax.engine.steps import decode_and_sample
+from kvjax.model.config import ModelConfig, uniform_config
+from kvjax.model.protocols import Params
+from kvjax.model.weight_formats import format_function, table_shape, weights_bytes
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.models.loading import read_config
-from kvjax.outcomes import Reads
-from kvjax.packing import format_function, table_shape, weights_bytes
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import Cascade, DecodePolicy, Watched, name_of, parse
-from kvjax.programs import compiled
-from kvjax.release import check_several
-from kvjax.sampling import SamplingRows
-from kvjax.serving.bench.random_model import placed, random_cache, random_params
-from kvjax.steps import decode_and_sample
+from kvjax.serving.bench.random_model import dealt_out, packed_layer, placed, random_params
 from pallas_kernels import dispatch
 from pallas_kernels.bench.cases import PAGE_SIZE
-from pallas_kernels.bench.inputs import memory_bytes, pool_pages
+from pallas_kernels.bench.inputs import memory_bytes, pool_pages, random_pages
 from pallas_kernels.bench.timing import Timing, kernel_timing, record, timeline
+from pallas_kernels.page_index import page_index
+from pallas_kernels.pages import Pages
 
 PROFILED_STEPS = 4
 MEMORY_SHARE = 0.95
@@ -296,6 +302,53 @@ def bytes_of(leaf: Any) -> int:
     """Bytes of an array on each device that has some of it."""
     sharding = getattr(leaf, "sharding", None)
     return leaf.nbytes if sharding is None else math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def random_cache(plan: Plan, length: int) -> Cache:
+    """A cache of `batch` sequences with `length - steps` tokens written and room for the rest. The pool has no other pages.
+
+    On a mesh, pages are dealt out in turn, as an engine deals them out. Packed pages hold what packing random numbers gives, and their
+    indexes are of the unpacked keys.
+    """
+    shards, pages, each = plan.shards(length), plan.pages(length), plan.pool(length)
+    spec = plan.spec.on_mesh(plan.tensor)
+    table = np.full((plan.batch, table_width(pages)), -1, np.int32)
+    table[:, :pages] = dealt_out(plan.batch, plan.context, pages, each, np.random.default_rng(length))
+
+    def make(kept: PagedSpec, indexes: tuple[IndexSpec, ...], *keys: Array) -> PagedKV:
+        of_open = keys
+        if shards is not None:  # copies of a head are the same, and so are open pages on all devices along context
+            head = shards.number(TENSOR) // kept.copies
+            of_open = [jax.random.fold_in(key, head) for key in keys]
+            keys = [jax.random.fold_in(key, head * plan.context + shards.number(CONTEXT)) for key in keys]
+        shape = (each, kept.kv_heads, PAGE_SIZE, kept.head_dim)
+        dtype = jnp.dtype(plan.config.compute_dtype)
+        k, v = (random_pages(key, shape, dtype) for key in keys)
+        if kept.formats != (None, None):
+            opened = (plan.batch, pages_of_step(PAGE_SIZE), *shape[1:])
+            rows = OpenRows(*(jax.random.normal(jax.random.fold_in(key, each), opened).astype(dtype) for key in of_open))
+            return packed_layer(kept, k, v, indexes, rows)
+        return PagedKV(Pages(k, v), {spec.name: page_index(k, kind=spec.kind, block_size=spec.block_size) for spec in indexes})
+
+    @functools.cache  # layers that are alike are one program
+    def maker(kept: PagedSpec, indexes: tuple[IndexSpec, ...]) -> Callable[..., PagedKV]:
+        own = functools.partial(make, kept, indexes)
+        if shards is None:
+            return own
+        specs = layer_specs((jax.eval_shape(lambda: kept.empty(each, PAGE_SIZE, indexes, rows=plan.batch)),))
+        return jax.jit(lambda *keys: shards.run(own, keys, (spec_of(()),) * 2, *specs))
+
+    def layer(number: int) -> PagedKV | None:
+        kept = spec.on_device(plan.tensor).layers[number]
+        if kept.share_with is not None:
+            return None
+        return jax.block_until_ready(maker(kept, spec.indexes_of(number, plan.indexes))(*(jax.random.key(2 * number + i) for i in (0, 1))))
+
+    layers = tuple(layer(number) for number in range(len(spec.layers)))
+    tables = {group.name: placed(shards, jnp.asarray(table)) for group in spec.groups}
+    if OPEN in tables:
+        tables[OPEN] = placed(shards, jnp.asarray(page_table([[row] for row in range(plan.batch)])))
+    return Cache(layers, tables, placed(shards, plan.start(length)), spec)
 
 
 @dataclasses.dataclass

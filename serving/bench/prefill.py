@@ -1,8 +1,8 @@
 """`kvjax bench prefill`: time to first token of a whole prompt, with random weights, in chunks as the engine prefills.
 
-A step computes the same as the engine's, in one program (`kvjax.steps.prefill_step`, cache donated). The host does not wait between chunks.
-Random keys and queries are the worst case for a sparse policy: no candidate is better than another, so every list is full, and times do not
-depend on the random numbers.
+A step computes the same as the engine's, in one program (`kvjax.engine.steps.prefill_step`, cache donated). The host does not wait between
+chunks. Random keys and queries are the worst case for a sparse policy: no candidate is better than another, so every list is full, and
+times do not depend on the random numbers.
 
 On a mesh, weights and pages are split as the engine splits them. Where pages are dealt out, a chunk's table is as wide as the engine's, and
 each width is a program of its own.
@@ -28,16 +28,17 @@ from kvjax.axes import Shards, mesh
 from kvjax.cache import OPEN, WHOLE, Cache, CacheSpec
 from kvjax.cache.arrays import made_on
 from kvjax.cache.formats import CacheFormat
-from kvjax.cache.tables import page_table, staged_width, table_width
-from kvjax.model import ModelConfig, Params
+from kvjax.cache.page_tables import page_table, staged_width, table_width
+from kvjax.compilation import compiled
+from kvjax.engine.steps import prefill_step
+from kvjax.model.config import ModelConfig
+from kvjax.model.protocols import Params
+from kvjax.model.weight_formats import format_function, scheme_of, weights_bytes
 from kvjax.models.decoder import TransformerDecoder
-from kvjax.packing import format_function, scheme_of, weights_bytes
 from kvjax.policies.choice import ChoosesPrefill
 from kvjax.policies.prefill import BoundsBlocks, PrefillPolicy, indexes_of, name_of, parse_prefill
-from kvjax.programs import compiled
 from kvjax.serving.bench.decode import MEMORY_SHARE, PAGE_SIZE, bytes_of, pages_of
 from kvjax.serving.bench.random_model import dealt_out, placed, random_params
-from kvjax.steps import prefill_step
 from pallas_kernels import dispatch
 from pallas_kernels.bench.inputs import memory_bytes, pool_pages
 from pallas_kernels.bench.timing import Kernel, plain_name, record

@@ -1,37 +1,31 @@
-"""Random weights and a random cache of a decode benchmark, made on their devices, packed where the plan says so."""
+"""Random weights and random pages of a decode benchmark, made on their devices, packed where the plan says so."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Int
 
-from kvjax.axes import CONTEXT, TENSOR, Cut, Shards, spec_of
-from kvjax.cache import OPEN, Cache, IndexSpec, PagedKV, pages_of_step
-from kvjax.cache.arrays import OpenRows, layer_specs
+from kvjax.axes import Cut, Shards, spec_of
+from kvjax.cache import IndexSpec, PagedKV
+from kvjax.cache.arrays import OpenRows
 from kvjax.cache.index_spec import over_packed
 from kvjax.cache.spec import PagedSpec
-from kvjax.cache.tables import page_table, table_width
-from kvjax.model import ModelConfig, Params
+from kvjax.engine.sharding import param_specs
+from kvjax.model.config import ModelConfig
+from kvjax.model.protocols import Params
+from kvjax.model.weight_formats import pack_params
 from kvjax.models.decoder import TransformerDecoder, init_params
-from kvjax.packing import pack_params
-from kvjax.sharding import param_specs
-from pallas_kernels.bench.cases import PAGE_SIZE
-from pallas_kernels.bench.inputs import random_pages
 from pallas_kernels.pack_pages import pack_pages
 from pallas_kernels.page_format import unpack
 from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import Pages
-
-if TYPE_CHECKING:
-    from kvjax.serving.bench.decode import Plan
 
 
 def random_params(config: ModelConfig, shards: Shards | None = None, weights: str | None = None) -> Params:
@@ -79,53 +73,6 @@ def random_params(config: ModelConfig, shards: Shards | None = None, weights: st
 
 def _without_layers(params: Params) -> Params:
     return {name: each for name, each in params.items() if name != "layers"}
-
-
-def random_cache(plan: Plan, length: int) -> Cache:
-    """A cache of `batch` sequences with `length - steps` tokens written and room for the rest. The pool has no other pages.
-
-    On a mesh, pages are dealt out in turn, as an engine deals them out. Packed pages hold what packing random numbers gives, and their
-    indexes are of the unpacked keys.
-    """
-    shards, pages, each = plan.shards(length), plan.pages(length), plan.pool(length)
-    spec = plan.spec.on_mesh(plan.tensor)
-    table = np.full((plan.batch, table_width(pages)), -1, np.int32)
-    table[:, :pages] = dealt_out(plan.batch, plan.context, pages, each, np.random.default_rng(length))
-
-    def make(kept: PagedSpec, indexes: tuple[IndexSpec, ...], *keys: Array) -> PagedKV:
-        of_open = keys
-        if shards is not None:  # copies of a head are the same, and so are open pages on all devices along context
-            head = shards.number(TENSOR) // kept.copies
-            of_open = [jax.random.fold_in(key, head) for key in keys]
-            keys = [jax.random.fold_in(key, head * plan.context + shards.number(CONTEXT)) for key in keys]
-        shape = (each, kept.kv_heads, PAGE_SIZE, kept.head_dim)
-        dtype = jnp.dtype(plan.config.compute_dtype)
-        k, v = (random_pages(key, shape, dtype) for key in keys)
-        if kept.formats != (None, None):
-            opened = (plan.batch, pages_of_step(PAGE_SIZE), *shape[1:])
-            rows = OpenRows(*(jax.random.normal(jax.random.fold_in(key, each), opened).astype(dtype) for key in of_open))
-            return packed_layer(kept, k, v, indexes, rows)
-        return PagedKV(Pages(k, v), {spec.name: page_index(k, kind=spec.kind, block_size=spec.block_size) for spec in indexes})
-
-    @functools.cache  # layers that are alike are one program
-    def maker(kept: PagedSpec, indexes: tuple[IndexSpec, ...]) -> Callable[..., PagedKV]:
-        own = functools.partial(make, kept, indexes)
-        if shards is None:
-            return own
-        specs = layer_specs((jax.eval_shape(lambda: kept.empty(each, PAGE_SIZE, indexes, rows=plan.batch)),))
-        return jax.jit(lambda *keys: shards.run(own, keys, (spec_of(()),) * 2, *specs))
-
-    def layer(number: int) -> PagedKV | None:
-        kept = spec.on_device(plan.tensor).layers[number]
-        if kept.share_with is not None:
-            return None
-        return jax.block_until_ready(maker(kept, spec.indexes_of(number, plan.indexes))(*(jax.random.key(2 * number + i) for i in (0, 1))))
-
-    layers = tuple(layer(number) for number in range(len(spec.layers)))
-    tables = {group.name: placed(shards, jnp.asarray(table)) for group in spec.groups}
-    if OPEN in tables:
-        tables[OPEN] = placed(shards, jnp.asarray(page_table([[row] for row in range(plan.batch)])))
-    return Cache(layers, tables, placed(shards, plan.start(length)), spec)
 
 
 def packed_layer(kept: PagedSpec, k: Array, v: Array, indexes: tuple[IndexSpec, ...], rows: OpenRows) -> PagedKV:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
-from kvjax.guard import pressed_again
+from kvjax.engine.call_lock import pressed_again
 from kvjax.registry import passed_through_a_policy_file, place_and_error
 from kvjax.serving.cli.batch import batch_command
 from kvjax.serving.cli.bench import bench_app
@@ -59,14 +59,14 @@ from kvjax.serving.cli.options import (
 from kvjax.serving.cli.plan import plan_command
 from kvjax.serving.cli.quantize import quantize_command
 from kvjax.serving.cli.serve import serve_command
-from pallas_kernels.extras import MissingExtra, needs_extras
+from pallas_kernels.core.optional import MissingExtra, needs_extras
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from kvjax.engine import Engine
-    from kvjax.memory import MemoryPlan
-    from kvjax.model import Model
+    from kvjax.engine.capacity_plan import MemoryPlan
+    from kvjax.engine.engine import Engine
+    from kvjax.model.protocols import Model
 
 app = typer.Typer(
     name="kvjax",
@@ -95,14 +95,14 @@ def options(
         raise typer.Exit
 
 
-def main() -> None:
+def main(commands: typer.Typer = app) -> None:
     """Entry point of `kvjax`. Exit status: 0; 2 for wrong usage or input; 1 for other failures; 130 when interrupted.
 
-    An error is one line on stderr; `kvjax --traceback COMMAND ...` shows where it came from.
+    An error is one line on stderr; `kvjax --traceback COMMAND ...` shows where it came from. commands: others, to be run in this way.
     """
     try:
         with pressed_again():
-            status = app(standalone_mode=False)
+            status = commands(standalone_mode=False)
         if sys.stdout is not None:  # it is None where the caller closed it
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -168,10 +168,10 @@ def generate_command(
         first = job is None or job.number == 0
         text = _prompt_text(prompt, file) if first else ""
 
-        from kvjax.messages import chat_ids
-        from kvjax.prompts import encode
-        from kvjax.sampling import Sampling
+        from kvjax.engine.sampling import Sampling
         from kvjax.serving.batch.setup import mesh_of
+        from kvjax.text.messages import chat_ids
+        from kvjax.text.tokenization import encode
 
         sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
         if job is not None:
@@ -223,9 +223,9 @@ def score_command(
 
     import numpy as np
 
-    from kvjax.prompts import encode
-    from kvjax.scoring import score
-    from pallas_kernels.bench.results import finite
+    from kvjax.scheduler.scoring import score
+    from kvjax.text.tokenization import encode
+    from pallas_kernels.core.files import finite
 
     loaded = load_model(model, dtype, max_positions, weights=weights, lora=lora)
     sizes = pages, page_size, prefill_chunk, cache_format
@@ -289,7 +289,7 @@ def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool) -> None:
     from rich.console import Console
 
     from kvjax.generation import run
-    from kvjax.requests import Request
+    from kvjax.scheduler.request import Request
     from kvjax.serving.progress import bar
 
     console = Console(stderr=True)
@@ -334,7 +334,7 @@ def _engine(
     mesh: Mesh | None = None,
 ) -> Engine:
     """An engine for one sequence of up to `tokens` tokens."""
-    from kvjax.engine import Engine
+    from kvjax.engine.engine import Engine
     from kvjax.serving.batch.setup import plan_beside_weights
 
     if pages is None and page_size > 0:

@@ -42,10 +42,10 @@ from kvjax.serving.cli.options import (
     watched,
     whole,
 )
-from pallas_kernels.extras import needs_extras
+from pallas_kernels.core.optional import needs_extras
 
 if TYPE_CHECKING:
-    from kvjax.processes import Processes
+    from kvjax.scheduler.processes import Processes
     from kvjax.serving.batch.records import Defaults
     from kvjax.serving.batch.results import Summary
     from kvjax.serving.batch.setup import Setup

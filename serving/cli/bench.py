@@ -9,21 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.serving.cli import scheduling, session_bench, tiers
 from kvjax.serving.cli.help_pages import WholeSentences
-from kvjax.serving.cli.options import (
-    LARGEST_BATCH,
-    ImplementationOption,
-    JsonOption,
-    ModelOption,
-    forced_to,
-    named_run,
-    parse_lengths,
-    png,
-    token_count,
-    whole,
-)
-from pallas_kernels.extras import needs_extras
+from kvjax.serving.cli.options import LARGEST_BATCH, ImplementationOption, JsonOption, forced_to, named_run, parse_lengths, whole
 
 PackedWeightsOption = Annotated[
     str,
@@ -41,13 +28,48 @@ PackedPagesOption = Annotated[
     ),
 ]
 
+BenchDtypeOption = Annotated[str, typer.Option(help="Type of weights and cache: bfloat16, float16 or float32.")]
 TensorOption = Annotated[
     str, typer.Option("--tensor", help="Devices over which heads, MLPs and the vocabulary are split; several by commas.")
 ]
 ContextOption = Annotated[str, typer.Option("--context", help="Devices over which pages are dealt out; with several, all pairs are timed.")]
 
+MOVED = {
+    "cold": "compiling cold",
+    "cpu": "on_cpu",
+    "gaps": "traffic gaps",
+    "host": "host",
+    "lists": "lists",
+    "overlap": "overlap",
+    "prefill --measures": "prefill_measures",
+    "prefill --ops": "prefill_ops, or of a model benchmarks.prefill_layers",
+    "programs": "compiling programs",
+    "replicas": "replicas",
+    "reuse": "reuse",
+    "session-tokens": "session_costs tokens",
+    "session-turn": "session_costs turn",
+    "sessions": "sessions",
+    "throughput": "traffic throughput",
+    "tiered-prefill": "tiered_prompts",
+    "tiers": "tiers",
+    "transformers": "against_transformers",
+}
+"""Commands that left the package, and the scripts of the repository that do the same."""
+
+
+class Benchmarks(WholeSentences):
+    """The commands of `kvjax bench`. One that moved to the repository's benchmarks answers with its new name."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the arguments name. ValueError for one that moved."""
+        for old in (args[0], *(f"{args[0]} {option}" for option in args[1:])):
+            if old in MOVED:
+                raise ValueError(f"`kvjax bench {old}` is now `python -m benchmarks.{MOVED[old]}`, in a clone of the repository")
+        return super().resolve_command(ctx, args)
+
+
 bench_app = typer.Typer(
-    cls=WholeSentences,
+    cls=Benchmarks,
     help="Time whole models. Single ops: python -m pallas_kernels.bench --help.",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -57,6 +79,12 @@ bench_app = typer.Typer(
 @bench_app.callback()
 def benchmarks() -> None:
     """Time whole models. Single ops: python -m pallas_kernels.bench --help."""
+
+
+def check_dtype(dtype: str) -> None:
+    """BadParameter for a `--dtype` that models do not have."""
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise typer.BadParameter(f"{dtype!r} is not one of bfloat16, float16, float32", param_hint="--dtype")
 
 
 @bench_app.command("decode")
@@ -79,7 +107,7 @@ def decode_command(
     steps_per_launch: Annotated[
         str, typer.Option(help="Steps that the device runs without the host, 1 to 16; they divide --steps. Separate several by commas.")
     ] = "1",
-    dtype: scheduling.BenchDtypeOption = "bfloat16",
+    dtype: BenchDtypeOption = "bfloat16",
     layers: Annotated[
         int | None,
         typer.Option(help="Run only so many layers, for small machines. [default: all of the shape]", show_default=False, **whole()),
@@ -103,23 +131,23 @@ def decode_command(
     from kvjax.cache.formats import parse_cache_format
     from kvjax.serving.bench.decode import Plan, config_of, policies_of
 
-    scheduling.check_dtype(dtype)
+    check_dtype(dtype)
     sizes = parse_lengths(lengths), policies_of(policies), batch, steps, rounds, parse_lengths(drafts, "drafts")
     config = config_of(shape, layers, dtype)
     kinds = itertools.product(_meshes(tensor, context), _packed(weights, cache_format))
     counts = parse_lengths(steps_per_launch, "steps per launch")
     plans = [Plan(shape, config, *sizes, *mesh, scheme, parse_cache_format(pages, dtype), counts) for mesh, (scheme, pages) in kinds]
 
-    from pallas_kernels.bench.formats import show
-    from pallas_kernels.bench.report import drafts_table, step_table
+    from kvjax.serving.bench.tables import drafts_table, step_table
+    from pallas_kernels.core.tables import show
 
     with forced_to(implementation):
         rows = _measured(plans, json_out, implementation)
     show(step_table(rows) if plans[0].drafts == (1,) else drafts_table(rows))
-    _exit_unless_timed(rows)
+    exit_unless_timed(rows)
 
 
-def _exit_unless_timed(rows: list[dict[str, Any]]) -> None:
+def exit_unless_timed(rows: list[dict[str, Any]]) -> None:
     """Exit with status 1 if a row failed, or if all were skipped: then nothing was timed."""
     if any("failed" in row for row in rows):
         raise typer.Exit(1)
@@ -135,7 +163,7 @@ def _meshes(tensor: str, context: str) -> list[tuple[int, int]]:
 
 def _packed(weights: str, cache_format: list[str] | None) -> list[tuple[str | None, str | None]]:
     """Pairs of how weights and pages are packed; None: not."""
-    from kvjax.packing import SCHEMES
+    from kvjax.model.weight_formats import SCHEMES
 
     if unknown := [each for each in weights.split(",") if each not in ("none", *SCHEMES)]:
         raise typer.BadParameter(f"{unknown[0]!r} is not one of none, {', '.join(SCHEMES)}", param_hint="--weights")
@@ -150,47 +178,10 @@ def prefill_command(
     ] = "qwen2.5-7b",
     lengths: Annotated[str, typer.Option(help="Tokens of the prompt, separated by commas.")] = "32k,128k,512k,1m",
     policies: Annotated[str, typer.Option(help="Prefill policies, separated by commas.")] = "dense,momo:128/8",
-    chunk: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens per prefill step, a multiple of 128. [default: 8192; 2048 with --measures]", show_default=False, **whole()
-        ),
-    ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Timed runs of every prompt. [default: 1]", show_default=False, **whole())] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Type of weights and cache: bfloat16, float16 or float32. [default: bfloat16; with --measures as for `kvjax generate`]",
-            show_default=False,
-        ),
-    ] = None,
+    chunk: Annotated[int, typer.Option(help="Tokens per prefill step, a multiple of 128.", **whole())] = 8192,
+    rounds: Annotated[int, typer.Option(help="Timed runs of every prompt.", **whole())] = 1,
+    dtype: BenchDtypeOption = "bfloat16",
     layers: Annotated[int | None, typer.Option(help="Only so many layers. [default: the shape's]", show_default=False, **whole())] = None,
-    ops: Annotated[
-        bool,
-        typer.Option(
-            "--ops",
-            help="Instead, time the attention of one layer and its steps, beside other projects' dense kernels. With a model as --shape: "
-            "all layers, over a text.",
-        ),
-    ] = False,
-    baselines: Annotated[
-        bool | None,
-        typer.Option(
-            "--baselines/--no-baselines",
-            help="With --ops: also time other projects' dense kernels, and ours over contiguous keys. Slow for long prompts. "
-            "[default: --baselines]",
-            show_default=False,
-        ),
-    ] = None,
-    measures: Annotated[
-        bool, typer.Option("--measures", help="Instead, measure what lists capture and the error of outputs; needs a real model.")
-    ] = False,
-    ablate: Annotated[
-        bool, typer.Option("--ablate", help="With --measures: vary gamma, chi, k, k_exact, the estimate, trimming and correction.")
-    ] = False,
-    text: Annotated[
-        list[Path] | None, typer.Option(help="With --measures, or --ops of a model: prose to prefill. [default: Python's documentation]")
-    ] = None,
     json_out: JsonOption = None,
     implementation: ImplementationOption = None,
     tensor: TensorOption = "1",
@@ -198,143 +189,40 @@ def prefill_command(
     weights: PackedWeightsOption = "none",
     cache_format: PackedPagesOption = None,
 ) -> None:
-    """Time to first token of whole prompts, with random weights; or details of their attention (--ops, --measures)."""
-    from kvjax.serving.cli import prefill as prefill_cli
-    from pallas_kernels.bench.cases import SHAPES
+    """Time to first token of whole prompts, with random weights."""
+    from kvjax.cache.formats import parse_cache_format
+    from kvjax.serving.bench.decode import config_of
+    from kvjax.serving.bench.prefill import PrefillPlan, policies_of, run_prefill_plan
+    from kvjax.serving.bench.tables import split_table, time_table
+    from pallas_kernels.core.results import write_result
+    from pallas_kernels.core.tables import show_markdown, stages
 
-    if ops and measures:
-        raise typer.BadParameter("--ops and --measures exclude each other", param_hint="--measures")
-    of_model = ops and shape not in SHAPES
-    if ablate and not measures:
-        raise typer.BadParameter("belongs to --measures", param_hint="--ablate")
-    if text and not (measures or of_model):
-        raise typer.BadParameter("belongs to --measures, and to --ops with a model as the --shape", param_hint="--text")
-    if baselines is not None and (not ops or of_model):
-        raise typer.BadParameter("belongs to --ops without a model", param_hint="--baselines")
-    if measures and shape in SHAPES:
-        why = f"--measures needs a real model, but {shape} has no weights: give one, as --shape needle"
-        raise typer.BadParameter(why, param_hint="--shape")
-    form = "--measures" if measures else "--ops" if ops else None
-    packed = _packed(weights, cache_format)
-    unused = {"--rounds": rounds, "--layers": layers, "--weights": None if weights == "none" else weights, "--cache-format": cache_format}
-    unused |= {name: None if value == "1" else value for name, value in (("--tensor", tensor), ("--context", context))}
-    unused |= {"--chunk": chunk} if ops else {}
-    for option, value in unused.items():
-        if form and value is not None:
-            raise typer.BadParameter(f"does nothing with {form}: leave it out, or time whole prompts without {form}", param_hint=option)
-    given = {} if chunk is None else {"chunk": chunk}
+    check_dtype(dtype)
     try:
-        if measures:
-            run = prefill_cli.measures_run(shape, lengths, policies, dtype, ablate=ablate, files=text or (), **given)
-        elif of_model:
-            run = prefill_cli.layers_run(shape, lengths, policies, dtype or "bfloat16", text or ())
-        elif ops:
-            run = prefill_cli.ops_run(shape, lengths, policies, dtype or "bfloat16", baselines=baselines is not False)
-        else:
-            given |= {} if rounds is None else {"rounds": rounds}
-            given |= {"layers": layers, "packed": packed, "meshes": _meshes(tensor, context)}
-            run = prefill_cli.time_run(shape, lengths, policies, dtype or "bfloat16", **given)
+        sizes = parse_lengths(lengths), policies_of(policies), chunk, rounds
+        config, kinds = config_of(shape, layers, dtype), itertools.product(_meshes(tensor, context), _packed(weights, cache_format))
+        plans = [PrefillPlan(shape, config, *sizes, scheme, parse_cache_format(pages, dtype), *mesh) for mesh, (scheme, pages) in kinds]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    with forced_to(implementation):
-        rows = prefill_cli.show(run, json_out, implementation)
-    _exit_unless_timed(rows)
-
-
-@bench_app.command("overlap")
-def overlap_command(
-    model: ModelOption = "needle",
-    length: Annotated[str, typer.Option(help="Tokens of text, the decoded ones included.")] = "16k",
-    steps: Annotated[int, typer.Option(help="Decode steps at the end of the text.", **whole(2))] = 64,
-    ks: Annotated[str, typer.Option("--k", help="How many keys of a step, separated by commas.")] = "512,2048",
-    kind: Annotated[str, typer.Option(help="relu: as a lightning indexer scores; logits: without relu.")] = "relu",
-    text: Annotated[list[Path] | None, typer.Option(help="Prose to decode. [default: Python's documentation]")] = None,
-    json_out: JsonOption = None,
-    plot: Annotated[Path | None, typer.Option(help="File (PNG) for a picture.", **png())] = None,
-    save: Annotated[
-        Path | None,
-        typer.Option(dir_okay=False, help="File (.npz) for the last two steps' scores, for --rows of pallas_kernels.bench.top_k."),
-    ] = None,
-) -> None:
-    """Measure how many of its best keys a query shares with the previous query, layer by layer: the value of a hint to top_k.
-
-    After a dense prefill, the text is forced through decode steps. Scores come from the model's own attention: `sum_h relu(q_h . k)`.
-    """
-    if plot is not None:
-        needs_extras("kvjax bench overlap --plot", "plots")
-    from kvjax.serving.cli.overlap import measure_overlap
-
-    try:
-        measure_overlap(model, length, steps, ks, kind=kind, files=text or (), json_out=json_out, plot=plot, save=save)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-@bench_app.command("transformers")
-def transformers_command(
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Model folder, hub id or 'needle'; or a shape with random weights, such as qwen2.5-0.5b.")
-    ] = "needle",
-    tokens: Annotated[int, typer.Option(help="Tokens of the prompt; they are random.", **token_count())] = 8128,
-    policies: Annotated[str, typer.Option(help="Decode policies of kvjax, separated by commas.")] = "dense,cascade:8",
-    steps: Annotated[int, typer.Option(help="Timed steps after the prompt.", **whole())] = 32,
-    rounds: Annotated[int, typer.Option(help="Timed rounds; in a round every side runs the prompt and the steps.", **whole())] = 3,
-    chunk: Annotated[int, typer.Option(help="Tokens that kvjax prefills at a time, a multiple of 128.", **token_count())] = 512,
-    dtype: scheduling.BenchDtypeOption = "bfloat16",
-    python: Annotated[
-        str,
-        typer.Option(
-            help="The Python that runs transformers; torch and transformers must be installed there. [default: this one]",
-            show_default=False,
-        ),
-    ] = "",
-    json_out: JsonOption = None,
-) -> None:
-    """Time a prompt and the steps after it on the CPU, by kvjax and by transformers, with the same weights and in turns.
-
-    transformers runs in a process of its own: PyTorch is not installed with kvjax.
-    """
-    import sys
-
-    from kvjax.serving.bench.against_transformers import Comparison, comparison_rows
-
-    scheduling.check_dtype(dtype)
-    sizes = {"tokens": tokens, "steps": steps, "rounds": rounds, "chunk": chunk}
-    plan = Comparison(model, dtype, policies=tuple(policies.split(",")), python=python or sys.executable, **sizes)
-    scheduling.run(json_out, "transformers", lambda say: comparison_rows(plan, say))
-
-
-@bench_app.command("cpu")
-def cpu_command(
-    model: Annotated[str, typer.Option("--model", "-m", help="Model folder, or what else kvjax.load takes.")],
-    gguf: Annotated[
-        str, typer.Option(help="GGUF file of the same model for llama.cpp, which writes it anew as Q8_0 and Q4_0. [default: no llama.cpp]")
-    ] = "",
-    tokens: Annotated[int, typer.Option(help="Tokens of the prompt; they are random.", **token_count())] = 2048,
-    weights: Annotated[str, typer.Option(help="Formats of kvjax's weights, separated by commas.")] = "float32,int8,int4",
-    steps: Annotated[int, typer.Option(help="Timed steps after the prompt.", **whole())] = 32,
-    rounds: Annotated[int, typer.Option(help="Timed rounds; in a round every side runs the prompt and the steps.", **whole())] = 3,
-    chunk: Annotated[int, typer.Option(help="Tokens that kvjax prefills at a time, a multiple of 128.", **token_count())] = 512,
-    torch_python: Annotated[str, typer.Option(help="The Python that has torch and transformers. [default: this one]")] = "",
-    llama_python: Annotated[str, typer.Option(help="The Python that has llama-cpp-python. [default: this one]")] = "",
-    json_out: JsonOption = None,
-) -> None:
-    """Time a prompt and the steps after it on the CPU: kvjax with several formats of weights, transformers and llama.cpp, in turns."""
-    import sys
-
-    from kvjax.serving.bench.on_cpu import CpuRun, cpu_rows
-
-    pythons = torch_python or sys.executable, llama_python or sys.executable
-    plan = CpuRun(model, tokens, steps, rounds, chunk, tuple(weights.split(",")), gguf or None, *pythons)
-    scheduling.run(json_out, "cpu", lambda say: cpu_rows(plan, say))
+    rows: list[dict[str, Any]] = []
+    with forced_to(implementation), stages() as say:
+        for row in itertools.chain.from_iterable(run_prefill_plan(each, say) for each in plans):
+            rows.append(row)
+            if json_out is not None:
+                write_result(json_out, named_run("prefill", implementation) | {"rows": rows})
+    show_markdown(f"{time_table(rows)}\n\n{split_table(rows)}")
+    for row in rows:
+        if "failed" in row:
+            typer.echo(f"{row['op']} {row['tokens']:,} {row['policy']} failed: {row['failed']}", err=True)
+    exit_unless_timed(rows)
 
 
 def _measured(plans: Sequence[Any], json_out: Path | None, implementation: str | None) -> list[dict[str, Any]]:
     """Run the plans, show their progress, and write rows as they arrive."""
     from kvjax.serving.bench.decode import run_plan
-    from pallas_kernels.bench.formats import stages
     from pallas_kernels.bench.measure import copy_rate
-    from pallas_kernels.bench.results import write_result
+    from pallas_kernels.core.results import write_result
+    from pallas_kernels.core.tables import stages
 
     rows: list[dict[str, Any]] = []
     with stages("copy bandwidth") as say:
@@ -345,7 +233,3 @@ def _measured(plans: Sequence[Any], json_out: Path | None, implementation: str |
                 kind = "decode" if plans[0].drafts == (1,) else "drafts"  # no cost model is fitted to rows of drafts
                 write_result(json_out, named_run(kind, implementation) | {"copy": copy, "rows": rows})
     return rows
-
-
-for _name, _command in (scheduling.COMMANDS | tiers.COMMANDS | session_bench.COMMANDS).items():
-    bench_app.command(_name)(_command)

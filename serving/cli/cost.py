@@ -44,12 +44,12 @@ from kvjax.serving.cli.options import (
     png,
     refuse_given,
 )
-from pallas_kernels.extras import needs_extras
+from pallas_kernels.core.optional import needs_extras
 
 if TYPE_CHECKING:
-    from kvjax.cache.spanning import FrameCounts
+    from kvjax.cache.host_pool.mapped_memory import FrameCounts
     from kvjax.cost_model import CostModel
-    from kvjax.model import ModelConfig
+    from kvjax.model.config import ModelConfig
     from kvjax.policies.decode import DecodePolicy
 
 cost_app = typer.Typer(
@@ -217,7 +217,7 @@ def _show_steps(
 ) -> None:
     """Print bytes and seconds of steps, and why they are projections. cells: (length, batch). options: as for `CostModel.predict`."""
     from kvjax.policies.decode import name_of
-    from pallas_kernels.bench.formats import show, table
+    from pallas_kernels.core.tables import show, table
 
     rows: list[tuple[str, ...]] = []
     reasons: dict[str, None] = {}
@@ -273,8 +273,8 @@ def regimes_command(
 
     from kvjax.cost_model.regimes import CROSSINGS, crossing, regime_map, save
     from kvjax.serving.bench.decode import config_of
-    from pallas_kernels.bench.formats import show, table
-    from pallas_kernels.bench.results import write_result
+    from pallas_kernels.core.results import write_result
+    from pallas_kernels.core.tables import show, table
 
     ends, sizes = parse_lengths(lengths), parse_lengths(batches, "batches")
     for option, pair, given, example in (("--lengths", ends, lengths, "4k,1m"), ("--batches", sizes, batches, "1,64")):
@@ -314,7 +314,7 @@ def _dots(files: Sequence[Path], cost: CostModel, config: ModelConfig, named: st
     cost model's. BadParameter if files have none. named: the model."""
     from kvjax.cost_model.predict import sizes_of
     from kvjax.serving.bench.decode import config_of
-    from pallas_kernels.bench.results import packed_text
+    from pallas_kernels.core.results import packed_text
 
     dots: set[tuple[int, int]] = set()
     for key, cells in cells_of(files, cost.steps_per_launch).items():
@@ -397,7 +397,7 @@ def _frames(
     cache_format: str | None = None,
 ) -> FrameCounts | None:
     """The frames of an engine of these sizes that declares dense and these policies; None without sizes."""
-    from kvjax.memory import memory_plan, pool_frames
+    from kvjax.engine.capacity_plan import memory_plan, pool_frames
 
     if (device_memory is None) != (host_memory is None):
         raise typer.BadParameter("go together: give both, or neither", param_hint="--device-memory and --host-memory")

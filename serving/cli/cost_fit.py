@@ -46,7 +46,7 @@ def fit_command(
     and rows of several devices that of exchanges. Results of kvjax bench prefill --ops give times of prefill. With --model, steps are timed
     here: auto does this itself where there is no built-in cost model.
     """
-    from pallas_kernels.bench.results import write_result
+    from pallas_kernels.core.results import write_result
 
     if bool(results) == (model is not None):
         raise typer.BadParameter("give results, or --model to time steps here", param_hint="RESULT.json...")
@@ -84,7 +84,7 @@ def _fit_steps(results: Sequence[Path], steps_per_launch: int) -> dict[str, Any]
     from kvjax.cost_model.fitting import checks, error_table, fit, launches_in, term_table
     from kvjax.cost_model.predict import to_json
     from kvjax.serving.bench.decode import config_of
-    from pallas_kernels.bench.formats import show, table
+    from pallas_kernels.core.tables import show, table
 
     groups = cells_of(results, steps_per_launch)
     one_device = {key for key, cells in groups.items() if any(cell.kind == "device" for cell in cells)}
@@ -166,7 +166,7 @@ def steps_text(steps: int) -> str:
 def kinds_of(files: Sequence[Path]) -> list[str]:
     """What timed rows of these results are of: model, device, formats, launches and mesh, each kind once."""
     from kvjax.cost_model.fitting import launch_of
-    from pallas_kernels.bench.results import mesh_text, packed_text
+    from pallas_kernels.core.results import mesh_text, packed_text
 
     kinds: dict[str, None] = {}
     for run in _opened(files):
@@ -203,7 +203,7 @@ def evidence_command(
 
     ran = None
     if model is not None:
-        from kvjax.identity import fingerprint
+        from kvjax.model.identity import fingerprint
 
         loaded = load_model(model, dtype, max_positions)
         ran = fingerprint(loaded), loaded.config.compute_dtype

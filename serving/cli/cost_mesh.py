@@ -13,7 +13,7 @@ from kvjax.serving.cli.options import gibibytes, number, parse_lengths
 
 if TYPE_CHECKING:
     from kvjax.cost_model import CostModel
-    from kvjax.model import ModelConfig
+    from kvjax.model.config import ModelConfig
     from kvjax.policies.decode import DecodePolicy
 
 DevicesOption = Annotated[
@@ -96,7 +96,7 @@ def show_prefill(
     commas."""
     from kvjax.cost_model.exchanges import PREFILL_PARTS, prompt_exchanges
     from kvjax.serving.bench.prefill import policies_of
-    from pallas_kernels.bench.formats import show, table
+    from pallas_kernels.core.tables import show, table
 
     if tensor * context == 1:
         raise typer.BadParameter("needs --tensor or --context: one device exchanges nothing", param_hint="--prefill")
@@ -139,7 +139,7 @@ def show_meshes(
     (length, batch). memory: GiB. options: as for `rank_meshes`."""
     from kvjax.cost_model import rank_meshes
     from kvjax.policies.decode import name_of
-    from pallas_kernels.bench.formats import show, table
+    from pallas_kernels.core.tables import show, table
 
     limit = None if memory is None else int(memory * 2**30)
     rows, reasons, refused = [], {}, {}

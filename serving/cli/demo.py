@@ -11,8 +11,8 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsed
 from rich.table import Table
 
 from kvjax.serving.progress import bar
-from pallas_kernels.bench.formats import table as terminal_table
-from pallas_kernels.bench.pictures import color_of, picture
+from pallas_kernels.core.pictures import color_of, picture
+from pallas_kernels.core.tables import table as terminal_table
 
 if TYPE_CHECKING:
     from kvjax.fidelity.retrieval import NeedleResult

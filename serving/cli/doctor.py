@@ -24,9 +24,9 @@ def doctor_command(json_out: JsonOption = None, implementation: ImplementationOp
     Every implementation runs a small example and is compared with the op's definition. Exits with status 1 if one of them is wrong. Takes
     about a minute, most of it compiling.
     """
-    from pallas_kernels.bench.formats import stages
     from pallas_kernels.bench.measure import copy_rate
-    from pallas_kernels.bench.results import write_result
+    from pallas_kernels.core.results import write_result
+    from pallas_kernels.core.tables import stages
     from pallas_kernels.selftest import check_ops, dtype_here
 
     checks: list[Check] = []
@@ -65,7 +65,7 @@ def _machine() -> list[str]:
 
 def _show_ops(checks: Sequence[Check], dtype: str) -> None:
     from pallas_kernels import dispatch
-    from pallas_kernels.bench.formats import show, table
+    from pallas_kernels.core.tables import show, table
 
     lines = [
         (
@@ -114,7 +114,7 @@ def step_rows(bytes_per_s: float, *, measured: bool = True) -> list[dict[str, An
 
 
 def _show_steps(rows: Sequence[dict[str, Any]], bytes_per_s: float) -> None:
-    from pallas_kernels.bench.formats import show, table, tokens_text
+    from pallas_kernels.core.tables import show, table, tokens_text
 
     typer.echo(f"copy bandwidth, measured: {bytes_per_s / 1e9:,.1f} GB/s, read and written")
     by_model = rows[0]["source"] == "cost model"

@@ -24,7 +24,7 @@ from kvjax.serving.cli.options import (
     read_texts,
     whole,
 )
-from pallas_kernels.extras import needs_extras
+from pallas_kernels.core.optional import needs_extras
 
 
 def echo_command(
@@ -70,12 +70,12 @@ def echo_command(
 
     from kvjax.fidelity.echo import EchoPlan, EchoRun
     from kvjax.fidelity.echo_report import summarize
-    from kvjax.identity import fingerprint
+    from kvjax.fidelity.echo_tables import COLUMNS, echo_rows, remarks
+    from kvjax.model.identity import fingerprint
     from kvjax.serving.bench.prefill import dense_at
     from kvjax.serving.progress import bar
-    from pallas_kernels.bench.formats import show, table
-    from pallas_kernels.bench.prefill.echo import COLUMNS, echo_rows, remarks
-    from pallas_kernels.bench.results import write_result
+    from pallas_kernels.core.results import write_result
+    from pallas_kernels.core.tables import show, table
 
     plan = EchoPlan(
         prefills=tuple(prefill or ("bounds:32+sparse",)),

@@ -30,7 +30,7 @@ from kvjax.serving.cli.options import (
     read_texts,
     whole,
 )
-from pallas_kernels.extras import needs_extras
+from pallas_kernels.core.optional import needs_extras
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -210,9 +210,9 @@ def describe(panel: Panel) -> dict[str, Any]:
 
     import jax
 
-    from kvjax.identity import fingerprint
+    from kvjax.model.identity import fingerprint
     from kvjax.policies.decode import identity, parse
-    from pallas_kernels.bench.results import versions
+    from pallas_kernels.core.results import versions
 
     job = {
         "model": fingerprint(panel.model),
@@ -231,8 +231,8 @@ def write_report(panel: Panel, records: Iterable[dict[str, Any]], out: Path, sou
 
     from kvjax.fidelity.plots import draw
     from kvjax.fidelity.report import csv_rows, remarks, summarize, tables
-    from pallas_kernels.bench.formats import show
-    from pallas_kernels.bench.results import write_result
+    from pallas_kernels.core.results import write_result
+    from pallas_kernels.core.tables import show
 
     figures = summarize(panel.plan, records)
     write_result(out / "panel.json", {"settings": source | dataclasses.asdict(panel.plan), **figures})
@@ -245,7 +245,7 @@ def write_report(panel: Panel, records: Iterable[dict[str, Any]], out: Path, sou
 
 
 def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    from pallas_kernels.bench.results import replacing
+    from pallas_kernels.core.files import replacing
 
     with replacing(path) as partial, open(partial, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))

@@ -27,7 +27,7 @@ from kvjax.serving.cli.options import (
     token_count,
     whole,
 )
-from pallas_kernels.extras import needs_extras
+from pallas_kernels.core.optional import needs_extras
 
 if TYPE_CHECKING:
     from kvjax.fidelity.retrieval import NeedleResult
@@ -82,8 +82,8 @@ def needle_command(
     from kvjax.policies.prefill import parse_prefill
     from kvjax.serving.cli.demo import table
     from kvjax.serving.progress import bar
-    from pallas_kernels.bench.formats import estimate, show
-    from pallas_kernels.bench.results import write_result
+    from pallas_kernels.core.results import write_result
+    from pallas_kernels.core.tables import estimate, show
 
     for name in policies:
         parse(name)
@@ -125,7 +125,7 @@ def needle_command(
             f"{pair['prefill']} prefill, {pair['policy']} decode: -{pair['lost']}/+{pair['gained']} beside {prefills[0]}, {difference}"
         )
     if json_out is not None:
-        from kvjax.identity import fingerprint
+        from kvjax.model.identity import fingerprint
 
         ran = {"model": model, "fingerprint": fingerprint(loaded), "dtype": loaded.config.compute_dtype}
         ran |= {"cache_format": cache_format} if cache_format else {}

@@ -15,15 +15,15 @@ import typer
 
 from kvjax.registry import DECODE_FORMS as POLICIES
 from kvjax.registry import PREFILL_FORMS as PREFILLS
-from pallas_kernels.bench.options import JsonOption as JsonOption
+from pallas_kernels.core.options import JsonOption as JsonOption
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from kvjax.engine import Engine
-    from kvjax.model import Model
-    from kvjax.processes import Processes
-    from kvjax.reuse import StoreOptions
+    from kvjax.engine.engine import Engine
+    from kvjax.engine.prefix_reuse import StoreOptions
+    from kvjax.model.protocols import Model
+    from kvjax.scheduler.processes import Processes
 
 LARGEST = 2**31 - 1
 """Largest count: tokens, pages and token ids are 32-bit integers on the device."""
@@ -205,7 +205,7 @@ DtypeOption = Annotated[
 
 
 class Weights(enum.StrEnum):
-    """Schemes of packed weights: `kvjax.packing.SCHEMES`."""
+    """Schemes of packed weights: `kvjax.model.weight_formats.SCHEMES`."""
 
     int8 = "int8"
     fp8 = "fp8"
@@ -453,7 +453,7 @@ def joined(coordinator: str | None, processes: int | None, process: int | None) 
     if coordinator is None:
         yield None
         return
-    from kvjax.processes import start_processes
+    from kvjax.scheduler.processes import start_processes
 
     others = "the other processes of the job" if processes is None else f"all {processes} processes of the job"
     typer.echo(f"waiting for {others} (--coordinator {coordinator}), at most five minutes", err=True)

@@ -35,9 +35,9 @@ from kvjax.serving.cli.options import (
 
 if TYPE_CHECKING:
     from kvjax.cache import CacheSpec
-    from kvjax.declared import DeclaredPolicies
-    from kvjax.memory import HostMemory, MemoryPlan
-    from kvjax.model import ModelConfig
+    from kvjax.engine.capacity_plan import HostMemory, MemoryPlan
+    from kvjax.engine.policy_set import DeclaredPolicies
+    from kvjax.model.config import ModelConfig
 
 
 def plan_command(
@@ -78,10 +78,10 @@ def plan_command(
     With kvjax batch --data, each replica takes this on its own devices.
     """
     from kvjax.cache.formats import parse_cache_format
-    from kvjax.memory import host_memory as host_parts
-    from kvjax.memory import pool_size
+    from kvjax.engine.capacity_plan import host_memory as host_parts
+    from kvjax.engine.capacity_plan import pool_size
+    from kvjax.engine.prefix_reuse import check_stores
     from kvjax.models.loading import packs_anew, read_config, read_packing
-    from kvjax.reuse import check_stores
     from kvjax.serving.batch.setup import planned
 
     check_context(context)
@@ -125,7 +125,7 @@ def _declared(
 ) -> DeclaredPolicies:
     """The policies of an engine of this model, checked as the engine checks them."""
     from kvjax.checks import engine_sizes
-    from kvjax.declared import DeclaredPolicies
+    from kvjax.engine.policy_set import DeclaredPolicies
     from kvjax.policies.choice import ChoosesDecode, ChoosesPrefill
     from kvjax.policies.decode import parse
     from kvjax.policies.prefill import parse_prefill
@@ -153,8 +153,8 @@ def _pool_lines(plan: MemoryPlan, room: int, device: int, host: int) -> Iterator
 
 def _release_lines(declared: DeclaredPolicies) -> Iterator[str]:
     """What a sequence keeps from its first step on, if the policy gives pages back, but the prompt needs all of them before."""
+    from kvjax.engine.page_eviction import kept_by
     from kvjax.policies.decode import KeepsByMass
-    from kvjax.release import kept_by
     from kvjax.serving.batch.setup import planned
 
     kept = kept_by(declared.policy, declared.page_size)
@@ -173,7 +173,7 @@ def _release_lines(declared: DeclaredPolicies) -> Iterator[str]:
 def _kept_lines(plan: MemoryPlan, spec: CacheSpec, host: HostMemory, device: int, disk_size: int | None) -> Iterator[str]:
     """Where pages are kept for later prompts, and how many. device: pages of the pool there."""
     from kvjax.cache import OPEN, WHOLE
-    from kvjax.cache.transfer import block_bytes
+    from kvjax.cache.stores.blocks import block_bytes
 
     counts = plan.pool_pages(device)
     pages = max(counts[group.name] for group in plan.groups if group.page_size != WHOLE)

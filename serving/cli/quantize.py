@@ -29,10 +29,10 @@ def quantize_command(
 
     The layout is that of compressed-tensors, and transformers reads it. The device holds the packed model, the host one file of it.
     """
+    from kvjax.model.weight_formats import scheme_of
     from kvjax.models.loading import read_config
     from kvjax.models.save_targets import check_target
     from kvjax.models.saving import check_packing
-    from kvjax.packing import scheme_of
 
     if weights == Weights.fp8_tokens:
         raise typer.BadParameter("fp8:tokens is how products are computed, not how weights are stored: write fp8", param_hint="--weights")

@@ -35,11 +35,11 @@ from kvjax.serving.cli.options import (
 )
 from kvjax.serving.session.limits import MAX_HISTORY, MAX_POLICIES
 from kvjax.serving.session.pace import MESSAGES_PER_SECOND
-from pallas_kernels.extras import needs_extras
+from pallas_kernels.core.optional import needs_extras
 
 if TYPE_CHECKING:
-    from kvjax.engine import Engine
-    from kvjax.model import Model
+    from kvjax.engine.engine import Engine
+    from kvjax.model.protocols import Model
     from kvjax.serving.session.server import Server
 
 PoliciesOption = Annotated[
@@ -232,7 +232,7 @@ def _engine(
     model: Model, policies: list[str | None], max_batch: int, pages: int | None, device_bytes: int | None, split: dict[str, Any]
 ) -> Engine:
     """The engine of a server. split: arguments of `Engine` that say how the cache is split. Without a size, as many pages as fit."""
-    from kvjax.engine import Engine
+    from kvjax.engine.engine import Engine
     from kvjax.serving.batch.setup import plan_beside_weights
 
     first, *others = policies

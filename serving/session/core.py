@@ -26,12 +26,12 @@ import numpy as np
 from kvjax.cache import OutOfPages
 from kvjax.client.errors import Cancelled, FailedPrecondition, InvalidArgument, ResourceExhausted, SessionError, SessionNotFound
 from kvjax.client.shared import SessionInfo
-from kvjax.engine import Engine
+from kvjax.engine.engine import Engine
+from kvjax.engine.sampling import Sampling
+from kvjax.engine.sequence import CachedSequence
 from kvjax.policies.decode import DecodePolicy
-from kvjax.requests import Request
-from kvjax.sampling import Sampling
-from kvjax.scheduler import Scheduler
-from kvjax.sequences import CachedSequence
+from kvjax.scheduler.request import Request
+from kvjax.scheduler.scheduler import Scheduler
 from kvjax.serving.session.journal import Journal
 from kvjax.serving.session.limits import MAX_WAITING
 from kvjax.serving.session.policy_table import PolicyTable

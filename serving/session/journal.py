@@ -53,7 +53,7 @@ class Stored:
 class Journal:
     """The sessions of a folder, which one process has at a time.
 
-    model: what identifies the model (`kvjax.identity.fingerprint`). ValueError if another process has the folder.
+    model: what identifies the model (`kvjax.model.identity.fingerprint`). ValueError if another process has the folder.
     """
 
     def __init__(self, folder: Path, model: str):

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pallas_kernels.extras import needs_extras
+from pallas_kernels.core.optional import needs_extras
 
 if TYPE_CHECKING:
     from kvjax.serving.session.runtime import SessionRuntime

@@ -17,7 +17,7 @@ from kvjax.serving.bodies import Body, Fields, WrongField, prompt_ids, read_body
 from kvjax.serving.session.runtime import SHAPED, checked_sampling
 
 if TYPE_CHECKING:
-    from kvjax.model import Model
+    from kvjax.model.protocols import Model
     from kvjax.serving.session.desk import ServerOptions
     from kvjax.serving.session.runtime import SessionRuntime
 

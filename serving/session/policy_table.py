@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from kvjax.checks import listed, whole_number
 from kvjax.client.errors import InvalidArgument, ResourceExhausted
-from kvjax.declared import IndexNotBuilt
+from kvjax.engine.policy_set import IndexNotBuilt
 from kvjax.policies.decode.naming import WORDS, built_in, name_of
 from kvjax.serving.session.limits import MAX_NAME, MAX_POLICIES
 
 if TYPE_CHECKING:
-    from kvjax.engine import Engine
+    from kvjax.engine.engine import Engine
     from kvjax.policies.decode import DecodePolicy
 
 _FORM = re.compile(r"[a-z-]+(:[\w.+/*=,:-]+)?")

@@ -14,9 +14,9 @@ from kvjax.client.errors import InvalidArgument
 from kvjax.serving.session.shelf import OnDisk
 
 if TYPE_CHECKING:
-    from kvjax.engine import Engine
+    from kvjax.engine.engine import Engine
+    from kvjax.engine.sequence import CachedSequence
     from kvjax.policies.decode import DecodePolicy
-    from kvjax.sequences import CachedSequence
     from kvjax.serving.session.stream import Run
 
 Waiting = tuple[Callable[[], object], Future]

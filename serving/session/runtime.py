@@ -22,10 +22,10 @@ from kvjax.checks import file_path, optional_function, token_ids, whole_number
 from kvjax.client import arguments
 from kvjax.client.errors import Cancelled, DeadlineExceeded, InvalidArgument, Unavailable
 from kvjax.client.shared import SessionInfo
-from kvjax.engine import Engine
-from kvjax.identity import fingerprint
+from kvjax.engine.engine import Engine
+from kvjax.engine.sampling import Sampling
+from kvjax.model.identity import fingerprint
 from kvjax.policies.decode import DecodePolicy
-from kvjax.sampling import Sampling
 from kvjax.serving.session.core import Limits, SessionCore
 from kvjax.serving.session.journal import Journal
 from kvjax.serving.session.limits import MAX_HISTORY, MAX_POLICIES

@@ -19,7 +19,7 @@ from kvjax.serving.session.calls import Calls
 from kvjax.serving.session.desk import Call, Desk, ServerOptions, only_authorization
 from kvjax.serving.session.metrics import Metrics
 from kvjax.serving.session.runtime import SessionRuntime
-from pallas_kernels.extras import needs_extras
+from pallas_kernels.core.optional import needs_extras
 
 if TYPE_CHECKING:
     from kvjax.serving.session.web import Web

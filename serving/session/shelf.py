@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvjax.cache.transfer import Stored
+from kvjax.cache.stores.blocks import Stored
 
 
 class OnDisk(Stored):

@@ -8,7 +8,7 @@ from kvjax.client.errors import SessionError
 from kvjax.serving.session.openai_form import Asked
 from kvjax.serving.session.pace import Pace
 from kvjax.serving.session.runtime import SessionRuntime
-from kvjax.text import TextStream
+from kvjax.text.detokenizer import TextStream
 
 
 class Shot:

@@ -14,8 +14,8 @@ from kvjax.client import arguments
 from kvjax.client.errors import Cancelled, DeadlineExceeded
 
 if TYPE_CHECKING:
-    from kvjax.sampling import Sampling
-    from kvjax.scheduler import Handle
+    from kvjax.engine.sampling import Sampling
+    from kvjax.scheduler.scheduler import Handle
     from kvjax.serving.session.pace import Pace
 
 

@@ -2,40 +2,73 @@
 
 import dataclasses
 import itertools
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from prefill_chunks import SCALE, SIZES, attend, attend_sparse, chunk, distant, find_lists, laid_out, listed, paid, tiles
+from prefill_chunks import (
+    FOLDER,
+    PAGE_WINDOW,
+    SCALE,
+    SIZES,
+    attend,
+    attend_sparse,
+    chunk,
+    close,
+    distant,
+    find_lists,
+    laid_out,
+    listed,
+    named,
+    paid,
+    peer,
+    tiles,
+)
+from quick_cases import some_long
 from scipy.spatial import distance
 from tiny_models import VOCAB, make_model
 
 from kvjax import Engine
-from kvjax.policies.prefill import DensePrefill, identity, name_of, parse_prefill
-from kvjax.policies.prefill.measures import measure_prefill
+from kvjax.fidelity.measures import measure_prefill
+from kvjax.fidelity.missed import drawn_positions
+from kvjax.policies.prefill import BoundsBlocks, DensePrefill, identity, name_of, parse_prefill
 from kvjax.policies.prefill.naming import PEERS, built_in_name, parse_recorded_prefill
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "peers"
 TEXT = np.random.default_rng(0).integers(0, VOCAB, 300).tolist()
-DROPPING = [("flex", 0.3, 0.28), ("xattention", 0.6, 4), ("bfla", 0.6, 16, 4)]
+DROPPING = [
+    ("flex", 0.3, 0.28),
+    ("xattention", 0.6, 4),
+    ("bfla", 0.6, 16, 4),
+    ("mean", 3),
+    ("vertical-slash", 2, 1, 6),
+    ("delta", 8, 12, 4),
+    ("bounds-share", 0.2, (1, 3, 5)),
+]
+"""Of each peer, settings that leave keys out."""
 
 
-def named(word, *args):
-    """The name of a peer with tiny sizes."""
-    settings = "/".join([*map(str, args), *(f"{name}={size}" for name, size in SIZES.items())])
-    return f"{FOLDER}/{PEERS[word]}:{settings}"
-
-
-def peer(word, *args):
-    return parse_prefill(named(word, *args))
+def words(arguments):
+    return " ".join(map(str, arguments))
 
 
 def test_every_file_of_the_folder_is_named():
     assert sorted(file.partition(":")[0] for file in PEERS.values()) == sorted(file.name for file in FOLDER.glob("*.py"))
 
 
-@pytest.mark.parametrize("name", ["flex:0.9", "xattention:0.9", "bfla:0.99", "bfla"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flex:0.9",
+        "xattention:0.9",
+        "bfla:0.99",
+        "bfla",
+        "mean:32",
+        "vertical-slash:10+7",
+        "delta:4+100/16",
+        "bounds:0.01",
+        "bounds:0.0000000000123",
+    ],
+)
 def test_its_old_name_says_which_file_to_load(name):
     with pytest.raises(ValueError, match=r"is no part of the library; in a checkout, give (\S+)$") as error:
         parse_prefill(name)
@@ -63,6 +96,12 @@ def test_reports_and_journals_name_the_file():
         ("xattention", {"threshold": 1.5}, "threshold must be a fraction above 0, at most 1, got 1.5"),
         ("xattention", {"stride": 12}, "stride 12 must divide chi 8 and key_block 8"),
         ("bfla", {"mass": 0.0}, "mass must be a fraction above 0, at most 1, got 0.0"),
+        ("mean", {"k": 0}, "k must be an int of at least 1, got 0"),
+        ("vertical-slash", {"slash": 0}, "slash must be an int of at least 1, got 0"),
+        ("bounds-share", {"share": 1}, "share must be a fraction between 0 and 1, got 1"),
+        ("bounds-share", {"ladder": (8, 4)}, r"ladder must be ascending numbers of blocks from 1 on, got \(8, 4\)"),
+        ("bounds-share", {"pooling": "mean"}, "pooling must be one of sum, max; got 'mean'"),
+        ("delta", {"gamma": 0}, "gamma must be an int of at least 1, got 0"),
         ("bfla", {"chi": 96}, "chi 96 must divide coarse 256 and be a multiple of group 64"),
     ],
 )
@@ -80,21 +119,66 @@ def test_wrong_sizes_are_refused(word, settings, message):
         pytest.param(("flex", 1.0, 0.0), marks=pytest.mark.long),
         ("xattention", 1.0, 4),
         pytest.param(("bfla", 1.0, 16, 4), marks=pytest.mark.long),
+        ("mean", 16),
+        ("vertical-slash", 16, 1, 6),
+        ("delta", 8, 120, 4),
+        pytest.param(("bounds-share", 1e-7, (1, 2)), marks=pytest.mark.long),
+        pytest.param(("vertical-slash", 1, 16, 6), marks=pytest.mark.long),
     ],
-    ids=lambda arguments: " ".join(map(str, arguments)),
+    ids=words,
 )
 def test_covering_everything_is_dense(arguments):
     sparse, dense = attend_sparse(peer(*arguments), *chunk()), attend(DensePrefill(), *chunk())
     np.testing.assert_allclose(np.asarray(sparse)[:, :56], np.asarray(dense)[:, :56], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "arguments", [("flex", 0.3, 0.28), ("xattention", 0.6, 4), ("bfla", 0.6, 16, 4)], ids=lambda arguments: arguments[0]
-)
+@pytest.mark.parametrize("arguments", DROPPING, ids=words)
 def test_dropping_keys_is_not_dense(arguments):
     """The comparison above would notice missing keys."""
     difference = attend_sparse(peer(*arguments), *chunk()) - attend(DensePrefill(), *chunk())
     assert jnp.abs(difference[:, :56]).max() > 1e-2
+
+
+@pytest.mark.parametrize("arguments", some_long(DROPPING, *DROPPING[:3], DROPPING[-1]), ids=words)
+@pytest.mark.parametrize("written", [56, 3])
+def test_padding_changes_nothing(arguments, written):
+    """Of 64 queries so many are written; 3 are fewer than a tile."""
+    query, layer, ctx = chunk(length=64 + written)
+    found = attend_sparse(peer(*arguments), query, layer, ctx)
+    padding = (jnp.arange(64) >= written)[None, :, None, None]
+    for other in (9 * query[:, ::-1], jnp.nan):
+        changed = attend_sparse(peer(*arguments), jnp.where(padding, other, query), layer, ctx)
+        assert np.asarray(found[:, :written]).tobytes() == np.asarray(changed[:, :written]).tobytes()
+
+
+@pytest.mark.parametrize("start", [40, 64])
+@pytest.mark.parametrize(
+    "arguments",
+    [("mean", 3), ("vertical-slash", 2, 1, 6), pytest.param(("bounds-share", 0.2, (1, 3, 5)), marks=pytest.mark.long)],
+    ids=words,
+)
+def test_dense_tokens_is_where_lists_hold_everything(arguments, start):
+    """At that length lists, sinks and window hold every key, so that falling back to dense changes nothing."""
+    policy = peer(*arguments)
+    start = start if start < policy.dense_tokens else policy.dense_tokens - 16
+    case, written = chunk(start=start, length=policy.dense_tokens), policy.dense_tokens - start
+    close(attend_sparse(policy, *case), attend(DensePrefill(), *case), rows=written)
+
+
+def test_every_gamma_th_query_is_exact():
+    found, dense = attend_sparse(peer("delta", 8, 12, 4), *chunk()), attend(DensePrefill(), *chunk())
+    close(found[:, ::4], dense[:, ::4], rows=14)
+    assert jnp.abs(found - dense)[:, 1:56:4].max() > 1e-2
+
+
+@pytest.mark.parametrize("arguments", [("delta", 8, 12, 4), pytest.param(("mean", 3), marks=pytest.mark.long)], ids=words)
+def test_chunks_are_slices_of_the_whole(arguments):
+    """Earlier chunks' keys are read from pages; tiles and gammas are cut at the same positions."""
+    query, layer, ctx = chunk(start=0, length=128, num_queries=128)
+    whole = attend_sparse(peer(*arguments), query, layer, ctx)
+    for start, stop in ((0, 64), (64, 128)):
+        here = ctx.replace(starts=jnp.array([start], jnp.int32), lengths=jnp.array([stop], jnp.int32))
+        close(attend_sparse(peer(*arguments), query[:, start:stop], layer, here), whole[:, start:stop], rows=64)
 
 
 def test_an_engine_prefills_by_a_peers_name():
@@ -147,6 +231,65 @@ def test_a_block_filter_lists_what_pooled_logits_rank():
     for tile, _, first, last in tiles(np.arange(64, length)):
         for head in range(6):
             assert listed(lists[0, tile, head]) == [b for b in distant(first, last) if kept[tile // 2, head, b // 2]]
+
+
+def test_mean_pooled_takes_the_best_means():
+    query, layer, ctx = chunk()
+    lists = find_lists(peer("mean", 3), query, layer, ctx)
+    q, keys, positions, length = laid_out(query, layer, ctx)
+    for tile, queries, first, last in tiles(positions):
+        for head in range(6):
+            scores = {}
+            for block in distant(first, last):
+                mean_key = keys[block * 8 : min(block * 8 + 8, length), head].mean(0)
+                scores[block] = float(q[queries, head].mean(0) @ mean_key)
+            best = sorted(sorted(scores, key=lambda block: (-scores[block], block))[:3])
+            assert listed(lists[0, tile, head]) == best
+
+
+def test_vertical_slash_follows_the_last_queries():
+    query, layer, ctx = chunk()
+    lists, weights = find_lists(peer("vertical-slash", 2, 1, 6), query, layer, ctx), paid(query, layer, ctx)
+    positions = range(64, 120)
+    for head in range(6):
+        of_blocks = [weights[head, -6:, block * 8 : block * 8 + 8].sum() for block in range(15)]
+        of_bands = np.zeros(16)
+        for row, key in itertools.product(range(6), range(120)):
+            if key <= 114 + row:
+                of_bands[(114 + row - key) // 8] += weights[head, 50 + row, key]
+        candidates = distant(114, 119)
+        vertical = sorted(candidates, key=lambda block: (-of_blocks[block], block))[:2]
+        (band,) = sorted(range(1, 16), key=lambda number: (-of_bands[number], number))[:1]  # band 0 lies in the window
+        for tile, _, first, last in tiles(positions):
+            full_last = first + 7
+            crossed = {(p - d) // 8 for p in range(first, full_last + 1) for d in range(band * 8, band * 8 + 8) if p >= d}
+            expected = sorted((crossed | set(vertical)) & set(distant(first, last)))
+            assert listed(lists[0, tile, head]) == expected
+
+
+@pytest.mark.quick_but("0.05")
+@pytest.mark.parametrize("share", [0.05, 0.2, pytest.param(0.3, marks=pytest.mark.long)])
+def test_bounds_widen_until_drawn_queries_miss_less_than_a_share(share):
+    """Of fixed numbers of blocks the first under which they do, in the mean over the chunk; every block where none is enough."""
+    (query, layer, ctx), ladder = chunk(), (1, 3, 5)
+    sizes, weights = SIZES | PAGE_WINDOW | {"dense_below": 0}, paid(*chunk())
+    found = find_lists(peer("bounds-share", share, ladder), query, layer, ctx)
+    fixed = [find_lists(BoundsBlocks(**sizes, k=k), query, layer, ctx) for k in (*ladder, 16)]
+    drawn = np.asarray(drawn_positions(ctx.starts, 64, 16, 0))[0]
+    drawn, taken = drawn[(drawn >= 64) & (drawn < 120)], []
+    for head in range(6):
+        for rung, lists in enumerate(fixed):
+            missed = []
+            for position in drawn:
+                blocks, keys = np.asarray(lists)[0, (position - 64) // 8, head], np.arange(120)
+                held = (keys < 8) | (keys > position - 16) | np.isin(keys // 8, blocks)
+                missed.append(weights[head, position - 64, ~held].sum())
+            if np.mean(missed) < share or rung == len(ladder):
+                break
+        taken.append(rung)
+        for tile in range(7):
+            assert sorted(listed(found[0, tile, head])) == listed(fixed[rung][0, tile, head])
+    assert len(set(taken)) > 1 or share < 0.1
 
 
 @pytest.mark.long

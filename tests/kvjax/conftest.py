@@ -11,9 +11,9 @@ import pytest
 from tiny_models import VOCAB, make_latent_model, make_model, make_recurrent_model, shallow
 
 from kvjax import Engine
+from kvjax.compilation import NAMED
 from kvjax.policies.decode import Blocks
 from kvjax.policies.decode.base import Stateless
-from kvjax.programs import NAMED
 
 
 @pytest.fixture(scope="session")

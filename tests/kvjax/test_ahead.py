@@ -12,9 +12,9 @@ from tiny_models import make_family, shallow
 
 import kvjax
 from kvjax import Engine, Request, Sampling, Scheduler
+from kvjax.compilation import CompileAhead
 from kvjax.policies.decode import Window
 from kvjax.policies.decode.base import Stateless
-from kvjax.programs import CompileAhead
 
 PAGE, CHUNK, BUCKET = 16, 32, 3  # no other test has this bucket, so nothing is compiled yet
 PROMPT = list(range(1, 2 * CHUNK + 3))

@@ -15,11 +15,11 @@ from quick_cases import rest_long
 from tiny_models import TINY, TinyModel, altered, init_params, make_family, shallow
 
 import kvjax
-import kvjax.engine
+import kvjax.engine.engine
 from kvjax import Engine
-from kvjax.memory import memory_plan
+from kvjax.compilation import MOST_THREADS, compile_together
+from kvjax.engine.capacity_plan import memory_plan
 from kvjax.models.decoder import TransformerDecoder
-from kvjax.programs import MOST_THREADS, compile_together
 
 PAGE = 16
 
@@ -78,7 +78,7 @@ def test_an_interrupt_while_programs_are_waited_for_leaves_the_others_out(monkey
     assert 1 <= slow.count < 40
 
 
-@functools.partial(kvjax.programs.program, static_argnames="turns", donate_argnames="x")
+@functools.partial(kvjax.compilation.program, static_argnames="turns", donate_argnames="x")
 def turned(turns, x, y):
     for _ in range(turns):
         x = x @ y
@@ -228,7 +228,7 @@ def test_warming_up_compiles_the_same_programs(case, compiled, monkeypatch):
         engine = ENGINES[case]()
         with monkeypatch.context() as patch:
             patch.setattr(
-                kvjax.engine, "compile_together", functools.partial(looked_at, engine) if threads else lambda calls, _: calls.close()
+                kvjax.engine.engine, "compile_together", functools.partial(looked_at, engine) if threads else lambda calls, _: calls.close()
             )
             jax.clear_caches()
             compiled.clear()

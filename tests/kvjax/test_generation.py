@@ -11,9 +11,9 @@ import pytest
 
 import kvjax
 from kvjax import Engine, NotFinite, OutOfPages, Request, Sampling, generate, score
+from kvjax.engine.sampling import SamplingRows, derived_seed, sample
 from kvjax.generation import run
-from kvjax.sampling import SamplingRows, derived_seed, sample
-from kvjax.scoring import continuation_logprobs, encode_pair
+from kvjax.scheduler.scoring import continuation_logprobs, encode_pair
 
 sample_step = jax.jit(sample)
 PROMPTS = ["The whale", "A much longer prompt about ships, captains and the sea. " * 3, "x", "Call me"]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvjax import Engine, OutOfPages, Request, Sampling, generate
+from kvjax.engine.sampling import SamplingRows, derived_seed, seen_tokens
 from kvjax.generation import pages_needed, run
-from kvjax.sampling import SamplingRows, derived_seed, seen_tokens
 
 pytestmark = pytest.mark.bits
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from kvjax.engine import Engine
+from kvjax.engine.engine import Engine
+from kvjax.engine.sampling import Sampling
+from kvjax.engine.sequence import CachedSequence
 from kvjax.generation import generate
-from kvjax.requests import Completion, Request
-from kvjax.sampling import Sampling
-from kvjax.scoring import Score, score
-from kvjax.sequences import CachedSequence
+from kvjax.scheduler.request import Completion, Request
+from kvjax.scheduler.scoring import Score, score
 
 
 @pytest.fixture(scope="module")

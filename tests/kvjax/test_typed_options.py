@@ -5,10 +5,10 @@ import typing
 
 import pytest
 
+from kvjax.engine.sampling import OneSample, Sampling, SamplingOptions
 from kvjax.generation import generate
-from kvjax.requests import Completion
-from kvjax.sampling import OneSample, Sampling, SamplingOptions
-from kvjax.scoring import Score, score
+from kvjax.scheduler.request import Completion
+from kvjax.scheduler.scoring import Score, score
 
 
 def test_options_are_the_fields_of_sampling():

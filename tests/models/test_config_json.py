@@ -19,8 +19,8 @@ from released_models import (
 )
 from tiny_models import altered, flat
 
-from kvjax import rope
-from kvjax.model import RopeScaling
+from kvjax.model import rope
+from kvjax.model.config import RopeScaling
 from kvjax.models import config_classes, config_json
 from kvjax.models.families import FAMILIES
 

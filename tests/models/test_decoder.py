@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tiny_models import TINY, altered, flat
 
-from kvjax.memory import memory_plan
-from kvjax.model import Heads
+from kvjax.engine.capacity_plan import memory_plan
+from kvjax.model.protocols import Heads
 from kvjax.models import decoder, products
 from kvjax.models.decoder import TransformerDecoder, causal_mix, init_params, param_shapes
 from pallas_kernels.project_tokens import project_tokens

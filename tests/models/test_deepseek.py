@@ -12,7 +12,7 @@ from quick_cases import rest_long
 from released_models import DEEPSEEK_V3_2
 from safetensors.numpy import load_file
 
-from kvjax.engine import Engine
+from kvjax.engine.engine import Engine
 from kvjax.models import deepseek_v32, load
 from kvjax.models.config_json import parse, to_fields
 from kvjax.models.decoder import TransformerDecoder

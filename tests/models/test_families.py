@@ -16,8 +16,8 @@ from quick_cases import rest_long
 from safetensors.numpy import load_file, save_file
 
 import kvjax
-from kvjax.engine import Engine
-from kvjax.layers import Rope
+from kvjax.engine.engine import Engine
+from kvjax.model.layers import Rope
 from kvjax.models import config_json, fused, load, save
 from kvjax.models.decoder import TransformerDecoder
 

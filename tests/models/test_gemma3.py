@@ -12,9 +12,9 @@ from golden_family import TOLERANCE, GoldenFamily, check_engine
 from quick_cases import rest_long
 from safetensors.numpy import load_file, save_file
 
-from kvjax.engine import Engine
-from kvjax.identity import fingerprint
-from kvjax.memory import memory_plan
+from kvjax.engine.capacity_plan import memory_plan
+from kvjax.engine.engine import Engine
+from kvjax.model.identity import fingerprint
 from kvjax.models import gemma3, load
 from kvjax.models.config_json import parse, to_fields
 from kvjax.models.decoder import TransformerDecoder, init_params

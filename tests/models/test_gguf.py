@@ -17,9 +17,9 @@ from tiny_gguf import SPECS
 from tiny_models import TinyModel
 
 from kvjax import Engine
+from kvjax.model.weight_formats import weights_bytes
 from kvjax.models import load, read_config
 from kvjax.models.loading import read_packing
-from kvjax.packing import weights_bytes
 from pallas_kernels.matrices import is_packed, pack, unpack
 
 GOLDEN = load_file(Path(__file__).with_name("golden") / "gguf.safetensors")

@@ -15,8 +15,9 @@ from released_models import DEEPSEEK_V3_2
 from safetensors import safe_open
 
 from kvjax.cache import INDEXER, INDEXER_SCALES, Cache, CacheSpec, GroupSpec
-from kvjax.layers import LatentLayer
-from kvjax.model import Latents
+from kvjax.engine.steps import decode, decode_step, prefill_step
+from kvjax.model.layers import LatentLayer
+from kvjax.model.protocols import Latents
 from kvjax.models.config_json import parse
 from kvjax.models.deepseek_v32 import FAMILY
 from kvjax.models.mixers import latent
@@ -24,7 +25,6 @@ from kvjax.models.mixers.latent import attend_latents, causal_latents
 from kvjax.models.mixers.tokens import Tokens
 from kvjax.policies.decode import Dense, TopTokens, top_tokens
 from kvjax.policies.prefill import DensePrefill, TopTokensPrefill
-from kvjax.steps import decode, decode_step, prefill_step
 from pallas_kernels import elementwise
 from pallas_kernels.indexer_scores import indexer_scores
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import rope
+from kvjax.model import rope
 from kvjax.models import load, read_config, save
 
 torch = pytest.importorskip("torch")

@@ -13,7 +13,7 @@ import pytest
 import kvjax
 from kvjax.models import load, read_config
 from kvjax.models.saving import save
-from kvjax.transformers_import import ADVICE
+from kvjax.text.transformers_import import ADVICE
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from gguf.constants import GGMLQuantizationType as Type
 from safetensors.numpy import load_file, save_file
 
 import kvjax
-from kvjax.identity import fingerprint
+from kvjax.model.identity import fingerprint
 from kvjax.models import adapter_files, load, loading
 from kvjax.models.checkpoint import wanted_tensors
 from kvjax.serving.batch.continuing import checkpoint_of

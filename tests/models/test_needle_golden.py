@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.engine import Engine
+from kvjax.engine.engine import Engine
 from kvjax.fidelity import needle
 from kvjax.generation import generate
 from kvjax.models import load

@@ -9,9 +9,9 @@ from tiny_models import LEAST, altered, random_model
 
 import kvjax
 from kvjax.cache import Cache
-from kvjax.packing import pack_params
+from kvjax.engine.steps import decode_step, prefill_step
+from kvjax.model.weight_formats import pack_params
 from kvjax.policies.decode import parse
-from kvjax.steps import decode_step, prefill_step
 from pallas_kernels.project_tokens import xla
 
 pytestmark = pytest.mark.optimized

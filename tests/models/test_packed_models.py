@@ -14,10 +14,10 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import LEAST, altered, make_family, make_model, random_model, same_params
 
 import kvjax
-from kvjax.identity import fingerprint
-from kvjax.memory import memory_plan
+from kvjax.engine.capacity_plan import memory_plan
+from kvjax.model.identity import fingerprint
+from kvjax.model.weight_formats import SCHEMES, pack_params, weights_bytes
 from kvjax.models import load, loading, save
-from kvjax.packing import SCHEMES, pack_params, weights_bytes
 from pallas_kernels.matrices import is_packed, unpack
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "qwen3_5_text", "deepseek_v32", "shared")

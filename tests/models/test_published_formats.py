@@ -14,11 +14,11 @@ import pytest
 from safetensors.numpy import save_file
 from tiny_models import LEAST, altered, random_model, same_params
 
+from kvjax.model.weight_formats import weights_bytes
 from kvjax.models import checkpoint, config_json, load
 from kvjax.models.loading import read_config, read_packing
 from kvjax.models.quantization.schemes import parse, split
 from kvjax.models.tensors import read_whole
-from kvjax.packing import weights_bytes
 from pallas_kernels.matrices import is_packed, unpack
 
 CONFIG = altered(LEAST, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16, qkv_bias=True)

@@ -12,7 +12,7 @@ from golden_family import TOLERANCE, GoldenFamily
 from quick_cases import rest_long
 from safetensors.numpy import load_file, save_file
 
-from kvjax.layers import AttentionLayer, DeltaLayer
+from kvjax.model.layers import AttentionLayer, DeltaLayer
 from kvjax.models import load, qwen3_5
 from kvjax.models.config_json import parse
 from kvjax.models.decoder import TransformerDecoder, init_params

@@ -21,11 +21,11 @@ from safetensors.numpy import load_file, save_file
 from saved_models import CASES, DENSE, FAMILIES, FORMATS, KEPT, digest, our_logits, random_fields, random_saved, run_open, save_case
 from tiny_models import LEAST, RECURRENT, altered, make_family, random_model
 
-from kvjax.layers import Rope, RopeScaling
+from kvjax.model.layers import Rope, RopeScaling
+from kvjax.model.weight_formats import SCHEMES, pack_params
 from kvjax.models import config_json, families, load, save, saving
 from kvjax.models.partial_rope import rotary_fraction
-from kvjax.packing import SCHEMES, pack_params
-from kvjax.transformers_import import import_transformers
+from kvjax.text.transformers_import import import_transformers
 from pallas_kernels.matrices import MatrixFormat, pack
 
 GOLDEN = Path(__file__).with_name("golden")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from kvjax.identity import fingerprint
+from kvjax.model.identity import fingerprint
 from kvjax.models import load
 from kvjax.models.config_json import parse
 

@@ -12,6 +12,7 @@ from host_peak import peak_of
 from safetensors.numpy import save_file
 from tiny_models import LEAST, altered, same_params
 
+from kvjax.model.weight_formats import weights_bytes
 from kvjax.models import checkpoint, config_json, load, loading
 from kvjax.models.checkpoint import Wanted, stored_tensors
 from kvjax.models.decoder import causal_mix
@@ -20,7 +21,6 @@ from kvjax.models.merged import Merged
 from kvjax.models.quantization.reading import PackedSource, Widened, sources
 from kvjax.models.quantization.schemes import parse
 from kvjax.models.tensors import RowsOf, Stored, header_of, read_whole
-from kvjax.packing import weights_bytes
 from pallas_kernels.matrices import is_packed, unpack
 
 GOLDEN = Path(__file__).with_name("golden")

@@ -74,7 +74,7 @@ def test_it_runs(path):
         assert (chosen[131_072], chosen[2**20], chosen[2**21]) == ("top:32", "top:32", "dense")
         assert (names["maps"][1].speedup[0, [0, -1]] > 1).tolist() == [False, True]
     if path.stem == "prefill_masks":
-        assert names["kept"]["vertical slash"] < 0.97 < names["kept"]["measure once"] <= names["kept"]["oracle"]
+        assert 0.97 < names["kept"]["bounds"] < names["kept"]["measure once"] <= names["kept"]["oracle"]
         assert names["error"]["damped"] < names["error"]["off"] < names["error"]["plain"]
     if path.stem == "block_scores":
         regret = {name: row["regret"] for name, row in names["best"].items()}

@@ -7,8 +7,8 @@ import pytest
 from real_checkpoint import CHATS, GREEDY_TOKENS, PROMPTS
 
 from kvjax import Engine, generate
-from kvjax.messages import chat_ids
 from kvjax.models import load
+from kvjax.text.messages import chat_ids
 
 TOLERANCE = 1e-4
 SIZES = {"pages": 96, "page_size": 16, "prefill_chunk": 64, "batch_buckets": (1,)}

@@ -9,7 +9,7 @@ import pytest
 from planted_runs import planted_runs
 from tiny_models import TINY, altered
 
-from kvjax.engine import Engine
+from kvjax.engine.engine import Engine
 from kvjax.models import CausalLM, TransformerDecoder, init_params
 
 # Two special tokens, 256 bytes, and room for merges: "needle" keys are made of words that are one token.

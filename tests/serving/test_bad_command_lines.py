@@ -20,7 +20,6 @@ PLAN = "plan --model {model}"
 NEEDLE = "needle --model {model}"
 DECODE = "bench decode --shape tiny --lengths 256 --steps 2 --rounds 1 --policies dense"
 PREFILL = "bench prefill --shape tiny --lengths 256 --policies dense --chunk 128"
-OVERLAP = "bench overlap --model {model}"
 FIT = "cost fit {run}"
 PREDICT = "cost predict"
 CALIBRATE = "cost fit --model {model}"
@@ -29,7 +28,6 @@ EVIDENCE = "cost evidence {panel} --into {out}"
 REGIME = "cost regimes --out {out}.png"
 ECHO = "echo --model {model}"
 SERVE = "serve --model {model}"
-SESSIONS = "bench sessions --model {model}"
 FIDELITY = "fidelity --model {model} --out {out}"
 
 WRONG = [
@@ -40,6 +38,9 @@ WRONG = [
     ("cost pay", "pay"),
     ("bill fit x", "kvjax cost"),
     ("regime-map --out x.png", "kvjax cost regimes"),
+    ("bench tiers --tokens 1m", "python -m benchmarks.tiers"),
+    ("bench session-turn", "python -m benchmarks.session_costs turn"),
+    (PREFILL + " --ops", "python -m benchmarks.prefill_ops"),
     ("batch", "IN.jsonl"),
     # serve
     (SERVE + " --disk {none}", "--disk-size"),
@@ -54,11 +55,6 @@ WRONG = [
     (SERVE + " --max-policies 0", "0"),
     (SERVE + " --max-history none", "none"),
     (SERVE + " --messages-per-second 0", "0"),
-    # bench sessions
-    (SESSIONS + " --history 10", "at least 64"),
-    (SESSIONS + " --agents none", "none"),
-    (SESSIONS + " --minutes 0", "0"),
-    (SESSIONS + " --dtype float8", "float8"),
     # batch
     (BATCH + " --temperature nan", "nan"),
     (BATCH + " --temperature inf", "inf"),
@@ -106,12 +102,12 @@ WRONG = [
     (BATCH + " --policy auto:kl=nan,loss=1", "kl=nan"),
     (BATCH + " --policy auto:kl=0,loss=0", "kl=0"),
     (BATCH + " --policy auto:{long}", "characters)"),
-    (BATCH + " --prefill delta:64+1024/99999999999", "delta:64+1024/99999999999"),
+    (BATCH + " --prefill window:64+99999999999", "window:64+99999999999"),
     (BATCH + " --prefill momo:{long}/8", "characters)"),
     (BATCH + " --prefill momo:8", "momo:8"),
     (BATCH + " --prefill momo:8/16", "16"),
     (BATCH + " --prefill window:64+0", "got 0"),
-    (BATCH + " --prefill vertical-slash:99999999999+1", "99999999999"),
+    (BATCH + " --prefill oracle:99999999999", "99999999999"),
     (BATCH + " --prefill top:8", "top:8"),
     (BATCH + " --prefill auto:sure", "'sure'"),
     ("cost fit {run} {panel}", "is missing from"),
@@ -154,7 +150,7 @@ WRONG = [
     (GENERATE + " --page-size -4", "-4"),
     (GENERATE + " --prefill-chunk 1", "--prefill-chunk 1"),
     (GENERATE + " --dtype float64", "float64"),
-    (GENERATE + " --policy delta:1+1/1", "delta:1+1/1"),
+    (GENERATE + " --policy momo:1/1", "momo:1/1"),
     ("generate --file {none} --model {model}", "no file"),
     ("generate --file {binary} --model {model}", "UTF-8"),
     ("generate --file {folder} --model {model}", "no file"),
@@ -208,7 +204,7 @@ WRONG = [
     (NEEDLE + " --seed -1", "-1"),
     (NEEDLE + " --page-size 0", "got 0"),
     (NEEDLE + " --policy window:1+99999999999999999999", "99999999999999999999"),
-    (NEEDLE + " --prefill delta:64+1024/99999999999", "99999999999"),
+    (NEEDLE + " --prefill window:64+99999999999", "99999999999"),
     (NEEDLE + " --text {none}", "no file"),
     (NEEDLE + " --text {binary}", "UTF-8"),
     (NEEDLE + " --json {folder}", "is not a file"),
@@ -234,28 +230,14 @@ WRONG = [
     (PREFILL + " --json {folder}", "is not a file"),
     (PREFILL + " --json=", "is not the name of a file"),
     (PREFILL + " --json {text}/x.json", "is a file, so"),
-    (OVERLAP + " --plot {folder}", "is a directory"),
-    (OVERLAP + " --save {folder}", "is a directory"),
     (CALIBRATE + " --json {folder}", "is not a file"),
     (PREFILL + " --chunk 100", "100"),
     (PREFILL + " --policies dense,auto:fast", "auto:fast"),
-    ("bench prefill --ops --lengths 256 --policies auto", "auto"),
     (PREFILL + " --chunk 0", "got 0"),
     (PREFILL + " --rounds 0", "got 0"),
     (PREFILL + " --layers -1", "-1"),
     (PREFILL + " --dtype int8", "int8"),
     (PREFILL + " --lengths 1e3", "1e3"),
-    (PREFILL + " --ablate", "--measures"),
-    (PREFILL + " --ops --measures", "exclude each other"),
-    ("bench prefill --ops --shape {none} --lengths 256", "none"),
-    ("bench prefill --measures --shape {none} --lengths 256 --policies momo:4/2", "none"),
-    (OVERLAP + " --length 1k,2k", "1k,2k"),
-    (OVERLAP + " --length 10", "--length"),
-    (OVERLAP + " --length 256 --steps 1", "--steps"),
-    (OVERLAP + " --length 256 --steps 4 --k 0", "'0'"),
-    (OVERLAP + " --length 256 --steps 4 --k 512", "512"),
-    (OVERLAP + " --length 256 --steps 4 --k 8 --kind sigmoid", "sigmoid"),
-    (OVERLAP + " --length 256 --steps 4 --k 8 --text {none}", "no file"),
     # cost
     ("cost fit", "RESULT.json"),
     ("cost fit {none}", "none"),

@@ -10,19 +10,19 @@ import jax
 import pytest
 from rich.console import Console
 
-from kvjax.engine import Engine
+from kvjax.engine.engine import Engine
+from kvjax.engine.sampling import Sampling
+from kvjax.fidelity.oracle_blocks import OracleBlocks
 from kvjax.generation import generate, run
 from kvjax.models import CausalLM, init_params
-from kvjax.policies.prefill import MeanPooled
-from kvjax.prompts import chat_ids
-from kvjax.requests import Request
-from kvjax.sampling import Sampling
+from kvjax.scheduler.request import Request
 from kvjax.serving.batch import file_jobs
 from kvjax.serving.batch import job as batch
 from kvjax.serving.batch.files import lines as lines_of
 from kvjax.serving.batch.job import run_batch, run_file
 from kvjax.serving.batch.records import Defaults, parse, read
 from kvjax.serving.batch.setup import pages_of_job
+from kvjax.text.tokenization import chat_ids
 
 pytestmark = pytest.mark.bits
 
@@ -396,9 +396,10 @@ def test_a_job_is_not_continued_as_another(job, engine, model, monkeypatch):
     refused("with --max-batch 3, and this run has --max-batch 1: .*--continue-anyway", slots=1)
     refused("with no --temperature, and this run has --temperature 0.5", defaults=dataclasses.replace(DEFAULTS, temperature=0.5))
     refused("--seed", defaults=dataclasses.replace(DEFAULTS, seed=1))
-    pooled = MeanPooled(4, key_block=16)
+    listing = OracleBlocks(4, key_block=16)
     refused(
-        "with --prefill dense, and this run has --prefill MeanPooled", Engine(model, "window:8+24", pages=8, page_size=16, prefill=pooled)
+        "with --prefill dense, and this run has --prefill OracleBlocks",
+        Engine(model, "window:8+24", pages=8, page_size=16, prefill=listing),
     )
     refused("--page-size 16, and this run has --page-size 32", Engine(model, "window:8+24", pages=8, page_size=32, prefill_chunk=64))
     refused("--prefill-chunk", Engine(model, "window:8+24", pages=8, page_size=16, prefill_chunk=32))

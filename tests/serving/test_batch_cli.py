@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from kvjax.engine import Engine
+from kvjax.engine.engine import Engine
 from kvjax.models.loading import load
 from kvjax.serving import run_batch
 from kvjax.serving.batch.records import Defaults

@@ -13,17 +13,18 @@ from tiny_models import sharing
 
 from kvjax.cache.formats import parse_cache_format
 from kvjax.cost_model.fitting import MESH, read_cells
+from kvjax.engine.sampling import SamplingRows
+from kvjax.engine.steps import decode_and_sample
 from kvjax.models import TransformerDecoder
 from kvjax.models.decoder import param_shapes
 from kvjax.policies.decode import parse
-from kvjax.sampling import SamplingRows
 from kvjax.serving.bench import decode as decode_bench
+from kvjax.serving.bench import tables
 from kvjax.serving.bench.decode import SHAPES, Plan, bytes_read, config_of, policies_of, random_params
 from kvjax.serving.cli import app as cli
 from kvjax.serving.cli import bench as bench_cli
 from kvjax.serving.cli.options import parse_lengths
-from kvjax.steps import decode_and_sample
-from pallas_kernels.bench import measure, report
+from pallas_kernels.bench import measure
 from pallas_kernels.page_format import unpack
 
 
@@ -112,10 +113,9 @@ def test_rows_of_several_steps_per_launch_have_the_time_of_one(tmp_path):
     one, three = found
     assert [three[name] for name in ("keys_read", "blocks_read", "bytes")] == [one[name] for name in ("keys_read", "blocks_read", "bytes")]
     assert three["of_one"] == pytest.approx(three["median_s"] / one["median_s"])
-    lines = [report.step_cells(row)[3] for row in found]
+    lines = [tables.step_cells(row)[3] for row in found]
     assert lines == ["top:8", "top:8, 3 steps per launch"]
     run = {"bench": "decode", "provenance": {"device": "a", "date": "2026"}, "rows": found}
-    assert len(report.merged([run])) == 2
     (cells,) = read_cells([run], lambda shape, layers: config_of(shape, layers, "float32")).values()
     assert [cell.seconds for cell in cells] == [one["median_s"]], "a cost model is fitted to one step per launch"
 
@@ -162,7 +162,7 @@ def test_rows_of_a_mesh_say_what_its_devices_read_and_exchange(mesh):
     assert cell.choosing == (2 if mesh[1] > 1 else 0)
     assert {each["kind"] for each in row["launched"]} == {each["kind"] for each in row["exchanges"]}
     assert cell.kind == MESH
-    assert f"top:2, tensor {mesh[0]} context {mesh[1]}" in report.step_cells(row)
+    assert f"top:2, tensor {mesh[0]} context {mesh[1]}" in tables.step_cells(row)
 
 
 @pytest.mark.parametrize("command", ["decode", "prefill"])
@@ -233,8 +233,7 @@ def test_rows_of_packed_weights_and_pages_say_what_was_read():
     assert dense.bytes.kv == 2 * 2 * 2 * (sealed * (16 + 2 * 16 / 128 + 8 + 2) + open_page * 2 * 16 * 4)
     assert rows[1]["policy"] == "top:2"
     assert top.bytes.kv == 2 * 2 * 2 * (6 * 128 * (16 + 2 * 16 / 128 + 8 + 2) + open_page * 2 * 16 * 4)
-    assert "top:2, weights int8, pages k=int8:channel,v=int4" in report.step_cells(rows[1])
-    assert "tiny, weights int8, pages k=int8:channel,v=int4" in report.step_short(rows)
+    assert "top:2, weights int8, pages k=int8:channel,v=int4" in tables.step_cells(rows[1])
     p = plan(tensor=2, context=2, **formats)
     run["rows"] = list(decode_bench.run_plan(p, 1e9))
     assert list(read_cells([run], lambda shape, layers: p.config)) == [key]
@@ -330,9 +329,9 @@ def test_the_command_with_drafts(tmp_path, monkeypatch, capsys, copy_once):
     four, one = run["rows"]
     assert (run["bench"], four["drafted"], one["drafted"], one["of_one"]) == ("drafts", 4, 1, 1.0)
     assert "of one" in capsys.readouterr().out
-    made = report.rendered("<!-- bench:drafts -->\n<!-- /bench -->", [run])
-    assert f"| tiny | 1K | 1 | `dense` | 4 | {', '.join(sorted(set(four['path'].values())))} | {four['median_s'] * 1e3:.2f} |" in made
-    assert f"| {four['of_one']:.3f} |" in made
+    made = tables.draft_cells(four)
+    assert made[4:7] == ("4", ", ".join(sorted(set(four["path"].values()))), f"{four['median_s'] * 1e3:.2f}")
+    assert made[-1] == f"{four['of_one']:.3f}"
     with pytest.raises(ValueError, match=r"this is a result of kvjax bench .*: give those of kvjax bench decode"):
         read_cells([run], config_of)
 

@@ -8,12 +8,12 @@ import pytest
 from character_tokenizer import make_tokenizer
 
 from kvjax.client.errors import SessionError
-from kvjax.prompts import encode
-from kvjax.sampling import Sampling
+from kvjax.engine.sampling import Sampling
 from kvjax.serving.batch.records import CHAT, COMPLETIONS, parse, request_of
 from kvjax.serving.bodies import NEUTRAL, show
 from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.openai_form import asked
+from kvjax.text.tokenization import encode
 
 TALK = [{"role": "user", "content": "say it"}]
 GIVEN = {"max_tokens": 4, "temperature": 0, "seed": 3}

@@ -16,7 +16,7 @@ import pytest
 
 from kvjax.generation import generate
 from kvjax.models.loading import load
-from kvjax.scoring import score
+from kvjax.scheduler.scoring import score
 
 pytestmark = pytest.mark.bits
 
@@ -283,7 +283,7 @@ def test_score_prints_what_score_returns(kvjax, model_folder, loaded, tmp_path, 
 @pytest.mark.parametrize(("logprobs", "perplexity"), [((-3e38, -3e38), None), ((-800.0,), None), ((-1.0, -3.0), 2.718281828459045**2)])
 def test_score_prints_json_whatever_the_figures(kvjax, model_folder, monkeypatch, logprobs, perplexity):
     """JSON has neither NaN nor infinity."""
-    from kvjax import scoring
+    from kvjax.scheduler import scoring
 
     found = scoring.Score(sum(logprobs), logprobs, tuple(range(len(logprobs))), False)
     monkeypatch.setattr(scoring, "score", lambda *_: found)
@@ -367,7 +367,7 @@ def test_echo_sets_prefill_policies_beside_dense_and_a_control(kvjax, model_fold
     attend = SinkWindow.attend
 
     def broken(self, query, layer, ctx):
-        if self.gamma is not None:
+        if self.window_tokens == 20:
             raise NotImplementedError("no such kernel")
         return attend(self, query, layer, ctx)
 
@@ -382,9 +382,9 @@ def test_echo_sets_prefill_policies_beside_dense_and_a_control(kvjax, model_fold
     ):
         status, _, err = kvjax("echo", *arguments, *wrong)
         assert (status, said in err) == (2, True), err
-    status, out, err = kvjax("echo", *arguments, "--prefill", "window:4+16", "--prefill", "delta:4+8/4")
+    status, out, err = kvjax("echo", *arguments, "--prefill", "window:4+16", "--prefill", "window:4+20")
     assert status == 1, err
-    assert "delta:4+8/4 failed and was left out: NotImplementedError: no such kernel" in out
+    assert "window:4+20 failed and was left out: NotImplementedError: no such kernel" in out
     assert "invalid, facts at 480 tokens: dense predicts 0 of 4 facts, fewer than 90%" in out
     figures = json.loads((tmp_path / "echo.json").read_text())
     assert (figures["bench"], figures["settings"]["control"], figures["settings"]["lengths"]) == ("prefill-echo", "window:4+8", [480])

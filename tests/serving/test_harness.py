@@ -14,7 +14,7 @@ import pytest
 
 from kvjax.generation import generate
 from kvjax.models import causal_mix
-from kvjax.scoring import score
+from kvjax.scheduler.scoring import score
 from kvjax.serving import KvjaxLM
 from kvjax.serving.harness import windows
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.engine import Engine
-from kvjax.identity import fingerprint
+from kvjax.engine.engine import Engine
+from kvjax.model.identity import fingerprint
 from kvjax.models import load
 from kvjax.serving import KvjaxLM, harness
 

@@ -17,7 +17,7 @@ from kvjax.serving.batch.setup import pages_of_job
 from kvjax.serving.bodies import prompt_ids
 from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.openai_form import asked
-from kvjax.token_bounds import longest_token
+from kvjax.text.token_bounds import longest_token
 
 LONG = "amber basil coral " * 100_000  # 1.8 million characters
 

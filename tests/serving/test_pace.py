@@ -14,7 +14,7 @@ from kvjax import Engine
 from kvjax.client import Client
 from kvjax.client.errors import Cancelled, ResourceExhausted, SessionError
 from kvjax.client.wire import protocol
-from kvjax.sampling import Sampling
+from kvjax.engine.sampling import Sampling
 from kvjax.serving.session.desk import ServerOptions
 from kvjax.serving.session.metrics import Metrics
 from kvjax.serving.session.pace import Pace

@@ -5,9 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from kvjax.identity import fingerprint
+from kvjax.model.identity import fingerprint
+from kvjax.model.weight_formats import SCHEMES
 from kvjax.models import load
-from kvjax.packing import SCHEMES
 from kvjax.serving.cli import quantize
 from kvjax.serving.cli.app import app
 from kvjax.serving.cli.options import Weights

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.sampling import Sampling
+from kvjax.engine.sampling import Sampling
 from kvjax.serving.batch.records import CHAT, COMPLETIONS, Defaults, Record, parse, read
 from kvjax.serving.batch.results import named, refused
 

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from kvjax.missed import Missed
-from kvjax.requests import Completion
+from kvjax.engine.missed import Missed
+from kvjax.scheduler.request import Completion
 from kvjax.serving.batch.records import CHAT, COMPLETIONS, parse
 from kvjax.serving.batch.results import Result, Summary, answered, refused
 

@@ -93,7 +93,8 @@ def test_the_page_of_rules_names_what_is_there():
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
     rules = [row for row in rows if len(row) == 4 and row[1] != "section" and not set(row[1]) <= set("-: ")]
     assert len(rules) >= 25
-    tests = "\n".join(path.read_text() for path in (ROOT / "tests" / "serving").glob("*.py"))
+    folders = ("serving", "benchmarks")
+    tests = "\n".join(path.read_text() for folder in folders for path in (ROOT / "tests" / folder).glob("*.py"))
     for rule, section, code, tested in rules:
         assert re.fullmatch(r"[\d., a-zOQ-]+", section), rule
         for name in re.findall(r"`([^`]+)`", code):

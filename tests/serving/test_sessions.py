@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tiny_models import VOCAB, make_family, make_model
 
-from kvjax import Engine, SessionRuntime, TopBlocks, chunks
+from kvjax import Engine, SessionRuntime, TopBlocks
 from kvjax.client.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -23,6 +23,7 @@ from kvjax.client.errors import (
     SessionError,
     SessionNotFound,
 )
+from kvjax.engine import prefill_runner
 from kvjax.serving.session.journal import HEAD, Journal
 from kvjax.serving.session.records import Record, Violation, Window, check_invariants
 from kvjax.serving.session.shelf import Shelf
@@ -325,8 +326,8 @@ def test_a_violated_invariant_closes_the_session(runtime, engine):
 @pytest.mark.parametrize("family", ["qwen3_5_text", pytest.param("llama", marks=pytest.mark.long)])
 def test_a_chunk_that_fails_half_way_loses_no_session(monkeypatch, family):
     """Its generation ends with the error. The next one prefills what is needed, with the same bits; other sessions see nothing."""
-    monkeypatch.setattr(chunks, "SLICES", (1,))
-    engine, honest, calls = make_engine(make_family(family)), chunks.prefill_slice, []
+    monkeypatch.setattr(prefill_runner, "SLICES", (1,))
+    engine, honest, calls = make_engine(make_family(family)), prefill_runner.prefill_slice, []
 
     def failing(*args, **kwargs):
         calls.append(args)
@@ -339,7 +340,7 @@ def test_a_chunk_that_fails_half_way_loses_no_session(monkeypatch, family):
         session.generate(max_new_tokens=1).cancel(keep=0)
         session.append(TEXT[50:70])
         with monkeypatch.context() as patch:
-            patch.setattr(chunks, "prefill_slice", failing)
+            patch.setattr(prefill_runner, "prefill_slice", failing)
             with pytest.raises(SessionError, match="out of memory while compiling"):
                 said(session)
         assert (said(session), said(other), session.info().history_tokens) == (expected, expected, 75)
@@ -426,7 +427,7 @@ def test_the_runtime_makes_no_text(engine):
 
 
 def test_prefill_that_depends_on_cuts_is_refused():
-    engine = Engine(make_model(), prefill="mean:2", pages=8, page_size=64, prefill_chunk=64, batch_buckets=(1,))
+    engine = Engine(make_model(), prefill="oracle:2", pages=8, page_size=64, prefill_chunk=64, batch_buckets=(1,))
     with pytest.raises(ValueError, match="bits would depend"):
         SessionRuntime(engine)
 

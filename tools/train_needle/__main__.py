@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pallas_kernels.extras import needs_extras
+from pallas_kernels.core.optional import needs_extras
 from train_needle.recipe import PRESETS
 from train_needle.training import train
 

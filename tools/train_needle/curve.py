@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.bench import pictures
-from pallas_kernels.bench.formats import tokens_text
+from pallas_kernels.core import pictures
+from pallas_kernels.core.tables import tokens_text
 from train_needle.recipe import Recipe
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kvjax.fidelity.needle import NeedleTask, Trial, exact_match_by_depth
-from kvjax.model import Decoder, Mix, Params
+from kvjax.model.protocols import Decoder, Mix, Params
 from train_needle.parallel import batch_mesh, on_each, split, whole
 
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax.layers import AttentionLayer
-from kvjax.model import ModelConfig, Params
+from kvjax.model.config import ModelConfig
+from kvjax.model.layers import AttentionLayer
+from kvjax.model.protocols import Params
 from kvjax.models import decoder
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvjax.layers import RopeScaling
-from kvjax.model import ModelConfig, uniform_config
-from kvjax.rope import mscale
+from kvjax.model.config import ModelConfig, uniform_config
+from kvjax.model.layers import RopeScaling
+from kvjax.model.rope import mscale
 
 WARM_UP = {"repeats": 0.6, "recall": 0.4}
 MIXTURE = {"needles": 0.45, "records": 0.25, "text": 0.20, "recall": 0.05, "repeats": 0.05}

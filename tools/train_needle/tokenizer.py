@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kvjax.transformers_import import import_transformers
+from kvjax.text.transformers_import import import_transformers
 
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"

@@ -19,11 +19,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.fidelity.needle import NeedleTask, vocabulary_words
-from kvjax.model import Mix, Params
+from kvjax.model.protocols import Mix, Params
 from kvjax.models.checkpoint import find_folder
 from kvjax.models.decoder import TransformerDecoder, causal_mix, init_params
 from kvjax.models.loading import load
-from pallas_kernels.bench.results import write_result
+from pallas_kernels.core.results import write_result
 from train_needle import corpus
 from train_needle.curve import Curve
 from train_needle.evaluation import needle_report

@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Float32, Int
 
 from kvjax.axes import Shards
 from kvjax.cache.arrays import LayerCache
-from kvjax.cache.groups import Reach
 from kvjax.cache.index_spec import IndexSpec
-from kvjax.layers import Rope
-from kvjax.rope import turned
+from kvjax.cache.page_manager import Reach
+from kvjax.model.layers import Rope
+from kvjax.model.rope import turned
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.merge import merge_attention
 from pallas_kernels.soft_cap import Scale

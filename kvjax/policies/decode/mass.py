@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from kvjax.axes import Shards
-from kvjax.cache.groups import Reach
+from kvjax.cache.page_manager import Reach
 from kvjax.policies.decode.base import Blocks, SelectContext, State
 
 

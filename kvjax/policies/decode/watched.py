@@ -2,7 +2,7 @@
 
 A measured step scores every key once, without values, in float32. By then the keys are written, so the share is that of this very step. An
 engine runs the program made here only where a row is measured, or where a head reads more. For all other steps it runs the program of the
-policy alone (`kvjax.watching`).
+policy alone (`kvjax.engine.watching`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from kvjax.cache.arrays import LayerCache, PagedKV
-from kvjax.cache.groups import Reach
 from kvjax.cache.index_spec import IndexSpec
+from kvjax.cache.page_manager import Reach
 from kvjax.checks import whole_number
-from kvjax.missed import Missed
+from kvjax.engine.missed import Missed
 from kvjax.policies.decode.base import Blocks, DecodePolicy, ScoresBlocks, SelectContext, Stateless, StateSpec, keys_listed
 from kvjax.policies.decode.dense import Dense
 from kvjax.policies.decode.top_tokens import TopTokens

@@ -2,31 +2,22 @@
 
 from kvjax.policies.prefill.base import PrefillContext, PrefillPolicy, indexes_of, query_tile_of
 from kvjax.policies.prefill.bounds import BoundsBlocks
-from kvjax.policies.prefill.bounds_share import BoundsShare
 from kvjax.policies.prefill.delta import delta_correction
 from kvjax.policies.prefill.dense import DensePrefill
-from kvjax.policies.prefill.mean_pooled import MeanPooled
 from kvjax.policies.prefill.measure_once import MeasureOnceMaskOnce
 from kvjax.policies.prefill.naming import FORMS, identity, name_of, parse_prefill, register
-from kvjax.policies.prefill.oracle_blocks import OracleBlocks, attention_mass
 from kvjax.policies.prefill.sink_window import SinkWindow
 from kvjax.policies.prefill.top_tokens import TopTokensPrefill
-from kvjax.policies.prefill.vertical_slash import VerticalSlash
 
 __all__ = [
     "FORMS",
     "BoundsBlocks",
-    "BoundsShare",
     "DensePrefill",
-    "MeanPooled",
     "MeasureOnceMaskOnce",
-    "OracleBlocks",
     "PrefillContext",
     "PrefillPolicy",
     "SinkWindow",
     "TopTokensPrefill",
-    "VerticalSlash",
-    "attention_mass",
     "delta_correction",
     "identity",
     "indexes_of",

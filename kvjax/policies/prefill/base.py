@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.axes import Shards
 from kvjax.cache.arrays import PagedKV
 from kvjax.cache.index_spec import IndexSpec
-from kvjax.layers import Rope
+from kvjax.model.layers import Rope
 from kvjax.policies.decode.base import IndexerQuery
 from pallas_kernels.soft_cap import Scale
 

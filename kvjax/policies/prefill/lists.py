@@ -8,7 +8,6 @@ import logging
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.arrays import PagedKV
@@ -60,7 +59,7 @@ class TileLists(DenseWhereCovered):
         if page_size % self.key_block:
             raise ValueError(
                 f"prefill {self} lists blocks of {self.key_block} tokens, which pages of {page_size} do not hold whole: choose a page_size "
-                f"that is a multiple of {self.key_block}, or a policy with smaller blocks (momo, mean and vertical-slash have 64)"
+                f"that is a multiple of {self.key_block}, or a policy with smaller blocks (momo has 64)"
             )
 
     def distant(self, query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext) -> Bool[Array, "B C S"]:
@@ -148,33 +147,12 @@ def best_blocks(
     return sorted_lists(jnp.where((best > -jnp.inf) & within, ids, -1))
 
 
-def ranked_until(worth: Float[Array, "*tiles S"], candidates: Bool[Array, "*tiles S"], threshold: float) -> Int[Array, "*tiles S"]:
-    """The fewest candidates, best first and of equal ones the lower, that hold `threshold` of a row's worth together with all blocks that
-    are not candidates; then -1. A threshold of 1 lists every candidate, however their sum rounds."""
-    whole, beside = worth.sum(-1, keepdims=True), jnp.where(candidates, 0, worth).sum(-1, keepdims=True)
-    best, ids = jax.lax.top_k(jnp.where(candidates, worth, -1.0), worth.shape[-1])
-    before = jnp.cumsum(jnp.maximum(best, 0), axis=-1) - jnp.maximum(best, 0)
-    needed = (beside + before < threshold * whole) | (threshold == 1)
-    return jnp.where((best >= 0) & needed, ids, -1).astype(jnp.int32)
-
-
-def fewest_that_hold(worth: Float[Array, "*rows S"], share: float) -> Bool[Array, "*rows S"]:
-    """The fewest entries of each row that hold `share` of its sum; of equal ones the lower. All entries for a share of 1."""
-    best = ranked_until(worth, jnp.ones(worth.shape, bool), share)
-    return jnp.put_along_axis(jnp.zeros((*worth.shape[:-1], worth.shape[-1] + 1), bool), best, True, axis=-1, inplace=False)[..., :-1]
-
-
 def sorted_lists(ids: Int[Array, "*tiles W"]) -> Int[Array, "*tiles W"]:
     """Each block once, ascending, -1 at the end."""
     ids = jnp.sort(jnp.where(ids < 0, _NONE, ids), axis=-1)
     again = jnp.concatenate([jnp.zeros_like(ids[..., :1], bool), ids[..., 1:] == ids[..., :-1]], axis=-1)
     ids = jnp.sort(jnp.where(again, _NONE, ids), axis=-1)
     return jnp.where(ids == _NONE, -1, ids).astype(jnp.int32)
-
-
-def share_text(share: float) -> str:
-    """A share of attention, written with all of its digits as in names: 0.01, 0.00001, 1.0."""
-    return np.format_float_positional(share, trim="0")
 
 
 def check_sizes(policy, **least: int) -> None:

@@ -13,17 +13,6 @@ from pallas_kernels.query_sparse_attention import query_sparse_attention
 from pallas_kernels.query_sparse_attention.api import ESTIMATES
 from pallas_kernels.union_blocks import union_blocks
 
-CHANGES: dict[str, dict[str, str | int | None]] = {
-    "quantile": {"estimate": "quantile"},
-    "score": {"rank": "score"},
-    "untrimmed": {"k_trim": None},
-    "plain": {"delta": "plain"},
-    "uncorrected": {"delta": "off"},
-    "gamma4": {"gamma": 4},
-    "gamma1": {"gamma": 1},
-}
-"""Suffixes of a short name: "momo:128/8+quantile+score+plain" is the policy as published."""
-
 
 @dataclasses.dataclass(frozen=True)
 class MeasureOnceMaskOnce(TileLists):
@@ -38,7 +27,8 @@ class MeasureOnceMaskOnce(TileLists):
     Blocks that sinks or window hold anyway are not listed. dense_below: sequences up to this many tokens are dense, although lists would
     not hold everything, because that is faster there (0: none).
 
-    Source: "Measure Once, Mask Once: Delta Refined Block Sparse Attention", Algorithms 1 and 2.
+    Source: "Measure Once, Mask Once: Delta Refined Block Sparse Attention", Algorithms 1 and 2; as published with rank "score", estimate
+    "quantile" and delta "plain".
     """
 
     reads_packed = True
@@ -135,10 +125,7 @@ class MeasureOnceMaskOnce(TileLists):
 
     def __str__(self) -> str:
         short = MeasureOnceMaskOnce(k=self.k, k_exact=self.k_exact, k_trim=self.k)
-        changes = [name for name, change in CHANGES.items() if all(getattr(self, field) == value for field, value in change.items())]
-        for name in changes:
-            short = dataclasses.replace(short, **CHANGES[name])
-        return "+".join((f"momo:{self.k}/{self.k_exact}", *changes)) if self == short else repr(self)
+        return f"momo:{self.k}/{self.k_exact}" if self == short else repr(self)
 
     def describe(self) -> str:
         """For reports."""

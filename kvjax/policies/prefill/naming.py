@@ -8,14 +8,10 @@ from kvjax.policies.choice import ChoosesPrefill
 from kvjax.policies.decode.naming import is_built_in as is_decode_policy
 from kvjax.policies.prefill.base import PrefillPolicy
 from kvjax.policies.prefill.bounds import BoundsBlocks
-from kvjax.policies.prefill.bounds_share import BoundsShare
 from kvjax.policies.prefill.dense import DensePrefill
-from kvjax.policies.prefill.mean_pooled import MeanPooled
-from kvjax.policies.prefill.measure_once import CHANGES, MeasureOnceMaskOnce
-from kvjax.policies.prefill.oracle_blocks import OracleBlocks
+from kvjax.policies.prefill.measure_once import MeasureOnceMaskOnce
 from kvjax.policies.prefill.sink_window import SinkWindow
 from kvjax.policies.prefill.top_tokens import TopTokensPrefill
-from kvjax.policies.prefill.vertical_slash import VerticalSlash
 from kvjax.registry import PREFILL_FORMS as FORMS
 from kvjax.registry import Registry
 
@@ -24,39 +20,36 @@ def _read(text: str) -> PrefillPolicy | None:
     """The prefill policy of a built-in name; ValueError for numbers that it cannot have."""
     if text == "dense":
         return DensePrefill()
-    if match := re.fullmatch(rf"momo:(\d+)/(\d+)((?:\+(?:{'|'.join(CHANGES)}))*)", text):
-        k, k_exact, changes = int(match[1]), int(match[2]), match[3].split("+")[1:]
-        fields = [field for change in changes for field in CHANGES[change]]
-        if len(set(fields)) < len(fields):
-            raise ValueError(f"prefill policy {text!r} has two suffixes for one setting; give one")
-        return MeasureOnceMaskOnce(
-            k=k, k_exact=k_exact, **({"k_trim": k} | {f: v for change in changes for f, v in CHANGES[change].items()})
-        )
+    if match := re.fullmatch(r"momo:(\d+)/(\d+)", text):
+        k, k_exact = map(int, match.groups())
+        return MeasureOnceMaskOnce(k=k, k_exact=k_exact, k_trim=k)
     if match := re.fullmatch(r"window:(\d+)\+(\d+)(\+remap)?", text):
         return SinkWindow(int(match[1]), int(match[2]), remap=match[3] is not None)
-    if match := re.fullmatch(r"delta:(\d+)\+(\d+)/(\d+)", text):
-        return SinkWindow(*map(int, match.groups()))
-    if match := re.fullmatch(r"vertical-slash:(\d+)\+(\d+)", text):
-        return VerticalSlash(*map(int, match.groups()))
-    if match := re.fullmatch(r"bounds:(0\.\d+)", text):
-        return BoundsShare(float(match[1]))
     if match := re.fullmatch(r"bounds:(\d+)(\+sparse)?", text):
         return BoundsBlocks(int(match[1]), dense_below=0 if match[2] else None)
     if match := re.fullmatch(r"tokens:(\d+)", text):
         return TopTokensPrefill(int(match[1]))
-    if match := re.fullmatch(r"(mean|oracle):(\d+)", text):
-        return {"mean": MeanPooled, "oracle": OracleBlocks}[match[1]](int(match[2]))
     return None
 
 
-PEERS = {"flex": "flex.py:FlexPrefill", "xattention": "xattention.py:XAttention", "bfla": "bfla.py:BlockFilter"}
-"""Policies of other authors that later ones are compared with: the files and classes of benchmarks/peers, by the names in results."""
+PEERS = {
+    "flex": "flex.py:FlexPrefill",
+    "xattention": "xattention.py:XAttention",
+    "bfla": "bfla.py:BlockFilter",
+    "mean": "mean.py:MeanPooled",
+    "delta": "delta.py:DeltaWindow",
+    "bounds-share": "bounds_share.py:BoundsShare",
+    "vertical-slash": "vertical_slash.py:VerticalSlash",
+}
+"""Policies that others are compared with: the files and classes of benchmarks/peers, by the first words of their names in results.
+"bounds-share" stands for names such as bounds:0.01."""
 
 
 def _hint(text: str) -> str:
     word, colon, args = text.partition(":")
+    word = "bounds-share" if re.fullmatch(r"bounds:0\.\d+", text) else word
     if word in PEERS:
-        return f": it is no part of the library; in a checkout, give benchmarks/peers/{PEERS[word]}{colon}{args}"
+        return f": it is no part of the library; in a checkout, give benchmarks/peers/{PEERS[word]}{colon}{args.replace('+', '/')}"
     return f". {text!r} is a decode policy: give it as policy (--policy)" if is_decode_policy(text) else ""
 
 
@@ -65,7 +58,7 @@ _NAMES = Registry(
     forms=FORMS,
     remedy="kvjax.policies.prefill.PrefillPolicy says what each does",
     parts=("attend", "queries_stand_alone", "describe"),
-    reserved=("dense", "bounds", "momo", "window", "delta", "vertical-slash", "mean", "oracle", "tokens", "auto"),
+    reserved=("dense", "bounds", "momo", "window", "oracle", "tokens", "auto"),
     read=_read,
     hint=_hint,
 )

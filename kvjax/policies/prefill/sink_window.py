@@ -1,4 +1,4 @@
-"""Sinks and a sliding window, with or without delta correction."""
+"""Sinks and a sliding window."""
 
 from __future__ import annotations
 
@@ -6,56 +6,38 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from kvjax.model.rope import turned
 from kvjax.policies.decode.base import cache_positions
 from kvjax.policies.decode.window import check_sinks
-from kvjax.policies.prefill.delta import delta_correction
 from kvjax.policies.prefill.lists import DenseWhereCovered, check_sizes
-from kvjax.rope import turned
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.merge import merge_attention
-from pallas_kernels.query_sparse_attention import query_sparse_attention
 
 
 @dataclasses.dataclass(frozen=True)
 class SinkWindow(DenseWhereCovered):
     """The first `sink_tokens` and the last `window_tokens` up to each query (StreamingLLM, arXiv 2309.17453).
 
-    gamma: None: no correction. Else every gamma-th query attends to everything and corrects those after it (equation 3). Delta Attention
-    (arXiv 2505.11254) corrects another sparse attention in the same way.
-
-    remap: read sinks as if they stood right before the window of each query, as `kvjax.policies.decode.Window` does; not together with
-    gamma.
+    remap: read sinks as if they stood right before the window of each query, as `kvjax.policies.decode.Window` does.
     """
 
     reads_packed = True
+    queries_stand_alone = True
+    query_tile = 1
 
     sink_tokens: int = 64
     window_tokens: int = 1024
-    gamma: int | None = None
     remap: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
-        check_sizes(self, sink_tokens=0, window_tokens=1, **({} if self.gamma is None else {"gamma": 1}))
+        check_sizes(self, sink_tokens=0, window_tokens=1)
         if not isinstance(self.remap, bool):
             raise ValueError(f"remap must be True or False, got {self.remap!r:.60}")
-        if self.remap and self.gamma is not None:
-            raise ValueError(f"gamma {self.gamma} corrects by attention at absolute positions, which remap changes: leave one of them out")
-
-    @property
-    def queries_stand_alone(self) -> bool:
-        """True without delta correction."""
-        return self.gamma is None
-
-    @property
-    def query_tile(self) -> int:
-        """Queries that one exact query corrects."""
-        return 1 if self.gamma is None else self.gamma
 
     def reach(self, page_size: int) -> tuple[int, int] | None:
-        """Sinks and window, outside which no query reads a key; None with correction, whose queries read every key, and in a subclass that
-        attends in another way."""
+        """Sinks and window, outside which no query reads a key; None in a subclass that attends in another way."""
         own = type(self).attend_sparse is SinkWindow.attend_sparse
-        return (self.sink_tokens, self.window_tokens) if own and self.gamma is None else None
+        return (self.sink_tokens, self.window_tokens) if own else None
 
     def check_pages(self, page_size: int) -> None:
         """ValueError for sinks that are not whole pages, where they are remapped."""
@@ -68,18 +50,11 @@ class SinkWindow(DenseWhereCovered):
         return self.sink_tokens + self.window_tokens
 
     def attend_sparse(self, query, layer, ctx):
-        """Attention within sinks and window, corrected if gamma is given."""
+        """Attention within sinks and window."""
         pages = (layer.pages, ctx.frames, ctx.starts, ctx.lengths)
         if self.remap:
             return self._attend_remapped(query, layer, ctx)
-        sparse, _ = flash_attention(query, *pages, window=(self.sink_tokens, self.window_tokens), sm_scale=ctx.sm_scale)
-        if self.gamma is None:
-            return sparse
-        # The op lists blocks too, and needs at least one exact slot. The list is not used.
-        exact, *_ = query_sparse_attention(
-            query, *pages, gamma=self.gamma, block_size=layer.pages.page_size, k_blocks=1, k_exact=1, sm_scale=ctx.sm_scale
-        )
-        return delta_correction(sparse, exact, self.gamma)
+        return flash_attention(query, *pages, window=(self.sink_tokens, self.window_tokens), sm_scale=ctx.sm_scale)[0]
 
     def _attend_remapped(self, query, layer, ctx):
         """Attention to the sinks with turned queries, and to the window as it is."""
@@ -99,12 +74,9 @@ class SinkWindow(DenseWhereCovered):
         return merge_attention(*zip(*parts, strict=True))[0]
 
     def __str__(self) -> str:
-        tokens = f"{self.sink_tokens}+{self.window_tokens}"
-        return f"window:{tokens}" + "+remap" * self.remap if self.gamma is None else f"delta:{tokens}/{self.gamma}"
+        return f"window:{self.sink_tokens}+{self.window_tokens}" + "+remap" * self.remap
 
     def describe(self) -> str:
         """For reports."""
-        corrected = (
-            ", positions in the cache" * self.remap if self.gamma is None else f", corrected in full from every {self.gamma}th query"
-        )
-        return f"{self} prefill ({self.dense_tokens:,} keys: {self.sink_tokens} sink + {self.window_tokens} latest{corrected})"
+        placed = ", positions in the cache" * self.remap
+        return f"{self} prefill ({self.dense_tokens:,} keys: {self.sink_tokens} sink + {self.window_tokens} latest{placed})"

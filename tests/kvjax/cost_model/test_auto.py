@@ -14,15 +14,15 @@ from tiny_models import QWEN_7B
 
 import kvjax
 from kvjax import Engine
-from kvjax.cache.spanning import FrameCounts
+from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.cost_model import Auto, Bound, BusTerm, CostModel, Evidence, ExchangeTerm, Fidelity, Price, parse_level, predict
 from kvjax.cost_model import auto as auto_module
 from kvjax.cost_model.evidence import LEVELS, qualified, read_evidence, with_panel, write_evidence
 from kvjax.cost_model.predict import sizes_of
-from kvjax.identity import fingerprint
+from kvjax.engine.sampling import SamplingRows
+from kvjax.engine.steps import decode_step
+from kvjax.model.identity import fingerprint
 from kvjax.policies.decode import DecodePolicy, Dense, parse
-from kvjax.sampling import SamplingRows
-from kvjax.steps import decode_step
 
 pytestmark = pytest.mark.bits
 
@@ -452,7 +452,7 @@ def test_a_step_is_the_chosen_policys_own(engine, text, caplog):
         named[name] = engine.decode([engine.fork(sequence)], [5], name), engine.last_reads.keys.tolist()
         assert engine.last_choice is None
     compiled = decode_step._cache_size()
-    with caplog.at_level(logging.INFO, "kvjax.declared"):
+    with caplog.at_level(logging.INFO, "kvjax.engine.policy_set"):
         for sequence, name in ((long, "quest:0"), (short, "dense")):
             logits = engine.decode([engine.fork(sequence)], [5])
             np.testing.assert_array_equal(logits, named[name][0])

@@ -14,10 +14,10 @@ from kvjax import Engine
 from kvjax.cost_model import AutoPrefill, PrefillBound
 from kvjax.cost_model.evidence import LEVELS, Fidelity, PrefillEvidence, qualified, read_evidence, with_results, write_evidence
 from kvjax.cost_model.prefill_times import LayerSizes, PrefillTimes, fit_prefill, nearest_quote, per_token, read_prefill_times, to_json
-from kvjax.declared import DeclaredPolicies
+from kvjax.engine.policy_set import DeclaredPolicies
+from kvjax.engine.steps import prefill_slice
 from kvjax.policies.choice import Choice, possible_prefills
 from kvjax.policies.prefill import DensePrefill, identity, parse_prefill
-from kvjax.steps import prefill_slice
 
 pytestmark = pytest.mark.bits
 
@@ -61,14 +61,14 @@ def test_a_quote_says_what_is_no_interpolation():
     covered = times().quote("window:64+1024", 0, 1088)
     assert covered.seconds == covered.dense_seconds
     assert times().quote("window:64+1024", 576, 1089).seconds == pytest.approx(2e-7)
-    half = times(seconds=(("dense", DENSE), ("mean:8", tuple((tokens, seconds / 2) for tokens, seconds in DENSE))))
-    assert half.quote("mean:8", 16_000, 24_000)[:2] == pytest.approx((2e-7, 4e-7))
+    half = times(seconds=(("dense", DENSE), ("oracle:8", tuple((tokens, seconds / 2) for tokens, seconds in DENSE))))
+    assert half.quote("oracle:8", 16_000, 24_000)[:2] == pytest.approx((2e-7, 4e-7))
     (beyond,) = times().quote("window:64+1024", 65_536, 65_537).projection
     assert "position 65,537 lies beyond the 65,536 tokens measured" in beyond
-    assert times().quote("mean:8", 0, 512) is None
-    once = times(seconds=(("dense", DENSE), ("mean:8", ((8192, 1e-4),))))
-    assert once.quote("mean:8", 7680, 8192).projection == ()
-    assert once.quote("mean:8", 7681, 8193) is None, "one prompt has a mean and no slope"
+    assert times().quote("oracle:8", 0, 512) is None
+    once = times(seconds=(("dense", DENSE), ("oracle:8", ((8192, 1e-4),))))
+    assert once.quote("oracle:8", 7680, 8192).projection == ()
+    assert once.quote("oracle:8", 7681, 8193) is None, "one prompt has a mean and no slope"
 
 
 def test_the_nearest_table_that_has_the_policy_is_asked():
@@ -111,7 +111,7 @@ def test_times_are_made_of_what_the_engine_would_run():
     steps = ("baseline", "cudnn", 4096, 0.1), ("dense", "contiguous", 4096, 0.1), ("select", "bounds:32", 4096, 0.1)
     whole = ("dense", "paged", 4096, 1.0), ("sparse", "bounds:32", 8192, 3.0), ("sparse", "my.py:Mine", 8192, 3.0)
     later = run(("sparse", "bounds:32", 8192, 2.0), ("sparse", "bounds:32", 4096, 1.0), date="2026-02-01")
-    failed = run() | {"rows": [SIZES._asdict() | {"shape": "it", "op": "sparse", "policy": "mean:8", "tokens": 8192, "failed": "why"}]}
+    failed = run() | {"rows": [SIZES._asdict() | {"shape": "it", "op": "sparse", "policy": "oracle:8", "tokens": 8192, "failed": "why"}]}
     (made,) = fit_prefill([("later.json", later), ("x.json", failed), ("first.json", run(*steps, *whole))])
     assert made.seconds == (("dense", ((4096, 1.0),)), ("bounds:32+sparse", ((4096, 1.0), (8192, 2.0))))
     assert (made.device, made.sizes, made.error) == ("chip", SIZES, pytest.approx(0.03))
@@ -210,7 +210,7 @@ def test_of_what_was_measured_twice_the_later_holds():
         ({"bench": "decode"}, r"x.json has no 'prefill', so it is no JSON of kvjax echo or of kvjax needle --prefill"),
         ({"bench": "prefill-echo"}, "has no 'settings'"),
         (echo() | {"rows": 5}, "x.json is no JSON of kvjax echo or of kvjax needle --prefill"),
-        (needles(prefill="mean:8"), "beside mean:8, not beside dense"),
+        (needles(prefill="oracle:8"), "beside oracle:8, not beside dense"),
         (echo() | {"cells": [{"length": 8192, "prompts": 4, "facts_invalid": []}]}, "4 prompts of 8,192 tokens are too little"),
         (echo(fingerprint="0123456789abcdef"), "earlier version of kvjax"),
     ],
@@ -306,8 +306,8 @@ def test_dense_beyond_the_record_and_without_it():
     untimed = auto(tables=[]).choose(32_256, 32_768)
     assert "no prefill was timed on chip" in untimed.why
     assert "kvjax bench prefill --ops --policies window:64+1024 --json FILE, then kvjax cost fit" in untimed.why
-    other = auto([row("mean:8"), row("mean:8", 65_536)]).choose(32_256, 32_768)
-    assert "mean:8 was not timed at 32,768 tokens on chip" in other.why
+    other = auto([row("oracle:8"), row("oracle:8", 65_536)]).choose(32_256, 32_768)
+    assert "oracle:8 was not timed at 32,768 tokens on chip" in other.why
     for choice in (beyond, none, untimed, other):
         assert (choice.policy, choice.seconds) == (DensePrefill(), None)
 
@@ -324,14 +324,14 @@ def test_a_projection_needs_ten_percent(gain, own, other):
 
 
 def test_the_fastest_of_those_on_record():
-    made = times(seconds=(*times().seconds, ("mean:8", tuple((tokens, 1e-7 * tokens) for tokens in (4096, 65_536)))))
-    both = [row(name, length) for name in ("window:64+1024", "mean:8") for length in (8192, 65_536)]
-    assert str(auto(both, tables=[made]).choose(32_256, 32_768).policy) == "mean:8"
+    made = times(seconds=(*times().seconds, ("oracle:8", tuple((tokens, 1e-7 * tokens) for tokens in (4096, 65_536)))))
+    both = [row(name, length) for name in ("window:64+1024", "oracle:8") for length in (8192, 65_536)]
+    assert str(auto(both, tables=[made]).choose(32_256, 32_768).policy) == "oracle:8"
     assert str(auto(tables=[made]).choose(32_256, 32_768).policy) == "window:64+1024"
-    refused = auto(both, tables=[made], unusable=(("mean:8", "pages too small"),))
+    refused = auto(both, tables=[made], unusable=(("oracle:8", "pages too small"),))
     assert str(refused.choose(32_256, 32_768).policy) == "window:64+1024"
     assert refused.candidates == ("window:64+1024",)
-    only = auto(both[2:], tables=[made], unusable=(("mean:8", "pages too small"),)).choose(32_256, 32_768)
+    only = auto(both[2:], tables=[made], unusable=(("oracle:8", "pages too small"),)).choose(32_256, 32_768)
     assert (only.policy, "pages too small" in only.why) == (DensePrefill(), True)
 
 
@@ -340,7 +340,7 @@ def test_what_may_run_up_to_a_length():
     assert possible_prefills(auto(), 4096, 512) == (DensePrefill(),)
     assert possible_prefills(auto(), 11_000, 512) == possible_prefills(auto(), 2**20, 512) == (DensePrefill(), window)
     assert possible_prefills(window, 8, 512) == (window,)
-    assert possible_prefills(parse_prefill("mean:8"), 8, 512) == (DensePrefill(), parse_prefill("mean:8"))
+    assert possible_prefills(parse_prefill("oracle:8"), 8, 512) == (DensePrefill(), parse_prefill("oracle:8"))
 
 
 def test_journals_tell_tables_apart_in_few_words():
@@ -392,8 +392,8 @@ def three():
     """Dense up to 256 tokens, then a window, which is on record up to 1,024, then lists."""
     flat = tuple((tokens, 1e-8 * tokens) for tokens in (64, 4096))
     dense = tuple((tokens, 2e-11 * tokens**2) for tokens in (64, 256, 4096))
-    made = times(seconds=(("dense", dense), ("window:8+64", flat), ("mean:1", flat)))
-    rows = [row("window:8+64", 1024), row("window:8+64", 2048, lost=100), row("mean:1", 2048)]
+    made = times(seconds=(("dense", dense), ("window:8+64", flat), ("oracle:1", flat)))
+    rows = [row("window:8+64", 1024), row("window:8+64", 2048, lost=100), row("oracle:1", 2048)]
     return auto(rows, tables=[made])
 
 
@@ -419,16 +419,16 @@ def prompt(text):
 @pytest.mark.long
 def test_each_chunk_is_the_chosen_policys_own(small, three, prompt, caplog):
     chosen = [three.choose(start, start + CHUNK).policy for start in range(0, LONG, CHUNK)]
-    assert list(map(str, chosen)) == ["dense"] * 2 + ["window:8+64"] * 6 + ["dense"] + ["mean:1"] * 2
+    assert list(map(str, chosen)) == ["dense"] * 2 + ["window:8+64"] * 6 + ["dense"] + ["oracle:1"] * 2
     engine = engine_of(small, three)
-    with caplog.at_level(logging.INFO, "kvjax.declared"):
+    with caplog.at_level(logging.INFO, "kvjax.engine.policy_set"):
         (sequence,) = engine.prefill([prompt])
         engine.prefill([prompt])
     said = [record.getMessage() for record in caplog.records if "prefill auto: " in record.getMessage()]
-    assert [words.split(": ")[1] for words in said] == ["dense", "window:8+64", "mean:1"], "once for each choice"
+    assert [words.split(": ")[1] for words in said] == ["dense", "window:8+64", "oracle:1"], "once for each choice"
     right = by_hand(small, chosen, prompt)
     np.testing.assert_array_equal(sequence.logits, right)
-    assert str(engine.last_prefill_choice.policy) == "mean:1"
+    assert str(engine.last_prefill_choice.policy) == "oracle:1"
     late = [chosen[max(0, number - 1)] for number in range(len(chosen))]
     for wrong in ([DensePrefill()] * len(chosen), late):
         assert (by_hand(small, wrong, prompt) != right).any(), "and no other policies'"
@@ -513,7 +513,7 @@ def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch
 
 
 def test_a_chunk_shorter_than_anything_timed_is_a_projection():
-    seconds = (("dense", ((4096, 1.0), (8192, 4.0))), ("mean:32", ((8192, 2.0), (16384, 5.0))))
+    seconds = (("dense", ((4096, 1.0), (8192, 4.0))), ("oracle:32", ((8192, 2.0), (16384, 5.0))))
     made = PrefillTimes("device", "shape", SIZES, seconds, 0.01, "here")
-    assert "lies before the 8,192 tokens measured" in made.quote("mean:32", 3584, 4096).projection[0]
-    assert made.quote("mean:32", 8000, 8192).projection == ()
+    assert "lies before the 8,192 tokens measured" in made.quote("oracle:32", 3584, 4096).projection[0]
+    assert made.quote("oracle:32", 8000, 8192).projection == ()

@@ -12,13 +12,13 @@ from tiny_models import QWEN_7B, altered
 
 from kvjax import Engine
 from kvjax.cache import CacheSpec, GroupSpec, PagedKV, PagedSpec
-from kvjax.cache.spanning import FrameCounts
+from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.cost_model import step_bytes
 from kvjax.cost_model.bytes import pages_on_host
-from kvjax.memory import memory_plan, pool_frames
-from kvjax.packing import scheme_of
+from kvjax.engine.capacity_plan import memory_plan, pool_frames
+from kvjax.engine.steps import _count_reads
+from kvjax.model.weight_formats import scheme_of
 from kvjax.policies.decode import Dense, SelectContext, TopBlocks, Window, parse
-from kvjax.steps import _count_reads
 from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import Pages
 

@@ -8,8 +8,8 @@ import pytest
 from kvjax import Engine
 from kvjax.cost_model import auto, calibrate, step_bytes
 from kvjax.cost_model.predict import sizes_of
+from kvjax.engine.sampling import Sampled
 from kvjax.policies.decode import parse
-from kvjax.sampling import Sampled
 
 PAGE = 16
 

@@ -28,13 +28,13 @@ from kvjax.cost_model.exchanges import (
     prompt_exchanges,
     step_exchanges,
 )
-from kvjax.layers import DeltaLayer
+from kvjax.engine.sampling import SamplingRows
+from kvjax.engine.steps import decode_and_sample, embed_chunk, prefill_slice, row_logits
+from kvjax.model.layers import DeltaLayer
+from kvjax.model.placement import place_params
 from kvjax.models.decoder import TransformerDecoder
-from kvjax.placement import place_params
 from kvjax.policies.decode import Cascade, TopBlocks, TopTokens, parse
 from kvjax.policies.prefill import BoundsBlocks, DensePrefill, indexes_of, parse_prefill
-from kvjax.sampling import SamplingRows
-from kvjax.steps import decode_and_sample, embed_chunk, prefill_slice, row_logits
 
 PAGE, BATCH = 16, 3
 

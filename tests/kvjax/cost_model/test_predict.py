@@ -8,11 +8,11 @@ import math
 import pytest
 from tiny_models import QWEN_7B, altered
 
-from kvjax.cache.spanning import FrameCounts
+from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.cost_model import BusTerm, CostModel, ExchangeTerm, Price, known_cost_model, load_cost_models, rank_meshes, step_bytes
 from kvjax.cost_model.exchanges import step_exchanges
 from kvjax.cost_model.predict import closest, from_json, sizes_of, to_json, with_known, worthwhile
-from kvjax.packing import scheme_of
+from kvjax.model.weight_formats import scheme_of
 from kvjax.policies.decode import parse
 
 OTHER = altered(QWEN_7B, hidden_size=4096, num_heads=32, num_kv_heads=8)

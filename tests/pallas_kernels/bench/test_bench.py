@@ -139,9 +139,6 @@ def test_a_chunk_of_prefill_over_packed_pages():
     assert rows[1]["error"] < 2e-2
     assert rows[1]["path"] == {"flash_attention": "xla"}
     assert rows[1]["unpacked"] == {"case": "chunk/tiny/1k/b2/dense", "times": rows[1]["median_s"] / rows[0]["median_s"]}
-    table = report.packed_prefill_table(rows)
-    assert f"| {rows[1]['unpacked']['times']:.3f} |" in table
-    assert report.packed_attention_table(rows).count("\n") == 1
 
 
 @pytest.mark.parametrize(("policy", "queries"), [("dense:128", 128), ("dense", 8192), ("lists:32", 8192)])

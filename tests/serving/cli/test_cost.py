@@ -275,7 +275,7 @@ def test_help_lists_the_shapes(kvjax, command):
 def test_evidence_is_recorded_and_the_choice_explained(kvjax, model, model_folder, tmp_path, monkeypatch):
     from kvjax.cost_model import CostModel, Price, auto
     from kvjax.cost_model.predict import sizes_of
-    from kvjax.identity import fingerprint
+    from kvjax.model.identity import fingerprint
     from kvjax.models.loading import load
 
     interval = {"value": 0.01, "low": 0.0, "high": 0.02}

@@ -11,9 +11,9 @@ import pytest
 import safetensors.numpy
 
 from kvjax.fidelity.needle import NeedleTask, documentation_text, encode_text, vocabulary_words
+from kvjax.model.rope import frequencies
 from kvjax.models import TransformerDecoder, config_json, load, needle
 from kvjax.models.decoder import causal_mix
-from kvjax.rope import frequencies
 from train_needle import training
 from train_needle.parallel import batch_mesh, check_memory, compiled, split, whole
 from train_needle.recipe import MIXTURE, NEEDLE, NEEDLE_128K, TOY, WARM_UP, Stage

@@ -1,0 +1,90 @@
+"""The marked part of a document, from committed panels and from files of `kvjax echo` and of `kvjax needle` with several prefills.
+
+`rendered` replaces the part between `<!-- fidelity:evidence -->` and `<!-- /fidelity -->`, or the part of another name; `overview` holds
+one table of all cells. Figures of another model than the embedded one say whose they are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import source
+from kvjax.fidelity.echo_tables import echo_table, needles_table
+from kvjax.fidelity.report import found_of, kinds_rows, lists_rows, panel_rows, points, policy_and_keys, remarks
+from pallas_kernels.core.tables import markdown
+
+
+def evidence(panels: Sequence[dict[str, Any]]) -> str:
+    """The Markdown of all panels, one after the other: for each its tables, the remarks, and its source. Without panels it says so."""
+    return "\n\n".join(map(_made, panels)) or "*Not measured yet.*"
+
+
+def overview(panels: Sequence[dict[str, Any]]) -> str:
+    """One table of all cells of all panels: what dense finds, and for each policy the difference from dense, in points, with its 95%
+    interval. Where dense cannot, counts of the policies stand in brackets. Without panels it says so."""
+    if not panels:
+        return "*Not measured yet.*"
+    names = list(dict.fromkeys(row["policy"] for figures in panels for row in figures["retrieval"] if row["policy"] != "dense"))
+    lines = []
+    for figures in panels:
+        for cell in dict.fromkeys((row["length"], row["task"], row["haystack"]) for row in figures["retrieval"]):
+            rows = {row["policy"]: row for row in figures["retrieval"] if (row["length"], row["task"], row["haystack"]) == cell}
+            found = [_beside_dense(rows[name]) if name in rows else "" for name in names]
+            length, task, haystack = cell
+            lines.append([f"`{figures['settings']['model']}`", f"{length:,}", f"{task} in {haystack}", found_of(rows["dense"]), *found])
+    return markdown(("model", "tokens", "cell", "dense", *map(policy_and_keys, names)), lines)
+
+
+def _beside_dense(row: dict[str, Any]) -> str:
+    return points(row["against_dense"]["difference"]) if row["against_dense"] else found_of(row)
+
+
+def _made(figures: dict[str, Any]) -> str:
+    if "retrieval" in figures:
+        return _panel(figures)
+    if figures.get("bench") == "prefill-echo":
+        title, table = f"**facts and passages repeated in a prompt{_model(figures['settings'])}**", echo_table([figures])
+    else:
+        title, table = f"**needles found by dense decoding after each prefill{_model(figures)}**", needles_table([figures])
+    return "\n\n".join((title, table, source(figures)))
+
+
+def _model(settings: dict[str, Any]) -> str:
+    return "" if settings["model"] == "needle" else f"; model `{settings['model']}`"
+
+
+def _panel(figures: dict[str, Any]) -> str:
+    settings = figures["settings"]
+    columns, rows = panel_rows(figures)
+    what = f"{settings['tasks'][0]} in {settings['haystacks'][0]}, {settings['trials']} trials"
+    title = f"**{what}; {settings['steps']:,} forced steps{_model(settings)}**"
+    parts = [title, markdown(("tokens", *columns), [(f"{length:,}", *cells) for length, cells in rows])]
+    parts += [markdown(columns, rows) for columns, rows in (kinds_rows(figures), lists_rows(figures)) if rows]
+    return "\n\n".join((*parts, "\n".join(f"* {line}" for line in remarks(figures)), source(figures)))
+
+
+def rendered(text: str, panels: Sequence[dict[str, Any]], part: str = "evidence") -> str:
+    """A document with the marked part of this name written anew. ValueError if it has none."""
+    mark = re.compile(rf"(<!-- fidelity:{re.escape(part)} -->\n).*?(<!-- /fidelity -->)", re.DOTALL)
+    if not mark.search(text):
+        raise ValueError(f"there is no part between <!-- fidelity:{part} --> and <!-- /fidelity -->")
+    made = (overview if part == "overview" else evidence)(panels)
+    return mark.sub(lambda found: f"{found[1]}{made}\n{found[2]}", text)
+
+
+def load(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """The figures in `files`, sorted: panels first, those of most lengths before others, then fewest tasks and haystacks, then most forced
+    steps; then echo and needles, by length."""
+    panels = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(files)]
+    return sorted(panels, key=_place)
+
+
+def _place(panel: dict[str, Any]) -> tuple[int, ...]:
+    if "retrieval" not in panel:
+        return 1, "bench" not in panel, panel["length"] if "length" in panel else panel["settings"]["lengths"][0]
+    settings = panel["settings"]
+    return 0, -len(settings["lengths"]), len(settings["tasks"]) * len(settings["haystacks"]), -settings["steps"]

@@ -1,0 +1,1 @@
+"""Benchmarks of `top_k`: `python -m benchmarks.top_k --help`."""

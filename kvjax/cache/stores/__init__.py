@@ -1,0 +1,1 @@
+"""Blocks of pages off the device: in host memory, on disk, in files."""

@@ -1,0 +1,1 @@
+"""The engine: pages, steps and the sequences in them."""

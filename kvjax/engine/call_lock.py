@@ -1,0 +1,235 @@
+"""Calls on shared state: one thread at a time, and Ctrl-C never stops a call half-way, and is never lost."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import sys
+import threading
+from _signal import getsignal  # CPython's own: those of `signal` also look for an enum member of each handler, which takes far longer
+from _signal import signal as set_handler
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, Concatenate, Protocol, Self
+
+
+class Lockstep(Protocol):
+    """What the first process and the others do at the same places of their schedulers. In the first process it sends, in the others it
+    receives."""
+
+    def check_inside(self) -> None:
+        """RuntimeError outside of the calls that all processes make."""
+
+    def add(self, scheduler: Any, options: dict[str, Any], *, listening: bool) -> None:
+        """A scheduler was made with these options. listening: whether somebody wants every token."""
+
+    def call(self, scheduler: Any, name: str, *given: Any) -> contextlib.AbstractContextManager[None]:
+        """The block is a call of this method."""
+
+    def first(self, value: Any) -> Any:
+        """The first process's value."""
+
+    def compare(self, plan: Any) -> None:
+        """RuntimeError unless the first process has the same plan."""
+
+    def interrupt_point(self, interrupt: Callable[[], None]) -> None:
+        """Let a Ctrl-C take effect that the first process has held back. interrupt: lets it in this process."""
+
+
+class Stopped(BaseException):
+    """What Ctrl-C is for the main thread, for others: their work is to end here. No error, so nothing takes it for one."""
+
+
+class Interrupts(contextlib.ContextDecorator):
+    """A context manager, or decorator, around long work in the main thread: Ctrl-C takes effect at the next safe place, and is never lost.
+
+    Python raises KeyboardInterrupt wherever the main thread happens to be. In a callback of the garbage collector (JAX has one), in a
+    `__del__` or in the callback of a weak reference, Python prints the exception and drops it. Inside the block, a first Ctrl-C is only
+    noted, and raised by `check`, at an interrupt point of a `CallGuard`, or at the end of the block. A second one is raised at once. Blocks
+    may be nested. Nothing changes in other threads, nor where the caller has a handler of Ctrl-C of its own.
+    """
+
+    def __init__(self):
+        self._handler = self._press  # one object, so that it is known again
+        self._depth, self._pressed = 0, False
+
+    def __enter__(self) -> Self:
+        if not _in_main_thread():
+            return self
+        if not self._depth and (now := getsignal(signal.SIGINT)) is not self._handler:
+            if now is not signal.default_int_handler:
+                return self
+            self._pressed = False
+            set_handler(signal.SIGINT, self._handler)
+        self._depth += 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self._depth or not _in_main_thread():
+            return
+        self._depth -= 1
+        if self._depth:
+            if kind is None:
+                self.check()
+            return
+        if getsignal(signal.SIGINT) is self._handler:
+            set_handler(signal.SIGINT, signal.default_int_handler)
+        if kind is None or issubclass(kind, Exception):  # who catches the error must not go on as if nobody had pressed Ctrl-C
+            self.check()
+        self._pressed = False
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if Ctrl-C was pressed. For places where nothing is half done."""
+        if self._pressed and _in_main_thread():
+            self._pressed = False
+            raise KeyboardInterrupt
+
+    def _press(self, number: int, frame: FrameType | None) -> None:
+        if self._pressed:
+            self._pressed = False
+            raise KeyboardInterrupt
+        self._pressed = True
+
+
+interrupts = Interrupts()
+"""Of this process."""
+
+AGAIN_SECONDS = 0.05
+
+
+@contextlib.contextmanager
+def pressed_again() -> Iterator[None]:
+    """For a whole program: a KeyboardInterrupt that Python drops (`Interrupts` says where) comes again a moment later."""
+    before, timers = sys.unraisablehook, list[threading.Timer]()
+
+    def hook(dropped: sys.UnraisableHookArgs) -> None:
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+            before(dropped)
+            return
+        main = threading.main_thread().ident
+        timers.append(threading.Timer(AGAIN_SECONDS, signal.pthread_kill, (main, signal.SIGINT)))
+        timers[-1].daemon = True
+        timers[-1].start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+        for each in timers:
+            each.cancel()
+
+
+def _in_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
+
+
+class CallGuard:
+    """A context manager around every call that touches an object's state. The thread that is in it may enter it again.
+
+    Another thread that enters meanwhile gets a RuntimeError at once, and does not wait. In the main thread, Ctrl-C is held back inside the
+    guard: it takes effect at `interrupt_point`, or else when the outermost call returns. An interrupt in the middle of a call would leave
+    the object half changed. One in the middle of a JAX operation may leave all of JAX unusable.
+
+    together: the other processes that make the same calls (`kvjax.scheduler.processes`), if there are any; then they are interrupted
+    together.
+    """
+
+    def __init__(self, what: str):
+        self._what = what
+        self.together: Lockstep | None = None
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+        self._handler: Any = None
+        self._held: list[FrameType | None] = []
+        self.stopping: Callable[[], bool] | None = None  # asked at every interrupt point, in the thread that is there
+
+    def __enter__(self) -> Self:
+        return self._enter(wait=False)
+
+    @contextlib.contextmanager
+    def when_free(self) -> Iterator[None]:
+        """Enter, and wait while another thread is in it. For freeing what would otherwise be lost."""
+        self._enter(wait=True)
+        try:
+            yield
+        finally:
+            self.__exit__()
+
+    def _enter(self, *, wait: bool) -> Self:
+        me = threading.get_ident()
+        if self._owner == me:
+            self._depth += 1
+            return self
+        held: list[FrameType | None] = []
+        handler = None
+        if _in_main_thread() and getsignal(signal.SIGINT) is not None:
+            handler = set_handler(signal.SIGINT, lambda number, frame: held.append(frame))
+        if not self._lock.acquire(blocking=wait):
+            _give_back(handler, held)
+            raise RuntimeError(
+                f"{self._what} is being used by another thread, and only one may use it at a time: make one for each thread, or put a "
+                "lock of your own around every use"
+            )
+        self._owner, self._depth, self._handler, self._held = me, 1, handler, held
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        handler, held = self._handler, self._held
+        self._owner = self._handler = None
+        self._lock.release()
+        _give_back(handler, held)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a thread is in it."""
+        return self._owner is not None
+
+    def interrupt_point(self) -> None:
+        """Let a Ctrl-C that was held back take effect here. For places where the state is consistent. Stopped if `stopping` says so: only
+        the main thread gets a Ctrl-C, and the others have to ask."""
+        if self.stopping is not None and self.stopping():
+            raise Stopped
+        if self.together is not None:
+            self.together.interrupt_point(self._interrupt)
+        else:
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        if self._held and callable(self._handler):
+            frame = self._held.pop()
+            self._held.clear()
+            self._handler(signal.SIGINT, frame)
+        interrupts.check()
+
+
+def _give_back(handler: Any, held: list[FrameType | None]) -> None:
+    """Restore the earlier handler of Ctrl-C. A Ctrl-C that was held back takes effect now."""
+    if handler is not None:
+        set_handler(signal.SIGINT, handler)
+        if held:
+            signal.raise_signal(signal.SIGINT)
+
+
+class Guarded(Protocol):
+    """Whatever has a guard."""
+
+    guard: CallGuard
+
+
+def guarded[S: Guarded, **P, R](method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """A method that runs inside its object's guard. RuntimeError if it would run here alone, and not in all processes of the job."""
+
+    @functools.wraps(method)
+    def call(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.guard:
+            if self.guard.together is not None:
+                self.guard.together.check_inside()
+            return method(self, *args, **kwargs)
+
+    return call

@@ -1,0 +1,678 @@
+"""The engine: the one stateful object. It owns the pool of pages and runs the pure steps over it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from kvjax.axes import check_mesh, plan_sizes
+from kvjax.cache import PageAllocator
+from kvjax.cache.formats import parse_cache_format
+from kvjax.cache.page_manager import GroupPages, pages_for
+from kvjax.cache.page_tables import staged_widths, table_width, table_widths
+from kvjax.cache.pool import Pool, PoolStats
+from kvjax.cache.prefix_cache import PrefixStats
+from kvjax.checks import PROMPTS_REMEDY, check_model, check_salt, engine_sizes, listed, optional_function, token_ids, whole_number
+from kvjax.compilation import compile_together
+from kvjax.engine.call_lock import CallGuard, guarded
+from kvjax.engine.capacity_plan import Capacity, MemoryPlan, host_memory, memory_plan, plan_with_weights, pool_pages
+from kvjax.engine.decode_batch import Slots, Written, in_bucket
+from kvjax.engine.decode_runner import DecodeRunner, Launched, padded_rows
+from kvjax.engine.inspection import StepRead, inspect_step, read_of
+from kvjax.engine.page_eviction import PageRelease
+from kvjax.engine.policy_set import DeclaredPolicies
+from kvjax.engine.prefill_runner import ChunkRun, Prefiller
+from kvjax.engine.prefix_reuse import StoreOptions, check_stores, make_reuse, reusing
+from kvjax.engine.sampling import Sampled, Sampling, SamplingRows
+from kvjax.engine.sequence import CachedSequence, check_usable
+from kvjax.engine.sequence_io import SequenceCopies
+from kvjax.engine.sharding import spec_on_mesh
+from kvjax.engine.step_output import Reads
+from kvjax.engine.step_plan import Chunk, Decoded, DecodeGroup, StepPlan, StepResult, check_plan
+from kvjax.engine.steps import decode_step, sample_first
+from kvjax.model.placement import place_model
+from kvjax.model.protocols import Model
+from kvjax.policies.choice import Choice, possible_prefills
+from kvjax.policies.decode import DecodePolicy, Watched
+from kvjax.policies.prefill import PrefillPolicy
+
+logger = logging.getLogger(__name__)
+
+BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+
+
+class Engine:
+    """Prefill, decode, extend, fork, truncate and free sequences of one model.
+
+    policy: the decode policy, or its name (`policies.decode.parse`); None: dense, or the model's own (tokens:K, of an indexer). policies:
+    others that calls may name; sealing builds the indexes of all. pages: size of the pool; None fits it to free memory. page_size and
+    prefill_chunk: in tokens; the chunk is a multiple of the page. prefill: the prefill policy, or its name (`parse_prefill`); None as for
+    policy. batch_buckets: decode batches are padded to the next of these sizes; a sequence's bits are the same in every batch of a bucket.
+    cache_format: how full pages are packed, as "int8" or "k=int8,v=int4"; None: not at all (docs/cache-formats.md).
+    sequences: those not freed yet. device_bytes: size of the pool on the device in bytes, in place of pages. mesh: `kvjax.mesh(...)`, over
+    whose devices weights and pages are split (docs/devices.md). stores: host_bytes, disk and disk_bytes are room for pages besides the
+    device, and with reuse say which pages outlive their sequences: see `kvjax.engine.prefix_reuse.StoreOptions` and docs/tiers.md.
+
+    Use it from one thread at a time. A call while another thread is in a method raises RuntimeError, and does not disturb the other call.
+    Ctrl-C takes effect between chunks of prefill and after other methods, so pages and lengths stay consistent (`kvjax.engine.call_lock`).
+    If a step fails half-way (device memory runs out, say), the engine loses its pages, and later calls raise RuntimeError: make a new one.
+    If only a chunk's sequence is lost, because its recurrent state has moved on, calls that use it raise RuntimeError: free it.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        policy: str | DecodePolicy | None = None,
+        *,
+        policies: str | DecodePolicy | Iterable[str | DecodePolicy] = (),
+        pages: int | None = None,
+        page_size: int = 128,
+        prefill_chunk: int = 512,
+        prefill: str | PrefillPolicy | None = None,
+        batch_buckets: tuple[int, ...] = BATCH_BUCKETS,
+        cache_format: str | None = None,
+        device_bytes: int | None = None,
+        mesh: Mesh | None = None,
+        **stores: Unpack[StoreOptions],
+    ):
+        check_model(model, "Engine")
+        check_mesh(mesh, stores)
+        packed = parse_cache_format(cache_format, model.config.compute_dtype)
+        self.guard, self.mesh = CallGuard("this engine"), mesh
+        self.model, self.config = model if mesh is None else place_model(model, mesh), model.config
+        self.page_size, self.prefill_chunk, self.batch_buckets = engine_sizes(page_size, prefill_chunk, batch_buckets)
+        self.dtype = jnp.dtype(self.config.compute_dtype)
+        self.spec, self.cache_format = spec_on_mesh(self.config.cache_spec(page_size, packed), mesh), packed and str(packed)
+        split = {"page_size": page_size, "prefill_chunk": prefill_chunk, "mesh": mesh, "cache_format": packed}
+        self._declared = DeclaredPolicies(model, policy, policies, prefill, **split)
+        self.policy, self.policies, self.policy_names = self._declared.policy, self._declared.policies, self._declared.named
+        self.prefill_policy, self.indexes = self._declared.prefill, self._declared.indexes
+        sizes = {"page_size": page_size, "prefill_chunk": self.prefill_chunk, "sequences": self.batch_buckets[-1]}
+        sizes |= {"reach": self._declared.reach, "cache_format": packed} | plan_sizes(mesh)
+        # No method of this engine: one that nobody holds any more should go at once, and its stores with it.
+        self._plan_beside_weights = functools.partial(memory_plan, self.config, **sizes, indexes=self.indexes, weights_bytes=0)
+        plan = self._plan_beside_weights()
+        self._stores = kept_in = check_stores(self._declared.states.policies, **stores)
+        host = host_memory(plan, kept_in.host_bytes, self.spec, chunk=self.prefill_chunk, keeps_none=kept_in.keeps_none)
+        if host.why:
+            logger.info("%s bytes of host memory are a store of pages and states for later prompts: %s", f"{host.store_bytes:,}", host.why)
+        totals = pool_pages(plan, self.config, pages, device_bytes, host.pages, mesh=mesh)
+        self._groups = GroupPages(self.spec, *totals, self.prefill_chunk, hot=bool(self.indexes), reach=self._declared.reach, mesh=mesh)
+        self._declared.frames = next((each.counts for each in self._groups.frames.values()), None)
+        self._release = PageRelease(self._groups, self.page_size, self.policy, self._declared.reach)
+        self._capacity = Capacity(self.config, self._groups, self._plan_beside_weights)
+        self._pool = Pool(self._groups.empty(self.indexes), self.spec, self._groups.frames, self._groups.shards)
+        self._prefiller = Prefiller(self.model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)
+        self._reuse = make_reuse(model, self._pool, self._groups, self._declared, self._prefiller, kept_in, host)
+        self._capacity.pinned = None if self._reuse is None else self._reuse.pinned
+        self._runs: dict[CachedSequence, ChunkRun] = {}
+        copied = self._pool, self._groups, self._capacity, self._release, self.indexes
+        self._copies = SequenceCopies(model, *copied, self.prefill_chunk, self.guard, self.cache_format)
+        self._runner = DecodeRunner(self.model, self._pool, self._groups, self._declared, self._release)
+        self.sequences: set[CachedSequence] = set()
+
+    @property
+    def last_reads(self) -> Reads | None:
+        """What the latest decode step read, summed over layers and KV heads; None before the first."""
+        return self._runner.last_reads
+
+    def __repr__(self) -> str:
+        name, policies = getattr(self.model, "name", "") or self.config.family, ", ".join(map(str, self.policies))
+        pool = self._groups.describe() + (f", packed as {self.cache_format}" if self.cache_format else "")
+        return f"Engine({name!r}: {policies}; prefill {self.prefill_policy}; {pool}, sequences={len(self.sequences)})"
+
+    # Capacity
+
+    def memory_plan(self) -> MemoryPlan:
+        """Weights, cache per 1K tokens and pages that fit, for this model as loaded."""
+        return plan_with_weights(self._plan_beside_weights(), self.model.params)
+
+    @property
+    def used_bytes(self) -> dict[str, int]:
+        """Bytes of device memory that the pages and states of sequences take, by layer group. Shared pages count once."""
+        return {name: count * self.spec.bytes_per_page(name, self.indexes) for name, count in self._groups.used.items()}
+
+    @property
+    def allocators(self) -> dict[str, PageAllocator]:
+        """The page allocators, by layer group."""
+        return self._groups.allocators
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that `tokens` tokens take in a layer group that keeps all of them."""
+        return -(-tokens // self.page_size)
+
+    def check_length(self, tokens: int, policy: DecodePolicy | None = None) -> None:
+        """ValueError if a sequence of `tokens` tokens is longer than the model's positions, OutOfPages if the whole pool is too small.
+
+        policy: decodes the sequence to that length, and may count positions in the cache or give pages back. None: it is prefilled."""
+        self._capacity.check_length(tokens, self.prefill_policy if policy is None else policy)
+
+    def fitted(self, sampling: Sampling, prompt_tokens: int, policy: DecodePolicy) -> Sampling:
+        """`Capacity.fitted`."""
+        return self._capacity.fitted(sampling, prompt_tokens, policy)
+
+    @property
+    def last_choice(self) -> Choice | None:
+        """What `auto` chose last, for a step or at a request's admission, and why; None before the first."""
+        return self._declared.last_choice
+
+    @property
+    def last_prefill_choice(self) -> Choice | None:
+        """What prefill `auto` chose for the latest chunk, and why; None before the first."""
+        return self._declared.last_prefill_choice
+
+    def declared(self, policy: str | DecodePolicy | None) -> DecodePolicy:
+        """The policy of a call; None is the engine's own. ValueError if it scans an index that this engine's pages do not have."""
+        return self._declared.find(policy)
+
+    def chosen(self, policy: DecodePolicy, lengths: Sequence[int]) -> DecodePolicy:
+        """The policy of a step over sequences of these lengths in tokens: `policy`, or what `auto` chooses. Logs a new choice."""
+        return self._declared.choose(policy, lengths)
+
+    def grows(self, sequence: CachedSequence, tokens: int) -> bool:
+        """Whether `tokens` more tokens of a sequence need pages that it does not hold."""
+        return any(pages_for(sequence.length + tokens, group) > len(sequence.pages[group.name]) for group in self.spec.groups)
+
+    def slices_left(self, sequence: CachedSequence | None) -> int:
+        """Slices of layers that the sequence's chunk of prefill has not run yet; all of them if no chunk has begun."""
+        run = self._runs.get(sequence)
+        return len(self._prefiller.slices) - (0 if run is None else run.done)
+
+    def check_room(self, tokens: int, sequence: CachedSequence | None = None, growing: Sequence[CachedSequence] = ()) -> None:
+        """OutOfPages unless a sequence of `tokens` tokens fits, and those of `growing` find one page more each.
+
+        sequence: None: a new one. The pages that it holds are not needed, and if it is suspended, only those that it held are.
+        """
+        self._capacity.check_room(tokens, sequence, growing)
+
+    # Sequences
+
+    @guarded
+    def new_sequence(self, prompt: Sequence[int] | None = None, *, cache_salt: str | None = None) -> CachedSequence:
+        """A sequence without tokens. `extend` or chunks of `step` write to it.
+
+        prompt: where the engine reuses pages, the sequence begins with the longest prefix of these tokens that is known, at most all but
+        the last token: write the rest, `prompt[sequence.length :]`. cache_salt: only prompts of the same salt share pages.
+        """
+        sequence = self._release.new_sequence()
+        self.sequences.add(sequence)
+        if prompt is not None:
+            with self._kept(sequence):
+                self._adopt(sequence, self.check_tokens(prompt), cache_salt)
+        return sequence
+
+    @guarded
+    def prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        reserve: int = 0,
+        on_tokens: Callable[[int], None] | None = None,
+        cache_salt: str | None = None,
+    ) -> list[CachedSequence]:
+        """Write whole prompts (token ids) to new sequences; `.logits` of each predicts the next token.
+
+        reserve: tokens beyond the prompt whose pages are taken now, so that later steps cannot run out. on_tokens: called with the number
+        of tokens done, after each chunk. cache_salt: as in `new_sequence`. Prompts are written one at a time, so a prompt's bits do not
+        depend on the others. Raises OutOfPages, and ValueError for an empty prompt, one too long for the model, or a token outside the
+        vocabulary; then no prompt is kept.
+        """
+        reserve = whole_number("reserve", reserve)
+        optional_function("on_tokens", on_tokens)
+        prompts = [self.check_tokens(prompt) for prompt in listed(prompts, "prompts", PROMPTS_REMEDY)]
+        for prompt in prompts:
+            self.check_length(len(prompt))
+            self.check_length(len(prompt) + reserve, self.policy)
+        if self._reuse is None:  # else prompts may share pages
+            with self._capacity.advice():
+                self._groups.check_new([len(prompt) + reserve for prompt in prompts])
+        sequences = [self._release.new_sequence() for _ in prompts]
+        with self._kept(*sequences):
+            for sequence, prompt in zip(sequences, prompts, strict=True):
+                self._adopt(sequence, prompt, cache_salt)
+                self.reserve([sequence], len(prompt) - sequence.length + reserve)
+            for sequence, prompt in zip(sequences, prompts, strict=True):
+                if on_tokens and sequence.length:
+                    on_tokens(sequence.length)
+                self._write(sequence, prompt[sequence.length :], all_logits=False, on_tokens=on_tokens)
+            self.guard.interrupt_point()
+        return sequences
+
+    @guarded
+    def extend(self, sequence: CachedSequence, tokens: Sequence[int], *, all_logits: bool = False) -> Float[Array, "*T V"]:
+        """Append tokens by prefill and return the logits after the last one, `[V]`, or after each, `[T, V]`; float32.
+
+        `.logits` and `[V]` have the bits of one prefill of the whole, unless the prefill policy looks at several queries of a chunk at once
+        (`queries_stand_alone` is False): then tokens added to a chunk that an earlier call began are prefilled densely. Rows of `[T, V]`
+        come from one product of a whole chunk with the head, and may round otherwise. Raises as `prefill` does. After an error (or
+        Ctrl-C), chunks already written stay: `.length` and `.tokens` say which, and `.logits` is then None.
+        """
+        self._check_live([sequence])
+        tokens = self.check_tokens(tokens)
+        self.check_length(sequence.length + len(tokens))
+        with self._reserved([sequence], len(tokens)):
+            return self._write(sequence, tokens, all_logits=all_logits)
+
+    @guarded
+    def decode(
+        self, sequences: Sequence[CachedSequence], tokens: Sequence[int] | Sequence[Sequence[int]], policy: str | DecodePolicy | None = None
+    ) -> Float[Array, "n *T V"]:
+        """Write one given token of every sequence through the decode policy, and return the next-token logits, float32.
+
+        tokens: one of every sequence, or a row of T (4, 8 or 16): then logits are `[n, T, V]`. Each of the T tokens reads what it would
+        read alone; the bits are those of a step of T. For forced text or your own sampling; `kvjax.generate` samples inside the step.
+        """
+        self._check_live(sequences)
+        padded, given = padded_rows(sequences, tokens, self.batch_buckets, self.config.vocab_size)
+        launched = self._launch(decode_step, padded, given, policy, written=given.shape[1])
+        self._runner.keep(launched, given.shape[1])
+        self._pool.expect_none(self.last_reads.missing)
+        for sequence, row in zip(sequences, given.tolist(), strict=False):
+            sequence.tokens += row
+        logits = launched.results[0][: len(sequences)]
+        return logits if np.ndim(tokens[0]) else logits[:, 0]
+
+    @guarded
+    def inspect(self, sequences: Sequence[CachedSequence], tokens: Sequence[int], policy: str | DecodePolicy | None = None) -> StepRead:
+        """What a decode step of any policy would read, by layer and KV head, with scores, and its logits.
+
+        The step runs as in `decode`, and attends to the listed blocks once more for the scores. Sequences, states of learning policies,
+        `last_reads` and `last_choice` do not change. Waits for the device. Raises as `decode` does.
+        """
+        self._check_live(sequences)
+        ones = [[token] for token in listed(tokens, "tokens", "give one of every sequence")]
+        padded, given = padded_rows(sequences, ones, self.batch_buckets, self.config.vocab_size)
+        runner, declared = self._runner, self._declared
+        kept, pages = (runner.last_reads, declared.last_choice), [sequence.page_counts() for sequence in sequences]
+        try:
+            launched = self._launch(inspect_step, padded, given, policy)
+            launched.slots.forget()  # the step's result is dropped
+            named = self.declared(policy)
+            return read_of(named if isinstance(named, Watched) else launched.policy, len(sequences), *launched.results)
+        finally:
+            runner.last_reads, declared.last_choice = kept
+            for sequence, counts in zip(sequences, pages, strict=True):
+                self._groups.keep(sequence, counts)
+
+    @guarded
+    def step(self, plan: StepPlan) -> StepResult:
+        """Run a plan: its decode steps, then slices of its chunks of prefill, each as a separate call. Does not wait for the device.
+
+        Raises what `decode_and_sample` and `extend` raise. The whole plan is checked, and its pages are taken, first: after ValueError or
+        OutOfPages nothing has run, and no page was taken. The caller appends decoded tokens to `.tokens` when it knows them.
+        """
+        groups = [self._runner.checked(each, self.batch_buckets) for each in check_plan(plan).decodes]
+        if len(groups) > 1 or plan.chunks:  # one step alone takes its own before it runs
+            self._take_pages(groups, plan.chunks)
+        decodes = tuple([self._sent(self._decode(each)) for each in groups])
+        return StepResult(decodes, tuple([self._prefiller.advance_one_of(self._runs, each.sequence, each.slices) for each in plan.chunks]))
+
+    def _sent(self, decoded: Decoded) -> Decoded:
+        if not self._pool.on_cpu:  # there the host reads the array in place
+            decoded.packed.copy_to_host_async()
+        return decoded
+
+    @guarded
+    def decode_and_sample(
+        self,
+        slots: Sequence[CachedSequence | None],
+        tokens: Int[Array, "B *T"],
+        rows: SamplingRows,
+        policy: str | DecodePolicy | None = None,
+        *,
+        counts: Int[Array, "B V"] | None = None,
+    ) -> Sampled:
+        """Write one token per slot (None: empty) and sample the next one, all in one jitted call.
+
+        tokens: `[B]`; or `[B, T]`, T being 4, 8 or 16: each row's certain token and T - 1 drafted ones, -1 where there is no draft. Results
+        then have an axis T, and `accepted` says how many of the row's tokens stay: the first, and the drafts before the first one that
+        differs from the token sampled in its place. The others are dropped: nothing ever reads what they left behind. Waits for the device,
+        to know how many stay.
+
+        Without drafts it does not wait, and the last step may not have computed the tokens yet. So ids in a JAX array are not checked: one
+        outside the vocabulary makes its row not finite. The caller appends the written tokens to `.tokens` when it knows them, and drops a
+        row whose logits were not finite. counts: needed where a row has a penalty: the tokens that each row holds
+        (`kvjax.engine.sampling.seen_tokens`), int32. DONATES counts; the result has them, with the tokens that stay added.
+        """
+        group = DecodeGroup(slots, tokens, rows, policy, counts)
+        return self._decode(self._runner.checked(group, self.batch_buckets)).sampled
+
+    def _decode(self, group: DecodeGroup) -> Decoded:
+        """Run a group that the runner has checked."""
+        step, rest = self._runner.program_of(group)
+        return self._runner.decoded(self._launch(step, group.sequences, group.tokens, group.policy, *rest, written=group.written), group)
+
+    @guarded
+    def compile_ahead(
+        self, policy: DecodePolicy, sequence: CachedSequence, tokens: int, samplings: Sequence[Sampling | None], launches: Sequence[int]
+    ) -> None:
+        """Compile in another thread what follows a prefill. Arguments as of `DecodeRunner.compile_ahead`."""
+        self._runner.compile_ahead(policy, sequence, tokens, samplings, launches)
+
+    @guarded
+    def fork(self, sequence: CachedSequence) -> CachedSequence:
+        """A second sequence with the same history: sealed pages are shared, the open one is copied. Raises OutOfPages."""
+        self._check_live([sequence])
+        child = self._copies.fork(sequence)
+        self.sequences.add(child)
+        return child
+
+    @guarded
+    def truncate(self, sequence: CachedSequence, length: int) -> None:
+        """Drop the tokens from `length` on. They must lie in the open page, because sealed pages may be shared and are never reopened.
+
+        Reserved pages are given back too. A learning policy keeps what it learned from the dropped tokens.
+        """
+        self._check_live([sequence])
+        length = whole_number("length", length)
+        lowest = sequence.length // self.page_size * self.page_size
+        if not lowest <= length <= sequence.length:
+            raise ValueError(
+                f"cannot truncate to {length} tokens: the sequence has {sequence.length}, of which the first {lowest} are sealed; "
+                f"a length from {lowest} to {sequence.length} is possible (fork before writing to go back further)"
+            )
+        self._groups.keep_written(sequence, length)
+        del sequence.tokens[length:]
+        sequence.length, sequence.logits, sequence.open_chunk = length, None, None
+        if sequence.prefix is not None:
+            sequence.prefix.length = min(sequence.prefix.length, length)
+
+    @guarded
+    def free(self, sequence: CachedSequence) -> None:
+        """Give the sequence's pages back. It cannot be used afterwards."""
+        self._check_live([sequence], ready=False)
+        if self._reuse is not None:
+            self._reuse.freed(sequence)
+        self._groups.keep_written(sequence, 0)
+        self.sequences.remove(sequence)
+        self._runs.pop(sequence, None)
+        sequence.pages = self._groups.new()  # slots notice the change by this
+        sequence.logits = sequence.suspended = None
+
+    @guarded
+    def reserve(self, sequences: Sequence[CachedSequence], tokens: int) -> None:
+        """Take the pages that `tokens` more tokens of every sequence need, or raise OutOfPages and take none."""
+        self._check_live(sequences)
+        tokens = whole_number("tokens", tokens)
+        with self._capacity.advice():
+            self._groups.reserve(sequences, tokens)
+
+    @guarded
+    def save(self, sequence: CachedSequence, path: str | Path) -> None:
+        """Write a sequence's pages and tokens to a file that `restore` reads. It is written under another name, then renamed.
+
+        The states of learning policies are not written, so policies that learn from prefill cannot decode a restored sequence. ValueError
+        if `.tokens` does not hold the token of every position.
+        """
+        self._check_live([sequence])
+        self._copies.save(sequence, path)
+
+    @guarded
+    def restore(self, path: str | Path) -> CachedSequence:
+        """A sequence from a file of `save`, bit for bit. ValueError if another model, page size or dtype made it, and for a damaged file.
+
+        `.logits` is None: extend it, or decode the next token.
+        """
+        sequence = self._copies.restore(path)
+        self.sequences.add(sequence)
+        return sequence
+
+    @guarded
+    def suspend(self, sequence: CachedSequence) -> None:
+        """Move the sequence's pages and states to host memory, and free them on the device. Call `resume` before you use it again; its bits
+        are then the same. Waits for the device."""
+        self._check_live([sequence])
+        self._copies.suspend(sequence)
+
+    @guarded
+    def resume(self, sequence: CachedSequence) -> None:
+        """Bring a suspended sequence back to the device. If there are too few pages, it stays suspended and OutOfPages is raised."""
+        self._check_live([sequence], ready=False)
+        self._copies.resume(sequence)
+
+    @guarded
+    def warmup(self, *, batch: int = 1, tokens: int | None = None, policy: str | DecodePolicy | None = None) -> None:
+        """Compile the steps that `batch` sequences decoded together need before the first real call.
+
+        It compiles prefill, and greedy decoding in the batch bucket of `batch`, for every page-table width up to that of `tokens` tokens
+        (None: one page), and with `host_bytes` the copies of pages (docs/tiers.md). Programs are traced one after the other, and compiled
+        beside each other in up to 8 threads. Steps in which a row draws at random are compiled when first used. Raises as `prefill` does.
+        """
+        batch = whole_number("batch", batch, 1)
+        positions = self.config.max_positions
+        tokens = min(self.page_size, positions) if tokens is None else whole_number("tokens", tokens, 1)
+        self.check_length(tokens, self.declared(policy))
+        longest, most = self.pages_for(tokens), max(tokens, positions)
+        widths = staged_widths(longest) if self._prefiller.brings else table_widths(longest)
+        lengths = [min(width * self.page_size, longest * self.page_size, most) for width in widths]
+        steps = self._declared.possible(policy, longest * self.page_size, batch)
+        sequences = self.prefill([[0]] * batch, cache_salt=os.urandom(16).hex())  # nobody finds what warming up leaves
+        try:
+            slots, rows = in_bucket(sequences, self.batch_buckets), SamplingRows.of([None])
+            sample_first(sequences[0].logits, rows, np.ones(1, np.int32))
+            rows = SamplingRows.of([None] * len(slots))
+            compile_together(self._warmup_calls(slots, rows, lengths, steps), self.guard.interrupt_point)
+            for tokens in lengths:
+                self.reserve(sequences[:1], tokens - sequences[0].length)
+                for each in possible_prefills(self.prefill_policy, tokens, self.prefill_chunk):
+                    with self._reserved(sequences[:1], 1):
+                        self._write(sequences[0], [0], all_logits=False, only=each)
+                keeping = sequences[0].keeping
+                written, sequences[0].length = sequences[0].length, tokens - 1
+                for each in steps:
+                    self.guard.interrupt_point()
+                    self._groups.skip(sequences[0])
+                    jax.block_until_ready(self.decode_and_sample(slots, np.zeros(len(slots), np.int32), rows, each))
+                    sequences[0].length = tokens - 1
+                sequences[0].length, sequences[0].keeping = written, keeping
+            if self._pool.frames:
+                self._pool.compile_moves()
+                for each in possible_prefills(self.prefill_policy, lengths[-1], self.prefill_chunk):
+                    for _ in self._prefiller.compile_copies(sequences[0], each, lengths[-1]):
+                        self.guard.interrupt_point()
+        finally:
+            for sequence in sequences:
+                self.free(sequence)
+
+    def _warmup_calls(
+        self,
+        slots: Sequence[CachedSequence | None],
+        rows: SamplingRows,
+        lengths: Sequence[int],
+        steps: Sequence[DecodePolicy],
+    ) -> Generator[functools.partial]:
+        """What warming up runs at each length: slices of prefill, and decode steps. The first slot's sequence stays as it is."""
+        before, opened = slots[0].page_counts(), slots[0].open_chunk
+        try:
+            for tokens in lengths:
+                self.reserve(slots[:1], tokens - slots[0].length)
+                prefills = possible_prefills(self.prefill_policy, tokens, self.prefill_chunk)
+                for each in prefills:
+                    yield from self._prefiller.calls(self._begin(slots[0], [0], only=each))
+                widths = {group.name: table_width(-(-tokens // group.page_size)) for group in self.spec.groups}
+                for each in steps:
+                    yield self._runner.step_call(each, slots, widths, rows)
+                # As after a step: the next chunk goes on from what the last one learned, and tables of windows are as wide as it was long.
+                length, slots[0].length, slots[0].open_chunk = slots[0].length, tokens - 1, None
+                self._groups.skip(slots[0])
+                slots[0].length = length
+            for each in prefills if self._pool.frames else ():
+                yield from self._prefiller.calls_with_copies(slots[0], each, tokens)
+        finally:
+            self._groups.keep(slots[0], before)
+            slots[0].open_chunk = opened
+
+    @guarded
+    def pin(self, prefix: CachedSequence | Sequence[int], cache_salt: str | None = None) -> int:
+        """Keep the pages of a prompt's beginning in the pool until `unpin`, and return how many tokens they hold.
+
+        prefix: token ids, all of whose full pages were prefilled before and are still known, or a sequence, for its own prompt. Pages that
+        are not in the pool are copied back. Pinning twice changes nothing. At most half of the pages can be pinned. ValueError for more
+        than that, for a prefix that is not known, and for an engine without reuse; OutOfPages.
+        """
+        with self._capacity.advice():
+            return reusing(self._reuse).pin(self._prefix(prefix), cache_salt)
+
+    @guarded
+    def unpin(self, prefix: CachedSequence | Sequence[int], cache_salt: str | None = None) -> int:
+        """Let the longest pinned prefix of these tokens go again, and return how many it holds. ValueError if there is none."""
+        return reusing(self._reuse).unpin(self._prefix(prefix), cache_salt)
+
+    def stats(self) -> PrefixStats | None:
+        """What reused pages are where, and what was found; None where the engine reuses nothing."""
+        return None if self._reuse is None else self._reuse.stats()
+
+    def pool_stats(self) -> PoolStats | None:
+        """Where pages of the pool lie, and what has moved; None where none may lie in host memory. Waits for the device."""
+        return self._pool.stats()
+
+    @guarded
+    def close(self) -> None:
+        """Wait until the disk has all pages, and give its folder back. The engine goes on without it. Needed only with `disk`."""
+        if self._reuse is not None:
+            self._reuse.close()
+
+    # Inside
+
+    @contextlib.contextmanager
+    def _kept(self, *sequences: CachedSequence) -> Iterator[None]:
+        """New sequences, live from here on. They are freed again if the block that fills them fails."""
+        self.sequences.update(sequences)
+        try:
+            yield
+        except BaseException:
+            for sequence in sequences:
+                self.free(sequence)
+            raise
+
+    @contextlib.contextmanager
+    def _reserved(self, sequences: Sequence[CachedSequence], tokens: int | Sequence[int]) -> Iterator[None]:
+        """Take pages for `tokens` more tokens of every sequence, or so many for each. If the block fails, those that hold nothing go
+        back."""
+        before = [sequence.page_counts() for sequence in sequences]
+        with self._capacity.advice():
+            self._groups.reserve(sequences, tokens)
+        try:
+            yield
+        except BaseException:
+            for sequence, counts in zip(sequences, before, strict=True):
+                self._groups.keep_written(sequence, sequence.length, counts)
+            raise
+
+    def _write(
+        self,
+        sequence: CachedSequence,
+        tokens: list[int],
+        *,
+        all_logits: bool,
+        on_tokens: Callable[[int], None] | None = None,
+        only: PrefillPolicy | None = None,
+    ):
+        """Run the chunks that hold positions [length, length + len(tokens)).
+
+        only: the policy that runs all of them, wherever they begin, to compile its program; the result does not matter."""
+        collected, done = [], 0
+        while done < len(tokens):
+            self.guard.interrupt_point()
+            run = self._begin(sequence, tokens[done:], all_logits=all_logits, only=only)
+            self._prefiller.advance(run)
+            done += len(run.written)
+            if all_logits:
+                collected.append(run.x[run.first - run.start : run.last - run.start])
+            if on_tokens:
+                jax.block_until_ready(run.x)
+                on_tokens(len(run.written))
+        sequence.logits = run.logits
+        return jnp.concatenate(collected) if all_logits else run.logits
+
+    def _begin(
+        self, sequence: CachedSequence, tokens: list[int], *, all_logits: bool = False, only: PrefillPolicy | None = None
+    ) -> ChunkRun:
+        """A chunk of the sequence's next tokens, with pages for them, before its first slice of layers."""
+        chunk = self.prefill_chunk
+        policy = only or self._declared.choose_prefill(self.prefill_policy, sequence.length // chunk * chunk)
+        self._release.check(policy, [sequence], "prefill")
+        self._groups.give_back(sequence)
+        self.reserve([sequence], min(len(tokens), chunk - sequence.length % chunk))
+        return self._prefiller.begin(sequence, tokens, policy, all_logits=all_logits, always=only is not None)
+
+    def _take_pages(self, groups: Sequence[DecodeGroup], chunks: Sequence[Chunk]) -> None:
+        """Take pages for everything that a plan writes, and begin its chunks. After an error none were taken, and no chunk was begun."""
+        self._check_live(StepPlan(tuple(groups), tuple(chunks)).sequences(), ready=False)
+        with contextlib.ExitStack() as reserved:
+            for group in groups:
+                slots = self._filled(self.declared(group.policy), group.sequences, group.written)
+                reserved.enter_context(self._reserved(*slots.lacking(group.written)))
+            for chunk in chunks:
+                reserved.enter_context(self._started(chunk))
+
+    @contextlib.contextmanager
+    def _started(self, chunk: Chunk) -> Iterator[None]:
+        """Begin a chunk, unless it has begun already. If the block fails, it is as if it had not begun."""
+        sequence, tokens = chunk.sequence, self.check_tokens(chunk.tokens)
+        if sequence in self._runs:
+            self._runs[sequence].check_same(tokens)
+            yield
+            return
+        self._check_live([sequence])
+        self.check_length(sequence.length + len(tokens))
+        before = sequence.page_counts()
+        self._runs[sequence] = self._begin(sequence, tokens)
+        try:
+            yield
+        except BaseException:
+            del self._runs[sequence]
+            self._groups.keep_written(sequence, sequence.length, before)
+            raise
+
+    def _adopt(self, sequence: CachedSequence, prompt: list[int], cache_salt: str | None) -> None:
+        check_salt(cache_salt)
+        if self._reuse is not None:
+            self._reuse.adopt(sequence, prompt, cache_salt)
+
+    def _launch(self, step: Callable, padded: Sequence[CachedSequence | None], tokens, policy, *rest, written: Written = 1) -> Launched:
+        """Launch a decode step over padded slots, with pages for the tokens that it writes."""
+        policy = self.declared(policy)
+        slots = self._filled(policy, padded, written)
+        sequences, counts = slots.lacking(written)
+        if not sequences:
+            return self._runner.launch(step, slots, tokens, policy, *rest, written=written)
+        with self._reserved(sequences, counts):
+            return self._runner.launch(step, slots, tokens, policy, *rest, written=written)
+
+    def _filled(self, policy: DecodePolicy, padded: Sequence[CachedSequence | None], written: Written) -> Slots:
+        """The slots of a policy's batches of this size, with these sequences in them."""
+        slots = self._runner.slots(policy, len(padded))
+        if not slots.hold(padded):
+            self._check_live([each for each in padded if each is not None])
+            self._declared.states.check_learned(policy, padded)
+            self._release.check(policy, padded)
+            slots.fill(padded)
+        elif self._runs:
+            self._check_live(slots.live)
+        self.check_length(slots.longest_after(written), policy)
+        return slots
+
+    def _check_live(self, sequences: Sequence[CachedSequence], *, ready: bool = True) -> None:
+        check_usable(sequences, self.sequences, self._runs.keys() if ready else None)
+
+    def _prefix(self, given: CachedSequence | Sequence[int]) -> CachedSequence | list[int]:
+        if not isinstance(given, CachedSequence):
+            return self.check_tokens(given)
+        self._check_live([given], ready=False)
+        return given
+
+    def check_tokens(self, tokens: Sequence[int]) -> list[int]:
+        """`kvjax.checks.token_ids` of this model's vocabulary."""
+        return token_ids(tokens, self.config.vocab_size)

@@ -1,0 +1,290 @@
+"""What an engine keeps of prefixes: checks of the stores' sizes, and the digest of everything that bits of pages depend on."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import logging
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+import jax
+import jaxlib
+import numpy as np
+
+import kvjax
+from kvjax.cache.allocator import OutOfPages
+from kvjax.cache.page_manager import GroupPages
+from kvjax.cache.pool import Pool, first_array
+from kvjax.cache.prefix_cache import Prefixes, PrefixStats
+from kvjax.cache.spec import MOST_TOKENS, OPEN
+from kvjax.cache.stores.blocks import block_bytes, read_blocks
+from kvjax.cache.stores.disk import DiskStore
+from kvjax.cache.stores.host import HostStore
+from kvjax.checks import check_salt, whole_number
+from kvjax.engine.capacity_plan import HostMemory
+from kvjax.engine.policy_set import DeclaredPolicies
+from kvjax.engine.sequence import CachedSequence
+from kvjax.model.identity import fingerprint
+from kvjax.model.protocols import Model
+from kvjax.policies.decode import DecodePolicy
+from kvjax.policies.prefill import identity
+from pallas_kernels import dispatch
+
+if TYPE_CHECKING:
+    from kvjax.engine.prefill_runner import ChunkRun, Prefiller
+
+logger = logging.getLogger(__name__)
+
+
+class StoreOptions(TypedDict, total=False):
+    """Where pages may lie besides the device, and which of them an engine keeps after their sequences are gone.
+
+    A new prompt takes the pages of the longest beginning that is known, whole pages only, and prefills the rest. These pages hold the bits
+    that the prompt would write itself, so its answer does not change.
+
+    host_bytes: so many bytes of host memory hold pages that the device has no room for, those of running sequences, too; these are read in
+    place. Where kernels cannot do so (on a mesh, for windows and states of recurrent layers, on other devices than CPUs and NVIDIA GPUs),
+    host memory holds copies of kept pages alone, which come back to the device to be used; the log says so. reuse: keep pages until others
+    need their room. None, the default: where disk is given, and where host_bytes is, unless a policy learns from prefill. False: then
+    host_bytes serve running sequences alone, and are refused where they cannot. "any": find pages of the same tokens however they were
+    written: by other policies, in other chunks, by decode steps. Answers may then differ a little. disk, disk_bytes: copy kept pages to
+    this folder as soon as they are written. It takes so many bytes at once. Its pages outlive the process.
+    """
+
+    reuse: bool | Literal["any"] | None
+    host_bytes: int | None
+    disk: str | Path | None
+    disk_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stores:
+    """`StoreOptions`, checked. keeps_none: why no pages are kept after their sequences are gone; "": they are."""
+
+    reuse: bool | Literal["any"]
+    host_bytes: int | None
+    disk: str | Path | None
+    disk_bytes: int | None
+    keeps_none: str
+
+
+def check_stores(
+    learning: Sequence[DecodePolicy],
+    *,
+    reuse: bool | Literal["any"] | None = None,
+    host_bytes: int | None = None,
+    disk: str | Path | None = None,
+    disk_bytes: int | None = None,
+    **unknown: object,
+) -> Stores:
+    """The options of an engine's stores. learning: its policies that learn from prefill. ValueError for options that do not fit together,
+    or not with these policies."""
+    if unknown:
+        name = next(iter(unknown))
+        near = difflib.get_close_matches(name, StoreOptions.__annotations__, n=1)
+        raise TypeError(f"Engine has no argument {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
+    learns = f"policy {learning[0]} learns from prefill" if learning else ""
+    given = reuse
+    if reuse is None:
+        reuse = disk is not None or (host_bytes is not None and not learning)
+    if not isinstance(reuse, bool) and reuse != "any":
+        raise ValueError(f"reuse must be True, False, None, or 'any', got {reuse!r:.60}")
+    if not reuse and disk is not None:
+        raise ValueError("disk keeps pages for reuse, and reuse is False: leave one of them out")
+    if (disk is None) != (disk_bytes is None):
+        raise ValueError(f"disk and disk_bytes go together, got disk {disk!r} and disk_bytes {disk_bytes!r}: give both, or neither")
+    if reuse and learning:
+        raise ValueError(
+            f"{learns}, and a prompt whose pages are reused is not prefilled: name another policy, or make the engine without reuse or disk"
+        )
+    keeps_none = "" if reuse else learns if learns and given is None else "reuse is False"
+    if host_bytes is not None and keeps_none == learns != "":
+        logger.info("no pages are kept for later prompts: %s", learns)
+    return Stores(reuse, host_bytes, disk, disk_bytes, keeps_none)
+
+
+def make_reuse(
+    model: Model,
+    pool: Pool,
+    groups: GroupPages,
+    declared: DeclaredPolicies,
+    prefiller: Prefiller,
+    stores: Stores,
+    host: HostMemory,
+) -> Reuse | None:
+    """The cache of prefixes of an engine; None where nothing is reused. host: what `stores.host_bytes` are. ValueError for a size of the
+    disk in which no page fits, and for host memory that cannot be pinned."""
+    if not stores.reuse:
+        return None
+    store = HostStore(host.store_bytes, _device_of(pool), host.stored) if host.stored else None
+    disk = None
+    if stores.disk is not None:
+        sizes = {group.name: block_bytes(groups.spec, group.name) for group in groups.spec.groups if group.name != OPEN}
+        disk = DiskStore(stores.disk, whole_number("disk_bytes", stores.disk_bytes, 1, 2**63), sizes)
+    kept = Reuse(model, pool, groups, declared, store, disk, prefiller, exact=stores.reuse != "any")
+    prefiller.on_written = kept.written
+    return kept
+
+
+def _device_of(pool: Pool) -> jax.Device:
+    """The device of a pool, or the first one of its mesh that this process has: blocks go to other stores by way of it."""
+    (first, *_) = first_array(pool.layers).devices() if pool.shards is None else pool.shards.mesh.local_devices
+    return first
+
+
+def reusing(kept: Reuse | None) -> Reuse:
+    """ValueError for an engine that reuses nothing."""
+    if kept is None:
+        raise ValueError("this engine keeps no pages to pin: make it with reuse=True, host_bytes or disk")
+    return kept
+
+
+class Reuse:
+    """The cache of prefixes of an engine. prefiller: for a sample of what this engine writes. exact: find only pages that a prompt would
+    write itself; else all pages of its tokens, however they were written."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: Pool,
+        groups: GroupPages,
+        declared: DeclaredPolicies,
+        host: HostStore | None,
+        disk: DiskStore | None,
+        prefiller: Prefiller,
+        *,
+        exact: bool,
+    ):
+        self.exact = exact
+        self.model, self._declared, self._disk, self._page_size = model, declared, disk, declared.page_size
+        self._pool, self._groups, self._prefiller = pool, groups, weakref.proxy(prefiller)
+        self._samples: dict[str | None, str] = {}
+        self._device = _device_of(pool)
+        # Another mesh adds in another order. And its blocks hold heads in another order.
+        self._mesh = None if pool.shards is None or pool.shards.mesh.size == 1 else dict(pool.shards.mesh.shape)
+        # Policies whose queries look at each other write the pages of a chunk together.
+        alone = declared.prefill.queries_stand_alone
+        grain = declared.page_size if alone or not exact else declared.prefill_chunk
+        self._packed = None if declared.cache_format is None else str(declared.cache_format)
+        self._mark = os.urandom(16).hex() if disk is None else fingerprint(model)  # without a disk, no other engine meets these pages
+        if disk is None and host is None and groups.spec.state_groups:
+            logger.warning("prompts of this model are found only with host_bytes or disk, which keep the states of its recurrent layers")
+        self.prefixes = Prefixes(pool, groups, declared.indexes, grain=grain, host=host, disk=disk)
+
+    def adopt(self, sequence: CachedSequence, tokens: Sequence[int], salt: str | None) -> int:
+        """Give a sequence without tokens the longest known prefix of `tokens`. Returns its length."""
+        check_salt(salt)
+        sequence.prefix = self.prefixes.chain(self._root(), salt)
+        found = self.prefixes.adopt(sequence, sequence.prefix, tokens, self._how)
+        sequence.tokens, sequence.length = list(tokens[:found]), found
+        return found
+
+    def written(self, run: ChunkRun) -> None:
+        """A chunk of prefill has run all layers: keep its pages, if a new prompt would write them so."""
+        sequence, chain = run.sequence, run.sequence.prefix
+        if chain is None:
+            return
+        if self.exact:
+            usual = run.whole and run.policy == self._declared.prefill_at(run.start)
+            if not usual or run.first != chain.length or chain.path != dispatch.forced_path():
+                return
+        elif len(sequence.tokens) != sequence.length:
+            return  # tokens that steps wrote are not known
+        self.prefixes.written(sequence, chain, sequence.tokens, self._how)
+        self.prefixes.written_state(sequence, chain)
+
+    def freed(self, sequence: CachedSequence) -> None:
+        """A sequence is about to give its pages up: keep what steps wrote, unless only what prefill writes counts."""
+        if self.exact or sequence.prefix is None or sequence.suspended is not None:
+            return
+        try:
+            self._pool.check()
+        except RuntimeError:  # its pages are lost; the next call says so
+            return
+        # Pages that the latest step filled may not be sealed yet.
+        length = min(len(sequence.tokens), sequence.length - MOST_TOKENS)
+        if length > sequence.prefix.length:
+            self.prefixes.written(sequence, sequence.prefix, sequence.tokens[:length], self._how)
+
+    def pin(self, prefix: CachedSequence | Sequence[int], salt: str | None) -> int:
+        """`Engine.pin`."""
+        length = prefix.length if isinstance(prefix, CachedSequence) else len(prefix)
+        return self.prefixes.pin(self._digests(prefix, salt), length)
+
+    def pinned(self) -> dict[str, int]:
+        """How many pages of each layer group are pinned."""
+        return {name: len(pages) for name, pages in self.prefixes.pins.pages.items()}
+
+    def unpin(self, prefix: CachedSequence | Sequence[int], salt: str | None) -> int:
+        """`Engine.unpin`."""
+        return self.prefixes.pins.remove(self._digests(prefix, salt))
+
+    def _digests(self, prefix: CachedSequence | Sequence[int], salt: str | None) -> list[bytes]:
+        check_salt(salt)
+        if not isinstance(prefix, CachedSequence):
+            return self.prefixes.digests(self.prefixes.chain(self._root(), salt), prefix, self._how)
+        if salt is not None:
+            raise ValueError("a sequence has the cache_salt that it was made with: leave it out")
+        return [] if prefix.prefix is None else prefix.prefix.digests
+
+    def stats(self) -> PrefixStats:
+        """What happened so far."""
+        return dataclasses.replace(self.prefixes.stats(), exact=self.exact)
+
+    def close(self) -> None:
+        """Wait until the disk has everything, and give its folder back."""
+        if self._disk is not None:
+            self._disk.close()
+
+    def _how(self, position: int) -> str:
+        """What writes the grain that begins at a position in a new prompt; nothing, if that does not matter."""
+        if not self.exact:
+            return ""
+        chunk = self._declared.prefill_chunk
+        return identity(self._declared.prefill_at(position // chunk * chunk))
+
+    def _root(self) -> bytes:
+        """Everything that a page's bits depend on, besides tokens and policies; or what it must have in common with others at least."""
+        if not self.exact:
+            common = [kvjax.__version__, self._page_size, self._packed, str(self.model.config.compute_dtype), self._mesh]
+            return json.dumps([self._mark, "any", *common]).encode()
+        versions = {"kvjax": kvjax.__version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+        device: dict[str, Any] = {"kind": self._device.device_kind, "platform": self._device.client.platform_version}
+        sizes = {"page": self._page_size, "chunk": self._declared.prefill_chunk, "dtype": str(self.model.config.compute_dtype)}
+        sizes |= {"packed": self._packed, "mesh": self._mesh}
+        sample = "" if self._disk is None else self._sample()
+        return json.dumps([self._mark, versions, device, sizes, dispatch.forced_path(), sample], sort_keys=True).encode()
+
+    def _sample(self) -> str:
+        """A digest of what this engine writes for a fixed text of one chunk. It differs where bits do, whatever the reason: the processor's
+        instructions, flags of the compiler, settings of JAX, a change of the code. Where too few pages are free for it, a value of its own:
+        then nothing is found on disk, and nobody finds what is kept."""
+        path = dispatch.forced_path()
+        if path not in self._samples:
+            config, spec = self.model.config, self._groups.spec
+            length = int(min(self._declared.prefill_chunk, config.max_positions, self._groups.longest))
+            tokens = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
+            sequence = CachedSequence([], pages=self._groups.new())
+            try:
+                self._groups.reserve([sequence], len(tokens))
+            except OutOfPages:
+                return os.urandom(16).hex()
+            try:
+                run = self._prefiller.begin(sequence, tokens, self._declared.prefill_at(0))
+                self._prefiller.advance(run)
+                digest = hashlib.sha256(np.asarray(run.x))
+                for name, pages in sequence.pages.items():
+                    sealed = [page for page in pages[: length // self._page_size] if page >= 0]
+                    # A row of state holds what earlier sequences left there, too. The logits follow from it.
+                    for block in [] if name in spec.row_groups else read_blocks(self._pool, spec, name, sealed):
+                        digest.update(np.asarray(block))
+            finally:
+                self._groups.keep_written(sequence, 0)
+            self._samples[path] = digest.hexdigest()
+        return self._samples[path]

@@ -1,0 +1,91 @@
+"""Steps as one program over a mesh: each device sees only its part of weights and cache (`jax.shard_map`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from kvjax.axes import WHOLE_COPY, Shards, spec_of
+from kvjax.cache.arrays import layer_specs
+from kvjax.cache.cache import Cache
+from kvjax.model.placement import is_cut
+
+if TYPE_CHECKING:
+    from kvjax.cache.spec import CacheSpec
+    from kvjax.model.protocols import Decoder
+
+
+def on_mesh(
+    shards: Shards | None,
+    step: Callable,
+    decoder: Decoder,
+    params: Any,
+    cache: Cache,
+    arrays: tuple[Any, ...] = (),
+    *,
+    specs: Mapping[int, Any] | None = None,
+    results: tuple[Any, ...],
+) -> Any:
+    """`step(decoder, params, cache, *arrays)`, which returns results and, first of them, the cache; on a mesh, on all of its devices.
+
+    Args:
+        shards: None: no mesh.
+        step: on a mesh it gets the decoder of one device, its part of params and cache, and `cache.shards`.
+        arrays: the same on every device, but for those that `specs` names by their place.
+        results: the specs of results after the cache.
+    """
+    if shards is None:
+        return step(decoder, params, cache, *arrays)
+    whole, given = cache.spec, dict(specs or {})
+
+    def on_device(params: Any, cache: Cache, *arrays: Any):
+        own = cache.replace(spec=whole.on_device(shards.tensor), shards=shards)
+        after, *found = step(decoder.on_shards(shards), params, own, *arrays)
+        return after.replace(spec=whole, shards=None), *found
+
+    places = cache_specs(cache)
+    of_arrays = tuple(given.get(number, WHOLE_COPY) for number in range(len(arrays)))
+    of_params = param_specs(decoder, params, shards.tensor)
+    return shards.run(on_device, (params, cache, *arrays), (of_params, places, *of_arrays), (places, *results))
+
+
+def spec_on_mesh(spec: CacheSpec, mesh: Mesh | None) -> CacheSpec:
+    """The cache over all devices of an engine's mesh."""
+    return spec if mesh is None else spec.on_mesh(Shards(mesh).tensor)
+
+
+def on_mesh_alone(
+    shards: Shards | None,
+    step: Callable,
+    decoder: Decoder,
+    params: Any,
+    *arrays: Any,
+    specs: Sequence[PartitionSpec] | None = None,
+    result: PartitionSpec = WHOLE_COPY,
+) -> Any:
+    """`step(decoder, params, *arrays)`, which reads no cache. specs: of the arrays; None: the same on all devices. result: the spec of its
+    result."""
+    if shards is None:
+        return step(decoder, params, *arrays)
+    own, given = decoder.on_shards(shards), [WHOLE_COPY] * len(arrays) if specs is None else specs
+    of_params = param_specs(decoder, params, shards.tensor)
+    return shards.run(lambda params, *arrays: step(own, params, *arrays), (params, *arrays), (of_params, *given), result)
+
+
+def param_specs(decoder: Decoder, params: Any, tensor: int) -> Any:
+    """The `PartitionSpec` of each parameter."""
+    return jax.tree.map(lambda each: WHOLE_COPY if each is None else spec_of(each.axes), decoder.cuts(params, tensor), is_leaf=is_cut)
+
+
+def specs_of_states(policy: Any, states: Any) -> Any:
+    """The `PartitionSpec` of each array of a policy's states. Its `state_axes` names the axes of all of them, if it has any."""
+    spec = spec_of(policy.state_axes()) if hasattr(policy, "state_axes") else WHOLE_COPY
+    return jax.tree.map(lambda _: spec, states)
+
+
+def cache_specs(cache: Cache) -> Cache:
+    """The `PartitionSpec` of each array of a cache, in the place of the array."""
+    return jax.tree.map(lambda _: WHOLE_COPY, cache).replace(layers=layer_specs(cache.layers))

@@ -1,0 +1,134 @@
+"""The plan of one engine step, and its result.
+
+Decode steps and chunks of prefill are separate calls, never fused, so what a chunk writes depends only on the chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.checks import whole_number
+from kvjax.engine.decode_batch import Written
+from kvjax.engine.multi_step import Ends
+from kvjax.engine.sampling import Sampled, SamplingRows
+from kvjax.engine.sequence import CachedSequence
+from kvjax.engine.step_output import Outcome, Reads, unpack
+from kvjax.policies.decode import DecodePolicy
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Launch:
+    """Several decode steps in one call (`kvjax.engine.multi_step.decode_steps`). steps: 1 to MOST_TOKENS. ends: where rows end; the result
+    has those of the next launch. written: the most tokens that these steps write, in every row or row by row; a row that ends early writes
+    fewer, and must not be used afterwards without correcting its sequence's length."""
+
+    steps: int
+    ends: Ends
+    written: Written
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DecodeGroup:
+    """Sequences that are decoded together through one policy: write `tokens` of each, and sample the next token.
+
+    sequences: one per slot, None where a slot is empty; their number is a batch bucket of the engine. tokens: `[B]`, or `[B, T]`: each
+    row's certain token, and T - 1 drafted ones after it. policy: None is the engine's. counts: as `Engine.decode_and_sample` takes them.
+    launch: several steps at once, without drafts; None: one.
+    """
+
+    sequences: tuple[CachedSequence | None, ...]
+    tokens: Int[Array, "B *T"]
+    sampling: SamplingRows
+    policy: str | DecodePolicy | None = None
+    counts: Int[Array, "B V"] | None = None
+    launch: Launch | None = None
+
+    @property
+    def written(self) -> Written:
+        """The most tokens that it writes."""
+        if self.launch is not None:
+            return self.launch.written
+        return self.tokens.shape[1] if self.tokens.ndim == 2 else 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chunk:
+    """A chunk of prefill. tokens: the next tokens of `sequence`. The chunk takes as many as it has room for, and leaves the rest. Only a
+    chunk that leaves none has logits.
+
+    slices: how many slices of layers to run now; None: all that are left. To continue a chunk that has not run all layers, name the same
+    sequence and tokens in a later plan. Until it is done, the sequence can only be freed.
+    """
+
+    sequence: CachedSequence
+    tokens: tuple[int, ...] | list[int]
+    slices: int | None = None
+
+    def __post_init__(self):
+        if self.slices is not None:
+            whole_number("slices", self.slices, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """Decode steps, and then chunks of prefill. Each sequence appears at most once."""
+
+    decodes: tuple[DecodeGroup, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+
+    def sequences(self) -> list[CachedSequence]:
+        """All sequences that it writes to."""
+        decoded = (each for group in self.decodes for each in group.sequences if each is not None)
+        return [*decoded, *(chunk.sequence for chunk in self.chunks)]
+
+
+def check_plan(plan: StepPlan) -> StepPlan:
+    """The plan; ValueError unless it is one, of decode groups and chunks."""
+    if not isinstance(plan, StepPlan):
+        raise ValueError(f"a step runs a kvjax.engine.step_plan.StepPlan, got {plan!r:.60}: StepPlan(decodes=(...), chunks=(...))")
+    for entries, kind in ((plan.decodes, DecodeGroup), (plan.chunks, Chunk)):
+        if not isinstance(entries, tuple | list) or not all([isinstance(each, kind) for each in entries]):  # noqa: C419 - a list is faster
+            raise ValueError(f"a plan holds a tuple of {kind.__name__}, got {entries!r:.60}")
+    return plan
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Decoded:
+    """The result of one `DecodeGroup`, on the device: what was sampled, and what was read. packed: both, as `kvjax.engine.step_output.pack`
+    packs them; `Engine.step` has begun to copy it to the host. Of a launch of N steps: sampled and reads are of the last one, packed has an
+    axis N first, and ends says where rows end in the next launch."""
+
+    sampled: Sampled
+    reads: Reads
+    packed: Int[Array, "*N B C"]
+    ends: Ends | None = None
+
+    def read(self) -> Outcome:
+        """Wait for the step, and copy its results to the host, except the counts. Not for a launch of several."""
+        tokens = self.sampled.tokens
+        return unpack(np.asarray(self.packed), tokens.shape[1] if tokens.ndim == 2 else None)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prefilled:
+    """The result of one `Chunk` that has run all layers. written: its tokens. logits: `[V]` float32 after the last of them; None where the
+    chunk left tokens. output: an array that is there when the device is done with the chunk."""
+
+    written: int
+    logits: Float[Array, " V"] | None
+    output: Array
+
+    def wait(self) -> None:
+        """Wait until the device is done with the chunk."""
+        self.output.block_until_ready()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepResult:
+    """The result of one plan. chunks: None for a chunk that has not run all layers."""
+
+    decodes: tuple[Decoded, ...]
+    chunks: tuple[Prefilled | None, ...]

@@ -1,0 +1,1 @@
+"""What a model is: configuration, layers, weights, identity."""

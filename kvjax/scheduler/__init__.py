@@ -1,0 +1,1 @@
+"""Requests: when each is read and decoded, and in which batch."""

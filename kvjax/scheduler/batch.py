@@ -1,0 +1,401 @@
+"""Requests that run: their samples, the tokens of each, and the batch of samples that are decoded together."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Int32
+
+from kvjax.compilation import program
+from kvjax.engine.multi_step import STOP_IDS, Ends
+from kvjax.engine.page_eviction import takes_several
+from kvjax.engine.sampling import NotFinite, Sampling, SamplingRows
+from kvjax.engine.sequence import CachedSequence
+from kvjax.engine.step_output import BLOCKS, FINITE, KEYS, TOKENS, listed, unpack
+from kvjax.engine.step_plan import Decoded, DecodeGroup, Launch
+from kvjax.policies.decode.watched import missed_of
+from kvjax.scheduler.request import Completion, Request
+from kvjax.text.detokenizer import TextStream
+
+if TYPE_CHECKING:
+    from kvjax.policies.decode import DecodePolicy
+
+logger = logging.getLogger(__name__)
+
+Ranked = tuple[tuple[int, float], ...]
+"""Pairs of token id and log-probability, best first."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Sample:
+    """One sample of a request: its tokens, except those that its `Roster` put aside, and what they cost.
+
+    issued: tokens so far, including those in flight. stream: turns tokens into text as they come, if somebody listens or a stop string may
+    end the sample; else None. blocks, keys: read by its steps, summed over layers and KV heads.
+    """
+
+    handle: Handle
+    index: int
+    sampling: Sampling
+    sequence: CachedSequence
+    stop_ids: frozenset[int]
+    stream: TextStream | None
+    issued: int = 1
+    ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    top_logprobs: list[Ranked] = dataclasses.field(default_factory=list)
+    blocks: int = 0
+    keys: int = 0
+    finish_reason: str | None = None
+    error: Exception | None = None
+    only_ids: bool = dataclasses.field(init=False)
+    """Whether only the ids of tokens are kept."""
+
+    def __post_init__(self):
+        self.only_ids = self.stream is None and not self.sampling.logprobs
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sort key: higher priority first, then the earlier request, then the earlier of its samples."""
+        return (*self.handle.order[:2], self.index)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether it needs another step, as far as is known."""
+        return self.finish_reason is None and self.issued < self.sampling.max_new_tokens
+
+    def take(self, token: int, logprob: float) -> str:
+        """Add a token. Returns the text that became certain with it, if there is a `stream`. Sets `finish_reason` if it is the last."""
+        self.ids.append(token)
+        if self.sampling.logprobs:
+            self.logprobs.append(logprob)
+        ends, piece = token in self.stop_ids, ""
+        if self.stream is not None and not ends:
+            piece = self.stream.push(token)
+        if ends or (self.stream is not None and self.stream.stopped):
+            self.finish_reason = "stop"
+        elif len(self.ids) == self.sampling.max_new_tokens:
+            self.finish_reason = "length"
+        if self.finish_reason and self.stream is not None:
+            piece += self.stream.close()
+        return piece
+
+    def rank(self, tokens: list[int], logprobs: list[float]) -> None:
+        """Keep the most likely tokens at the latest token's place, except tokens that can never be chosen."""
+        best = zip(tokens, logprobs, strict=True)
+        self.top_logprobs.append(tuple((token, value) for token, value in best if value > -np.inf))
+
+    def fail(self) -> None:
+        """The logits for the next token were not finite."""
+        self.error, self.finish_reason = NotFinite(self.handle.prompt_tokens + len(self.ids)), "error"
+
+    def cancel(self) -> None:
+        """End it with the tokens it has. Tokens in flight are dropped."""
+        self.finish_reason = "cancelled"
+        if self.stream is not None:
+            self.stream.close()
+
+    def text(self, tokenizer) -> str:
+        """The text of all tokens, without a stop token at the end."""
+        if self.stream is None:
+            if tokenizer is None:
+                return ""
+            self.stream = TextStream(tokenizer, context=self.handle.prompt_end)
+            for token in self.ids:
+                if token not in self.stop_ids:
+                    self.stream.push(token)
+            self.stream.close()
+        return self.stream.text
+
+    def completion(self, tokenizer, kv_heads: int) -> Completion:
+        """Its completion. kv_heads: the KV heads of all layers, over which reads are summed."""
+        if self.error is not None:
+            return Completion(finish_reason="error", prompt_tokens=self.handle.prompt_tokens, error=self.error)
+        heads = kv_heads * max(len(self.ids) - 1, 1)  # the first token comes from prefill
+        return Completion(
+            text=self.text(tokenizer),
+            token_ids=tuple(self.ids),
+            logprobs=tuple(self.logprobs) if self.sampling.logprobs else None,
+            top_logprobs=tuple(self.top_logprobs) if self.sampling.top_logprobs else None,
+            finish_reason=self.finish_reason,
+            prompt_tokens=self.handle.prompt_tokens,
+            blocks_per_step=self.blocks / heads,
+            keys_per_step=self.keys / heads,
+            found_tokens=self.handle.found_tokens,
+            prompt_end=self.handle.prompt_end,
+            missed=missed_of(self.handle._policy, self.sequence.states.get(self.handle._policy)),
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class Handle:
+    """A submitted request. completion: None until it has finished, failed or was cancelled. prompt_tokens: known once it is admitted;
+    found_tokens: of these, those that were found when it was; prompt_end: their last ids, which the text of the answer continues. sampling:
+    the request's, clipped if it allows that."""
+
+    request: Request
+    order: tuple[int, int]
+    completion: Completion | None = None
+    prompt_tokens: int = 0
+    found_tokens: int = 0
+    prompt_end: tuple[int, ...] = ()
+    sampling: Sampling = dataclasses.field(init=False)
+    _ids: list[int] = dataclasses.field(default_factory=list)
+    _policy: DecodePolicy | None = None
+    _sequence: CachedSequence | None = None  # the prompt, until its last sample takes it over
+    _samples: list[Sample] = dataclasses.field(default_factory=list)
+    _found: int = 0  # found_tokens, until the next chunk tells of them
+    _given: CachedSequence | None = None  # the caller's own sequence, of which the sample is a fork
+
+    def __post_init__(self):
+        self.sampling = self.request.sampling
+
+    @property
+    def prompting(self) -> bool:
+        """Whether it uses the sequence of its prompt now."""
+        return self._sequence is not None
+
+    def __repr__(self) -> str:
+        state = "waiting" if self.completion is None else self.completion.finish_reason
+        return f"Handle({self.request!r}, {'running' if state == 'waiting' and self._samples else state})"
+
+
+def order(entry: Handle | Sample) -> tuple[int, ...]:
+    """Sort key. A suspended sample comes before the samples of its request that have not started."""
+    return entry.order if isinstance(entry, Sample) else (*entry.order, len(entry._samples))
+
+
+class Roster:
+    """The samples of a batch that step together, by slot, until one comes, goes, or has issued its last token.
+
+    steps: how many are left until then; 0 after `close`. While only ids are kept of their tokens and none ends, the results of a step are
+    put aside for all samples together. `settle` gives them to the samples.
+    """
+
+    def __init__(self, samples: Sequence[Sample | None]):
+        self.samples = tuple(samples)
+        self.sequences = tuple(None if sample is None else sample.sequence for sample in self.samples)
+        self._slots = [slot for slot, sample in enumerate(self.samples) if sample is not None]
+        self._stepping = [self.samples[slot] for slot in self._slots]
+        self.left = np.array([0 if sample is None else sample.sampling.max_new_tokens - sample.issued for sample in self.samples])
+        self.steps = min(self.left[self._slots].tolist(), default=0)
+        self._alike = all(sample.only_ids for sample in self._stepping)
+        self._stop_ids = frozenset().union(*(sample.stop_ids for sample in self._stepping))
+        self._aside: list[Int32[np.ndarray, "B C"]] = []
+
+    @property
+    def has_stop_strings(self) -> bool:
+        """Whether one of them has stop strings. Only the host finds these."""
+        return any(sample.sampling.stop for sample in self._stepping)
+
+    def launched(self, steps: int = 1) -> None:
+        """So many steps of all samples were launched. A sample takes no more than it has left."""
+        self.steps = max(0, self.steps - steps)
+        self.left = np.maximum(self.left - steps, 0)
+        for sample in self._stepping:
+            sample.issued = min(sample.issued + steps, sample.sampling.max_new_tokens)
+
+    def put_aside(self, packed: Int32[np.ndarray, "B C"]) -> bool:
+        """Keep a step's results for `settle`. Returns False, and keeps nothing, if its rows must be read one by one."""
+        if not self._alike:
+            return False
+        rows = packed if len(packed) == len(self._slots) else packed[self._slots]
+        # In every step, so with lists: the first reduction of numpy after a step's call takes longer. Negative blocks: pages were missing.
+        if 0 in rows[:, FINITE].tolist() or min(rows[:, BLOCKS].tolist()) < 0:
+            return False
+        if self._stop_ids and not self._stop_ids.isdisjoint(rows[:, TOKENS].tolist()):
+            return False
+        self._aside.append(rows)
+        return True
+
+    def latest(self) -> list[tuple[Sample, int, str]]:
+        """Each sample, and its token of the step that was put aside last, which is no text yet."""
+        return [(sample, token, "") for sample, token in zip(self._stepping, self._aside[-1][:, TOKENS].tolist(), strict=True)]
+
+    def settle(self) -> None:
+        """Give the samples their tokens that were put aside."""
+        if not self._aside:
+            return
+        rows = np.stack(self._aside, axis=1)
+        reads = rows[:, :, [BLOCKS, KEYS]].sum(axis=1, dtype=np.int64).tolist()
+        for sample, tokens, (blocks, keys) in zip(self._stepping, rows[:, :, TOKENS].tolist(), reads, strict=True):
+            sample.ids += tokens
+            sample.blocks += blocks
+            sample.keys += keys
+        self._aside.clear()
+
+    def close(self) -> None:
+        """A sample comes or goes. Tokens still in flight are read one by one."""
+        self.settle()
+        self._alike, self.steps = False, 0
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Flight:
+    """Tokens in flight to the host: the sample of each row, and the array that `kvjax.engine.step_output.pack` made.
+
+    Of several steps in one launch, packed has an axis N first. roster: that of their decode step; None: a first token, from prefill. left:
+    the number of the step that may bring a sample's last token, counted from 1.
+    """
+
+    samples: Sequence[Sample | None]
+    packed: Int32[Array, "*N B C"]
+    roster: Roster | None = None
+    left: int = 1
+
+    @property
+    def steps(self) -> int:
+        """How many steps it is."""
+        return 1 if self.packed.ndim == 2 else self.packed.shape[0]
+
+
+class Batch:
+    """The samples of one policy, in the slots of one batch bucket. A sample keeps its slot while it runs. loops: whether its steps run in
+    `kvjax.engine.multi_step.decode_steps`, in which samples end on the device."""
+
+    def __init__(self, policy: DecodePolicy, size: int, vocab_size: int, *, loops: bool = False):
+        self.policy, self.size, self._vocab_size = policy, size, vocab_size
+        self._left = jax.device_put(np.zeros(size, np.int32)) if loops else None
+        self._told: set[str] = set()  # why steps are launched one by one, as the log says once
+        self._stop_ids: Int[Array, "B S"] | None = None
+        self.samples: list[Sample | None] = [None] * size
+        self._tokens = jax.device_put(np.zeros(size, np.int32))
+        self._rows: SamplingRows | None = None
+        self._roster = Roster(self.samples)
+        self._counts: Int[Array, "B V"] | None = None  # tokens of every slot, while a sample has a penalty
+
+    def __len__(self) -> int:
+        return sum(sample is not None for sample in self.samples)
+
+    def put(self, sample: Sample, token: Int[Array, "1"], counts: Int[np.ndarray, " V"] | None) -> None:
+        """Give a sample a free slot. It continues with its latest token. counts: those of its other tokens."""
+        slot = self.samples.index(None)
+        self._roster.close()
+        self.samples[slot], self._rows = sample, None
+        self._tokens = _set_token(self._tokens, slot, token)
+        if self._left is not None:
+            self._left = _set_token(self._left, slot, np.array([sample.sampling.max_new_tokens - sample.issued], np.int32))
+        if counts is not None:
+            if self._counts is None:
+                self._counts = jnp.zeros((self.size, self._vocab_size), jnp.int32)
+            self._counts = _set_counts(self._counts, slot, counts)
+
+    def remove(self, sample: Sample) -> None:
+        """Take a sample out of its slot."""
+        self._roster.close()
+        self.samples[self.samples.index(sample)] = self._rows = None
+
+    def group(self, steps: int = 1) -> DecodeGroup | None:
+        """The next step of the samples that want more tokens; None if none does. steps: so many in one launch, if some sample has as many
+        tokens left, and no stop string may end one."""
+        if not self._roster.steps:
+            self._roster.close()
+            self._roster = Roster([sample if sample is not None and sample.wants_more else None for sample in self.samples])
+        if not self._roster.steps:
+            return None
+        if self._rows is None:
+            rows = SamplingRows.of([None if sample is None else sample.sampling for sample in self.samples])
+            self._rows = jax.device_put(rows)
+            self._counts = self._counts if rows.penalises else None
+            if self._left is not None:
+                self._stop_ids = jax.device_put(_padded([() if sample is None else sample.stop_ids for sample in self.samples]))
+        given = self._roster.sequences, self._tokens, self._rows, self.policy, self._counts
+        return DecodeGroup(*given, launch=None if self._left is None else self._launch(steps))
+
+    def _launch(self, steps: int) -> Launch:
+        roster = self._roster
+        if steps > 1 and (reason := self._why_single()) is not None:
+            if reason not in self._told:
+                logger.warning("decode steps of %s are launched one by one, not %d at once: %s", self.policy, steps, reason)
+                self._told.add(reason)
+            steps = 1
+        if roster.left.max() < steps:
+            steps = 1
+        written = steps if roster.steps >= steps else np.minimum(roster.left, steps)
+        return Launch(steps, Ends(self._left, self._stop_ids), written)
+
+    def _why_single(self) -> str | None:
+        """Why the host has to see each step of these samples, if it has to."""
+        if not takes_several(self.policy):
+            return "the host gives pages back between steps"
+        return "a request has stop strings, which the host looks for after each step" if self._roster.has_stop_strings else None
+
+    def launched(self, decoded: Decoded) -> Flight:
+        """The step of `group` was launched, or its steps."""
+        self._tokens, self._counts, left = decoded.sampled.tokens, decoded.sampled.counts, self._roster.steps
+        if self._left is not None:
+            self._left, self._stop_ids = decoded.ends.left, decoded.ends.stop_ids
+        flight = Flight(self._roster.samples, decoded.packed, self._roster, left)
+        self._roster.launched(flight.steps)
+        return flight
+
+
+def _padded(stop_ids: Sequence[Collection[int]]) -> Int32[np.ndarray, "B S"]:
+    """Rows of token ids, -1 after them. S is a power of two, so that few programs are compiled."""
+    width = max(STOP_IDS, 1 << (max(map(len, stop_ids)) - 1).bit_length())
+    rows = np.full((len(stop_ids), width), -1, np.int32)
+    for row, ids in zip(rows, stop_ids, strict=True):
+        row[: len(ids)] = sorted(ids)
+    return rows
+
+
+@program
+def _set_token(tokens: Int[Array, "B"], slot: Int[Array, ""], token: Int[Array, "1"]) -> Int[Array, "B"]:
+    """`tokens`, with one slot's token replaced."""
+    return tokens.at[slot].set(token[0])
+
+
+@functools.partial(program, donate_argnames="counts")
+def _set_counts(counts: Int[Array, "B V"], slot: Int[Array, ""], row: Int[Array, " V"]) -> Int[Array, "B V"]:
+    """`counts`, with one slot's row replaced. DONATES counts."""
+    return counts.at[slot].set(row)
+
+
+def read(flight: Flight, *, listening: bool) -> tuple[list[tuple[Sample, int, str]], bool]:
+    """Wait for tokens and give them to the samples that have not ended.
+
+    listening: whether a caller wants every token. Returns the sample, token and newly certain text of every token that was read one by one
+    (of all if a caller listens), and whether any sample has ended. MissingPages if the step listed a page that no frame holds.
+    """
+    packed, taken, ended = np.asarray(flight.packed), [], False
+    for number, step in enumerate(packed if packed.ndim == 3 else packed[None], start=1):
+        found, has_ended = _read_step(flight, step, ends=number >= flight.left, listening=listening)
+        taken += found
+        if has_ended:
+            ended = True
+            if flight.roster is not None:
+                flight.roster.close()  # rows of samples that have ended mean nothing in later steps
+    return taken, ended
+
+
+def _read_step(
+    flight: Flight, packed: Int32[np.ndarray, "B C"], *, ends: bool, listening: bool
+) -> tuple[list[tuple[Sample, int, str]], bool]:
+    """`read` of one step. ends: whether a token of it may be the last of its sample."""
+    outcome, taken, ended = None, [], False
+    if flight.roster is not None:
+        if not ends and flight.roster.put_aside(packed):
+            return flight.roster.latest() if listening else taken, ended
+        flight.roster.settle()
+    for slot, (sample, token, is_finite, blocks, keys) in enumerate(zip(flight.samples, *listed(packed), strict=True)):
+        if sample is None or sample.finish_reason is not None:
+            continue
+        if not is_finite:
+            sample.fail()
+            ended = True
+            continue
+        sample.blocks += blocks
+        sample.keys += keys
+        outcome = outcome or unpack(packed)
+        taken.append((sample, token, sample.take(token, float(outcome.logprobs[slot]))))
+        ended = ended or sample.finish_reason is not None
+        if count := sample.sampling.top_logprobs:
+            sample.rank(outcome.top_tokens[slot, :count].tolist(), outcome.top_logprobs[slot, :count].tolist())
+    return taken, ended

@@ -1,0 +1,588 @@
+"""The scheduler: the one loop that turns requests into decode steps and chunks of prefill, and their results into completions.
+
+* Order: first come, first served, within a priority. A request keeps one decode policy and one batch bucket from its admission on, so its
+  bits do not depend on other requests. `auto` chooses at admission, by the request's own length.
+* Pages: a prompt takes its pages when it is admitted, its answer as it grows. When none are left, the youngest request of the lowest
+  priority is suspended: its pages go to host memory, and come back, with the same bits, when others have finished.
+* Gaps: with `max_gap_ms=None` free slots are filled first, and a whole prompt is prefilled between two decode steps, which gives the most
+  tokens per second. With a value, chunks run in slices of layers between decode steps, as many as fit into the gap. Either way `step`
+  returns after each chunk of a prompt that has more of them, so that its request can be cancelled.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.axes import several_processes
+from kvjax.cache import MOST_TOKENS, OutOfPages
+from kvjax.checks import optional_function, whole_number
+from kvjax.engine.call_lock import interrupts
+from kvjax.engine.engine import Engine
+from kvjax.engine.sampling import SamplingRows, derived_seed, seen_tokens
+from kvjax.engine.sequence import CachedSequence
+from kvjax.engine.step_plan import Chunk, Prefilled, StepPlan, StepResult
+from kvjax.engine.steps import sample_first
+from kvjax.policies.decode import DecodePolicy
+from kvjax.scheduler.batch import Batch, Flight, Handle, Sample, order, read
+from kvjax.scheduler.prefill_budget import Gap
+from kvjax.scheduler.request import Completion, OnToken, Request
+from kvjax.text.detokenizer import CONTEXT, TextStream
+from kvjax.text.tokenization import encode
+
+DEFAULT_SLOTS = 8
+AHEAD = 4
+"""Chunks of a prompt after which what follows the prompt is traced. The device is one chunk behind the host, and works meanwhile."""
+ALONE = contextlib.nullcontext()
+
+
+class Scheduler:
+    """Runs requests on an engine.
+
+        scheduler = Scheduler(engine)
+        handle = scheduler.submit(Request("Once upon a time"))
+        while handle.completion is None:
+            scheduler.step()
+
+    max_gap_ms: the longest time between two tokens of a sequence while others are prefilled, in milliseconds (one slice of layers and one
+    decode step always run); None: no bound. slots: samples that run at once; None: 8, or fewer if the engine's largest batch bucket is
+    smaller. policy: that of requests that name none; None is the engine's. on_token: called after each step, for every new token, with the
+    request, the token's id and the text that became certain with it. on_prefill: called after each chunk with the number of its tokens.
+    on_short: called when pages are missing, with the sequence that needs them, or None for a step; it says whether it gave pages back.
+    texts: False leaves texts empty, for callers that read token ids only; requests with stop strings have theirs all the same.
+    steps_per_launch: how many decode steps the device runs without the host, 1 to 16, while no prompt is prefilled and none could start
+    now. Tokens then come so many at a time, with the same bits; a cancelled or new request waits for up to two launches
+    (docs/scheduling.md).
+    While a request with a penalty runs, the tokens of every slot are counted on the device, in `[bucket, V]` int32.
+
+    preemptions: how often a sequence was suspended, or a prompt freed to be prefilled again. The queue of requests has no limit; `waiting`
+    says how many wait, for callers that limit it. Use it from one thread at a time, as the engine, and do not use the scheduler's sequences
+    yourself.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_gap_ms: float | None = None,
+        slots: int | None = None,
+        policy: str | DecodePolicy | None = None,
+        on_token: OnToken | None = None,
+        on_prefill: Callable[[int], None] | None = None,
+        on_short: Callable[[CachedSequence | None], bool] | None = None,
+        texts: bool = True,
+        steps_per_launch: int = 1,
+    ):
+        if not isinstance(engine, Engine):
+            raise TypeError(f"a scheduler runs on an engine, got {type(engine).__name__}: Scheduler(Engine(model))")
+        slots = min(DEFAULT_SLOTS, engine.batch_buckets[-1]) if slots is None else whole_number("slots", slots, 1)
+        bucket = next((size for size in engine.batch_buckets if size >= slots), None)
+        if bucket is None:
+            largest = engine.batch_buckets[-1]
+            raise ValueError(f"{slots} slots are more than the largest batch bucket, {largest}: name one in Engine(batch_buckets=...)")
+        self._gap = None if max_gap_ms is None else Gap(max_gap_ms)
+        if max_gap_ms is not None and engine.guard.together is None and several_processes(engine.mesh):
+            raise ValueError("max_gap_ms is kept by the clock, which differs between processes: let the first one lead (Processes.lead)")
+        for name, given in (("on_token", on_token), ("on_prefill", on_prefill), ("on_short", on_short)):
+            optional_function(name, given)
+        self.engine, self.slots, self.on_token, self.on_prefill, self.on_short = engine, slots, on_token, on_prefill, on_short
+        self.policy, self._bucket = engine.declared(policy), bucket
+        self.steps_per_launch = whole_number("steps_per_launch", steps_per_launch, 1, MOST_TOKENS + 1)
+        self._single_step = False  # there were too few pages for several steps, so the next launch has one
+        self.preemptions, self._tokenizer = 0, engine.model.tokenizer if texts else None
+        self._numbers = itertools.count()
+        self._waiting: list[Handle | Sample] = []  # in order; the samples are suspended
+        self._prefilling: Handle | None = None
+        self._batches: dict[DecodePolicy, Batch] = {}
+        self._ending: list[Sample] = []  # samples whose only token is in flight: they count among `slots`, but have no slot of a batch
+        self._flights: list[Flight] = []  # in order
+        self._ended = False  # whether a sample has ended and was not collected yet
+        self._finished: list[Handle] = []  # that no step has returned yet
+        self._slices = 0  # that were launched after the latest steps
+        self._slices_before = 0  # the steps in flight
+        self._short = False  # there were too few pages for the first that waits, and none came back since
+        self._events: collections.deque[tuple[Request, int, str]] = collections.deque()
+        self._together = engine.guard.together
+        if self._together is not None:
+            if on_short is not None:
+                raise ValueError("on_short decides in one process alone: leave it out where the first of several processes leads")
+            options = {"max_gap_ms": max_gap_ms, "slots": slots, "policy": self.policy, "steps_per_launch": self.steps_per_launch}
+            self._together.add(self, options, listening=on_token is not None)
+
+    def __repr__(self) -> str:
+        return f"Scheduler({self.engine!r}, slots={self.slots}, running={self.running}, waiting={self.waiting})"
+
+    @property
+    def waiting(self) -> int:
+        """Requests, and suspended samples, that wait for a slot or for pages."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Slots in use."""
+        return sum(map(len, self._batches.values())) + len(self._ending) + (self._prefilling is not None)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a request that is submitted now would get a slot in the next step, if its pages are free."""
+        return self.running + self.waiting < self.slots and not self._short
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self._waiting or self.running)
+
+    def submit(self, request: Request, sequence: CachedSequence | None = None) -> Handle:
+        """Queue a request. If something is wrong with it, the `error` of its completion says so.
+
+        sequence: holds the first tokens of the prompt, which must be a list or array of checked token ids. The rest is prefilled to it, and
+        the answer is generated on a fork, so all of the sequence is written by prefill. Leave it alone until the request has ended; then it
+        is yours again, possibly suspended. ValueError with n above 1, and in a job of several processes.
+        """
+        if not isinstance(request, Request):
+            raise TypeError(f"submit takes a kvjax.Request, got {type(request).__name__}: Request(prompt, Sampling(...))")
+        if sequence is not None and (request.sampling.n > 1 or self._together is not None):
+            raise ValueError("a request that continues a sequence has one sample, and runs in one process: leave out n, or the sequence")
+        handle = Handle(request, (-request.priority, next(self._numbers)), _given=sequence)
+        if self._together is None:
+            self._wait(handle)
+        else:
+            with self.engine.guard, self._call("submit", dataclasses.replace(request, id=None)):
+                self._wait(handle)
+        return handle
+
+    def cancel(self, handle: Handle) -> None:
+        """End a request at once, and free its pages. Its completion has the text so far and the reason "cancelled"; with n above 1,
+        `choices` has the samples that had started. Does nothing if it has finished."""
+        if not isinstance(handle, Handle):
+            raise TypeError(f"cancel takes what submit returned, got {type(handle).__name__}")
+        with self.engine.guard:
+            if handle.completion is not None:
+                return
+            if handle not in self._handles():
+                raise ValueError(f"{handle} was submitted to another scheduler: cancel it there")
+            with self._call("cancel", handle.order[1]):
+                self._end(handle, None)
+
+    def step(self) -> list[Handle]:
+        """Admit requests that have room, launch a decode step and, with a bounded gap, slices of a prefill; read the step before.
+
+        Without a bounded gap, a step ends after a chunk of a prompt that has more of them, and launches no decode step. Returns the
+        requests that have finished or failed, but not cancelled ones. Does nothing if there is nothing to do. If `on_token` or `on_prefill`
+        raises, or after Ctrl-C, the scheduler is as after a step: call `step` again, or `close`.
+        """
+        with interrupts:
+            with self.engine.guard, self._call("step"):
+                try:
+                    self._admit()
+                    if self._gap is not None or self._prefilling is None:
+                        self._slices = self._launch()
+                finally:  # a later step would give tokens to samples that ended in this one
+                    self._collect()
+            while self._events:
+                self.on_token(*self._events.popleft())
+        finished, self._finished = self._finished, []
+        return finished
+
+    def close(self) -> None:
+        """Cancel all requests. Waits for another thread that uses the engine."""
+        with self.engine.guard.when_free(), self._call("close"):
+            for handle in self._handles():
+                self._end(handle, None)
+            self._events.clear()
+
+    def _call(self, name: str, *given: Any) -> contextlib.AbstractContextManager[None]:
+        """The block runs in all processes of the job, if there are several."""
+        return ALONE if self._together is None else self._together.call(self, name, *given)
+
+    def _handles(self) -> list[Handle]:
+        """The requests that have not ended."""
+        entries = [*self._started(), *self._waiting, *filter(None, [self._prefilling])]
+        return list(dict.fromkeys(each if isinstance(each, Handle) else each.handle for each in entries))
+
+    # Admission
+
+    def _wait(self, entry: Handle | Sample) -> None:
+        bisect.insort(self._waiting, entry, key=order)
+
+    def _admit(self) -> None:
+        """Fill free slots with waiting requests, in order, while there are pages for them, up to a chunk that does not end a prompt."""
+        while True:
+            if self._prefilling is not None:
+                if self._gap is not None and self._batches:
+                    return  # slices run with the decode steps
+                self._prefill()
+                if self._gap is not None or self._prefilling is not None:
+                    return
+                continue
+            if not self._waiting or self.running >= self.slots or (self._short and self.running):
+                return
+            entry = self._waiting[0]
+            handle, error = (entry, self._look_at(entry)) if isinstance(entry, Handle) else (entry.handle, None)
+            try:
+                if error is None:
+                    self._begin(entry)
+            except OutOfPages as short:
+                if self.on_short is not None and self.on_short(entry._given if isinstance(entry, Handle) else entry.sequence):
+                    continue
+                if self.running:
+                    self._short = True
+                    return
+                if others := [each for each in self._prompts() if each is not handle]:
+                    self._forget_prompt(others[-1])
+                    continue
+                error = short
+            except Exception as failed:
+                self._end(handle, failed)
+                raise
+            if error is not None:
+                self._end(handle, error)
+            self.engine.guard.interrupt_point()
+
+    def _begin(self, entry: Handle | Sample) -> None:
+        """Resume or start the first that waits, or begin its prefill. OutOfPages changes nothing."""
+        # Samples that will need another page find one, so that a request is not suspended right after its admission.
+        growing = [one.sequence for one in self._running() if self.engine.grows(one.sequence, one.sampling.max_new_tokens - one.issued)]
+        if isinstance(entry, Sample):
+            self.engine.check_room(entry.sequence.length + 1, entry.sequence, growing)
+            self.engine.resume(entry.sequence)
+            self._waiting.remove(entry)
+            self._run(entry, np.array(entry.ids[-1:], np.int32))
+        elif entry._sequence is not None:
+            self._start_sample(entry)
+        else:
+            sequence = entry._given or self.engine.new_sequence(entry._ids, cache_salt=entry.request.cache_salt)
+            try:
+                self.engine.check_room(len(entry._ids) + (entry.sampling.max_new_tokens > 1), sequence, growing)
+                if sequence.suspended is not None:
+                    self.engine.resume(sequence)
+                self.engine.reserve([sequence], len(entry._ids) - sequence.length)
+            except BaseException:
+                if entry._given is None:
+                    self.engine.free(sequence)
+                raise
+            entry._sequence = sequence
+            if sequence.length == len(entry._ids):  # a given one, to which nothing was appended since its logits were computed
+                return
+            self._waiting.remove(entry)
+            self._prefilling, entry.found_tokens, entry._found = entry, sequence.length, sequence.length
+
+    def _look_at(self, handle: Handle) -> Exception | None:
+        """Find tokens and policy of a request. Returns the error if it can never run, or None."""
+        engine, sampling = self.engine, handle.sampling
+        if handle._policy is not None:
+            return None
+        try:
+            given = handle._given is not None  # its tokens were checked when they were appended
+            handle._ids = handle.request.prompt if given else encode(engine.model.tokenizer, handle.request.prompt)
+            handle.prompt_tokens, handle.prompt_end = len(handle._ids), tuple(handle._ids[-CONTEXT:])
+            if sampling.stop and engine.model.tokenizer is None:
+                raise ValueError("stop strings need a tokenizer, and the model has none")
+            if not given:
+                engine.check_tokens(handle._ids)
+            policy = self.policy if handle.request.policy is None else engine.declared(handle.request.policy)
+            handle.sampling = sampling = engine.fitted(sampling, handle.prompt_tokens, policy)
+            longest = handle.prompt_tokens + sampling.max_new_tokens - 1
+            engine.check_length(longest, policy)
+            engine.check_length(handle.prompt_tokens)  # prefill needs all of it, whatever steps give back
+            handle._policy = engine.chosen(policy, [longest] * self.slots)
+        except Exception as error:  # the caller's tokenizer, chat template or policy may raise anything
+            return error
+        return None
+
+    def _prefill(self) -> None:
+        """Run the next chunk of the prompt that is being prefilled."""
+        self.engine.guard.interrupt_point()
+        chunks = self._chunks(None)
+        if (result := self._run_plan(StepPlan(chunks=chunks))) is not None:
+            self._prefilled(result.chunks)
+
+    def _chunks(self, slices: int | None) -> tuple[Chunk, ...]:
+        handle = self._prefilling
+        if handle is None:
+            return ()
+        done = handle._sequence.length
+        # One token more than the chunk has room for, where there is one: then it computes no logits, which nobody needs.
+        return (Chunk(handle._sequence, handle._ids[done : done + self.engine.prefill_chunk + 1], slices),)
+
+    def _prefilled(self, chunks: tuple[Prefilled | None, ...]) -> None:
+        """Slices of a chunk ran. After the last chunk of a prompt the first sample starts."""
+        if not chunks or chunks[0] is None:
+            return
+        handle = self._prefilling
+        if handle._sequence.length == handle.prompt_tokens:
+            self._prefilling = None
+            if handle.sampling.n == 1 and handle._given is None:
+                try:
+                    self._start_sample(handle)
+                except Exception as error:
+                    self._end(handle, error)
+                    raise
+            else:  # each sample takes pages, and waits for them like a request
+                self._wait(handle)
+        elif handle._sequence.length >= min(AHEAD * self.engine.prefill_chunk, handle.prompt_tokens - self.engine.prefill_chunk):
+            self._compile_ahead(handle)
+        if self.on_prefill is not None:  # last, since it may raise, or cancel the request
+            chunks[0].wait()
+            found, handle._found = handle._found, 0
+            self.on_prefill(found + chunks[0].written)
+
+    def _compile_ahead(self, handle: Handle) -> None:
+        """While the device prefills the rest of a prompt, compile what comes after it."""
+        batch, sampling = self._batches.get(handle._policy), handle.sampling
+        if sampling.max_new_tokens == 1:
+            return
+        others = [] if batch is None else [each for each in batch.samples if each is not None]
+        samplings = [sampling, *(each.sampling for each in others)]
+        longest = max([handle.prompt_tokens, *(each.sequence.length for each in others)])
+        samplings += [None] * (self._bucket - len(samplings))
+        launches = (self.steps_per_launch, 1) if self.steps_per_launch > 1 else ()
+        self.engine.compile_ahead(handle._policy, handle._sequence, longest + 1, samplings, launches)
+
+    # Samples
+
+    def _start_sample(self, handle: Handle) -> None:
+        """Give the next sample of a prefilled request its sequence, a fork of the prompt or for the last sample the prompt itself, and
+        choose its first token, which is read later, so that the device can start the next prompt. OutOfPages changes nothing."""
+        engine, index, last = self.engine, len(handle._samples), len(handle._samples) == handle.sampling.n - 1
+        sampling, logits = handle.sampling, handle._sequence.logits
+        if index:
+            sampling = dataclasses.replace(sampling, seed=derived_seed(sampling.seed, "sample", index))
+        tokenizer = engine.model.tokenizer
+        streamed = sampling.stop or (self._tokenizer is not None and self.on_token is not None)
+        stop_ids = sampling.stop_token_ids
+        if stop_ids is None:
+            stop_ids = () if sampling.ignore_eos else engine.config.eos_token_ids
+        stream = TextStream(tokenizer, sampling.stop, handle.prompt_end) if streamed else None
+        sample = Sample(handle, index, sampling, handle._sequence, frozenset(stop_ids), stream)
+        position = np.array([handle._sequence.length], np.int32)
+        token, packed = sample_first(logits, SamplingRows.of([sampling]), position, self._counts(sample))
+        if not last or handle._given is not None:  # after the choice of the token, because a fork copies a page, for which it need not wait
+            sample.sequence = engine.fork(handle._sequence)
+        handle._samples.append(sample)
+        if last:
+            handle._sequence = None
+            if handle in self._waiting:
+                self._waiting.remove(handle)
+        self._flights.append(Flight((sample,), packed))
+        if sampling.max_new_tokens == 1:
+            self._ending.append(sample)
+        else:
+            self._run(sample, token)
+
+    def _run(self, sample: Sample, token: Int[Array, "1"]) -> None:
+        """Give a sample a slot of its policy's batch. It continues with its latest token."""
+        policy = sample.handle._policy
+        if policy not in self._batches:
+            loops = self.steps_per_launch > 1
+            self._batches[policy] = Batch(policy, self._bucket, self.engine.config.vocab_size, loops=loops)
+        self._batches[policy].put(sample, token, self._counts(sample))
+
+    def _counts(self, sample: Sample) -> Int[np.ndarray, " V"] | None:
+        """`seen_tokens` of the prompt and the answer, without its latest token, which the next step counts; None without a penalty."""
+        if not sample.sampling.penalises:
+            return None
+        counts = seen_tokens(sample.handle._ids, self.engine.config.vocab_size)
+        np.add.at(counts, sample.ids[:-1], 2)
+        return counts
+
+    def _running(self) -> list[Sample]:
+        return [sample for batch in self._batches.values() for sample in batch.samples if sample is not None]
+
+    def _started(self) -> list[Sample]:
+        """The samples that take a slot."""
+        return [*self._running(), *self._ending]
+
+    # Steps
+
+    def _launch(self) -> int:
+        """Launch the next step of every batch, and slices of a prefill with it; read the steps before. Returns how many slices were
+        launched."""
+        starting = self._prefilling is not None or (self._waiting and self.running < self.slots)
+        steps = 1 if self._single_step or starting else self.steps_per_launch
+        groups = [(batch, group) for batch in self._batches.values() if (group := batch.group(steps)) is not None]
+        if not groups:
+            self._read()
+            return 0
+        slices = 0
+        if self._gap is not None and self._prefilling is not None:
+            slices = self._gap.slices() if self._together is None else self._together.first(self._gap.slices())
+            slices = min(slices, self.engine.slices_left(self._prefilling._sequence))
+        chunks = self._chunks(slices) if slices else ()
+        result = self._run_plan(StepPlan(tuple(group for _, group in groups), chunks))
+        if result is None:
+            return 0
+        self._single_step = False
+        flights = [batch.launched(decoded) for (batch, _), decoded in zip(groups, result.decodes, strict=True)]
+        self._read()
+        self._flights, self._slices_before = flights, self._slices
+        self._prefilled(result.chunks)
+        return slices
+
+    def _run_plan(self, plan: StepPlan) -> StepResult | None:
+        """Run a plan on the engine. Returns None if pages were missing: then nothing ran, and some pages were given back.
+
+        Any other error ends every request that ran or was being prefilled, because part of the plan may have run.
+        """
+        try:
+            if self._together is not None:
+                self._together.compare(plan)
+            return self.engine.step(plan)
+        except OutOfPages as error:
+            self._single_step = any(group.launch is not None and group.launch.steps > 1 for group in plan.decodes)
+            self._make_room(error)
+        except Exception as error:
+            self._flights = []
+            for handle in dict.fromkeys([*(sample.handle for sample in self._started()), *filter(None, [self._prefilling])]):
+                self._end(handle, error)
+            raise
+        return None
+
+    def _read(self) -> None:
+        """Wait for the tokens in flight, and give them to their samples."""
+        flights, self._flights = self._flights, []
+        steps = [flight for flight in flights if flight.roster is not None]
+        for flight in flights:
+            taken, ended = read(flight, listening=self.on_token is not None)
+            self._ended = self._ended or ended
+            if self.on_token is not None:
+                self._events += [(sample.handle.request, token, piece) for sample, token, piece in taken]
+            if self._gap is not None and steps and flight is steps[-1]:
+                self._gap.steps_read(self._slices_before, flight.steps)
+        if self._gap is not None and not steps:
+            self._gap.idle()
+
+    def _make_room(self, error: OutOfPages) -> None:
+        """A plan lacked pages. Free those of samples that have just ended. If none has, and the plan had several steps in one launch, free
+        nothing: the next plan has one step, and may need fewer. Else free those of the youngest request of the lowest priority."""
+        self._read()
+        if self._collect() or self._single_step or (self.on_short is not None and self.on_short(None)):
+            return
+        *others, last = sorted([*self._running(), *self._prompts()], key=order)
+        self._short = True
+        if not others:  # sequences outside this scheduler hold the pages
+            self._end(last if isinstance(last, Handle) else last.handle, error)
+        elif isinstance(last, Handle):
+            self._forget_prompt(last)
+        else:
+            for sequence in filter(None, (last.sequence, last.handle._given)):  # they share pages
+                if sequence.suspended is None:
+                    self.engine.suspend(sequence)
+            self._leave(last)
+            self._wait(last)
+            self.preemptions += 1
+
+    def _prompts(self) -> list[Handle]:
+        """Requests whose prompts hold pages, in order: those with samples that have not started, and the one that is being prefilled."""
+        held = [each for each in self._waiting if isinstance(each, Handle) and each._sequence is not None]
+        return held if self._prefilling is None else sorted([*held, self._prefilling], key=order)
+
+    def _forget_prompt(self, handle: Handle) -> None:
+        """Free a prompt. It is prefilled again, with the same bits, when its turn comes. A given sequence is suspended."""
+        if handle._given is None:
+            self.engine.free(handle._sequence)
+        else:
+            self._finish_chunk(handle)
+            self.engine.suspend(handle._sequence)
+        handle._sequence = None
+        if self._prefilling is handle:
+            self._prefilling = None
+            self._wait(handle)
+        self.preemptions += 1
+
+    def _finish_chunk(self, handle: Handle) -> None:
+        """Run the rest of a chunk that has begun, whose pages are there, so that the given sequence can be used again."""
+        if self._prefilling is handle and self.engine.slices_left(handle._sequence) < self.engine.slices_left(None):
+            self.engine.step(StepPlan(chunks=self._chunks(None)))
+
+    def _collect(self) -> bool:
+        """Free ended samples, and complete the requests whose samples have all ended. Returns whether pages came back."""
+        if not self._ended:
+            return False
+        self._ended = False
+        ended = [sample for sample in self._started() if sample.finish_reason is not None]
+        for sample in ended:
+            if sample.finish_reason != "error":  # what a page holds must be known where it is kept for later prompts
+                sequence, known = sample.sequence, sample.handle.prompt_tokens + len(sample.ids) - 1
+                if self.steps_per_launch > 1 and known < sequence.length:
+                    sequence.length = known  # it has ended on the device, in the middle of a launch
+                sequence.tokens += sample.ids[: sequence.length - len(sequence.tokens)]
+            self._drop(sample)
+        for handle in dict.fromkeys(sample.handle for sample in ended):
+            self._settle(handle)
+        return bool(ended)
+
+    def _settle(self, handle: Handle) -> None:
+        """Complete a request if all its samples have ended."""
+        samples = handle._samples
+        if len(samples) == handle.sampling.n and all(each.finish_reason is not None for each in samples):
+            self._complete(handle)
+            self._finished.append(handle)
+
+    def _drop(self, sample: Sample) -> None:
+        """Take a sample out of its slot, and free its sequence."""
+        self._leave(sample)
+        self._free(sample.sequence)
+        self._short = False
+
+    def _free(self, sequence: CachedSequence) -> None:
+        """Free a sequence, unless the caller has done so, against the rules: then its request still ends."""
+        if sequence in self.engine.sequences:
+            self.engine.free(sequence)
+
+    def _leave(self, sample: Sample) -> None:
+        """Take a sample out of its slot."""
+        if sample in self._ending:
+            self._ending.remove(sample)
+            return
+        batch = self._batches[sample.handle._policy]
+        batch.remove(sample)
+        if not len(batch):
+            del self._batches[sample.handle._policy]
+
+    def _complete(self, handle: Handle) -> None:
+        """Make the completion of a request whose samples have ended."""
+        choices = tuple(each.completion(self._tokenizer, self.engine.spec.kv_heads) for each in handle._samples)
+        failed = next((choice for choice in choices if choice.error is not None), None)
+        several = handle.sampling.n > 1
+        handle.completion = failed or (dataclasses.replace(choices[0], choices=choices) if several else choices[0])
+        handle._ids = []
+
+    def _end(self, handle: Handle, error: Exception | None) -> None:
+        """End a request early: it was cancelled (error: None), or it cannot run. Everything it holds is freed."""
+        running = set(self._started())
+        for sample in handle._samples:
+            if sample in running:
+                self._drop(sample)
+            else:
+                self._free(sample.sequence)
+            if sample.finish_reason is None:
+                sample.cancel()
+        if handle._sequence is not None:
+            if handle._given is None:
+                self._free(handle._sequence)
+            elif error is None:
+                self._finish_chunk(handle)
+            handle._sequence = None
+        self._waiting = [each for each in self._waiting if each is not handle and getattr(each, "handle", None) is not handle]
+        if self._prefilling is handle:
+            self._prefilling = None
+        self._short = False
+        if error is None and handle._samples:
+            self._complete(handle)
+            if handle.completion.error is None:
+                handle.completion = dataclasses.replace(handle.completion, finish_reason="cancelled")
+            return
+        handle._ids = []
+        reason = "cancelled" if error is None else "error"
+        handle.completion = Completion(finish_reason=reason, prompt_tokens=handle.prompt_tokens, error=error)
+        if error is not None:
+            self._finished.append(handle)

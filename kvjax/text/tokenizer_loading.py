@@ -1,0 +1,53 @@
+"""The tokenizer in a model's folder, read by transformers. Code that comes with a checkpoint is never run, and nobody is asked about it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from kvjax.text.checkpoint_files import AGAIN, check_pointer, first_line, is_file, read_json
+from kvjax.text.transformers_import import import_transformers
+
+logger = logging.getLogger(__name__)
+
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""A tokenizer has one of these files."""
+
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+"""Files with a JSON object that transformers reads beside them."""
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a folder.
+
+    Where there is a tokenizer.json it is used as it is: `AutoTokenizer` would rebuild it as the model family's own tokenizer, which may
+    split text into other tokens. If tokenizer_config.json names code of the checkpoint (`auto_map`), the code is not run: with a
+    tokenizer.json a warning says so, without one this raises ValueError. ValueError also for files that are missing or damaged.
+    """
+    found = [name for name in VOCABULARIES if is_file(folder / name)]
+    settings = {name: read_json(folder / name) for name in SETTINGS if is_file(folder / name)}
+    code = settings.get("tokenizer_config.json", {}).get("auto_map")
+    if code and "tokenizer.json" not in found:
+        raise ValueError(
+            f"{folder / 'tokenizer_config.json'} asks to run code of the checkpoint (auto_map is {code!r:.200}), and kvjax never runs it: "
+            "put a tokenizer.json there, from the model that it was made from"
+        )
+    if not found:
+        raise ValueError(
+            f"{folder} holds no tokenizer; copy tokenizer.json and tokenizer_config.json there from the model that it was made from"
+        )
+    if code:
+        logger.warning("%s: code of the checkpoint (auto_map) is never run; tokenizer.json is used", folder / "tokenizer_config.json")
+    transformers = import_transformers()
+    kind = transformers.PreTrainedTokenizerFast if "tokenizer.json" in found else transformers.AutoTokenizer
+    try:
+        tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer.init_kwargs.pop("auto_map", None)  # it would be saved with a model
+        return tokenizer
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:  # for a damaged file the libraries below raise bare Exception, and Rust's PanicException
+        for file in filter(Path.is_file, folder.glob("tokenizer*")):
+            check_pointer(file)
+        raise ValueError(f"transformers cannot read the tokenizer in {folder} ({first_line(error)}); {AGAIN}") from error

@@ -1,0 +1,100 @@
+"""Files that are written whole or not at all, and figures as JSON can hold them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def finite(figures: dict[str, Any]) -> dict[str, Any]:
+    """The figures as JSON can hold them. NaN and infinity, which JSON does not have, become null, and `error` names their places."""
+    places: list[str] = []
+
+    def clean(value: Any, place: str) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(item, f"{place}.{key}" if place else str(key)) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [clean(item, f"{place}[{number}]") for number, item in enumerate(value)]
+        if isinstance(value, float) and not math.isfinite(value):
+            places.append(place)
+            return None
+        return value
+
+    cleaned = clean(figures, "")
+    if not places:
+        return figures
+    named = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
+    return cleaned | {"error": f"not finite, so written as null: {named}"}
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
+    """A new file beside `path`, of a hidden name that no other file has, to write to in the block.
+
+    At the end of the block it is renamed to `path`. If the block fails, for example on a full disk, it is removed. A link is followed.
+    overwrite: whether to replace a file that is there at the end of the block; False: FileExistsError, and that file stays.
+
+    Raises ValueError if `path` exists and is not a file, for example a device or a folder: it would be replaced by one.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} exists and is not a file; name another file to write to")
+    partial = None
+    try:
+        partial = _new_file(path.parent)
+        yield partial
+        if overwrite:
+            os.replace(partial, path)
+        else:
+            _rename_to_new(partial, path)
+    except BaseException as error:
+        if partial is not None:
+            partial.unlink(missing_ok=True)
+        # Errors of open files do not name the file, and nobody knows the hidden name.
+        if isinstance(error, OSError) and error.errno and error.filename in (None, str(partial)):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+def _new_file(folder: Path) -> Path:
+    """An empty file that did not exist, with the permissions that `open` gives. `tempfile` would let only its owner read it."""
+    while True:
+        path = folder / f".kvjax-{secrets.token_hex(8)}.tmp"
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+            return path
+
+
+def _rename_to_new(partial: Path, path: Path) -> None:
+    """Rename a file. FileExistsError, and nothing changes, if there is a `path`."""
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        raise
+    except OSError:  # some file systems have no links
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        os.replace(partial, path)
+    else:
+        partial.unlink()
+
+
+def check_writable(path: Path) -> None:
+    """Raise what `write_result` would, as far as it can be known before: ValueError for a path that is no file or lies in no folder, and
+    OSError for a folder that may not be written to."""
+    if not path.name:
+        raise ValueError(f"{str(path)!r} is not the name of a file")
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        raise ValueError(f"{path} exists and is not a file; name another file to write to")
+    folder = next(parent for parent in target.parents if parent.exists())
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file, so {path} cannot be written; name a file in a folder")
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"the folder {folder} cannot be written to; name a file in another one")

@@ -1,0 +1,196 @@
+"""Tokenizers of folders: code of a checkpoint is never run, nobody is asked, and damaged files are named."""
+
+import contextlib
+import io
+import json
+import logging
+import shutil
+import sys
+
+import pytest
+from tiny_models import LEAST, altered, random_model
+
+import kvjax
+from kvjax.client import load_tokenizer
+from kvjax.models import FAMILIES, load, save
+from kvjax.text.tokenization import encode
+from kvjax.text.tokenizer_loading import read_tokenizer
+
+VOCAB = {"<unk>": 0, "</s>": 3} | {f"w{n}": n for n in range(40) if n not in (0, 3)}
+CODE = """
+from pathlib import Path
+Path(__file__).with_name("ran").touch()
+Path({mark!r}).touch()
+from transformers import PreTrainedTokenizerFast
+class Own(PreTrainedTokenizerFast): pass
+class OwnConfig: pass
+"""
+
+
+def word_tokenizer(extra=0):
+    """40 words with the ids 0 to 39, and `extra` added tokens after them, each with its name."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel(VOCAB, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens([AddedToken(f"<image{n}>", special=True, normalized=False) for n in range(extra)])
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A model with a tokenizer.json."""
+    folder = tmp_path_factory.mktemp("models") / "plain"
+    save(random_model(tokenizer=word_tokenizer()), folder)
+    return folder
+
+
+@pytest.fixture
+def asking(plain, tmp_path, monkeypatch):
+    """`asking(family, auto_map, json=..., in_config=...)`: a model that names its own code, and the file that the code would write. A
+    program that asks on stdin is told yes."""
+
+    def make(family=None, auto_map=None, tokenizer_json=False, in_config=None):
+        folder, mark = tmp_path / "asks", tmp_path / "ran"
+        shutil.copytree(plain, folder)
+        if not tokenizer_json:
+            (folder / "tokenizer.json").unlink()
+            (folder / "vocab.json").write_text(json.dumps(VOCAB))
+            (folder / "merges.txt").write_text("#version: 0.2\n")
+        (folder / "own.py").write_text(CODE.format(mark=str(mark)))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Own", "auto_map": auto_map}))
+        fields = json.loads((folder / "config.json").read_text())
+        if family is not None:
+            fields |= {"model_type": family, "architectures": None}
+        (folder / "config.json").write_text(json.dumps(fields | ({} if in_config is None else {"auto_map": in_config})))
+        monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 50))
+        return folder, mark
+
+    return make
+
+
+AUTO_MAP = {"AutoTokenizer": ["own.Own", "own.Own"]}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "of nobody"])
+@pytest.mark.parametrize("auto_map", [AUTO_MAP, AUTO_MAP["AutoTokenizer"], {"AutoTokenizer": "own.Own"}], ids=["object", "list", "text"])
+def test_code_of_a_checkpoint_is_never_run(asking, family, auto_map, capsys):
+    folder, mark = asking(family, auto_map)
+    for read in (read_tokenizer, lambda name: load_tokenizer(str(name))):
+        with pytest.raises(ValueError, match=r"tokenizer_config.json asks to run code of the checkpoint .*own.Own.*put a tokenizer.json"):
+            read(folder)
+    assert not mark.exists()
+    assert capsys.readouterr().out == "", "nobody is asked"
+    assert sys.stdin.read() == "y\n" * 50
+
+
+def test_no_road_to_a_model_runs_its_code(asking, capsys):
+    """Python, the command line and lm-eval's adapter."""
+    from typer.testing import CliRunner
+
+    from kvjax.serving.cli.app import app
+    from kvjax.serving.harness import KvjaxLM
+
+    folder, mark = asking(None, AUTO_MAP)
+    with pytest.raises(ValueError, match=r"asks to run code .*tokenizer=False loads the model alone"):
+        load(folder)
+    with pytest.raises(ValueError, match="asks to run code"):
+        KvjaxLM.create_from_arg_obj({"pretrained": str(folder)})
+    with pytest.raises(ValueError, match="model_args name 'trust_remote_code'"):
+        KvjaxLM.create_from_arg_obj({"pretrained": str(folder), "trust_remote_code": True})
+    with pytest.raises(TypeError, match="code of a checkpoint is never run"):
+        load(folder, trust_remote_code=True)
+    CliRunner().invoke(app, ["generate", "w1", "--model", str(folder)], input="y\n" * 50)
+    assert load(folder, tokenizer=False).tokenizer is None
+    assert not mark.exists()
+    assert "Do you wish to run" not in capsys.readouterr().out
+
+
+def test_the_configuration_runs_no_code_either(asking):
+    """`AutoTokenizer` reads config.json too, which may name code of its own."""
+    folder, mark = asking("of nobody", None, in_config={"AutoConfig": "own.OwnConfig"})
+    with pytest.raises(ValueError, match="model_type is 'of nobody'"):
+        load(folder)
+    with contextlib.suppress(ValueError):  # it may be read without the configuration
+        load_tokenizer(str(folder))
+    assert not mark.exists()
+    assert sys.stdin.read() == "y\n" * 50
+
+
+def test_tokenizer_json_is_used_and_the_code_beside_it_is_not(asking, caplog):
+    folder, mark = asking(None, AUTO_MAP, tokenizer_json=True)
+    model = load(folder)
+    assert model.tokenizer("w7 w9")["input_ids"] == [7, 9]
+    save(model, folder / "saved")
+    assert "auto_map" not in (folder / "saved" / "tokenizer_config.json").read_text(), "nor do others run it from a copy"
+    assert not mark.exists()
+    assert [record.getMessage() for record in caplog.records if "never run" in record.getMessage()] == [
+        f"{folder}/tokenizer_config.json: code of the checkpoint (auto_map) is never run; tokenizer.json is used"
+    ]
+
+
+def test_a_tokenizer_without_tokenizer_json_is_read(asking):
+    folder, _ = asking(None, {})
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert read_tokenizer(folder).get_vocab()["w7"] == 7
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.system('touch ran') }}",
+        "{% for n in range(10 ** 12) %}x{% endfor %}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_a_chat_template_reaches_nothing_of_python(template, plain, tmp_path, monkeypatch):
+    """transformers renders it in jinja2's sandbox."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(plain, tmp_path / "m")
+    (tmp_path / "m" / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match="chat template does not take these messages"):
+        encode(read_tokenizer(tmp_path / "m"), [{"role": "user", "content": "w1"}])
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+# More ids than the embedding has rows.
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory):
+    """A model of 40 ids whose tokenizer has 42, as Gemma 3's text models have one for images."""
+    folder = tmp_path_factory.mktemp("models") / "larger"
+    save(random_model(config=altered(LEAST, vocab_size=40), tokenizer=word_tokenizer(2)), folder)
+    return load(folder)
+
+
+def test_a_tokenizer_may_have_more_ids_than_the_embedding(larger, tmp_path, caplog):
+    save(larger, tmp_path / "again")
+    with caplog.at_level(logging.WARNING):
+        model = load(tmp_path / "again")
+    said = [record.getMessage() for record in caplog.records]
+    assert (
+        f"the tokenizer in {tmp_path / 'again'} has 42 ids and the model 40: prompts with an id from 40 ('<image0>') on are refused" in said
+    )
+    assert kvjax.generate(model, "w1 w2", max_new_tokens=3, details=True).token_ids
+
+
+@pytest.mark.parametrize("prompt", ["w1 <image1> w2", [1, 41, 2]])
+def test_only_a_prompt_with_such_an_id_is_refused(larger, prompt):
+    with pytest.raises(ValueError, match="token 41 is outside the vocabulary of 40"):
+        kvjax.generate(larger, prompt, max_new_tokens=1)
+    assert kvjax.generate(larger, "w1 w2", max_new_tokens=8, stop="<image1>", stop_token_ids=[41], details=True).token_ids
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json", "model.safetensors"])
+def test_a_file_that_the_disk_does_not_give_back_is_named(plain, tmp_path, name):
+    """Reading the file /proc/self/mem at its beginning is an OSError without a name."""
+    folder = tmp_path / "m"
+    shutil.copytree(plain, folder)
+    (folder / name).unlink()
+    (folder / name).symlink_to("/proc/self/mem")
+    with pytest.raises(ValueError, match=f"{name}.*"):
+        load(folder)
