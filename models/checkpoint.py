@@ -27,7 +27,7 @@ from kvjax.models.decoder import param_shapes
 from kvjax.models.families import FAMILIES
 from kvjax.models.interleaving import Order, order_of
 from kvjax.models.tensors import DTYPES, Stored, Tensor
-from kvjax.text.checkpoint_files import AGAIN, check_pointer, first_line, is_file, read_json
+from kvjax.text.checkpoint_files import AGAIN, check_pointer, first_line, is_file, named, read_json
 from kvjax.text.tokenizer_loading import read_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -283,9 +283,10 @@ def _of_shards(folder: Path, index: Path, weight_map: Mapping[str, str]) -> dict
 
 def sampled_digest(config: Path, files: Collection[Path]) -> str:
     """A digest of a configuration, and of safetensors files: of each its size, its header, and some bytes of each tensor."""
-    found = hashlib.sha256(config.read_bytes())
+    with named(config):
+        found = hashlib.sha256(config.read_bytes())
     for file in sorted(files):
-        with open(file, "rb") as opened:
+        with named(file), open(file, "rb") as opened:
             (count,) = struct.unpack("<Q", opened.read(8))
             header = opened.read(count)
             found.update(f"{file.name} {file.stat().st_size}".encode() + header)
@@ -303,14 +304,12 @@ def file_tensors(file: Path) -> dict[str, Stored]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, framework="np") as opened:
+        with named(file), safe_open(file, framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
             return {name: Stored(file, tuple(s.get_shape()), s.get_dtype(), name) for name, s in slices.items()}
     except SafetensorError as error:
         check_pointer(file)
         raise ValueError(f"{file} is not a whole safetensors file ({first_line(error)}); {AGAIN}") from error
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read ({first_line(error)}); make it readable, or {AGAIN}") from error
 
 
 def wanted_tensors(config: ModelConfig) -> tuple[list[Wanted], Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,21 @@ def is_file(path: Path) -> bool:
     raise ValueError(f"{path} is {what}, and must be a file; {AGAIN}")
 
 
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Errors of reading a file become ValueErrors that name it: not every OSError does, as when a disk gives nothing back."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror or first_line(error)}); make it readable, or {AGAIN}") from error
+
+
 def check_pointer(path: Path) -> None:
     """ValueError if a file is a Git LFS pointer: what `git clone` leaves where Git LFS is not installed."""
-    with open(path, "rb") as file:
-        if file.read(64).startswith(b"version https://git-lfs"):
-            raise ValueError(f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder, or {AGAIN}")
+    with named(path), open(path, "rb") as file:
+        beginning = file.read(64)
+    if beginning.startswith(b"version https://git-lfs"):
+        raise ValueError(f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder, or {AGAIN}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -39,13 +51,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not is_file(path):
         raise ValueError(f"{path.parent} holds no {path.name}; {AGAIN}")
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError(f"{path} has {path.stat().st_size:,} bytes; at most {MAX_JSON_BYTES:,} are read; {AGAIN}")
-        text = path.read_text(encoding="utf-8")
+        with named(path):
+            size = path.stat().st_size
+            if size > MAX_JSON_BYTES:
+                raise ValueError(f"{path} has {size:,} bytes; at most {MAX_JSON_BYTES:,} are read; {AGAIN}")
+            text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not JSON ({error}); {AGAIN}") from error
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}); make it readable, or {AGAIN}") from error
     try:
         content = json.loads(text)
     except RecursionError:

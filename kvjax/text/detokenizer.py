@@ -25,7 +25,7 @@ class TextStream:
 
     Args:
         tokenizer: the model's.
-        stop: the stop strings. Time and memory are linear in their length and in the text's.
+        stop: the stop strings. Time and memory are linear in what the text holds of them, and in the text's length.
         context: token ids before the first one, of which the latest `CONTEXT` count: the text continues theirs.
     """
 
@@ -136,7 +136,7 @@ class _Stops:
     """
 
     def __init__(self, strings: Iterable[str]):
-        self._strings = [(string, _borders(string)) for string in dict.fromkeys(strings)]
+        self._strings = [(string, [0]) for string in dict.fromkeys(strings)]  # with their borders, as far as they were asked for
         self._beginning: dict[str, list[int]] = {}
         for number, (string, _) in enumerate(self._strings):
             self._beginning.setdefault(string[0], []).append(number)
@@ -156,7 +156,7 @@ class _Stops:
                 string, borders = self._strings[number]
                 count = self._begun.get(number, 0)
                 while count and string[count] != character:
-                    count = borders[count - 1]
+                    count = _border(string, borders, count)
                 count += string[count] == character
                 if count == len(string):
                     longest = max(longest, count)
@@ -168,15 +168,18 @@ class _Stops:
         return None
 
 
-def _borders(string: str) -> list[int]:
-    """For each beginning of the string the length of the longest shorter beginning that it ends with."""
-    borders = [0]
-    for character in string[1:]:
-        count = borders[-1]
-        while count and string[count] != character:
-            count = borders[count - 1]
-        borders.append(count + (string[count] == character))
-    return borders
+def _border(string: str, borders: list[int], count: int) -> int:
+    """The length of the longest shorter beginning of the string that its first `count` characters end with.
+
+    borders: the answers for 1, 2, ... characters so far, to which those up to `count` are added. A text has to hold a beginning before its
+    border is asked for, so strings that never begin cost nothing, however long they are.
+    """
+    while len(borders) < count:
+        character, border = string[len(borders)], borders[-1]
+        while border and string[border] != character:
+            border = borders[border - 1]
+        borders.append(border + (string[border] == character))
+    return borders[count - 1]
 
 
 def token_text(tokenizer: Any, before: Sequence[int], token: int) -> tuple[str, bytes | None]:

@@ -75,10 +75,18 @@ def one_by_one(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     if isinstance(prompts, Mapping):
         prompts = _rows(prompts)
     single = isinstance(prompts, str | bytes | bytearray) or _is_chat(prompts)
-    if not single and not (hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")):  # None, a number, a generator, a set
+    if not single and not _is_listed(prompts):
         raise ValueError(f"a prompt is text or a list of token ids, and several are a list of them, got {prompts!r:.60}")
     single = single or (len(prompts) > 0 and not isinstance(prompts[0], str | bytes | bytearray | Mapping) and np.ndim(prompts[0]) == 0)
     return ([prompts], True) if single else (list(prompts), False)
+
+
+def _is_listed(prompts: Any) -> bool:
+    """Whether there are items in an order: not so for None, a number, a generator, a set, and an array of no dimension."""
+    try:
+        return len(prompts) >= 0 and hasattr(prompts, "__getitem__")
+    except TypeError:  # an array of no dimension has the method, too
+        return False
 
 
 def _is_chat(prompt: Any) -> bool:

@@ -48,6 +48,6 @@ def read_tokenizer(folder: Path) -> Any:
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
     except BaseException as error:  # for a damaged file the libraries below raise bare Exception, and Rust's PanicException
-        for file in folder.glob("tokenizer*"):
+        for file in filter(Path.is_file, folder.glob("tokenizer*")):
             check_pointer(file)
         raise ValueError(f"transformers cannot read the tokenizer in {folder} ({first_line(error)}); {AGAIN}") from error

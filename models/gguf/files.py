@@ -13,7 +13,7 @@ from kvjax.models.gguf import architectures
 from kvjax.models.gguf.header import Header, read_header
 from kvjax.models.gguf.tensors import FLOATS, GgufTensor, check_types
 from kvjax.models.gguf.vocabulary import read_vocabulary
-from kvjax.text.checkpoint_files import is_file
+from kvjax.text.checkpoint_files import is_file, named
 
 SUFFIX = ".gguf"
 
@@ -84,7 +84,7 @@ class GgufFile:
         found = hashlib.sha256(repr(sorted((key, str(value)[:1000]) for key, value in self.header.metadata.items())).encode())
         for name, entry in sorted(self.header.tensors.items()):
             found.update(f"{name} {entry.type.name} {entry.shape}".encode())
-            with open(entry.file, "rb") as opened:
+            with named(entry.file), open(entry.file, "rb") as opened:
                 for at in (0, entry.nbytes // 2, max(0, entry.nbytes - SAMPLE)):
                     opened.seek(entry.start + at)
                     found.update(opened.read(min(SAMPLE, entry.nbytes - at)))

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
-from kvjax.text.checkpoint_files import check_pointer, first_line
+from kvjax.text.checkpoint_files import check_pointer, named
 
 DAMAGED = "the file is damaged: download it again"
 
@@ -83,15 +83,12 @@ class Header:
 def read_header(file: Path) -> Header:
     """The header of a GGUF file. ValueError, in a sentence with the file's name, for anything else, and for a damaged one."""
     check_pointer(file)
-    try:
-        with open(file, "rb") as opened:
-            size = opened.seek(0, 2)
-            if size < 24:
-                raise ValueError(f"{file} has {size} bytes, and a GGUF file has at least 24: {DAMAGED}")
-            with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Reader(file, data).header()
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read ({first_line(error)}); make it readable, or download it again") from error
+    with named(file), open(file, "rb") as opened:
+        size = opened.seek(0, 2)
+        if size < 24:
+            raise ValueError(f"{file} has {size} bytes, and a GGUF file has at least 24: {DAMAGED}")
+        with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(file, data).header()
 
 
 class _Reader:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from kvjax.engine.call_lock import interrupts
+from kvjax.engine.capacity_plan import MOST_POSITIONS
+from kvjax.engine.sampling import Sampling
 from kvjax.serving.batch.continuing import check_noise, check_same, check_setup, draws
 from kvjax.serving.batch.inputs import BYTES, Reading
 from kvjax.serving.batch.partial import Partial
@@ -79,9 +81,15 @@ class FileJob:
             check_noise(self.partial, header, [line for line in drawn if line not in self._earlier.lines])
 
 
-def work_of(record: Record) -> Work:
-    """About how many tokens a record takes."""
-    return Work(record.size / 4, record.sampling.get("max_new_tokens", 1) * max(1, record.sampling.get("n", 1)))
+def work_of(record: Record, positions: int = MOST_POSITIONS) -> Work:
+    """About how many tokens a record takes: none if it is refused. positions: the most that the model has."""
+    try:
+        sampling = Sampling(**record.sampling) if record.error is None else None
+    except (TypeError, ValueError):  # the record's answer will say it
+        sampling = None
+    if sampling is None or (sampling.max_new_tokens > positions and not sampling.clip):
+        return Work(0, 0)
+    return Work(min(record.size / 4, positions), min(sampling.max_new_tokens, positions) * sampling.n)
 
 
 def complete(

@@ -34,7 +34,7 @@ from kvjax.policies.prefill import identity as prefill_identity
 from kvjax.scheduler.data_parallel import engines_of
 from kvjax.scheduler.request import OnToken, Request
 from kvjax.serving.batch.continuing import CHECKPOINT, SAID, checkpoint_of, of_defaults
-from kvjax.serving.batch.file_jobs import FileJob, complete
+from kvjax.serving.batch.file_jobs import FileJob, complete, work_of
 from kvjax.serving.batch.records import Defaults, Record, read, request_of
 from kvjax.serving.batch.results import Result, Summary, answered, named, refused
 from kvjax.serving.progress import JobProgress
@@ -117,6 +117,7 @@ def run_records(
         options = {"policy": policy, "slots": slots, "steps_per_launch": steps_per_launch}
         return answer_records(missing, engines, on_prompt=progress.prompt, on_token=progress.token, on_prefill=progress.prefill, **options)
 
+    job.work = {record.line: work_of(record, positions_of(engines[0])) for record in records}  # now that the model is known
     kept = {} if engines[0].stats() is None else {"found": lambda: sum(each.stats().found_tokens for each in engines)}
     told = [each for engine in engines for each in (engine.stats, engine.pool_stats) if each() is not None]
     if told and stores:

@@ -151,8 +151,7 @@ class SessionCore:
 
     def fork(self, record: Record) -> Record:
         """A second session with the same history. It shares sealed pages."""
-        for each in self._leaving_for_one(record):
-            self.end(each, "lru")
+        leaving = self._leaving_for_one(record)
         self._look_for_damage(record)
         self._checked(record)
         if record.sequence.suspended is not None:
@@ -160,7 +159,9 @@ class SessionCore:
         sequence = self._with_room(lambda: self.engine.fork(record.sequence), record)
         held = record.history[:], record.dropped, record.floor, record.stored
         child = Record(secrets.token_hex(16), record.policy, sequence, self.clock(), *held)
-        self._keep(child)
+        self._keep(child)  # the last that may fail: until here no other session has ended for it
+        for each in leaving:
+            self.end(each, "lru")
         return child
 
     def info(self, record: Record) -> SessionInfo:

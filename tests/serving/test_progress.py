@@ -10,6 +10,8 @@ import pytest
 from rich.console import Console
 
 from kvjax.serving import progress as progress_module
+from kvjax.serving.batch.file_jobs import work_of
+from kvjax.serving.batch.records import Record
 from kvjax.serving.batch.results import Result
 from kvjax.serving.progress import SETTLE_SECONDS, JobProgress, Work, WorkProgress
 
@@ -173,3 +175,14 @@ def test_stores_are_shown_below_the_bar():
     bar, _, below = written.getvalue().rpartition("host: 12 pages kept")
     assert "0/1" in bar
     assert "0/1" not in below
+
+
+@pytest.mark.parametrize("wrong", [{"max_new_tokens": 10**12}, {"n": 10**9}, {"n": 0}, {"max_new_tokens": 101}, {"temperature": -1}])
+def test_what_is_refused_is_no_work(wrong):
+    assert work_of(Record(1, "a", prompt="x" * 40, sampling={"max_new_tokens": 8, **wrong}), 100) == Work(0, 0)
+    assert work_of(Record(1, "a", error="the line is not JSON")) == Work(0, 0)
+
+
+def test_work_is_at_most_what_the_model_takes():
+    assert work_of(Record(1, "a", prompt="x" * 40, sampling={"max_new_tokens": 8, "n": 3}), 100) == Work(10, 24)
+    assert work_of(Record(1, "a", prompt="x" * 4000, sampling={"max_new_tokens": 5000, "clip": True, "n": 2}), 100) == Work(100, 200)

@@ -76,6 +76,28 @@ def test_no_session_ends_for_one_that_could_not_be_written(engine, tmp_path, mon
             first.info()
 
 
+def test_no_session_ends_for_a_fork_that_fails(engine, tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise ResourceExhausted("it does not fit")
+
+    places = ("kvjax.serving.session.journal.Journal.create", "kvjax.Engine.fork", "kvjax.serving.session.core.SessionCore._checked")
+    with SessionRuntime(engine, slots=4, capacity=2, state=tmp_path) as runtime:
+        parent, other = runtime.create(TEXT[:20]), runtime.create(TEXT[:5])
+        pages = runtime.gauges()["free_pages"]
+        for place in places:
+            with monkeypatch.context() as patch:
+                patch.setattr(place, fails)
+                with pytest.raises(ResourceExhausted, match="does not fit"):
+                    parent.fork()
+            assert (parent.info().history_tokens, other.info().history_tokens) == (20, 5)
+        assert runtime.gauges()["free_pages"] == pages
+        assert not runtime.counts
+        parent.info()
+        assert parent.fork().info().history_tokens == 20
+        with pytest.raises(SessionNotFound, match="lru"):
+            other.info()
+
+
 def test_at_is_a_length(engine):
     with SessionRuntime(engine, slots=4) as runtime:
         session = runtime.create([1, 2, 3])

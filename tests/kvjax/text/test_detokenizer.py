@@ -222,3 +222,10 @@ def test_a_torn_last_character_is_shown_as_such(cut):
         stream.push(token)
     stream.close()
     assert stream.text == "a\ufffd"
+
+
+def test_long_stop_strings_that_never_begin_cost_nothing():
+    stops = [f"{chr(97 + number % 26)}{'xy' * 500}{number}" for number in range(1000)]
+    stream = TextStream(Bytes(), stops)
+    assert "".join(stream.push(token) for token in ids_of("a text in which axyxyx begins some")) + stream.close() == stream.text
+    assert sum(len(borders) for _, borders in stream._stops._strings) < 2 * len(stops)

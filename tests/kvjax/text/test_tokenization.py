@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_tokenizers import byte_level
@@ -60,6 +61,14 @@ def test_messages_go_through_the_chat_template(engine, chatty):
 def test_what_is_no_prompt_is_said(engine, chatty, prompt, said):
     with pytest.raises(ValueError, match=said):
         generate(engine, prompt, **SETTINGS)
+
+
+@pytest.mark.parametrize("prompt", [np.array(3), jnp.array(1), np.ma.masked, 3, None, {1}, iter([1])], ids=repr)
+def test_what_has_no_items_in_an_order_is_no_prompt(engine, prompt):
+    calls = (lambda: generate(engine, prompt, **SETTINGS), lambda: score(engine, prompt, [1]), lambda: score(engine, [1], prompt))
+    for call in calls:
+        with pytest.raises(ValueError, match=r"a prompt is text or a list of token ids, and several are a list of them, got \S"):
+            call()
 
 
 def test_messages_need_a_template(engine):

@@ -183,3 +183,14 @@ def test_only_a_prompt_with_such_an_id_is_refused(larger, prompt):
     with pytest.raises(ValueError, match="token 41 is outside the vocabulary of 40"):
         kvjax.generate(larger, prompt, max_new_tokens=1)
     assert kvjax.generate(larger, "w1 w2", max_new_tokens=8, stop="<image1>", stop_token_ids=[41], details=True).token_ids
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json", "model.safetensors"])
+def test_a_file_that_the_disk_does_not_give_back_is_named(plain, tmp_path, name):
+    """Reading the file /proc/self/mem at its beginning is an OSError without a name."""
+    folder = tmp_path / "m"
+    shutil.copytree(plain, folder)
+    (folder / name).unlink()
+    (folder / name).symlink_to("/proc/self/mem")
+    with pytest.raises(ValueError, match=f"{name}.*"):
+        load(folder)
