@@ -433,7 +433,7 @@ def _choose_prefill(auto: AutoPrefill, start: int, end: int) -> Choice:
         recorded = ", ".join(f"{length:,}" for length in sorted({row.length for row in bound.evidence}))
         return _dense(f"no prefill policy is on record as {level} for {end:,} tokens; recorded lengths: {recorded}")
     if not bound.times:
-        advice = f"kvjax bench prefill --ops --policies {','.join(met)} --json FILE, then kvjax cost fit FILE --json TABLE"
+        advice = f"python -m benchmarks.prefill_ops --policies {','.join(met)} --json FILE, then kvjax cost fit FILE --json TABLE"
         return _dense(f"no prefill was timed on {bound.device}; on record as {level} are {', '.join(met)}; measure it: {advice}")
     names = [name for name in met if name not in dict(bound.unusable)]
     quotes = {name: nearest_quote(bound.times, bound.sizes, name, start, end) for name in names}

@@ -31,7 +31,7 @@ DEVICE, HOST, MESH = "device", "host", "mesh"
 """Kinds of cells: everything on one device; with pages in host memory; on several devices."""
 
 OWN_LISTS, RECORDED = "own", "recorded"
-"""Kinds of lists of a row of `kvjax bench tiers`: those that the policy chooses itself, of random keys; those of the embedded model."""
+"""Kinds of lists of a row of `benchmarks.tiers`: those that the policy chooses itself, of random keys; those of the embedded model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _decode_cell(row: dict[str, Any], config: ModelConfig, packed: dict[str, Any
 
 
 def _tier_cell(row: dict[str, Any], config: ModelConfig) -> Cell | None:
-    """The cell of a row of `kvjax bench tiers`; None for recorded lists with everything on the device, which another op attends by."""
+    """The cell of a row of `benchmarks.tiers`; None for recorded lists with everything on the device, which another op attends by."""
     where = f"{row['shape']}, {row['tokens']:,} tokens, {row['policy']}"
     if "asked_bytes" not in row:
         raise ValueError(f"{where}: the row does not say what was listed in host memory, so it is an earlier version's; measure it again")
@@ -193,7 +193,7 @@ def merged(cells: Iterable[Cell]) -> list[Cell]:
 
 
 def launch_of(row: dict[str, Any]) -> int:
-    """Steps per launch of a row; 1 in older rows, and in those of `kvjax bench tiers`. ValueError for what is no number of steps."""
+    """Steps per launch of a row; 1 in older rows, and in those of `benchmarks.tiers`. ValueError for what is no number of steps."""
     steps = row.get("steps_per_launch", 1)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         named = ", ".join(f"{name} {row[name]}" for name in ("shape", "tokens", "batch", "policy") if name in row)
@@ -202,7 +202,7 @@ def launch_of(row: dict[str, Any]) -> int:
 
 
 def launches_in(run: dict[str, Any]) -> dict[int, int]:
-    """How many timed rows of one device a result has, by their steps per launch. Rows of `kvjax bench tiers` with packed pages are left
+    """How many timed rows of one device a result has, by their steps per launch. Rows of `benchmarks.tiers` with packed pages are left
     out, because no cost model takes them."""
     tiers = run.get("bench") == "tiers"
     rows = [row for row in run["rows"] if "median_s" in row and devices_of(row) == 1 and not (tiers and "cache_format" in row)]
@@ -264,7 +264,7 @@ def solve(cells: Sequence[Cell], kind: str = DEVICE, *, without: str | None = No
         if len({round(cell.bus_bytes / 1e6) for cell in some}) < 2:
             raise ValueError(
                 "the bus needs rows that read at least two amounts there, in place or through the hot buffer: "
-                "kvjax bench tiers --policies dense,top:32 --fresh 32 --recorded FILE"
+                "python -m benchmarks.tiers --policies dense,top:32 --fresh 32 --recorded FILE"
             )
         columns = [np.array([cell.bus_bytes for cell in some]) / 1e9, np.array([cell.bytes.hot_layers for cell in some]) * 1e-6]
         slope, layer = _fit(columns, some, known)

@@ -328,7 +328,7 @@ class CostModel:
             return dict(self.links)[tier]
         except KeyError:
             raise ValueError(
-                f"the cost model of {self.device} has no bandwidth for the tier {tier!r}; fit one to rows of kvjax bench tiers (host), or "
+                f"the cost model of {self.device} has no bandwidth for the tier {tier!r}; fit one to rows of benchmarks.tiers (host), or "
                 f'put one in: --link 52, or in Python model.projected("a {tier} link of 52 GB/s", links=(({tier!r}, 52e9),))'
             ) from None
 

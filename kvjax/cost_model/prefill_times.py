@@ -1,6 +1,6 @@
 """Times of a prompt's attention by prefill policy and length. The prefill policy `auto` compares them.
 
-A `PrefillTimes` holds measured seconds of one layer's attention over whole prompts, as `kvjax bench prefill --ops` writes them, for one
+A `PrefillTimes` holds measured seconds of one layer's attention over whole prompts, as `benchmarks.prefill_ops` writes them, for one
 device and one size of layer. Those inside the package are in `prefill_times.json` in this folder, which `kvjax cost fit` wrote.
 """
 
@@ -129,7 +129,7 @@ def nearest_quote(tables: Iterable[PrefillTimes], sizes: LayerSizes, policy: str
 
 
 def fit_prefill(results: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[PrefillTimes, ...]:
-    """Times from results of `kvjax bench prefill --ops`. results: (source, JSON object) of each. If a time was measured twice, the later
+    """Times from results of `benchmarks.prefill_ops`. results: (source, JSON object) of each. If a time was measured twice, the later
     one is used.
 
     If a model's layers were timed together, each layer gets an equal part. Dense is what the engine runs: attention over pages. Policies
@@ -149,9 +149,9 @@ def fit_prefill(results: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Prefi
                     measured = points.setdefault((run["provenance"]["device"], row["shape"], sizes), {})
                     measured[name, row["tokens"]] = (row["median_s"] / row.get("layers", 1), spread, source)
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise ValueError(f"{source or 'a file'} is no result of kvjax bench prefill --ops: {error} is missing or wrong") from None
+        raise ValueError(f"{source or 'a file'} is no result of benchmarks.prefill_ops: {error} is missing or wrong") from None
     if not points:
-        raise ValueError("no row has a time of dense or of a built-in prefill policy: give results of kvjax bench prefill --ops")
+        raise ValueError("no row has a time of dense or of a built-in prefill policy: give results of benchmarks.prefill_ops")
     tables = []
     for (device, shape, sizes), found in points.items():
         names = ("dense", *sorted({name for name, _ in found} - {"dense"}))

@@ -42,7 +42,7 @@ MOVED = {
     "lists": "lists",
     "overlap": "overlap",
     "prefill --measures": "prefill_measures",
-    "prefill --ops": "prefill_ops, or of a model benchmarks.prefill_layers",
+    "prefill --ops": "prefill_ops",
     "programs": "compiling programs",
     "replicas": "replicas",
     "reuse": "reuse",

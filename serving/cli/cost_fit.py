@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 ResultsArgument = Annotated[
     list[Path] | None,
-    typer.Argument(metavar="[RESULT.json...]", help="Results of kvjax bench decode and tiers, or of kvjax bench prefill --ops."),
+    typer.Argument(metavar="[RESULT.json...]", help="Results of kvjax bench decode, benchmarks.tiers or benchmarks.prefill_ops."),
 ]
 LaunchOption = Annotated[
     int,
@@ -42,8 +42,8 @@ def fit_command(
     """Fit cost models to measured steps, and print their error on steps that they have not seen.
 
     There is one for each device, model, dtype, and format of packed weights and pages in the results. Bandwidth and c0 are fitted to dense
-    rows of one device, of --steps-per-launch; how many others are left out is printed. Rows of kvjax bench tiers give the term of the bus,
-    and rows of several devices that of exchanges. Results of kvjax bench prefill --ops give times of prefill. With --model, steps are timed
+    rows of one device, of --steps-per-launch; how many others are left out is printed. Rows of benchmarks.tiers give the term of the bus,
+    and rows of several devices that of exchanges. Results of benchmarks.prefill_ops give times of prefill. With --model, steps are timed
     here: auto does this itself where there is no built-in cost model.
     """
     from pallas_kernels.core.results import write_result

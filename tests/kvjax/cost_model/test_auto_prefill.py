@@ -98,7 +98,7 @@ def test_times_that_make_no_sense(seconds, words):
 
 
 def run(*rows, date="2026-01-01", device="chip"):
-    """A result of kvjax bench prefill --ops: (op, policy, tokens, seconds) each."""
+    """A result of benchmarks.prefill_ops: (op, policy, tokens, seconds) each."""
     sizes = SIZES._asdict() | {"shape": "it"}
     timed = [
         sizes | {"op": op, "policy": policy, "tokens": tokens, "median_s": s, "p10_s": 0.98 * s, "p90_s": 1.04 * s}
@@ -138,7 +138,7 @@ def test_policies_with_the_same_lists_share_their_times():
 
 def test_results_and_tables_that_are_none():
     for wrong in (run() | {"bench": "decode"}, {"provenance": {"date": "2026"}}, {}):
-        with pytest.raises(ValueError, match="no result of kvjax bench prefill --ops"):
+        with pytest.raises(ValueError, match=r"no result of benchmarks.prefill_ops"):
             fit_prefill([("x.json", wrong)])
     with pytest.raises(ValueError, match="no row has a time"):
         fit_prefill([("x.json", run())])
@@ -305,7 +305,7 @@ def test_dense_beyond_the_record_and_without_it():
     assert "recorded for this model as it is loaded, in bfloat16 (fingerprint f); measure it with kvjax echo" in none.why
     untimed = auto(tables=[]).choose(32_256, 32_768)
     assert "no prefill was timed on chip" in untimed.why
-    assert "kvjax bench prefill --ops --policies window:64+1024 --json FILE, then kvjax cost fit" in untimed.why
+    assert "python -m benchmarks.prefill_ops --policies window:64+1024 --json FILE, then kvjax cost fit" in untimed.why
     other = auto([row("oracle:8"), row("oracle:8", 65_536)]).choose(32_256, 32_768)
     assert "oracle:8 was not timed at 32,768 tokens on chip" in other.why
     for choice in (beyond, none, untimed, other):

@@ -193,7 +193,7 @@ def test_what_is_a_projection_over_the_bus():
     unknown = dataclasses.replace(made, bus=dataclasses.replace(BUS, hits=None))
     assert "no share of hits was measured, and none is assumed" in why(unknown)
     assert why(unknown, hits=0.5) == why(unknown, policy="dense") == ""
-    with pytest.raises(ValueError, match="no bandwidth for the tier 'host'; fit one to rows of kvjax bench tiers"):
+    with pytest.raises(ValueError, match=r"no bandwidth for the tier 'host'; fit one to rows of benchmarks.tiers"):
         why(cost())
     assert "a host link of 52 GB/s the work of the hot buffer was not measured" in why(cost().with_link("host", 52))
     assert made.with_link("host", 52).bus.per_s == 52e9

@@ -63,7 +63,7 @@ def test_what_is_no_prompt_is_said(engine, chatty, prompt, said):
         generate(engine, prompt, **SETTINGS)
 
 
-@pytest.mark.parametrize("prompt", [np.array(3), jnp.array(1), np.ma.masked, 3, None, {1}, iter([1])], ids=repr)
+@pytest.mark.parametrize("prompt", [np.array(3), jnp.array(1), np.ma.masked, 3, None, {1}, iter([1])], ids=lambda each: type(each).__name__)
 def test_what_has_no_items_in_an_order_is_no_prompt(engine, prompt):
     calls = (lambda: generate(engine, prompt, **SETTINGS), lambda: score(engine, prompt, [1]), lambda: score(engine, [1], prompt))
     for call in calls:

@@ -374,7 +374,7 @@ WRONG = [
     (("predict", "--policies", "dense,mean:3"), "has no c1 for mean:3"),
     (("predict", "--device-memory", "8GB"), "go together: give both, or neither"),
     (("predict", "--hits", "0.5"), "--hits: needs --device-memory and --host-memory"),
-    (("predict", "--fit", "plain.json", *TIERS), "no bandwidth for the tier 'host'; fit one to rows of kvjax bench tiers"),
+    (("predict", "--fit", "plain.json", *TIERS), "no bandwidth for the tier 'host'; fit one to rows of benchmarks.tiers"),
     (("predict", *TIERS[:3], "1KB"), "--host-memory of 1,000 is less than one page"),
     (("predict", *TIERS, "--tier", "host", "--link", "52"), "leave out --device-memory"),
     (("predict", *PROMPTS, "--batches", "1"), "--batches: is about steps"),
