@@ -158,7 +158,7 @@ def test_a_machine_that_writes_other_bits_finds_nothing(model, text, tmp_path):
     )
     found = []
     for flags in ("", "--xla_cpu_max_isa=SSE4_2", ""):
-        command = [sys.executable, "-c", program, str(tmp_path / "pages"), str(Path(__file__).parents[1])]
+        command = [sys.executable, "-c", program, str(tmp_path / "pages"), str(Path(__file__).parents[2])]
         environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
         done = subprocess.run(
             command, env=environment | ({"XLA_FLAGS": flags} if flags else {}), capture_output=True, text=True, check=True

@@ -16,7 +16,7 @@ FULL, NEAR = GroupSpec("full", 16), GroupSpec("window:40", 16, window=40)
 KEYS, WIDE = PagedSpec("full", 2, 8, "float32"), PagedSpec("window:40", 1, 32, "bfloat16")
 LATENT = LatentSpec("full", 24, 8, 16, "bfloat16", "float8_e4m3fn")
 MIXED = CacheSpec((FULL, NEAR), (WIDE, KEYS, WIDE, LATENT))
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_layers_and_groups_know_each_other():

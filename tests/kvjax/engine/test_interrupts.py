@@ -31,7 +31,8 @@ from kvjax.generation import run
 pytestmark = pytest.mark.bits
 
 PAGES, PAGE, CHUNK = 40, 16, 32
-SOURCES = [Path(module.__file__).parent for module in (kvjax, kvjax.cache)]
+KVJAX = Path(kvjax.__file__).parent
+SOURCES = {KVJAX, *(file.parent for room in ("cache", "engine", "model", "scheduler", "text") for file in (KVJAX / room).rglob("*.py"))}
 
 
 @pytest.fixture(autouse=True)

@@ -203,7 +203,7 @@ def test_the_document_names_what_every_op_takes():
             _cell(op, None, "", "run"),
         ]
         lines.append(f"| `{op}` | {' | '.join(cells)} |")
-    text = (Path(__file__).parents[2] / "docs" / "platforms.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "platforms.md").read_text(encoding="utf-8")
     table = text[text.index("<!-- platforms -->") : text.index("<!-- /platforms -->")]
     assert table.splitlines()[1:] == lines
 

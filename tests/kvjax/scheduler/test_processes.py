@@ -21,7 +21,7 @@ from kvjax.engine.step_plan import Chunk, StepPlan
 from kvjax.scheduler.lockstep import Follower
 from kvjax.scheduler.processes import Processes, start_processes
 
-JOB = Path(__file__).parents[1] / "process_job.py"
+JOB = Path(__file__).parents[2] / "process_job.py"
 SECONDS = 200
 """After which a job counts as hanging."""
 
