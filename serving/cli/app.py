@@ -95,14 +95,15 @@ def options(
         raise typer.Exit
 
 
-def main(commands: typer.Typer = app) -> None:
+def main(commands: typer.Typer | None = None) -> None:
     """Entry point of `kvjax`. Exit status: 0; 2 for wrong usage or input; 1 for other failures; 130 when interrupted.
 
-    An error is one line on stderr; `kvjax --traceback COMMAND ...` shows where it came from. commands: others, to be run in this way.
+    An error is one line on stderr; `kvjax --traceback COMMAND ...` shows where it came from. commands: others than kvjax's, to be run in
+    this way.
     """
     try:
         with pressed_again():
-            status = commands(standalone_mode=False)
+            status = (commands or app)(standalone_mode=False)
         if sys.stdout is not None:  # it is None where the caller closed it
             sys.stdout.flush()
     except KeyboardInterrupt:
