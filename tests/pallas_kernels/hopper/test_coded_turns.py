@@ -43,7 +43,8 @@ def errors(emulated, case: str) -> np.ndarray:
             keys.copy(scratch["ring_s"], at, arrays["codes"], lanes.i32(2), lanes.i32(turn))
             lane_copies.commit_copies()
             lane_copies.wait_for_copies(0)
-            for tile, four in enumerate(keys.logits(scratch["ring_s"], at, query_words, dtype)):
+            scaled = keys.scaled(scratch["ring_s"], at, query_words, dtype)
+            for tile, four in enumerate(keys.logits(scratch["ring_s"], at, scaled)):
                 for i, x in enumerate(four):
                     row = g + (turn * keys.keys + tile * 16 + i // 2 * 8)
                     lanes.store_global(arrays["out"], row * 8 + t * 2 + i % 2, x)
