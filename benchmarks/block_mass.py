@@ -22,6 +22,7 @@ import numpy as np
 import typer
 from jaxtyping import Array, Float
 
+from benchmarks.run import exit_if_failed, main
 from pallas_kernels import dispatch
 from pallas_kernels.bench import checks
 from pallas_kernels.bench.cases import PAGE_SIZE, SHAPES, Shape
@@ -237,19 +238,8 @@ def bench(
     with stages() as say:
         rows = run(chosen, implementation, calls=calls, json_out=json_out, say=say)
     print(table(rows))
-    failed = [row for row in rows if "failed" in row]
-    for row in failed:
-        typer.echo(f"{row['case']} failed: {row['failed']}", err=True)
-    if failed:
-        raise typer.Exit(1)
-
-
-def main() -> None:
-    """Entry point."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(help=HELP)(bench)
-    app()
+    exit_if_failed(rows)
 
 
 if __name__ == "__main__":
-    main()
+    main(bench, help=HELP)

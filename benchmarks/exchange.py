@@ -23,6 +23,7 @@ import typer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from benchmarks.run import exit_if_failed, main
 from pallas_kernels import dispatch
 from pallas_kernels.all_reduce import all_reduce
 from pallas_kernels.bench.timing import Timing, device_time
@@ -200,20 +201,8 @@ def bench(
     with stages() as say:
         rows = run(chosen, calls=calls, json_out=json_out, say=say)
     print(table(rows))
-    for kind in ("skipped", "failed"):
-        for row in rows:
-            if kind in row:
-                typer.echo(f"{row['case']} {kind}: {row[kind]}", err=True)
-    if any("failed" in row for row in rows):
-        raise typer.Exit(1)
-
-
-def main() -> None:
-    """Entry point."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(help=HELP)(bench)
-    app()
+    exit_if_failed(rows)
 
 
 if __name__ == "__main__":
-    main()
+    main(bench, help=HELP)

@@ -112,9 +112,23 @@ def read_prompt(model: str, dtype: str | None, files: Sequence[Path], longest: i
     return loaded, ids
 
 
-def main(command: Callable[..., Any] | None = None, **commands: Callable[..., Any]) -> None:
-    """Run a script: its one command, or the one of `commands` that the command line names. An error is one line, as of `kvjax`."""
+def exit_if_failed(rows: Iterable[Row]) -> None:
+    """Say on stderr which rows were skipped and which failed. Exit with status 1 if one failed."""
+    rows = list(rows)
+    for kind in ("skipped", "failed"):
+        for row in rows:
+            if kind in row:
+                typer.echo(f"{row['case']} {kind}: {row[kind]}", err=True)
+    if any("failed" in row for row in rows):
+        raise typer.Exit(1)
+
+
+def main(command: Callable[..., Any] | None = None, *, help: str | None = None, **commands: Callable[..., Any]) -> None:
+    """Run a script: its one command, or the one of `commands` that the command line names. An error is one line, as of `kvjax`.
+
+    help: of the one command; None: its docstring.
+    """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=bool(commands))
     for name, each in commands.items() if command is None else [(None, command)]:
-        app.command(name)(each)
+        app.command(name, help=help)(each)
     command_line.main(app)

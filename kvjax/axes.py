@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,6 @@ from pallas_kernels.all_gather import all_gather
 from pallas_kernels.all_reduce import all_reduce
 from pallas_kernels.matrices import PackedMatrix, is_packed, take_rows
 from pallas_kernels.merge import merge_attention
-
-if TYPE_CHECKING:
-    pass
-
 
 CONTEXT, TENSOR = "context", "tensor"
 """The axes of a mesh."""

@@ -1,5 +1,7 @@
 """`python -m benchmarks.top_k`."""
 
-from benchmarks.top_k.timings import main
+from benchmarks.run import main
+from benchmarks.top_k.timings import HELP, bench
 
-main()
+if __name__ == "__main__":
+    main(bench, help=HELP)

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from benchmarks.run import main
 from benchmarks.top_k import cases as top_k_cases
 from benchmarks.top_k import report as top_k_report
 from benchmarks.top_k import score_rows
@@ -97,15 +98,12 @@ def count_all(files: dict[str, Captured], count: int) -> list[dict[str, Any]]:
     return [counted(rows, start) for rows in made for start in plan.STARTS]
 
 
-HELP = """Count the passes of top_k by kind of row, replayed on the CPU."""
-
-
 def count_passes(
     json_out: JsonOption = None,
     rows: Annotated[list[Path] | None, typer.Option(help="Captured rows, .npz (benchmarks.overlap --save); several times.")] = None,
     count: Annotated[int, typer.Option(help="Rows of each synthetic kind.", min=1)] = 32,
 ) -> None:
-    """See HELP."""
+    """Count the passes of top_k by kind of row, replayed on the CPU."""
     try:
         files = {file.stem: top_k_cases.load_captured(file) for file in rows or ()}
     except ValueError as error:
@@ -116,12 +114,5 @@ def count_passes(
     typer.echo(top_k_report.passes_table(found))
 
 
-def main() -> None:
-    """Entry point."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(help=HELP)(count_passes)
-    app()
-
-
 if __name__ == "__main__":
-    main()
+    main(count_passes)

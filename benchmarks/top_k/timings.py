@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
+from benchmarks.run import exit_if_failed
 from benchmarks.top_k import cases as top_k_cases
 from benchmarks.top_k import earlier as top_k_earlier
 from benchmarks.top_k import score_rows, torch_top_k
@@ -345,15 +346,4 @@ def bench(
     print(top_k_report.main_table(found))
     if on_gpu():
         print("", top_k_report.target_table(found), sep="\n")
-    failed = [row for row in found if "failed" in row]
-    for row in failed:
-        typer.echo(f"{row['case']} failed: {row['failed']}", err=True)
-    if failed:
-        raise typer.Exit(1)
-
-
-def main() -> None:
-    """Entry point."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(help=HELP)(bench)
-    app()
+    exit_if_failed(found)

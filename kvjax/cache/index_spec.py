@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.page_index import CODED, INDEX_KINDS, index_dtype, index_shape
 from pallas_kernels.pages import PageFormat
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,6 @@ from kvjax.engine.sharding import on_mesh, specs_of_states
 from kvjax.engine.steps import decode
 from kvjax.policies.decode import Blocks, DecodePolicy, ScoresBlocks, SelectContext
 from kvjax.policies.decode.base import attend_listed
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
