@@ -30,13 +30,17 @@ def overview(panels: Sequence[dict[str, Any]]) -> str:
         return "*Not measured yet.*"
     names = list(dict.fromkeys(row["policy"] for figures in panels for row in figures["retrieval"] if row["policy"] != "dense"))
     lines = []
-    for figures in panels:
+    for figures in sorted(panels, key=_model_and_length):
         for cell in dict.fromkeys((row["length"], row["task"], row["haystack"]) for row in figures["retrieval"]):
             rows = {row["policy"]: row for row in figures["retrieval"] if (row["length"], row["task"], row["haystack"]) == cell}
             found = [_beside_dense(rows[name]) if name in rows else "" for name in names]
             length, task, haystack = cell
             lines.append([f"`{figures['settings']['model']}`", f"{length:,}", f"{task} in {haystack}", found_of(rows["dense"]), *found])
     return markdown(("model", "tokens", "cell", "dense", *map(policy_and_keys, names)), lines)
+
+
+def _model_and_length(figures: dict[str, Any]) -> tuple[str, int]:
+    return figures["settings"]["model"].casefold(), figures["settings"]["lengths"][0]
 
 
 def _beside_dense(row: dict[str, Any]) -> str:
