@@ -21,6 +21,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from kvjax.checks import whole_number
 from pallas_kernels.all_gather import all_gather
 from pallas_kernels.all_reduce import all_reduce
+from pallas_kernels.core.messages import shown
 from pallas_kernels.matrices import PackedMatrix, is_packed, take_rows
 from pallas_kernels.merge import merge_attention
 
@@ -90,7 +91,7 @@ class Shards:
 
     def __post_init__(self):
         if not isinstance(self.mesh, Mesh) or self.mesh.axis_names != (CONTEXT, TENSOR):
-            raise ValueError(f"mesh must be one of kvjax.mesh(tensor=..., context=...), got {self.mesh!r:.100}")
+            raise ValueError(f"mesh must be one of kvjax.mesh(tensor=..., context=...), got {shown(self.mesh, 100)}")
 
     @property
     def tensor(self) -> int:

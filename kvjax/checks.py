@@ -10,29 +10,31 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from pallas_kernels.core.messages import shown
+
 
 def whole_number(name: str, value: object, least: int = 0, below: int = 2**31) -> int:
     """The value as an int; ValueError unless it is a whole number in [least, below). True and False do not count as numbers."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise ValueError(f"{name} must be a whole number, got {value!r:.60}")
+        raise ValueError(f"{name} must be a whole number, got {shown(value)}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     if value >= below:
-        raise ValueError(f"{name} must be at most {below - 1}, got {value!r:.60}")
+        raise ValueError(f"{name} must be at most {below - 1}, got {shown(value)}")
     return int(value)
 
 
 def optional_function(name: str, value: object) -> None:
     """ValueError unless the value is a function, or None."""
     if value is not None and not callable(value):
-        raise ValueError(f"{name} must be a function, or None, got {value!r:.60}")
+        raise ValueError(f"{name} must be a function, or None, got {shown(value)}")
 
 
 def file_path(path: object, what: str = "file") -> Path:
     """The path of a file, `~` expanded; ValueError for anything that is no path. what: for the message, what it leads to."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
-        raise ValueError(f"the path of a {what} is needed, as a string or a pathlib.Path, got {path!r:.60}")
+        raise ValueError(f"the path of a {what} is needed, as a string or a pathlib.Path, got {shown(path)}")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:  # ~ of an unknown user
@@ -46,7 +48,7 @@ def check_salt(salt: object) -> None:
             return
     except UnicodeEncodeError as error:
         raise ValueError(f"cache_salt holds half of a surrogate pair at character {error.start}, which is not text") from None
-    raise ValueError(f"cache_salt must be text of at least one character, or None, got {salt!r:.60}")
+    raise ValueError(f"cache_salt must be text of at least one character, or None, got {shown(salt)}")
 
 
 def check_model(model: object, caller: str) -> None:
@@ -65,7 +67,7 @@ PROMPTS_REMEDY = "prefill([ids]) for one prompt, and of what a tokenizer returne
 def listed(given: object, what: str, remedy: str) -> list:
     """The items of a list or other iterable. ValueError for anything else, and for text and mappings. what: of what it is a list."""
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
-        raise ValueError(f"a list of {what} is needed, got {given!r:.60}: {remedy}")
+        raise ValueError(f"a list of {what} is needed, got {shown(given)}: {remedy}")
     return list(given)
 
 
@@ -78,17 +80,17 @@ def check_unmasked(tokens: object) -> None:
 def token_ids(tokens: Sequence[int], vocab_size: int) -> list[int]:
     """Token ids as Python ints; ValueError for anything that is not a row of ids in the vocabulary. True and False are not ids."""
     if isinstance(tokens, str):
-        raise ValueError(f"an engine takes token ids, got text, {tokens!r:.60}: engine.model.tokenizer(text)['input_ids'] gives them")
+        raise ValueError(f"an engine takes token ids, got text, {shown(tokens)}: engine.model.tokenizer(text)['input_ids'] gives them")
     if isinstance(tokens, Mapping):
         raise ValueError(f"an engine takes token ids, got a mapping with {', '.join(map(repr, tokens)):.60}: give its ['input_ids']")
     check_unmasked(tokens)
     ids = np.asarray(tokens)
     if ids.ndim == 0:
-        raise ValueError(f"token ids must be a list, got {tokens!r:.60}: one prompt among several is [ids], as in prefill([ids])")
+        raise ValueError(f"token ids must be a list, got {shown(tokens)}: one prompt among several is [ids], as in prefill([ids])")
     listed = () if isinstance(tokens, np.ndarray | jax.Array) else tokens  # [1, True] makes an array of ints
     number = not ids.size or np.issubdtype(ids.dtype, np.integer)
     if ids.ndim != 1 or not number or any(isinstance(each, bool | np.bool_) for each in listed):
-        raise ValueError(f"token ids must be a list of whole numbers, got {tokens!r:.60}")
+        raise ValueError(f"token ids must be a list of whole numbers, got {shown(tokens)}")
     if not ids.size:
         raise ValueError("no tokens: a prompt needs at least one (add the model's beginning-of-sequence token)")
     low, high = int(ids.min()), int(ids.max())

@@ -21,6 +21,7 @@ from kvjax.scheduler.data_parallel import engines_of, run_replicas
 from kvjax.scheduler.request import Completion, OnToken, Request
 from kvjax.scheduler.scheduler import DEFAULT_SLOTS, Scheduler
 from kvjax.text.tokenization import Prompt, encode, one_by_one
+from pallas_kernels.core.messages import shown
 
 
 def run(
@@ -170,11 +171,11 @@ def generate(
     """
     if misplaced:
         hint = "give its fields by name, as in temperature=0.7" if isinstance(misplaced[0], Sampling) else "name every other argument"
-        raise TypeError(f"generate takes a model and prompts; {misplaced[0]!r:.60} came third: {hint}")
+        raise TypeError(f"generate takes a model and prompts; {shown(misplaced[0])} came third: {hint}")
     if on_error not in ("raise", "return"):
         raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
     if stream is not None and not callable(stream):
-        raise ValueError(f"stream must be a function, as in stream=lambda number, text: print(text, end=''), got {stream!r:.60}")
+        raise ValueError(f"stream must be a function, as in stream=lambda number, text: print(text, end=''), got {shown(stream)}")
     engines = engines_of(model, "generate") if isinstance(model, Engine | list | tuple) else ()
     if not engines:
         check_model(model, "generate")

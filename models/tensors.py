@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.text.checkpoint_files import named
 from pallas_kernels.matrices import MatrixFormat, PackedMatrix
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -81,14 +82,14 @@ class Stored:
         """`Tensor.read`."""
         from safetensors import safe_open
 
-        with safe_open(self.file, framework="np") as opened:  # once per call: what was read stays mapped until it is closed
+        with named(self.file), safe_open(self.file, framework="np") as opened:  # what was read stays mapped until it is closed
             return opened.get_slice(self.name)[start:stop]
 
     def read_columns(self, start: int, stop: int) -> np.ndarray:
         """Columns [start, stop) of all rows of a matrix."""
         from safetensors import safe_open
 
-        with safe_open(self.file, framework="np") as opened:
+        with named(self.file), safe_open(self.file, framework="np") as opened:
             return opened.get_slice(self.name)[:, start:stop]
 
 
@@ -176,7 +177,8 @@ def mapped(stored: Stored) -> np.ndarray:
     begin, end = header[stored.name]["data_offsets"]
     if begin == end:
         return np.zeros(stored.shape, dtype)
-    found = np.memmap(stored.file, np.uint8, "r", 8 + size + begin, (end - begin,))
+    with named(stored.file):
+        found = np.memmap(stored.file, np.uint8, "r", 8 + size + begin, (end - begin,))
     return np.asarray(found).view(dtype).reshape(stored.shape)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 
 from kvjax.cache.spec import CacheSpec, LatentSpec, PagedSpec
 from kvjax.checks import whole_number
+from pallas_kernels.core.messages import shown
 from pallas_kernels.page_format import LARGEST, LATTICES, PACKED, SCALES, PageFormat
 
 LEVELS = 38
@@ -68,7 +69,7 @@ def parse_cache_format(text: str | CacheFormat | None, dtype: str) -> CacheForma
     if text is None or isinstance(text, CacheFormat):
         return text
     if not isinstance(text, str):
-        raise ValueError(f"cache_format must be a text, or None, got {text!r:.60}")
+        raise ValueError(f"cache_format must be a text, or None, got {shown(text)}")
     fields: dict[str, str] = {}
     for part in text.split(","):
         name, given, value = part.strip().partition("=")

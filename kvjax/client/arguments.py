@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from kvjax.client.errors import InvalidArgument
+from pallas_kernels.core.messages import shown
 
 MAX_TOKEN_ID = 2**32 - 1
 """The largest token id that a message holds."""
@@ -21,7 +22,7 @@ def seconds(name: str, value: Any) -> float | None:
     """A time to wait, in seconds: a number from 0 on, infinity too; None: no limit."""
     if value is None or (is_number(value) and value >= 0):
         return None if value is None else float(value)
-    raise InvalidArgument(f"{name} must be a number of seconds, 0 or more, or None for no limit, got {value!r:.60}", field=name)
+    raise InvalidArgument(f"{name} must be a number of seconds, 0 or more, or None for no limit, got {shown(value)}", field=name)
 
 
 def is_number(value: Any) -> bool:
@@ -37,21 +38,21 @@ def is_number(value: Any) -> bool:
 def whole(name: str, value: Any, least: int = 0) -> int:
     """A whole number from `least` on, as an int."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
-        raise InvalidArgument(f"{name} must be a whole number from {least} on, got {value!r:.60}", field=name)
+        raise InvalidArgument(f"{name} must be a whole number from {least} on, got {shown(value)}", field=name)
     return int(value)
 
 
 def yes_or_no(name: str, value: Any) -> bool:
     """True or False. "false" is no False."""
     if not isinstance(value, bool):
-        raise InvalidArgument(f"{name} must be True or False, got {value!r:.60}", field=name)
+        raise InvalidArgument(f"{name} must be True or False, got {shown(value)}", field=name)
     return value
 
 
 def session_id(value: Any) -> str:
     """The id of a session."""
     if not is_text(value):
-        raise InvalidArgument(f"a session id is text, as session.id is, got {value!r:.60}", field="session_id")
+        raise InvalidArgument(f"a session id is text, as session.id is, got {shown(value)}", field="session_id")
     return value
 
 
@@ -67,17 +68,17 @@ def instance(name: str, value: Any, kinds: tuple[type, ...], said: str) -> Any:
     """An instance of one of `kinds`, or None. said: what it must be."""
     if value is None or isinstance(value, kinds):
         return value
-    raise InvalidArgument(f"{name} must be {said}, or None, got {value!r:.60}", field=name)
+    raise InvalidArgument(f"{name} must be {said}, or None, got {shown(value)}", field=name)
 
 
 def listed(name: str, value: Any) -> list[Any]:
     """The items of a list, an array or another iterable. Text, mappings and sets are none: their items are no row of token ids."""
     if isinstance(value, str | bytes | bytearray | Mapping | Set) or not isinstance(value, Iterable):
-        raise InvalidArgument(f"{name} must be a list of token ids, got {value!r:.60}", field=name)
+        raise InvalidArgument(f"{name} must be a list of token ids, got {shown(value)}", field=name)
     try:
         return list(value)
     except TypeError:  # an array of no dimension says that it is iterable
-        raise InvalidArgument(f"{name} must be a list of token ids, got {value!r:.60}", field=name) from None
+        raise InvalidArgument(f"{name} must be a list of token ids, got {shown(value)}", field=name) from None
 
 
 def token_ids(name: str, value: Any) -> list[int]:
@@ -94,6 +95,6 @@ def _token_id(name: str, place: int, value: Any) -> int:
     except TypeError:
         token = -1
     if isinstance(value, bool) or not 0 <= token <= MAX_TOKEN_ID:
-        said = f"must be whole numbers from 0 to {MAX_TOKEN_ID}, and number {place} of them is {value!r:.60}"
+        said = f"must be whole numbers from 0 to {MAX_TOKEN_ID}, and number {place} of them is {shown(value)}"
         raise InvalidArgument(f"{name} {said}", field=name)
     return token

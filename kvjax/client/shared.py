@@ -10,6 +10,7 @@ from kvjax.client import arguments
 from kvjax.client.arguments import instance, seconds, whole
 from kvjax.client.errors import FailedPrecondition, InvalidArgument, SessionNotFound, Unavailable
 from kvjax.client.wire import protocol, sampling_message
+from pallas_kernels.core.messages import shown
 
 REPEATABLE = frozenset(("AppendTokens", "CloseSession", "GetSessionInfo"))
 """Calls that may be sent again when the connection fails, because doing them twice does no more than doing them once. `at` makes it so for
@@ -61,7 +62,7 @@ class Connection:
 
     def __post_init__(self):
         if not isinstance(self.address, str) or not self.address:
-            raise InvalidArgument(f'address must be text, as "127.0.0.1:50051", got {self.address!r:.60}', field="address")
+            raise InvalidArgument(f'address must be text, as "127.0.0.1:50051", got {shown(self.address)}', field="address")
         if instance("token", self.token, (str,), "text") is not None and not (self.token.isascii() and self.token.isprintable()):
             raise InvalidArgument("token must be printable ASCII without line ends: strip what was read from a file", field="token")
         instance("root_certificate", self.root_certificate, (bytes,), "bytes of a PEM file")
@@ -92,7 +93,7 @@ def deadline(seconds: float | None) -> float | None:
 def create_request(token_ids: Sequence[int], policy: str | None) -> Any:
     """CreateSession's message. InvalidArgument for what it cannot hold."""
     if policy is not None and not (policy and arguments.is_text(policy)):
-        raise InvalidArgument(f"a policy is a name that the server knows, or None for its first, got {policy!r:.60}", field="policy")
+        raise InvalidArgument(f"a policy is a name that the server knows, or None for its first, got {shown(policy)}", field="policy")
     given = arguments.token_ids("token_ids", token_ids)
     return protocol().CreateSessionRequest(policy=policy or "", token_ids=given)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvjax.client.arguments import is_number, token_ids, yes_or_no
 from kvjax.client.errors import BY_CODE, InvalidArgument, SessionError
+from pallas_kernels.core.messages import shown
 from pallas_kernels.core.optional import needs_extras
 
 SERVICE = "kvjax.v1.RuntimeService"
@@ -68,13 +69,13 @@ def sampling_message(fields: dict[str, Any]) -> Any:
             known = f"its fields are {', '.join(SAMPLING)}, stop_token_ids and ignore_eos"
             raise InvalidArgument(f"there is no {name!r} in a generation: {known}", field=name)
         if not is_number(value):
-            raise InvalidArgument(f"{name} must be a number, got {value!r:.60}", field=name)
+            raise InvalidArgument(f"{name} must be a number, got {shown(value)}", field=name)
         if name == "top_k" and value == -1:  # other engines' way to keep every token
             value = 0
         try:
             setattr(message, name, value)
         except (TypeError, ValueError) as error:
-            raise InvalidArgument(f"{name} cannot be {value!r:.60}: {error}", field=name) from None
+            raise InvalidArgument(f"{name} cannot be {shown(value)}: {error}", field=name) from None
     if stop is not None:
         message.stop_tokens.token_ids.extend(stop)
         message.stop_tokens.SetInParent()

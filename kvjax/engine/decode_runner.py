@@ -31,6 +31,7 @@ from kvjax.engine.watching import after_prompts, alarms_of, program_of, programs
 from kvjax.model.protocols import Model
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import DecodePolicy, Watched
+from pallas_kernels.core.messages import shown
 
 DRAFTS = (1, 4, 8, 16)
 """How many tokens of a sequence a step may write. There are few sizes, so that few programs are compiled."""
@@ -41,7 +42,7 @@ def padded_rows(
 ) -> tuple[list[CachedSequence | None], Int[np.ndarray, "B T"]]:
     """Slots and tokens of a step, padded to a batch bucket. tokens: one of every sequence, or a row of them."""
     if not hasattr(tokens, "__len__"):
-        raise ValueError(f"tokens must be a list with one token of every sequence, or a row of them, got {tokens!r:.60}")
+        raise ValueError(f"tokens must be a list with one token of every sequence, or a row of them, got {shown(tokens)}")
     if len(tokens) != len(sequences):
         raise ValueError(f"{len(tokens)} tokens for {len(sequences)} sequences; a step writes one token of each, or a row of them")
     slots = in_bucket(sequences, buckets)
@@ -114,7 +115,7 @@ class DecodeRunner:
     def checked(self, group: DecodeGroup, buckets: Sequence[int]) -> DecodeGroup:
         """The group, with its tokens in an array. ValueError unless tokens, sampling and counts fit its slots, which are a batch bucket."""
         if not isinstance(group.sequences, tuple | list):
-            raise ValueError(f"a step takes a tuple of sequences, None for an empty slot, got {group.sequences!r:.60}")
+            raise ValueError(f"a step takes a tuple of sequences, None for an empty slot, got {shown(group.sequences)}")
         slots, tokens, vocab_size = len(group.sequences), group.tokens, self.model.config.vocab_size
         if group.launch is not None:
             _check_launch(group, self._declared.find(group.policy))

@@ -28,6 +28,7 @@ from kvjax.policies.decode import Cascade, DecodePolicy, Dense, TopTokens, Watch
 from kvjax.policies.decode.base import chooses_over_devices
 from kvjax.policies.prefill import DensePrefill, PrefillPolicy, SinkWindow, TopTokensPrefill, indexes_of, parse_prefill
 from kvjax.policies.prefill.lists import TileLists
+from pallas_kernels.core.messages import shown
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class DeclaredPolicies:
             if policy in self._found:
                 return self._found[policy]
         except TypeError:
-            raise ValueError(f"a policy is a name, or an object of a hashable class of policies, got {policy!r:.60}") from None
+            raise ValueError(f"a policy is a name, or an object of a hashable class of policies, got {shown(policy)}") from None
         chosen = self.policy if policy is None else self._bound(policy)
         missing = [spec for spec in chosen.indexes() if not any(built.covers(spec) for built in self.indexes)]
         if missing:

@@ -35,6 +35,7 @@ from kvjax.model.protocols import Model
 from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import identity
 from pallas_kernels import dispatch
+from pallas_kernels.core.messages import shown
 
 if TYPE_CHECKING:
     from kvjax.engine.prefill_runner import ChunkRun, Prefiller
@@ -94,7 +95,7 @@ def check_stores(
     if reuse is None:
         reuse = disk is not None or (host_bytes is not None and not learning)
     if not isinstance(reuse, bool) and reuse != "any":
-        raise ValueError(f"reuse must be True, False, None, or 'any', got {reuse!r:.60}")
+        raise ValueError(f"reuse must be True, False, None, or 'any', got {shown(reuse)}")
     if not reuse and disk is not None:
         raise ValueError("disk keeps pages for reuse, and reuse is False: leave one of them out")
     if (disk is None) != (disk_bytes is None):

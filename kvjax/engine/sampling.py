@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.checks import whole_number
+from pallas_kernels.core.messages import shown
 
 MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 128
@@ -109,7 +110,7 @@ class Sampling:
     def __post_init__(self):
         stops = (self.stop,) if isinstance(self.stop, str) else _items(self.stop, MAX_STOP_STRINGS)
         if stops is None or any(not isinstance(text, str) or not text for text in stops):
-            raise ValueError(f"stop must be strings that are not empty, got {self.stop!r:.60}; leave it out, or give (), for none")
+            raise ValueError(f"stop must be strings that are not empty, got {shown(self.stop)}; leave it out, or give (), for none")
         if len(stops) > MAX_STOP_STRINGS:
             raise ValueError(f"stop has more than {MAX_STOP_STRINGS:,} strings, the most that are taken: give fewer")
         if (characters := sum(map(len, stops))) > MAX_STOP_CHARACTERS:
@@ -187,7 +188,7 @@ def _items(given: object, most: int) -> tuple[Any, ...] | None:
 def _stop_token_ids(given: object) -> tuple[int, ...]:
     ids = None if isinstance(given, str | bytes) else _items(given, MAX_STOP_TOKEN_IDS)
     if ids is None:
-        raise ValueError(f"stop_token_ids must be a list of token ids, got {given!r:.60}")
+        raise ValueError(f"stop_token_ids must be a list of token ids, got {shown(given)}")
     if len(ids) > MAX_STOP_TOKEN_IDS:
         raise ValueError(f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS:,} ids, the most that are taken: give fewer")
     return tuple(whole_number("a stop token id", token) for token in ids)
@@ -258,7 +259,7 @@ def check_rows(rows: SamplingRows, tokens: Array, counts: Array | None, slots: i
     """ValueError unless the arguments of a step of so many slots fit together."""
     if not isinstance(rows, SamplingRows):
         raise ValueError(
-            f"a step takes kvjax.engine.sampling.SamplingRows, got {rows!r:.60}: SamplingRows.of([Sampling(), ...]), one per slot"
+            f"a step takes kvjax.engine.sampling.SamplingRows, got {shown(rows)}: SamplingRows.of([Sampling(), ...]), one per slot"
         )
     if rows.penalises and counts is None:
         raise ValueError("a row has a penalty, which needs counts of its tokens: pass counts from kvjax.engine.sampling.seen_tokens")

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from kvjax.axes import on_host
+from pallas_kernels.core.messages import shown
 
 if TYPE_CHECKING:
     from kvjax.cache.page_manager import Reach
@@ -178,7 +179,7 @@ def check_usable(sequences: Sequence[CachedSequence], live: Set[CachedSequence],
         given = None
     if given is None:
         raise ValueError(
-            f"a list stands where one sequence is needed, or one sequence where a list is needed: got {sequences!r:.60}; "
+            f"a list stands where one sequence is needed, or one sequence where a list is needed: got {shown(sequences)}; "
             "prefill returns a list"
         )
     if not live >= given:

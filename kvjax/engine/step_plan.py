@@ -17,6 +17,7 @@ from kvjax.engine.sampling import Sampled, SamplingRows
 from kvjax.engine.sequence import CachedSequence
 from kvjax.engine.step_output import Outcome, Reads, unpack
 from kvjax.policies.decode import DecodePolicy
+from pallas_kernels.core.messages import shown
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,10 +89,10 @@ class StepPlan:
 def check_plan(plan: StepPlan) -> StepPlan:
     """The plan; ValueError unless it is one, of decode groups and chunks."""
     if not isinstance(plan, StepPlan):
-        raise ValueError(f"a step runs a kvjax.engine.step_plan.StepPlan, got {plan!r:.60}: StepPlan(decodes=(...), chunks=(...))")
+        raise ValueError(f"a step runs a kvjax.engine.step_plan.StepPlan, got {shown(plan)}: StepPlan(decodes=(...), chunks=(...))")
     for entries, kind in ((plan.decodes, DecodeGroup), (plan.chunks, Chunk)):
         if not isinstance(entries, tuple | list) or not all([isinstance(each, kind) for each in entries]):  # noqa: C419 - a list is faster
-            raise ValueError(f"a plan holds a tuple of {kind.__name__}, got {entries!r:.60}")
+            raise ValueError(f"a plan holds a tuple of {kind.__name__}, got {shown(entries)}")
     return plan
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from kvjax.cache.formats import CacheFormat
 from kvjax.cache.spec import WHOLE, CacheSpec, GroupSpec
 from kvjax.model.layers import AttentionLayer, DeltaLayer, LatentLayer, LayerConfig, LongRope, Mixer, Mlp, Rope, RopeScaling
+from pallas_kernels.core.messages import shown
 
 DTYPES = ("float32", "bfloat16", "float16")
 """What models compute in."""
@@ -75,7 +76,7 @@ class ModelConfig:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         for name in ("layers", "owners", "eos_token_ids"):
             if not isinstance(getattr(self, name), tuple):  # it must be hashable
-                raise ValueError(f"{name} must be a tuple, got {getattr(self, name)!r:.60}: tuple(...) makes one of a list")
+                raise ValueError(f"{name} must be a tuple, got {shown(getattr(self, name))}: tuple(...) makes one of a list")
         if not self.layers:
             raise ValueError("a model needs at least one layer")
         if self.logits_softcap is not None and not 0 < self.logits_softcap < math.inf:

@@ -28,6 +28,7 @@ from kvjax.policies.decode import DecodePolicy
 from kvjax.scheduler.request import Completion, OnToken, Request
 from kvjax.scheduler.scheduler import Scheduler
 from pallas_kernels import dispatch
+from pallas_kernels.core.messages import shown
 
 END = object()
 """What the iterable of requests gives at its end."""
@@ -107,9 +108,9 @@ def engines_of(given: Engine | Sequence[Engine], what: str) -> tuple[Engine, ...
     if isinstance(given, Engine):
         return (given,)
     if not isinstance(given, Sequence) or not given or not all(isinstance(each, Engine) for each in given):
-        shown = f"{type(given).__name__}" if not isinstance(given, Sequence) or isinstance(given, str) else f"{given!r:.60}"
+        got = type(given).__name__ if not isinstance(given, Sequence) or isinstance(given, str) else shown(given)
         raise TypeError(
-            f"{what} needs an engine, or a list of replicas, got {shown}: make one with kvjax.Engine(model, policy), or several with "
+            f"{what} needs an engine, or a list of replicas, got {got}: make one with kvjax.Engine(model, policy), or several with "
             "kvjax.replicas(model, policy, data=2)"
         )
     first, *others = given
@@ -296,10 +297,10 @@ class _Replica:
         for request, _ in said.finished:
             place = next((place for place, each in enumerate(self.owed) if each is request), None)
             if place is None:
-                raise RuntimeError(f"replica {self.number} has answered a request that it does not have: {request!r:.200}")
+                raise RuntimeError(f"replica {self.number} has answered a request that it does not have: {shown(request, 200)}")
             del self.owed[place]
         if said.idle and said.received == self.sent and self.owed:
-            raise RuntimeError(f"replica {self.number} has nothing to do, and has not answered {self.owed[0]!r:.200}")
+            raise RuntimeError(f"replica {self.number} has nothing to do, and has not answered {shown(self.owed[0], 200)}")
         return said.finished
 
     # In its own thread

@@ -34,6 +34,7 @@ from jax.experimental import multihost_utils
 
 from kvjax.checks import whole_number
 from kvjax.scheduler.lockstep import Follower, Leader, ProcessLost, described
+from pallas_kernels.core.messages import shown
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -291,7 +292,7 @@ class Processes:
         try:
             packed = pickle.dumps(message)
         except Exception as error:
-            raise TypeError(f"{message[-1]!r:.80} cannot be sent to other processes: {error}") from error
+            raise TypeError(f"{shown(message[-1], 80)} cannot be sent to other processes: {error}") from error
         for peer in self._peers.values():
             try:
                 peer.send_bytes(packed)

@@ -12,6 +12,7 @@ from kvjax.engine.missed import Missed
 from kvjax.engine.sampling import Sampling
 from kvjax.policies.decode import DecodePolicy
 from kvjax.text.tokenization import Prompt
+from pallas_kernels.core.messages import shown
 
 SHORT = reprlib.Repr(maxstring=60, maxother=200)
 """Shortens prompts, texts and token ids for display."""
@@ -34,7 +35,7 @@ class Request:
 
     def __post_init__(self):
         if not isinstance(self.sampling, Sampling):
-            raise ValueError(f"sampling must be a kvjax.Sampling, got {self.sampling!r:.60}: Request(prompt, Sampling(max_new_tokens=64))")
+            raise ValueError(f"sampling must be a kvjax.Sampling, got {shown(self.sampling)}: Request(prompt, Sampling(max_new_tokens=64))")
         whole_number("priority", self.priority, -(2**31))
         check_salt(self.cache_salt)
 

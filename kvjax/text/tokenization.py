@@ -12,6 +12,7 @@ import numpy as np
 
 from kvjax.checks import check_unmasked
 from kvjax.text.messages import chat_ids
+from pallas_kernels.core.messages import shown
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +30,13 @@ def encode(tokenizer: Any, prompt: Prompt, template_options: Mapping[str, Any] |
     if isinstance(prompt, Mapping):
         prompt = _rows(prompt)
     if template_options is not None and not isinstance(template_options, Mapping):
-        raise ValueError(f"chat_template_kwargs must be a mapping, as {{'enable_thinking': False}}, got {template_options!r:.60}")
+        raise ValueError(f"chat_template_kwargs must be a mapping, as {{'enable_thinking': False}}, got {shown(template_options)}")
     if _is_chat(prompt):
         return list(chat_ids(prompt, tokenizer, template_options or {}, parse_special=parse_special))
     if isinstance(prompt, bytes | bytearray):  # its items are numbers, but not token ids
-        raise ValueError(f"a prompt is text or a list of token ids, got bytes, {prompt!r:.60}: prompt.decode() makes text of them")
+        raise ValueError(f"a prompt is text or a list of token ids, got bytes, {shown(prompt)}: prompt.decode() makes text of them")
     if template_options:
-        raise ValueError(f"chat_template_kwargs are for chat messages, and this prompt has none: {prompt!r:.60}")
+        raise ValueError(f"chat_template_kwargs are for chat messages, and this prompt has none: {shown(prompt)}")
     if not isinstance(prompt, str):
         try:
             check_unmasked(prompt)
@@ -45,7 +46,7 @@ def encode(tokenizer: Any, prompt: Prompt, template_options: Mapping[str, Any] |
                 raise TypeError("True and False are not token ids")
             return [operator.index(token) for token in prompt]
         except TypeError as error:
-            raise ValueError(f"a prompt is text or a list of token ids, got {prompt!r:.60}") from error
+            raise ValueError(f"a prompt is text or a list of token ids, got {shown(prompt)}") from error
     if tokenizer is None:
         raise ValueError("the model has no tokenizer: pass token ids instead of text")
     try:
@@ -76,7 +77,7 @@ def one_by_one(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
         prompts = _rows(prompts)
     single = isinstance(prompts, str | bytes | bytearray) or _is_chat(prompts)
     if not single and not _is_listed(prompts):
-        raise ValueError(f"a prompt is text or a list of token ids, and several are a list of them, got {prompts!r:.60}")
+        raise ValueError(f"a prompt is text or a list of token ids, and several are a list of them, got {shown(prompts)}")
     single = single or (len(prompts) > 0 and not isinstance(prompts[0], str | bytes | bytearray | Mapping) and np.ndim(prompts[0]) == 0)
     return ([prompts], True) if single else (list(prompts), False)
 

@@ -68,7 +68,8 @@ class Entry:
 
     def raw(self) -> np.ndarray:
         """Its bytes, uint8 [rows, bytes of a row], mapped from the file: they take memory only while they are read."""
-        return np.memmap(self.file, np.uint8, "r", self.start, (self.shape[0], self.nbytes // self.shape[0]))
+        with named(self.file):
+            return np.memmap(self.file, np.uint8, "r", self.start, (self.shape[0], self.nbytes // self.shape[0]))
 
 
 @dataclasses.dataclass(frozen=True)

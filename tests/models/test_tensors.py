@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvjax.models.tensors import RowsOf, Stored
+from kvjax.models.tensors import RowsOf, Stored, mapped
 
 MATRIX = np.arange(60, dtype=np.float32).reshape(12, 5)
 
@@ -28,3 +28,14 @@ def test_rows_are_those_that_are_named_in_their_order(stored, rows):
 def test_rows_that_are_not_there_are_refused(stored, rows, row):
     with pytest.raises(ValueError, match=f"m has 12 rows, and row {row} is needed"):
         RowsOf(stored, rows).read(0, len(rows))
+
+
+@pytest.mark.parametrize(
+    "read", [lambda found: found.read(0, 1), lambda found: found.read_columns(0, 1), mapped], ids=["rows", "columns", "mapped"]
+)
+def test_a_file_that_cannot_be_read_any_more_is_named(stored, read):
+    mapped(stored)  # its header is known
+    stored.file.unlink()
+    stored.file.mkdir()
+    with pytest.raises((ValueError, OSError), match=r"m\.safetensors"):
+        read(stored)

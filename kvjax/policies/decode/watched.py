@@ -29,6 +29,7 @@ from kvjax.policies.decode.base import Blocks, DecodePolicy, ScoresBlocks, Selec
 from kvjax.policies.decode.dense import Dense
 from kvjax.policies.decode.top_tokens import TopTokens
 from kvjax.policies.decode.window import Window
+from pallas_kernels.core.messages import shown
 from pallas_kernels.gather_attention import gather_attention
 
 EVERY = 32
@@ -66,7 +67,7 @@ class Watched(Stateless):
     def __post_init__(self):
         share = self.max_missed
         if isinstance(share, bool) or not isinstance(share, numbers.Real) or not 0 < share <= 1:  # NaN fails every comparison
-            raise ValueError(f"max_missed must be above 0 and at most 1, got {share!r:.60}: use 0.02, or 1 to measure without an alarm")
+            raise ValueError(f"max_missed must be above 0 and at most 1, got {shown(share)}: use 0.02, or 1 to measure without an alarm")
         object.__setattr__(self, "max_missed", float(share))
         object.__setattr__(self, "every", whole_number("every", self.every, 1))
         if (reason := _why_not(self.policy)) is not None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from kvjax.checks import whole_number
 from kvjax.policies.decode.base import Blocks, Stateless
+from pallas_kernels.core.messages import shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Window(Stateless):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
         for name in ("release", "remap"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.60}")
+                raise ValueError(f"{name} must be True or False, got {shown(getattr(self, name))}")
 
     @property
     def keys(self) -> int:

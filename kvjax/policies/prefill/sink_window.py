@@ -10,6 +10,7 @@ from kvjax.model.rope import turned
 from kvjax.policies.decode.base import cache_positions
 from kvjax.policies.decode.window import check_sinks
 from kvjax.policies.prefill.lists import DenseWhereCovered, check_sizes
+from pallas_kernels.core.messages import shown
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.merge import merge_attention
 
@@ -32,7 +33,7 @@ class SinkWindow(DenseWhereCovered):
     def __post_init__(self):
         check_sizes(self, sink_tokens=0, window_tokens=1)
         if not isinstance(self.remap, bool):
-            raise ValueError(f"remap must be True or False, got {self.remap!r:.60}")
+            raise ValueError(f"remap must be True or False, got {shown(self.remap)}")
 
     def reach(self, page_size: int) -> tuple[int, int] | None:
         """Sinks and window, outside which no query reads a key; None in a subclass that attends in another way."""
