@@ -48,6 +48,8 @@ def _check_output(source: Path, out: Path, overwrite: bool) -> None:
     given = _status(out)
     for path in (out, partial_path(out)):
         found = _status(path)
+        if path != out and path.is_symlink():  # what it leads to would stay
+            raise ValueError(f"{path} is a link, and a job keeps its answers in a file of its own there; move it away")
         if found is None:
             continue
         if stat.S_ISDIR(found.st_mode):

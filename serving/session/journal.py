@@ -60,7 +60,10 @@ class Journal:
         self._folder, self._model = folder, model
         self._ends: dict[str, tuple[int, int]] = {}  # where the next record goes, and the checksum so far
         self._left: set[str] = set()  # sessions that have ended, whose files could not be deleted
-        folder.mkdir(0o700, parents=True, exist_ok=True)  # who can list it knows the sessions' ids, and can read what was said
+        try:
+            folder.mkdir(0o700, parents=True, exist_ok=True)  # who can list it knows the sessions' ids, and can read what was said
+        except OSError as error:
+            raise ValueError(f"{folder} cannot be a folder of sessions ({error.strerror}); name another one") from None
         try:
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:

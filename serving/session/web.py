@@ -57,6 +57,8 @@ STATUS = {
     "DEADLINE_EXCEEDED": 504,
 }
 """HTTP statuses of errors; others are 500."""
+REASONS = {"bytes": 413, "stalled": 408}
+"""HTTP statuses of errors by reason, before those of their codes."""
 FIELDS = {"tokens": "prompt"}
 """OpenAI's names of fields that the runtime calls otherwise. What a request names itself is called as it was typed."""
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
@@ -251,7 +253,7 @@ class _Routes:
         before, text, shot = form.first(), "", None
         try:
             while text is not None:
-                coming = begun if shot is None else asyncio.ensure_future(self._in_thread(shot.more))
+                coming = begun if shot is None else _heard(asyncio.ensure_future(self._in_thread(shot.more)))
                 while not (await asyncio.wait((coming,), timeout=QUIET_S))[0]:
                     yield b": waiting for the first token\n\n" if before is not None else b": waiting for the next token\n\n"
                 if shot is None:
@@ -325,6 +327,12 @@ class _Streamed:
             await self._end()
 
 
+def _heard(coming: asyncio.Future) -> asyncio.Future:
+    """The future itself. If its client leaves before it ends, nobody asks for its error, and asyncio must not log that."""
+    coming.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return coming
+
+
 async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
     """The result of `work`. Cancelled if the client goes before."""
 
@@ -377,7 +385,7 @@ def _event(content: dict[str, Any]) -> bytes:
 
 def error_body(error: SessionError) -> tuple[int, dict[str, Any]]:
     """The HTTP status of an error, and its body in OpenAI's form."""
-    status = 413 if error.reason == "bytes" else STATUS.get(error.code, 500)
+    status = REASONS.get(error.reason) or STATUS.get(error.code, 500)
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     param, said = _plain(FIELDS.get(error.field, error.field)) or None, _plain(str(error))
     return status, {"error": {"message": said[:1000], "type": kind, "param": param, "code": error.reason or None}}

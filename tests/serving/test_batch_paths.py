@@ -53,6 +53,10 @@ OUTPUTS = {
     "socket": (lambda folder: make_socket(folder / "s"), "s is a socket"),
     "loop": (lambda folder: make_loop(folder / "loop"), "loop is a link that leads back to itself"),
     "loop as partial": (lambda folder: make_loop(folder / "o.partial").with_name("o"), r"o\.partial is a link that leads back to itself"),
+    "dangling partial": (
+        lambda folder: made(folder / "o.partial", lambda path: path.symlink_to("nowhere")).with_name("o"),
+        r"o\.partial is a link, and a job keeps its answers in a file of its own there; move it away",
+    ),
     "folder": (lambda folder: folder, "is a folder; name a file to write"),
     "no folder": (lambda folder: folder / "none" / "out", "there is no folder"),
     "file as folder": (lambda folder: folder / "in.jsonl" / "out", "there is no folder"),

@@ -20,7 +20,7 @@ from session_servers import WAIT, serving, until
 from tiny_models import make_model
 
 from kvjax import Engine, SessionRuntime
-from kvjax.client import Client
+from kvjax.client import Client, errors
 from kvjax.client.errors import SessionError, Unauthenticated
 from kvjax.client.wire import SERVICE, error_of, protocol
 from kvjax.serving.cli.serve import _until_told
@@ -188,6 +188,39 @@ def test_a_stream_says_something_before_its_first_token(server, held, monkeypatc
         assert "".join(event["choices"][0]["text"] for event in events) == "".join(each.choices[0].text for each in stream)
     sent.close()
     until(lambda: nothing_runs(server))
+
+
+def test_who_leaves_a_stream_leaves_no_traceback(server, monkeypatch, caplog):
+    """The text that it waited for ends with an error when it has gone, and nobody is there to hear it."""
+    left, heard = threading.Event(), threading.Event()
+
+    def more(shot):
+        heard.set()
+        assert left.wait(WAIT)
+        raise errors.Cancelled("stopped")
+
+    monkeypatch.setattr(web.Shot, "more", more)
+    monkeypatch.setattr(web, "QUIET_S", 0.05)  # it finds out that the client has gone when it says something
+    sent = raw(server, prompt="Hello", stream=True)
+    assert heard.wait(WAIT)
+    sent.close()
+    until(lambda: not server.runtime.gauges()["generating"])
+    left.set()
+    until(lambda: nothing_runs(server))
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
+def test_a_body_that_does_not_come_is_the_clients_fault(engine):
+    with (
+        serving(engine, http_port=0, model_name="tiny", stall_s=0.2) as server,
+        socket.create_connection(("127.0.0.1", server.http_port), timeout=WAIT) as sent,
+    ):
+        sent.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        answer = http.client.HTTPResponse(sent)
+        answer.begin()
+        assert answer.status == 408
+        assert json.loads(answer.read())["error"]["message"] == "the body did not come within 0.2 s"
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -114,7 +114,7 @@ def _check_first(path: Path, first: int, length: int, page_size: int) -> None:
 def _header(path: Path, metadata: dict[str, str]) -> dict:
     try:
         stored = json.loads(metadata.get("header", ""))
-    except ValueError:
+    except (ValueError, RecursionError):
         stored = None
     if not isinstance(stored, dict):
         raise ValueError(f"{path} does not name the model that made it in its header; prefill again and save it again")

@@ -121,6 +121,11 @@ def test_a_file_of_other_tensors_is_refused_though_its_digest_is_right(engine, t
         engine.restore(path)
 
 
+def test_a_header_of_many_lists_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="does not name the model that made it in its header"):
+        sequence_file._header(tmp_path / "sequence", {"header": "[" * 200_000})
+
+
 def test_what_these_tests_write_is_accepted_where_nothing_is_changed(engine, saved, tmp_path):
     (tmp_path / "whole").write_bytes(saved)
     engine.free(engine.restore(tmp_path / "whole"))
