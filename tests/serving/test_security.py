@@ -250,7 +250,7 @@ def test_a_session_file_makes_no_file_run(engine, trap, tmp_path):
 @pytest.mark.parametrize("make", [lambda path: path.write_text("notes"), lambda path: path.symlink_to(path.name)], ids=["file", "loop"])
 def test_what_cannot_be_a_folder_of_sessions_is_named(engine, tmp_path, make):
     make(tmp_path / "state")
-    with pytest.raises(ValueError, match="state cannot be a folder of sessions .*; name another one"):
+    with pytest.raises(ValueError, match=r"state cannot be a folder of sessions .*; name another one"):
         SessionRuntime(engine, slots=4, state=tmp_path / "state")
 
 
