@@ -23,7 +23,7 @@ def main(folder: Path) -> None:
     for name in kvjax.__all__:
         found = getattr(kvjax, name)
         if name in examples:
-            found.__doc__ = f"{inspect.getdoc(found)}\n\n**Example**\n\n{examples[name]}"
+            inspect.unwrap(found).__doc__ = f"{inspect.getdoc(found)}\n\n**Example**\n\n{examples[name]}"
         setattr(kvjax, name, found)  # pdoc documents only names that are set, and ours are set on first use
     pdoc.render.configure(docformat="google", footer_text=f"kvjax {kvjax.__version__}")
     warnings.filterwarnings("ignore", message="'kvjax' may refer to either")  # the folder here; pdoc takes the installed package
