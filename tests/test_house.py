@@ -1,4 +1,4 @@
-"""The rules of the repository itself: layers, names, sizes, start-up, and the lists in pyproject.toml, requirements.lock and BUILD."""
+"""The rules of the repository itself: layers, names, sizes, start-up, and the lists in pyproject.toml, the lock, Makefile and BUILD."""
 
 import ast
 import functools
@@ -433,7 +433,20 @@ def test_jax_is_locked_at_the_floor():
     assert str(floor) == f">={VERSIONS['jax']}"
 
 
-# BUILD
+# Makefile and BUILD
+
+
+def test_make_quick_runs_a_file_of_every_room():
+    paths = re.findall(r"tests/\S+\.py", (ROOT / "Makefile").read_text().partition("quick_tests := ")[2].partition("\n\n")[0])
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
+    rooms = (
+        "test_house.py",
+        "pallas_kernels/",
+        *(f"kvjax/{room}/" for room in ("cache", "engine", "scheduler", "policies")),
+        "models/",
+        "serving/",
+    )
+    assert [room for room in rooms if not any(path.startswith(f"tests/{room}") for path in paths)] == []
 
 
 def test_build_lists_every_source_and_test_folder():
