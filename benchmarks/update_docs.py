@@ -5,6 +5,7 @@
     python -m benchmarks.update_docs --check     # changes nothing; says which documents would change
 
 A table stands between a mark such as `<!-- bench:decode-step -->` and `<!-- /bench -->`. `PAGES` says which results each document shows.
+Those of docs/cost-model.md are of the cost models that `kvjax cost fit` makes of results.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import echo_pictures, evidence, overview, report
+from benchmarks import cost_model_docs, echo_pictures, evidence, overview, report
 from benchmarks.designs import block_scores
 from benchmarks.run import main
 from benchmarks.top_k import report as top_k_report
@@ -25,21 +26,23 @@ from kvjax.fidelity import plots
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
+FITTED = ROOT / "kvjax" / "cost_model" / "fitted"
 
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
-    """Tables that a document has of the results that match `patterns`, by `make(text, files)`, which returns the document."""
+    """Tables that a document has of the files of `folder` that match `patterns`, by `make(text, files)`, which returns the document."""
 
     patterns: Sequence[str]
     make: Callable[[str, Sequence[Path]], str] = lambda text, files: report.rendered(text, report.load(files))
+    folder: Path = RESULTS
 
     @property
     def files(self) -> list[Path]:
-        """The results. ValueError for a pattern that no file matches."""
-        found = {pattern: sorted(RESULTS.glob(pattern)) for pattern in self.patterns}
+        """The files. ValueError for a pattern that no file matches."""
+        found = {pattern: sorted(self.folder.glob(pattern)) for pattern in self.patterns}
         if lacking := [pattern for pattern, files in found.items() if not files]:
-            raise ValueError(f"no file of benchmarks/results is called {lacking[0]}; mend PAGES of benchmarks/update_docs.py")
+            raise ValueError(f"no file of {self.folder.relative_to(ROOT)} is called {lacking[0]}; mend PAGES of benchmarks/update_docs.py")
         return list(dict.fromkeys(file for files in found.values() for file in files))
 
 
@@ -62,6 +65,7 @@ PAGES = {
         Tables(["*/packed-attention*.json", "*/packed-chunks*.json"]),
         _panels("cache-formats", "cpu/fidelity-cache-formats.json", "h200/pages-fidelity-*.json"),
     ],
+    "cost-model": [Tables(["nvidia-h200.json", "nvidia-h200-packed.json"], cost_model_docs.rendered, FITTED)],
     "devices": [Tables(["*/exchange*.json", "*/mesh-*.json"])],
     "fidelity": [
         _panels("evidence", "h200/fidelity-*.json"),
@@ -83,7 +87,7 @@ PAGES = {
     "tiers": [Tables(["*/reuse*.json", "*/tiers*.json"])],
     "top-k": [Tables(["*/top-k*.json"])],
 }
-"""Every document with tables of results. Those of docs/cost-model.md are made by `benchmarks/cost_model_docs.py`."""
+"""Every document with tables."""
 
 
 def made(page: str, text: str) -> str:
@@ -120,7 +124,7 @@ def update_command(
     check: Annotated[bool, typer.Option("--check", help="Change nothing; exit with status 1 if a document would change.")] = False,
     pictures: Annotated[bool, typer.Option("--pictures", help="Draw the pictures, too.")] = False,
 ) -> None:
-    """Make the tables of all documents from the results in benchmarks/results."""
+    """Make the tables of all documents from committed results."""
     stale = []
     for page in PAGES:
         file = DOCS / f"{page}.md"

@@ -1,4 +1,4 @@
-"""The rules of the repository itself: layers, names, sizes, start-up, and the lists in pyproject.toml, requirements.lock and BUILD."""
+"""The rules of the repository itself: layers, names, sizes, start-up, and the lists in pyproject.toml, the lock, Makefile and BUILD."""
 
 import ast
 import functools
@@ -14,77 +14,34 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+from import_graph import LAYERS, ROOT, circles, files, full_name, imported, imports_in, imports_of, module_of, nodes_of, parsed
 from packaging.requirements import Requirement
 
 from pallas_kernels.core.optional import EXTRAS
 
-ROOT = Path(__file__).parent.parent
-# Source folder -> imported as; lower layers first.
-LAYERS = {"pallas_kernels": "pallas_kernels", "kvjax": "kvjax", "models": "kvjax.models", "serving": "kvjax.serving"}
 FOLDERS = LAYERS | {"benchmarks": "benchmarks"}  # benchmarks import every layer, and are in no wheel
 RANKS = {name: rank for rank, name in enumerate(FOLDERS.values())}
-FRONT_DOOR = "kvjax.__init__"
-DOORS = {FRONT_DOOR, "kvjax.__main__"}  # they name what is above them as strings
+DOORS = {"kvjax.__init__", "kvjax.__main__"}  # they name what is above them as strings
 MADE_WITH = (*EXTRAS, "docs", "test")  # the extras of `make`'s environment
 BRING_YOUR_OWN = {"llama_cpp", "lm_eval", "torch"}  # imported only by an adapter, or as a baseline, for people who have it
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 1000, 120
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 CLIENTS = ROOT / "serving" / "clients"  # clients in other languages, and READMEs of all: no part of a Python package
-SOURCES = [path for folder in LAYERS for path in sorted((ROOT / folder).rglob("*.py")) if CLIENTS not in path.parents]
-SCRIPTS = sorted((ROOT / "benchmarks").rglob("*.py"))
-ALL_PYTHON = SOURCES + SCRIPTS + [path for folder in ("examples", "tests", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
-
-
-def label(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-@functools.cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), label(path))
-
-
-@functools.cache
-def nodes_of(tree: ast.Module) -> list[ast.AST]:
-    """Every node, found once: all files together have more than a million, and several rules look at each."""
-    return list(ast.walk(tree))
+SOURCES = [path for path in files().values() if path.parts[0] in LAYERS]
+SCRIPTS = [path for path in files().values() if path.parts[0] == "benchmarks"]
+MODULES = {module_of(path) for path in SOURCES + SCRIPTS}
 
 
 def check_each(paths: list[Path], faults_of: Callable[[Path], Iterable]) -> None:
     """No file has faults. All files are one test: a test of each costs more than what it checks."""
-    assert {label(path): found for path in paths if (found := list(faults_of(path)))} == {}
-
-
-def module_name(path: Path) -> str:
-    """The name a source file is imported by; packages end in `.__init__`."""
-    folder, *rest = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join([FOLDERS[folder], *rest])
-
-
-MODULES = {module_name(path).removesuffix(".__init__") for path in SOURCES + SCRIPTS}
+    assert {str(path): found for path in paths if (found := list(faults_of(path)))} == {}
 
 
 def layer(module: str) -> str | None:
     """The layer that a module belongs to, by its longest prefix; None for other people's modules."""
     prefixes = [name for name in RANKS if module == name or module.startswith(f"{name}.")]
     return max(prefixes, key=len, default=None)
-
-
-def imported_modules(tree: ast.Module, name: str) -> list[tuple[str, int]]:
-    """(module, line) of every import in a file named `name`, wherever it stands; `from a import b` counts as a.b when that is a module
-    or a front-door name of kvjax, else as a."""
-    found = []
-    for node in nodes_of(tree):
-        if isinstance(node, ast.Import):
-            found += [(alias.name, node.lineno) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            package = name.split(".")[: -node.level] if node.level else []
-            base = ".".join([*package, *([node.module] if node.module else [])])
-            for alias in node.names:
-                full = f"{base}.{alias.name}"
-                found.append((full if full in MODULES or base == "kvjax" else base, node.lineno))
-    return found
 
 
 def for_type_checkers(node: ast.stmt) -> bool:
@@ -98,12 +55,12 @@ def upward_imports(tree: ast.Module, name: str) -> list[str]:
     The front door shows the names of all layers to type checkers, and only to them.
     """
     own = RANKS[layer(name)]
-    if name == FRONT_DOOR:
+    if name == "kvjax.__init__":
         tree = ast.Module([node for node in tree.body if not for_type_checkers(node)], [])
-    found = [(module, line) for module, line in imported_modules(tree, name) if RANKS.get(layer(module), -1) > own]
+    found = [(module, line) for module, line in imported(tree, name) if RANKS.get(layer(module), -1) > own]
     # A name of the front door, `from kvjax import load`, may live in any layer.
     if own <= RANKS["kvjax.models"]:
-        imports = imported_modules(tree, name)
+        imports = imported(tree, name)
         found += [(module, line) for module, line in imports if module.startswith("kvjax.") and module not in MODULES]
     if name not in DOORS:
         strings = [(node.value, node.lineno) for node in nodes_of(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
@@ -113,7 +70,7 @@ def upward_imports(tree: ast.Module, name: str) -> list[str]:
 
 
 def test_imports_point_one_way():
-    check_each(SOURCES + SCRIPTS, lambda path: upward_imports(parse(path), module_name(path)))
+    check_each(SOURCES + SCRIPTS, lambda path: upward_imports(parsed(path), full_name(path)))
 
 
 @pytest.mark.parametrize(
@@ -154,22 +111,6 @@ def test_a_downward_import_is_allowed(name, code):
     assert not upward_imports(ast.parse(code), name)
 
 
-def imports_of(code: dict[str, ast.Module]) -> dict[str, set[str]]:
-    """The modules that each module imports, at its top, inside a function or for type checkers, or names as a string so as to import them.
-
-    Imports for type checkers count, because a reader follows them. The front door, which names everything, is left out.
-    """
-    graph = {}
-    for name, tree in code.items():
-        if name == FRONT_DOOR:
-            continue
-        own = name.removesuffix(".__init__")
-        strings = [(node.value, node.lineno) for node in nodes_of(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-        found = {module for module, _ in imported_modules(tree, name) + strings}
-        graph[own] = {module for module in found if module in MODULES and module not in (own, "kvjax")}
-    return graph
-
-
 HARNESS = ("pallas_kernels.bench", "kvjax.serving.bench", "kvjax.serving.cli.bench", "benchmarks")
 STILL = {f"kvjax.serving.cli.{name}" for name in ("cost", "cost_fit", "cost_mesh", "doctor", "echo")}
 
@@ -181,29 +122,13 @@ def test_only_benchmarks_import_the_harness():
     assert users == STILL
 
 
-def circle(graph: dict[str, set[str]]) -> list[str]:
-    """A way through the imports that comes back to where it began; empty where there is none."""
-    finished: set[str] = set()
-
-    def search(way: list[str]) -> list[str]:
-        for module in sorted(graph.get(way[-1], ())):
-            if module in way:
-                return [*way[way.index(module) :], module]
-            if module not in finished and (found := search([*way, module])):
-                return found
-        finished.add(way[-1])
-        return []
-
-    return next((found for module in sorted(graph) if (found := search([module]))), [])
-
-
 @functools.cache
-def imports_of_the_sources() -> dict[str, set[str]]:
-    return imports_of({module_name(path): parse(path) for path in SOURCES + SCRIPTS})
+def imports_of_the_sources() -> dict[str, frozenset[str]]:
+    return {module_of(path): imports_of(path) for path in SOURCES + SCRIPTS}
 
 
 def test_imports_make_no_circle():
-    assert not circle(imports_of_the_sources())
+    assert not circles(imports_of_the_sources())
 
 
 @pytest.mark.parametrize(
@@ -224,8 +149,8 @@ def test_imports_make_no_circle():
     ],
 )
 def test_a_circle_of_imports_is_found(name, code):
-    graph, added = imports_of_the_sources(), imports_of({name: ast.parse(code)})
-    assert circle(graph | {module: graph[module] | imports for module, imports in added.items()})
+    graph = imports_of_the_sources()
+    assert circles(graph | {name: graph[name] | imports_in(ast.parse(code), name)})
 
 
 def test_imports_that_make_no_circle_are_allowed():
@@ -234,7 +159,7 @@ def test_imports_that_make_no_circle_are_allowed():
         "kvjax.generation": "from kvjax.engine.engine import Engine\nfrom kvjax import Request",
         "kvjax.__init__": "from kvjax.generation import run\nfrom kvjax.engine.engine import Engine",
     }
-    assert not circle(imports_of({name: ast.parse(text) for name, text in code.items()}))
+    assert not circles({name.removesuffix(".__init__"): imports_in(ast.parse(text), name) for name, text in code.items()})
 
 
 def environment_reads(tree: ast.Module) -> list[str]:
@@ -252,7 +177,7 @@ def environment_reads(tree: ast.Module) -> list[str]:
 
 
 def test_no_environment_variable_is_read():
-    check_each(SOURCES, lambda path: environment_reads(parse(path)))
+    check_each(SOURCES, lambda path: environment_reads(parsed(path)))
 
 
 @pytest.mark.parametrize(
@@ -276,21 +201,20 @@ def functions_of(tree: ast.Module) -> set[str]:
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
-def hidden_modules(path: Path) -> list[str]:
+def hidden_modules(tree: ast.Module, path: Path) -> list[str]:
     """Modules that a function hides: one of the file's own name, or one in its package."""
-    tree, name = parse(path), module_name(path)
     hidden = functions_of(tree) & {path.stem}
     if path.name == "__init__.py":
-        package = name.removesuffix(".__init__")
+        package = module_of(path)
         imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-        imported = {alias.name for node in imports for alias in node.names if f"{node.module}.{alias.name}" not in MODULES}
-        hidden |= {each for each in imported | functions_of(tree) if f"{package}.{each}" in MODULES}
+        names = {alias.name for node in imports for alias in node.names if f"{node.module}.{alias.name}" not in MODULES}
+        hidden |= {each for each in names | functions_of(tree) if f"{package}.{each}" in MODULES}
     return sorted(hidden)
 
 
 def test_no_module_carries_the_name_of_its_function():
     """`from a.b import b` must not hide the module a.b."""
-    check_each(SOURCES, hidden_modules)
+    check_each(SOURCES, lambda path: hidden_modules(parsed(path), path))
 
 
 def test_front_door_hides_no_module():
@@ -304,7 +228,7 @@ def test_front_door_hides_no_module():
 def test_type_checkers_see_the_names_that_are_resolved_on_first_use(name):
     """Each is imported under TYPE_CHECKING from where it is defined, and listed in a literal `__all__`."""
     package = importlib.import_module(name)
-    tree = parse(next(path for path in SOURCES if module_name(path) == f"{name}.__init__"))
+    tree = parsed(next(path for path in SOURCES if full_name(path) == f"{name}.__init__"))
     (block,) = [node for node in tree.body if for_type_checkers(node)]
     seen = {alias.asname or alias.name: (node.module, alias.name) for node in block.body for alias in node.names}
     for each, (home, its_name) in seen.items():
@@ -319,27 +243,24 @@ def test_type_checkers_see_the_names_that_are_resolved_on_first_use(name):
 
 def too_large(path: Path) -> list[str]:
     """The file, if it is too long, and its functions that are."""
-    lines = len(path.read_text().splitlines())
-    functions = [node for node in nodes_of(parse(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    lines = len((ROOT / path).read_text().splitlines())
+    functions = [node for node in nodes_of(parsed(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     found = [f"{lines} lines"] if lines > MAX_FILE_LINES else []
     return found + [node.name for node in functions if node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES]
 
 
 def test_files_and_functions_stay_small():
-    check_each(ALL_PYTHON, too_large)
+    check_each(list(files().values()), too_large)
 
 
-def test_what_is_too_large_or_hides_a_module_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    package = tmp_path / "kvjax" / "cache"
-    package.mkdir(parents=True)
-    long, init = package / "long.py", package / "__init__.py"
+def test_what_is_too_large_or_hides_a_module_is_found(tmp_path):
+    long, cache = tmp_path / "long.py", Path("kvjax/cache")
     long.write_text("def long():\n" + "    pass\n" * MAX_FILE_LINES)
-    init.write_text("def pool():\n    pass\n")
     assert too_large(long) == [f"{MAX_FILE_LINES + 1} lines", "long"]
-    assert (hidden_modules(long), hidden_modules(init)) == (["long"], ["pool"])
-    with pytest.raises(AssertionError, match=r"kvjax/cache/long\.py"):
-        check_each([init, long], too_large)
+    with pytest.raises(AssertionError, match=r"long\.py"):
+        check_each([long], too_large)
+    assert hidden_modules(parsed(long), cache / "long.py") == ["long"]
+    assert hidden_modules(ast.parse("def pool():\n    pass"), cache / "__init__.py") == ["pool"]
 
 
 # Start-up
@@ -381,9 +302,9 @@ def test_help_answers_within_two_seconds():
 
 
 def test_every_package_folder_is_listed():
-    folders = {module_name(path).removesuffix(".__init__") for path in SOURCES if path.name == "__init__.py"}
+    folders = {module_of(path) for path in SOURCES if path.name == "__init__.py"}
     assert folders == set(PYPROJECT["tool"]["setuptools"]["packages"])
-    in_packages = {module_name(path).rpartition(".")[0] for path in SOURCES}
+    in_packages = {full_name(path).rpartition(".")[0] for path in SOURCES}
     assert in_packages <= folders, "a folder of source files lacks __init__.py"
     assert PYPROJECT["tool"]["setuptools"]["package-dir"] == {"": "imports"}
     for folder, name in FOLDERS.items():
@@ -439,7 +360,7 @@ def undeclared_imports(tree: ast.Module, name: str) -> list[str]:
     inside = [node for node in nodes_of(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or for_type_checkers(node)]
     late = {line for node in inside for line in range(node.lineno, node.end_lineno + 1)}
     found = []
-    for module, line in imported_modules(tree, name):
+    for module, line in imported(tree, name):
         top = module.split(".")[0]
         known = layer(module) or top in sys.stdlib_module_names or top in BRING_YOUR_OWN or top in core
         if not (known or (top in extra and line in late)):
@@ -448,7 +369,7 @@ def undeclared_imports(tree: ast.Module, name: str) -> list[str]:
 
 
 def test_what_is_imported_is_declared():
-    check_each(SOURCES, lambda path: undeclared_imports(parse(path), module_name(path)))
+    check_each(SOURCES, lambda path: undeclared_imports(parsed(path), full_name(path)))
 
 
 @pytest.mark.parametrize(
@@ -512,7 +433,20 @@ def test_jax_is_locked_at_the_floor():
     assert str(floor) == f">={VERSIONS['jax']}"
 
 
-# BUILD
+# Makefile and BUILD
+
+
+def test_make_quick_runs_a_file_of_every_room():
+    paths = re.findall(r"tests/\S+\.py", (ROOT / "Makefile").read_text().partition("quick_tests := ")[2].partition("\n\n")[0])
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
+    rooms = (
+        "test_house.py",
+        "pallas_kernels/",
+        *(f"kvjax/{room}/" for room in ("cache", "engine", "scheduler", "policies")),
+        "models/",
+        "serving/",
+    )
+    assert [room for room in rooms if not any(path.startswith(f"tests/{room}") for path in paths)] == []
 
 
 def test_build_lists_every_source_and_test_folder():
@@ -567,7 +501,7 @@ def dangers(tree):
 
 
 def test_only_named_files_make_code_of_what_they_are_given():
-    found = {label(path): dangers(parse(path)) for path in SOURCES}
+    found = {str(path): dangers(parsed(path)) for path in SOURCES}
     assert {name for name, uses in found.items() if uses} == set(ALLOWED)
     for name, why in ALLOWED.items():
         assert found[name] == set(why.partition(":")[0].split(", ")), name

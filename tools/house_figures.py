@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from import_graph import LAYERS, ROOT, files, imports_of, parsed, reaches
+from import_graph import LAYERS, ROOT, circles, files, imports_of, parsed
 from rich.console import Console
 from rich.table import Table
 
@@ -59,17 +59,6 @@ def statements_of(paths: list[Path]) -> int:
     return sum(not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in found)
 
 
-def circles() -> int:
-    """Groups of modules that import each other. The front door names every module, so it is left out."""
-    graph = {name: imports_of(path) - {"kvjax"} for name, path in files().items() if path.parts[0] in LAYERS and name != "kvjax"}
-    groups = set()
-    for name in graph:
-        both = frozenset(each for each in reaches(graph, graph[name]) if name in reaches(graph, graph.get(each, ())))
-        if len(both) > 1:
-            groups.add(both)
-    return len(groups)
-
-
 def said_by(program: str) -> list[str]:
     return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
 
@@ -90,7 +79,7 @@ def figures() -> dict[str, int]:
         "statements of the package": statements_of(package),
         "lines with benchmarks/, tools/ and examples/": lines_of(package + folder["benchmarks"] + folder["tools"] + folder["examples"]),
         "lines of tests": lines_of(folder["tests"]),
-        "circles of imports": circles(),
+        "circles of imports": len(circles({name: imports_of(path) for name, path in files().items() if path.parts[0] in LAYERS})),
         "modules of kvjax that generate loads": len(loaded),
         "their lines": lines_of(loaded),
         "files of the first step, above the kernels": len(stepped),
