@@ -190,7 +190,7 @@ def test_a_table_is_filled_from_echo_and_needles(tmp_path):
         row("bounds:32", model="needle", haystack="a.txt", task="needle", kl=None, valid=399, lost=2, source="n.json"),
     }, "the invalid cell, auto and the noise floor say nothing"
     write_evidence(rows, tmp_path / "evidence.json")
-    assert read_evidence((tmp_path / "evidence.json"), PrefillEvidence) == rows
+    assert read_evidence(tmp_path / "evidence.json", PrefillEvidence) == rows
 
 
 def test_a_policy_that_loses_every_fact_is_on_record():
