@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numbers
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +24,36 @@ def whole_number(name: str, value: object, least: int = 0, below: int = 2**31) -
     if value >= below:
         raise ValueError(f"{name} must be at most {below - 1}, got {shown(value)}")
     return int(value)
+
+
+def check_amount(name: str, value: object, *, above_zero: bool = False) -> None:
+    """ValueError unless the value is a finite number that is not negative, and not 0 either with `above_zero`."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not (number and 0 <= value <= sys.float_info.max and (value or not above_zero)):
+        raise ValueError(f"{name} must be a finite number{' above 0' if above_zero else ', 0 or more'}, got {shown(value)}")
+
+
+def check_text(name: str, value: object) -> None:
+    """ValueError unless the value is text that UTF-8 can hold."""
+    if not isinstance(value, str) or value.encode(errors="ignore").decode() != value:
+        raise ValueError(f"{name} must be text, got {shown(value)}")
+
+
+def check_rows(name: str, rows: Iterable[object], width: int) -> None:
+    """ValueError unless each row is a tuple of so many whole numbers above 0."""
+    for row in rows:
+        if not isinstance(row, tuple) or len(row) != width:
+            raise ValueError(f"each row of {name} must be {width} whole numbers, got {shown(row)}")
+        for number in row:
+            whole_number(f"each number in {name}", number, 1)
+
+
+def check_fields(what: str, names: Iterable[str], given: object) -> dict[str, Any]:
+    """What was given; ValueError unless it is an object with these fields and no others."""
+    if not isinstance(given, dict) or set(given) != set(names):
+        found = f"different here: {', '.join(sorted(set(names) ^ set(given)))}" if isinstance(given, dict) else f"got {shown(given)}"
+        raise ValueError(f"{what} has the fields {', '.join(sorted(names))}; {found}")
+    return given
 
 
 def optional_function(name: str, value: object) -> None:

@@ -7,6 +7,7 @@ import json
 import pickle
 import random
 import re
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +57,9 @@ def small_engine():
 
 def evidence(name):
     row = dataclasses.asdict(recorded_evidence()[0]) | {"policy": name}
-    read_evidence(json.dumps({"rows": [row]}), Evidence)
+    with tempfile.TemporaryDirectory() as folder:
+        (file := Path(folder) / "table.json").write_text(json.dumps({"rows": [row]}))
+        read_evidence(file, Evidence)
 
 
 ROADS = {

@@ -29,11 +29,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvjax.checks import check_amount, check_fields, check_text, whole_number
 from kvjax.model.identity import check_fingerprint
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode.naming import parse_recorded
 from kvjax.policies.prefill.naming import built_in_name
-from pallas_kernels.core.files import replacing
+from pallas_kernels.core.files import read_list, replacing
 
 MIN_WINDOWS, MIN_STEPS = 5, 256
 """A panel with fewer windows or steps is not evidence."""
@@ -95,14 +96,22 @@ class Evidence:
     source: str
 
     def __post_init__(self):
-        self._check_policy()
-        if self.length < 1 or not (self.kl is None or self.kl >= 0):
-            raise ValueError(f"evidence needs length >= 1 and kl >= 0, got {self.length} and {self.kl}")
-        if (self.valid is None) != (self.lost is None) or (self.valid is not None and not 0 <= self.lost <= self.valid > 0):
-            raise ValueError(f"evidence needs 0 <= lost <= valid with valid above 0, or null for both, got {self.lost} and {self.valid}")
+        for name in ("source", "policy", "model", "fingerprint", "task", "haystack"):
+            check_text(f"{name} of evidence", getattr(self, name))
         if not self.source:
             raise ValueError(f"evidence for {self.policy} names no source: give the file of its measurement")
-        check_fingerprint(self.fingerprint, f"the evidence for {self.policy} from {self.source}", "measure it again with kvjax fidelity")
+        self._check_policy()
+        where = f"the evidence for {self.policy} from {self.source}"
+        whole_number(f"length of {where}", self.length, 1)
+        if self.kl is not None:
+            check_amount(f"kl of {where}", self.kl)
+        if (self.valid is None) != (self.lost is None):
+            raise ValueError(f"valid and lost of {where} must both be whole numbers, or both null, got {self.valid} and {self.lost}")
+        if self.valid is not None:
+            whole_number(f"valid of {where}", self.valid, 1)
+            if whole_number(f"lost of {where}", self.lost) > self.valid:
+                raise ValueError(f"lost of {where} must be at most valid, {self.valid}, got {self.lost}")
+        check_fingerprint(self.fingerprint, where, "measure it again with kvjax fidelity")
 
     def _check_policy(self) -> None:
         if isinstance(parse_recorded(self.policy), ChoosesDecode):
@@ -157,32 +166,23 @@ def _meet(tasks: Sequence[Evidence], level: Fidelity) -> bool:
     return all(row.meets(level) for row in tasks) and any(row.kl is not None for row in tasks)
 
 
-def read_evidence(text: str, kind: type[Evidence] = Evidence) -> tuple[Evidence, ...]:
-    """The rows of a table; kind: `Evidence` or `PrefillEvidence`. The ValueError names a missing or unknown field."""
-    names = {field.name for field in dataclasses.fields(Evidence)}
-    try:
-        rows = json.loads(text)["rows"]
-        for number, row in enumerate(rows):
-            if other := names ^ set(row):
-                raise ValueError(
-                    f"evidence row {number}: the fields are {', '.join(sorted(names))}; different here: {', '.join(sorted(other))}"
-                )
-        return tuple(kind(**row) for row in rows)
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"this is not a table of evidence ({error}): give one that kvjax cost evidence wrote, or a new name") from None
+def read_evidence(file: Path, kind: type[Evidence] = Evidence) -> tuple[Evidence, ...]:
+    """The rows of a table; kind: `Evidence` or `PrefillEvidence`. The ValueError names the file, and a missing, unknown or wrong field."""
+    names = [field.name for field in dataclasses.fields(Evidence)]
+    remedy = "give a table that kvjax cost evidence wrote, or a new name"
+    return read_list(file, "rows", lambda row: kind(**check_fields("a row of evidence", names, row)), remedy)
 
 
 @functools.cache
 def recorded_evidence() -> tuple[Evidence, ...]:
     """The table of decode policies inside the package."""
-    return read_evidence((importlib.resources.files(__package__) / "evidence.json").read_text(encoding="utf-8"))
+    return read_evidence(importlib.resources.files(__package__) / "evidence.json")
 
 
 @functools.cache
 def recorded_prefill_evidence() -> tuple[PrefillEvidence, ...]:
     """The table of prefill policies inside the package."""
-    text = (importlib.resources.files(__package__) / "prefill_evidence.json").read_text(encoding="utf-8")
-    return read_evidence(text, PrefillEvidence)
+    return read_evidence(importlib.resources.files(__package__) / "prefill_evidence.json", PrefillEvidence)
 
 
 def with_panel(rows: Sequence[Evidence], panel: Mapping[str, Any], source: str, fingerprint: str | None = None) -> tuple[Evidence, ...]:
@@ -215,6 +215,8 @@ def with_panel(rows: Sequence[Evidence], panel: Mapping[str, Any], source: str, 
             added.append(Evidence(settings["model"], mark, *same, valid, lost, source))
     except KeyError as error:
         raise ValueError(f"{source} has no {error}, so it is no panel.json of kvjax fidelity") from None
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{source} is no panel.json of kvjax fidelity ({error})") from None
     replaced = {(row.fingerprint, row.policy, row.length) for row in added}
     kept = [row for row in rows if (row.fingerprint, row.policy, row.length) not in replaced]
     return tuple(sorted((*kept, *added), key=lambda row: (row.model, row.fingerprint, row.policy, row.length, row.task, row.haystack)))

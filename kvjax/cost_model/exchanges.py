@@ -23,6 +23,7 @@ from kvjax.axes import CONTEXT, TENSOR
 from kvjax.cache.index_spec import IndexSpec
 from kvjax.cache.page_tables import staged_width
 from kvjax.cache.spec import LatentSpec, LayerSpec, RecurrentSpec
+from kvjax.checks import check_amount, check_rows, check_text
 from kvjax.engine.sequence_parallel import in_parts, tiles_each
 from kvjax.model.config import ModelConfig
 from kvjax.model.layers import DeltaLayer, LatentLayer
@@ -102,8 +103,13 @@ class ExchangeTerm:
     assumed: tuple[str, ...] = ()
 
     def __post_init__(self):
-        if not (self.link_per_s > 0 and min(self.latency_s, self.choose_s or 0.0, self.error) >= 0):
-            raise ValueError(f"a term of exchanges needs link_per_s > 0, times >= 0 and error >= 0, got {self}")
+        for text in (self.model, *self.policies, *self.assumed):
+            check_text("each of model, policies and assumed of the exchanges", text)
+        if self.link_per_s != math.inf:
+            check_amount("link_per_s of the exchanges", self.link_per_s, above_zero=True)
+        for name in ("latency_s", "error") if self.choose_s is None else ("latency_s", "choose_s", "error"):
+            check_amount(f"{name} of the exchanges", getattr(self, name))
+        check_rows("measured of the exchanges", self.measured, 5)
 
     def seconds(self, exchanges: Iterable[Exchange], choosing: int = 0) -> float:
         """Seconds of exchanges, and of `choosing` layers that choose over devices. ValueError if that choice was not measured."""

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import importlib.resources
 import itertools
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -19,14 +18,17 @@ from typing import Any, NamedTuple
 
 from kvjax.cache.formats import CacheFormat, parse_cache_format
 from kvjax.cache.host_pool.mapped_memory import FrameCounts
+from kvjax.checks import check_amount, check_fields, check_rows, check_text, whole_number
 from kvjax.cost_model.bytes import StepBytes, step_bytes
 from kvjax.cost_model.exchanges import MEASURE_EXCHANGES, ExchangeTerm, layers_that_choose, step_exchanges
 from kvjax.engine.capacity_plan import memory_plan
-from kvjax.model.config import ModelConfig, uniform_fields
+from kvjax.model.config import DTYPES, ModelConfig, uniform_fields
 from kvjax.model.weight_formats import FormatOf, weights_bytes
 from kvjax.policies.decode.base import DecodePolicy, chooses_over_devices
 from kvjax.policies.decode.naming import name_of, parse, parse_recorded
 from kvjax.policies.decode.top_blocks import TopBlocks
+from pallas_kernels.core.files import read_list
+from pallas_kernels.core.messages import shown
 from pallas_kernels.core.results import launch_text, packed_text
 
 SIZES = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "tie_embeddings")
@@ -63,9 +65,12 @@ class BusTerm:
     error: float = 0.0
 
     def __post_init__(self):
-        if not (self.per_s > 0 and self.layer_s >= 0 and self.error >= 0):
-            raise ValueError(f"a term of the bus needs per_s > 0, layer_s >= 0 and error >= 0, got {self}")
+        check_text("model of the bus", self.model)
+        for name in ("per_s", "layer_s", "error"):
+            check_amount(f"{name} of the bus", getattr(self, name), above_zero=name == "per_s")
+        check_rows("measured of the bus", self.measured, 3)
         if self.hits is not None:
+            check_amount("hits of the bus", self.hits)
             check_hits(self.hits)
 
     def seconds(self, moved: StepBytes, hits: float) -> float:
@@ -131,16 +136,27 @@ class CostModel:
     steps_per_launch: int = 1
 
     def __post_init__(self):
-        if not (0 < self.bytes_per_s < math.inf and 0 <= self.c0 < math.inf and 0 <= self.error < math.inf):
-            raise ValueError(
-                f"a cost model needs finite bytes_per_s > 0, c0 >= 0 and error >= 0, got {self.bytes_per_s}, {self.c0} and {self.error}"
-            )
-        steps = self.steps_per_launch
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"a cost model needs a whole number of at least one step per launch, got steps_per_launch {steps!r}")
-        for name, price in self.c1:
-            if not min(price) >= 0:
-                raise ValueError(f"a cost model needs prices c1 >= 0, got {price} for {name}")
+        for name in ("device", "model", "dtype", "source") if self.weights is None else ("device", "model", "dtype", "source", "weights"):
+            check_text(f"{name} of a cost model", getattr(self, name))
+        for why in self.assumed:
+            check_text("each of assumed of a cost model", why)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype of a cost model must be one of {', '.join(DTYPES)}, got {shown(self.dtype)}")
+        parse_cache_format(self.cache_format, self.dtype)
+        for name in ("bytes_per_s", "c0", "error"):
+            check_amount(f"{name} of a cost model", getattr(self, name), above_zero=name == "bytes_per_s")
+        whole_number("steps_per_launch of a cost model", self.steps_per_launch, 1)
+        whole_number("the number of layers in sizes of a cost model", next(iter(self.sizes), None), 1)
+        for size in self.sizes:
+            whole_number("each of sizes of a cost model", size, 0, 2**63)
+        for policy, price in self.c1:
+            check_text("the policy of a price in c1", policy)
+            for name, amount in price._asdict().items():
+                check_amount(f"{name} of {policy} in c1", amount)
+        for tier, rate in self.links:
+            check_text("the tier of a link", tier)
+            check_amount(f"links of a cost model, {tier},", rate, above_zero=True)
+        check_rows("measured of a cost model", self.measured, 3)
 
     def predict(
         self,
@@ -475,43 +491,62 @@ def to_json(cost: CostModel) -> dict[str, Any]:
 
 def from_json(fields: dict[str, Any]) -> CostModel:
     """A cost model from its JSON object. ValueError for missing or unknown fields, which it names."""
-    given = dict(_checked(CostModel, fields))
+    given = dict(check_fields("a cost model", _names(CostModel), fields))
     sizes = given["sizes"]
-    given["sizes"] = tuple(sizes[name] for name in SIZES) if isinstance(sizes, dict) else tuple(sizes)
-    given["c1"] = tuple((name, Price(**price)) for name, price in given["c1"].items())
-    given |= {"links": tuple(given["links"].items()), "assumed": tuple(given["assumed"]), "measured": _rows(given["measured"])}
+    if isinstance(sizes, dict):
+        check_fields("sizes", SIZES, sizes)
+        given["sizes"] = tuple(whole_number(f"{name} of sizes", sizes[name], int(name != "tie_embeddings")) for name in SIZES)
+    else:
+        given["sizes"] = _list("sizes", sizes)
+    prices = _object("c1", given["c1"]).items()
+    given["c1"] = tuple((name, Price(**check_fields(f"the price of {name} in c1", Price._fields, price))) for name, price in prices)
+    given |= {"links": tuple(_object("links", given["links"]).items()), "assumed": _list("assumed", given["assumed"])}
+    given["measured"] = _rows("measured", given["measured"])
     if given["bus"] is not None:
-        bus = _checked(BusTerm, given["bus"])
-        given["bus"] = BusTerm(**(bus | {"measured": _rows(bus["measured"])}))
+        bus = check_fields("bus", _names(BusTerm), given["bus"])
+        given["bus"] = BusTerm(**(bus | {"measured": _rows("measured of bus", bus["measured"])}))
     if given["exchanges"] is not None:
-        term = _checked(ExchangeTerm, given["exchanges"])
-        tuples = {"policies": tuple(term["policies"]), "assumed": tuple(term["assumed"]), "measured": _rows(term["measured"])}
+        term = check_fields("exchanges", _names(ExchangeTerm), given["exchanges"])
+        tuples = {name: _list(f"{name} of exchanges", term[name]) for name in ("policies", "assumed")}
+        tuples["measured"] = tuple(map(_tuple, _list("measured of exchanges", term["measured"])))
         link = math.inf if term["link_per_s"] is None else term["link_per_s"]
         given["exchanges"] = ExchangeTerm(**(term | tuples | {"link_per_s": link}))
     return CostModel(**given)
 
 
-def _checked(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in dataclasses.fields(kind)}
-    if set(fields) != names:
-        different = ", ".join(sorted(names ^ set(fields)))
-        raise ValueError(f"a {kind.__name__} has the fields {', '.join(sorted(names))}; different here: {different}")
-    return fields
+def _names(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
 
 
-def _rows(rows: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(map(tuple, rows))
+def _object(name: str, given: object) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise ValueError(f"{name} must be an object, got {shown(given)}")
+    return given
+
+
+def _list(name: str, given: object) -> tuple[Any, ...]:
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"{name} must be a list, got {shown(given)}")
+    return tuple(given)
+
+
+def _tuple(row: object) -> object:
+    return tuple(row) if isinstance(row, list) else row
+
+
+def _rows(name: str, given: object) -> tuple[Any, ...]:
+    """The rows of what was measured. ValueError without any: what nothing was measured for has no file."""
+    if not (rows := tuple(map(_tuple, _list(name, given)))):
+        raise ValueError(f"{name} is empty, so it is without measured steps")
+    return rows
 
 
 def load_cost_models(file: Path) -> tuple[CostModel, ...]:
-    """The cost models of a file that `kvjax cost fit --json` wrote; ValueError for another file."""
+    """The cost models of a file that `kvjax cost fit --json` wrote; ValueError, with the file's name, for another file."""
     advice = "give a file that kvjax cost fit --json wrote"
-    try:
-        models = tuple(map(from_json, json.loads(file.read_text(encoding="utf-8"))["cost_models"]))
-    except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} holds no cost models ({error}): {advice}") from None
-    if not models or not all(cost.measured for cost in models):
-        raise ValueError(f"{file} holds no cost models, or one without measured steps: {advice}")
+    models = read_list(file, "cost_models", from_json, advice)
+    if not models:
+        raise ValueError(f"{file} holds no cost models; {advice}")
     return models
 
 

@@ -10,14 +10,17 @@ import dataclasses
 import functools
 import importlib.resources
 import itertools
-import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvjax.checks import check_amount, check_fields, check_text, whole_number
 from kvjax.model.config import ModelConfig
 from kvjax.policies.prefill.naming import built_in_name, parse_recorded_prefill
+from pallas_kernels.core.files import read_list
+from pallas_kernels.core.messages import shown
 
 
 class LayerSizes(NamedTuple):
@@ -68,6 +71,16 @@ class PrefillTimes:
     source: str
 
     def __post_init__(self):
+        for name, text in (("device", self.device), ("shape", self.shape), ("source", self.source), ("dtype of sizes", self.sizes.dtype)):
+            check_text(f"{name} of prefill times", text)
+        for name in ("heads", "kv_heads", "head_dim", "page_size"):
+            whole_number(f"{name} of prefill times", getattr(self.sizes, name), 1)
+        check_amount("error of prefill times", self.error)
+        for policy, points in self.seconds:
+            check_text("each policy of prefill times", policy)
+            for tokens, each in points:
+                whole_number(f"tokens of {policy} in prefill times", tokens, 1)
+                check_amount(f"seconds of {policy} in prefill times", each, above_zero=True)
         if "dense" not in dict(self.seconds):
             raise ValueError(f"times of prefill are compared with dense, and those of {self.device}, {self.shape}, have none of it")
         for policy, points in self.seconds:
@@ -181,20 +194,27 @@ def to_json(times: PrefillTimes) -> dict[str, Any]:
     return fields | {"sizes": times.sizes._asdict(), "seconds": {name: dict(points) for name, points in times.seconds}}
 
 
-def read_prefill_times(text: str) -> tuple[PrefillTimes, ...]:
-    """The times of a file that `kvjax cost fit --json` wrote. ValueError for another file."""
-    try:
-        return tuple(map(_from_json, json.loads(text)["prefill_times"]))
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"this is not a file of prefill times ({error}): give a file that kvjax cost fit --json wrote") from None
+def read_prefill_times(file: Path) -> tuple[PrefillTimes, ...]:
+    """The times of a file that `kvjax cost fit --json` wrote. ValueError, with the file's name, for another file."""
+    return read_list(file, "prefill_times", _from_json, "give a file that kvjax cost fit --json wrote")
 
 
-def _from_json(fields: dict[str, Any]) -> PrefillTimes:
-    seconds = tuple((name, tuple((int(tokens), each) for tokens, each in points.items())) for name, points in fields["seconds"].items())
-    return PrefillTimes(**(fields | {"sizes": LayerSizes(**fields["sizes"]), "seconds": seconds}))
+def _from_json(fields: object) -> PrefillTimes:
+    given = check_fields("a table of times", [field.name for field in dataclasses.fields(PrefillTimes)], fields)
+    if not isinstance(given["seconds"], dict):
+        raise ValueError(f"seconds must be an object with the times of each policy, got {shown(given['seconds'])}")
+    seconds = tuple((name, _points(name, points)) for name, points in given["seconds"].items())
+    sizes = LayerSizes(**check_fields("sizes", LayerSizes._fields, given["sizes"]))
+    return PrefillTimes(**(given | {"sizes": sizes, "seconds": seconds}))
+
+
+def _points(policy: str, points: object) -> tuple[tuple[int, float], ...]:
+    if not isinstance(points, dict) or not all(tokens.isdecimal() and len(tokens) < 20 for tokens in points):
+        raise ValueError(f"the seconds of {policy} must be an object with a time for each number of tokens, got {shown(points)}")
+    return tuple((int(tokens), each) for tokens, each in points.items())
 
 
 @functools.cache
 def known_prefill_times() -> tuple[PrefillTimes, ...]:
     """The times inside the package, made from committed measurements, which each `source` names."""
-    return read_prefill_times((importlib.resources.files(__package__) / "prefill_times.json").read_text(encoding="utf-8"))
+    return read_prefill_times(importlib.resources.files(__package__) / "prefill_times.json")

@@ -9,14 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.core.files import read_object
+
 AGAIN = "download the model again (`hf download OWNER/NAME --local-dir FOLDER` brings every file)"
 
 MAX_JSON_BYTES = 1 << 28
 """The largest JSON file that is read. The largest index and the largest tokenizer.json that we know have some 30 MB."""
-
-
-MAX_DEPTH = 50
-"""How deep lists and objects may lie inside one another: what reads them recurses."""
 
 
 def is_file(path: Path) -> bool:
@@ -55,31 +53,11 @@ def read_json(path: Path) -> dict[str, Any]:
             size = path.stat().st_size
             if size > MAX_JSON_BYTES:
                 raise ValueError(f"{path} has {size:,} bytes; at most {MAX_JSON_BYTES:,} are read; {AGAIN}")
-            text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not JSON ({error}); {AGAIN}") from error
-    try:
-        content = json.loads(text)
-    except RecursionError:
-        raise ValueError(f"{path} holds lists or objects more than {MAX_DEPTH} deep inside one another; {AGAIN}") from None
+            return read_object(path, AGAIN)
     except ValueError as error:
-        check_pointer(path)
-        raise ValueError(f"{path} is not JSON ({error}); {AGAIN}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    if _is_deep(content):
-        raise ValueError(f"{path} holds lists or objects more than {MAX_DEPTH} deep inside one another; {AGAIN}")
-    return content
-
-
-def _is_deep(content: Any) -> bool:
-    """Whether lists and objects lie more than `MAX_DEPTH` deep inside one another. It does not recurse."""
-    layer = [content]
-    for _ in range(MAX_DEPTH):
-        layer = [inner for each in layer for inner in (each.values() if isinstance(each, dict) else each) if isinstance(inner, dict | list)]
-        if not layer:
-            return False
-    return True
+        if isinstance(error.__cause__, json.JSONDecodeError):
+            check_pointer(path)
+        raise
 
 
 def first_line(error: BaseException) -> str:

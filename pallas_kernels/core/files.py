@@ -1,15 +1,21 @@
-"""Files that are written whole or not at all, and figures as JSON can hold them."""
+"""Files that are written whole or not at all, figures as JSON can hold them, and JSON files that may be damaged."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import math
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from pallas_kernels.core.messages import shown
+
+MAX_DEPTH = 50
+"""How deep lists and objects of a JSON file may lie inside one another: what reads them recurses."""
 
 
 def finite(figures: dict[str, Any]) -> dict[str, Any]:
@@ -31,6 +37,47 @@ def finite(figures: dict[str, Any]) -> dict[str, Any]:
         return figures
     named = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
     return cleaned | {"error": f"not finite, so written as null: {named}"}
+
+
+def read_object(file: Path, remedy: str) -> dict[str, Any]:
+    """The object in a JSON file. ValueError, with the file's name and the remedy, if it is damaged or holds anything else."""
+    deep = ValueError(f"{file} holds lists or objects more than {MAX_DEPTH} deep inside one another; {remedy}")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise deep from None
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}); {remedy}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a JSON object, not {type(content).__name__}; {remedy}")
+    if _is_deep(content):
+        raise deep
+    return content
+
+
+def read_list[T](file: Path, field: str, make: Callable[[Any], T], remedy: str) -> tuple[T, ...]:
+    """What `make` makes of each item of a list, which is a field of the object in a JSON file. ValueError as `read_object`, for another
+    field, and for an item of which `make` raises it."""
+    items, made = read_object(file, remedy).get(field), []
+    if not isinstance(items, list):
+        raise ValueError(f"{file} must hold a list {field!r}, got {shown(items)}; {remedy}")
+    for number, item in enumerate(items):
+        try:
+            made.append(make(item))
+        except ValueError as error:
+            said = str(error).encode(errors="backslashreplace").decode()  # what was read may hold half of a surrogate pair
+            raise ValueError(f"{file}: {field}[{number}]: {said}; {remedy}") from None
+    return tuple(made)
+
+
+def _is_deep(content: Any) -> bool:
+    """Whether lists and objects lie more than `MAX_DEPTH` deep inside one another. It does not recurse."""
+    layer = [content]
+    for _ in range(MAX_DEPTH):
+        layer = [inner for each in layer for inner in (each.values() if isinstance(each, dict) else each) if isinstance(inner, dict | list)]
+        if not layer:
+            return False
+    return True
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.serving.cli.options import DtypeOption, JsonOption, MaxPositionsOption, load_model, number, read_json, read_text, whole
+from kvjax.serving.cli.options import DtypeOption, JsonOption, MaxPositionsOption, load_model, number, read_json, whole
 
 if TYPE_CHECKING:
     from kvjax.cost_model.fitting import Cell, Key
@@ -211,7 +211,7 @@ def evidence_command(
     panels = ["forced" in run or "retrieval" in run for _, run in opened]
     if any(panels) and not all(panels):
         raise typer.BadParameter("are of decoding and of prefill: record them in two tables", param_hint="RESULT.json...")
-    rows = read_evidence(read_text(into, "--into"), Evidence if all(panels) else PrefillEvidence) if into.is_file() else ()
+    rows = read_evidence(into, Evidence if all(panels) else PrefillEvidence) if into.is_file() else ()
     if all(panels):
         for source, panel in opened:
             rows = with_panel(rows, panel, source, None if ran is None else ran[0])

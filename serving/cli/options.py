@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ import typer
 
 from kvjax.registry import DECODE_FORMS as POLICIES
 from kvjax.registry import PREFILL_FORMS as PREFILLS
+from pallas_kernels.core.files import read_object
 from pallas_kernels.core.options import JsonOption as JsonOption
 
 if TYPE_CHECKING:
@@ -495,10 +495,9 @@ def read_texts(paths: Sequence[Path] | None) -> tuple[str, list[str]]:
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
     """The JSON object of a file. what: for the message, what the file should be."""
+    if not path.is_file():
+        raise typer.BadParameter(f"there is no file {path}", param_hint=what)
     try:
-        found = json.loads(read_text(path, what))
+        return read_object(path, f"give {what}")
     except ValueError as error:
-        raise typer.BadParameter(f"{path} is not JSON ({error}); give {what}") from None
-    if not isinstance(found, dict):
-        raise typer.BadParameter(f"{path} does not hold a JSON object; give {what}")
-    return found
+        raise typer.BadParameter(str(error)) from None

@@ -107,7 +107,7 @@ def run(*rows, date="2026-01-01", device="chip"):
     return {"bench": "prefill-ops", "provenance": {"date": date, "device": device}, "rows": timed}
 
 
-def test_times_are_made_of_what_the_engine_would_run():
+def test_times_are_made_of_what_the_engine_would_run(tmp_path):
     steps = ("baseline", "cudnn", 4096, 0.1), ("dense", "contiguous", 4096, 0.1), ("select", "bounds:32", 4096, 0.1)
     whole = ("dense", "paged", 4096, 1.0), ("sparse", "bounds:32", 8192, 3.0), ("sparse", "my.py:Mine", 8192, 3.0)
     later = run(("sparse", "bounds:32", 8192, 2.0), ("sparse", "bounds:32", 4096, 1.0), date="2026-02-01")
@@ -116,7 +116,8 @@ def test_times_are_made_of_what_the_engine_would_run():
     assert made.seconds == (("dense", ((4096, 1.0),)), ("bounds:32+sparse", ((4096, 1.0), (8192, 2.0))))
     assert (made.device, made.sizes, made.error) == ("chip", SIZES, pytest.approx(0.03))
     assert made.source == "first.json later.json"
-    assert read_prefill_times(json.dumps({"prefill_times": [to_json(made)]})) == (made,)
+    (tmp_path / "times.json").write_text(json.dumps({"prefill_times": [to_json(made)]}))
+    assert read_prefill_times(tmp_path / "times.json") == (made,)
 
 
 def test_layers_timed_together_are_priced_one_by_one():
@@ -136,15 +137,16 @@ def test_policies_with_the_same_lists_share_their_times():
     assert auto([row("bounds:32", 8192)], tables=[made]).candidates == ("bounds:32",)
 
 
-def test_results_and_tables_that_are_none():
+def test_results_and_tables_that_are_none(tmp_path):
     for wrong in (run() | {"bench": "decode"}, {"provenance": {"date": "2026"}}, {}):
         with pytest.raises(ValueError, match=r"no result of benchmarks.prefill_ops"):
             fit_prefill([("x.json", wrong)])
     with pytest.raises(ValueError, match="no row has a time"):
         fit_prefill([("x.json", run())])
     for text in ("[]", "{}", '{"prefill_times": [{"device": "chip"}]}', "?"):
-        with pytest.raises(ValueError, match="not a file of prefill times"):
-            read_prefill_times(text)
+        (tmp_path / "times.json").write_text(text)
+        with pytest.raises(ValueError, match=r"times\.json.*; give a file that kvjax cost fit --json wrote"):
+            read_prefill_times(tmp_path / "times.json")
 
 
 # Evidence
@@ -188,7 +190,7 @@ def test_a_table_is_filled_from_echo_and_needles(tmp_path):
         row("bounds:32", model="needle", haystack="a.txt", task="needle", kl=None, valid=399, lost=2, source="n.json"),
     }, "the invalid cell, auto and the noise floor say nothing"
     write_evidence(rows, tmp_path / "evidence.json")
-    assert read_evidence((tmp_path / "evidence.json").read_text(), PrefillEvidence) == rows
+    assert read_evidence(tmp_path / "evidence.json", PrefillEvidence) == rows
 
 
 def test_a_policy_that_loses_every_fact_is_on_record():
@@ -493,9 +495,10 @@ def test_an_engine_binds_it(small, prompt):
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "{}", '{"rows": 3}', '{"rows": [1]}', "{"])
-def test_what_is_no_table_of_evidence_is_refused_in_a_sentence(text):
-    with pytest.raises(ValueError, match="not a table of evidence"):
-        read_evidence(text, PrefillEvidence)
+def test_what_is_no_table_of_evidence_is_refused_in_a_sentence(text, tmp_path):
+    (tmp_path / "table.json").write_text(text)
+    with pytest.raises(ValueError, match=r"table\.json.*; give a table that kvjax cost evidence wrote"):
+        read_evidence(tmp_path / "table.json", PrefillEvidence)
 
 
 def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):

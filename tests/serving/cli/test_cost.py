@@ -88,12 +88,29 @@ def test_results_and_files_with_wrong_fields_are_refused_by_name(kvjax, planted_
     assert kvjax("cost", "fit", *planted_results, "--json", "cost.json")[0] == 0
     (fitted,) = json.loads(Path("cost.json").read_text())["cost_models"]
     for field, said in (
-        ({"c1": []}, "holds no cost models"),
+        ({"c1": []}, "wrong.json: cost_models[0]: c1 must be an object, got []"),
         ({"measured": []}, "without measured steps"),
-        ({"c0": -1.0}, "a cost model needs finite"),
-        ({"steps_per_launch": 8.5}, "got steps_per_launch 8.5"),
+        ({"c0": -1.0}, "wrong.json: cost_models[0]: c0 of a cost model must be a finite number, 0 or more, got -1.0"),
+        ({"steps_per_launch": 8.5}, "steps_per_launch of a cost model must be a whole number, got 8.5"),
     ):
         refused(kvjax, ("cost", "predict", "--fit", write("wrong.json", {"cost_models": [fitted | field]})), said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("predict --fit deep.json", "deep.json holds lists or objects more than 50 deep"),
+        ("evidence deep.json --into table.json", "deep.json holds lists or objects more than 50 deep"),
+        ("evidence panel.json --into deep.json", "deep.json holds lists or objects more than 50 deep"),
+        ("fit deep.json", "deep.json holds lists or objects more than 50 deep"),
+        ("evidence panel.json --into five.json", "five.json must hold a list 'rows', got 5"),
+    ],
+)
+def test_files_nested_too_deep_and_tables_that_are_none_are_named(kvjax, arguments, said):
+    Path("deep.json").write_text("[" * 200_000)
+    write("five.json", {"rows": 5})
+    write("panel.json", {"forced": []})
+    refused(kvjax, ("cost", *arguments.split()), said)
 
 
 def test_launches_are_kept_apart(kvjax, planted_results):
@@ -292,7 +309,7 @@ def test_evidence_is_recorded_and_the_choice_explained(kvjax, model, model_folde
     assert (status, "name the model (--model)" in err) == (2, True)
     status, out, _ = kvjax("cost", "evidence", "panel.json", "--into", "evidence.json", "--model", model_folder)
     assert (status, out) == (0, "evidence.json: 1 rows of 1 models\n")
-    rows = read_evidence(Path("evidence.json").read_text())
+    rows = read_evidence(Path("evidence.json"))
     assert (rows[0].fingerprint, rows[0].source) == (fingerprint(load(model_folder)), "panel.json")
 
     status, out, _ = kvjax("cost", "choose", "--model", model_folder, "--lengths", "512", "--batches", "1")
@@ -346,8 +363,8 @@ def test_prefill_is_timed_recorded_and_explained(kvjax, model_folder, monkeypatc
     status, out, _ = kvjax(*recorded, "--model", model_folder)
     assert (status, out) == (0, "evidence.json: 1 rows of 1 models\n")
 
-    found = read_evidence(Path("evidence.json").read_text(), PrefillEvidence)
-    tables = prefill_times.read_prefill_times(Path("times.json").read_text())
+    found = read_evidence(Path("evidence.json"), PrefillEvidence)
+    tables = prefill_times.read_prefill_times(Path("times.json"))
     monkeypatch.setattr(auto, "recorded_prefill_evidence", lambda: found)
     monkeypatch.setattr(auto, "known_prefill_times", lambda: tables)
     chosen = ("cost", "choose", "--prefill", "--model", model_folder, "--lengths", "500,4k", "--prefill-chunk", "512")

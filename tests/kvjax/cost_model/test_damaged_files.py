@@ -1,0 +1,228 @@
+"""Files of cost models, prefill times and evidence that are damaged or edited by hand: a sentence names the file, or they load."""
+
+import copy
+import dataclasses
+import json
+import random
+
+import pytest
+from tiny_models import QWEN_7B
+
+from kvjax.cost_model import Evidence, Price, known_cost_models, known_prefill_times, load_cost_models, recorded_evidence
+from kvjax.cost_model.evidence import LEVELS, read_evidence, with_panel
+from kvjax.cost_model.predict import closest, to_json
+from kvjax.cost_model.prefill_times import read_prefill_times
+from kvjax.cost_model.prefill_times import to_json as times_to_json
+
+COST = to_json(next(cost for cost in known_cost_models() if cost.bus is not None and cost.exchanges is not None))
+ROW = dataclasses.asdict(recorded_evidence()[0])
+TIMES = times_to_json(known_prefill_times()[0])
+KINDS = {
+    "cost_models": (load_cost_models, COST),
+    "rows": (read_evidence, ROW),
+    "prefill_times": (read_prefill_times, TIMES),
+}
+INF = float("inf")
+
+
+def places(value, place=()):
+    """The places of all values inside another one."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield (*place, key)
+        yield from places(each, (*place, key))
+
+
+def put(value, place, new):
+    """A copy with another value at a place; new: `KeyError` to leave it out."""
+    value = copy.deepcopy(value)
+    held = value
+    for key in place[:-1]:
+        held = held[key]
+    if new is KeyError:
+        del held[place[-1]]
+    else:
+        held[place[-1]] = new
+    return value
+
+
+WRONG_COSTS = [
+    (("sizes", "num_layers"), 0, "num_layers of sizes must be at least 1, got 0"),
+    (("sizes", "num_kv_heads"), {}, "num_kv_heads of sizes must be a whole number, got {}"),
+    (("sizes", "num_kv_heads"), KeyError, "sizes has the fields .*; different here: num_kv_heads"),
+    (("sizes",), [], "the number of layers in sizes of a cost model must be a whole number"),
+    (("sizes",), 5, "sizes must be a list, got 5"),
+    (("measured", 0), [1, 2], r"each row of measured of a cost model must be 3 whole numbers, got \(1, 2\)"),
+    (("measured", 0), [1, "2", 3], "each number in measured of a cost model must be a whole number, got '2'"),
+    (("measured", 0, 0), [1], "each number in measured of a cost model must be a whole number"),
+    (("measured", 0, 0), 0, "each number in measured of a cost model must be at least 1, got 0"),
+    (("measured",), [], "measured is empty, so it is without measured steps"),
+    (("bytes_per_s",), 0, "bytes_per_s of a cost model must be a finite number above 0, got 0"),
+    (("bytes_per_s",), 10**400, "bytes_per_s of a cost model must be a finite number above 0"),
+    (("c0",), True, "c0 of a cost model must be a finite number, 0 or more, got True"),
+    (("c1", "top:8", "per_byte"), INF, "per_byte of top:8 in c1 must be a finite number, 0 or more, got inf"),
+    (("c1", "top:8", "fixed"), "1", "fixed of top:8 in c1 must be a finite number, 0 or more, got '1'"),
+    (("c1", "top:8", "fixed"), KeyError, "the price of top:8 in c1 has the fields fixed, per_byte; different here: fixed"),
+    (("c1",), [], "c1 must be an object, got"),
+    (("error",), KeyError, "a cost model has the fields .*; different here: error"),
+    (("more",), 1, "a cost model has the fields .*; different here: more"),
+    (("\ud800",), 1, r"different here: \\ud800"),
+    (("model",), [], "model of a cost model must be text, got"),
+    (("model",), "\ud800", "model of a cost model must be text, got"),
+    (("dtype",), "int8", "dtype of a cost model must be one of float32, bfloat16, float16, got 'int8'"),
+    (("weights",), 8, "weights of a cost model must be text, got 8"),
+    (("cache_format",), "int9", "cache format 'int9' cannot be read"),
+    (("steps_per_launch",), 1.5, "steps_per_launch of a cost model must be a whole number, got 1.5"),
+    (("links",), {"host": 0}, "links of a cost model, host, must be a finite number above 0, got 0"),
+    (("assumed",), [1], "each of assumed of a cost model must be text, got 1"),
+    (("bus",), 5, "bus has the fields .*; got 5"),
+    (("bus", "per_s"), INF, "per_s of the bus must be a finite number above 0, got inf"),
+    (("bus", "hits"), "all", "hits of the bus must be a finite number"),
+    (("bus", "hits"), 1.5, "hits is the share"),
+    (("bus", "measured"), [], "measured of bus is empty"),
+    (("exchanges", "latency_s"), None, "latency_s of the exchanges must be a finite number"),
+    (("exchanges", "policies"), [None], "each of model, policies and assumed of the exchanges must be text"),
+    (("exchanges", "measured"), [[1, 2, 3]], "each row of measured of the exchanges must be 5 whole numbers"),
+]
+WRONG_ROWS = [
+    (("model",), 5, "model of evidence must be text, got 5"),
+    (("policy",), [], "policy of evidence must be text"),
+    (("length",), 8192.0, "length of the evidence for mean:16 from .* must be a whole number"),
+    (("kl",), "0", "kl of the evidence .* must be a finite number"),
+    (("valid",), 1.5, "valid of the evidence .* must be a whole number, got 1.5"),
+    (("valid",), INF, "valid of the evidence .* must be a whole number, got inf"),
+    (("lost",), True, "lost of the evidence .* must be a whole number, got True"),
+    (("lost",), None, "must both be whole numbers, or both null"),
+    (("task",), KeyError, "a row of evidence has the fields .*; different here: task"),
+]
+WRONG_TIMES = [
+    (("seconds",), [], "seconds must be an object"),
+    (("seconds", "dense"), [], "the seconds of dense must be an object with a time for each number of tokens"),
+    (("seconds", "dense"), {"many": 1.0}, "the seconds of dense must be an object with a time for each number of tokens"),
+    (("seconds", "dense"), {"8": INF}, "seconds of dense in prefill times must be a finite number"),
+    (("sizes", "heads"), 1.5, "heads of prefill times must be a whole number"),
+    (("error",), None, "error of prefill times must be a finite number"),
+    (("device",), {}, "device of prefill times must be text"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "new", "said"),
+    [
+        (kind, *case)
+        for kind, cases in (("cost_models", WRONG_COSTS), ("rows", WRONG_ROWS), ("prefill_times", WRONG_TIMES))
+        for case in cases
+    ],
+)
+def test_a_wrong_field_is_named_with_its_file(tmp_path, kind, place, new, said):
+    read, whole = KINDS[kind]
+    file = tmp_path / "edited.json"
+    file.write_text(json.dumps({kind: [whole, put(json.loads(json.dumps(whole)), place, new)]}))
+    with pytest.raises(ValueError, match=rf"edited\.json: {kind}\[1\]: .*{said}") as caught:
+        read(file)
+    assert str(caught.value).encode()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[" * 200_000, "more than 50 deep"),
+        ('{"a": ' + "[" * 60 + "]" * 60 + "}", "more than 50 deep"),
+        ('{"rows": 5, "cost_models": 5, "prefill_times": 5}', "must hold a list"),
+        ("{}", "must hold a list"),
+        ("5", "must hold a JSON object, not int"),
+        ("{", "is not JSON"),
+        ("9" * 5000, "is not JSON"),
+        (b"\xff", "is not JSON"),
+    ],
+    ids=["nested", "deep", "no list", "empty", "number", "cut", "digits", "bytes"],
+)
+def test_what_is_no_such_file_is_named(tmp_path, kind, text, said):
+    file = tmp_path / "edited.json"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=rf"edited\.json .*{said}.*; give "):
+        KINDS[kind][0](file)
+
+
+@pytest.mark.parametrize("panel", [{"settings": 5}, {"settings": {"fingerprint": "f", "windows": "5", "steps": 256}}])
+def test_a_panel_of_other_kinds_is_named(panel):
+    with pytest.raises(ValueError, match=r"panel\.json is no panel\.json of kvjax fidelity"):
+        with_panel((), panel, "panel.json")
+
+
+def use(kind, made):
+    """Do with what was loaded what commands do with it."""
+    if kind == "cost_models":
+        found = closest(made, QWEN_7B, "bfloat16")
+        known = [name for name, _ in found.c1 if name.startswith("top:")]
+        assert all(found.predict(QWEN_7B, policy, 8192, 2).seconds >= 0 for policy in ("dense", *known))
+        assert str(found)
+        hash(found)
+    elif kind == "rows":
+        assert all(row.meets(LEVELS["fast"]) in (True, False) for row in made)
+    else:
+        assert all(times.quote("dense", 512, 1024).seconds is not None for times in made)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_changes_are_refused_with_the_files_name_or_load(tmp_path, kind):
+    draw, file, counts = random.Random(kind), tmp_path / "edited.json", {True: 0, False: 0}
+    read, whole = KINDS[kind]
+    good = json.loads(json.dumps({kind: [whole, whole]}))
+    deep = [[]]
+    for _ in range(40):
+        deep = [deep]
+    others = (
+        None,
+        True,
+        0,
+        1,
+        -1,
+        1.5,
+        10**30,
+        10**400,
+        float("nan"),
+        INF,
+        -INF,
+        "",
+        "x",
+        "\ud800",
+        "8",
+        [],
+        [1],
+        [[1, 2]],
+        {},
+        {"x": 1},
+        deep,
+    )
+    for _ in range(300):
+        changed = good
+        for _ in range(draw.choice((1, 1, 2))):
+            place = draw.choice(list(places(changed)))
+            changed = put(changed, place, draw.choice((KeyError, *others)))
+            if draw.random() < 0.1 and isinstance(changed.get(kind), list) and changed[kind] and isinstance(changed[kind][0], dict):
+                changed[kind][0][draw.choice(("x", "\ud800"))] = draw.choice(others)
+        text = json.dumps(changed)
+        if draw.random() < 0.1:
+            text = draw.choice((text[: draw.randrange(len(text))], text.replace("1", "[" * 10**5, 1), text.replace('"', "", 1)))
+        file.write_text(text)
+        made, said = (), ""
+        try:
+            made = read(file)
+        except ValueError as error:
+            said = f"{type(error).__name__}: {error}"
+        counts[not said] += 1
+        assert not said or (said.startswith(f"ValueError: {file}") and said.encode()), text
+        if made:
+            use(kind, made)
+    assert min(counts.values()) >= 5, counts
+
+
+def test_values_in_python_are_checked_too():
+    cost = known_cost_models()[0]
+    for changed in ({"c1": (("top:8", Price(INF)),)}, {"sizes": (0,)}, {"measured": ((1, 2),)}, {"measured": ([1, 2, 3],)}):
+        with pytest.raises(ValueError, match="must be"):
+            dataclasses.replace(cost, **changed)
+    with pytest.raises(ValueError, match="must be a whole number"):
+        Evidence(**(ROW | {"valid": INF}))
