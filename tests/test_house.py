@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import gc
 import importlib
 import importlib.metadata
 import os
@@ -31,6 +32,16 @@ CLIENTS = ROOT / "serving" / "clients"  # clients in other languages, and README
 SOURCES = [path for path in files().values() if path.parts[0] in LAYERS]
 SCRIPTS = [path for path in files().values() if path.parts[0] == "benchmarks"]
 MODULES = {module_of(path) for path in SOURCES + SCRIPTS}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees_that_stay():
+    """More than a million nodes are kept for all rules, none in a circle. The collector would look at them again and again."""
+    gc.disable()
+    yield
+    parsed.cache_clear()
+    nodes_of.cache_clear()
+    gc.enable()
 
 
 def check_each(paths: list[Path], faults_of: Callable[[Path], Iterable]) -> None:
