@@ -211,18 +211,6 @@ def test_who_leaves_a_stream_leaves_no_traceback(server, monkeypatch, caplog):
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
-def test_a_body_that_does_not_come_is_the_clients_fault(engine):
-    with (
-        serving(engine, http_port=0, model_name="tiny", stall_s=0.2) as server,
-        socket.create_connection(("127.0.0.1", server.http_port), timeout=WAIT) as sent,
-    ):
-        sent.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
-        answer = http.client.HTTPResponse(sent)
-        answer.begin()
-        assert answer.status == 408
-        assert json.loads(answer.read())["error"]["message"] == "the body did not come within 0.2 s"
-
-
 @pytest.mark.parametrize("chat", [False, True])
 def test_an_error_before_the_first_token_of_a_stream_is_an_event(server, engine, monkeypatch, chat):
     def broken(run, slices=None):
