@@ -69,7 +69,7 @@ class PolicyTable:
         one policy more than `most`."""
         if not isinstance(name, str):
             raise InvalidArgument(f"a policy's name is text, got {type(name).__name__}", field="policy")
-        text = name[: MAX_NAME + 1].strip(" ")
+        text = name.strip(" ") if len(name) <= MAX_NAME else name[: MAX_NAME + 1]
         if (policy := self._by_name.get(text)) is not None:
             return policy
         plain = text.isascii() and text.isprintable() and len(text) <= MAX_NAME

@@ -153,6 +153,7 @@ class Server:
             answer = behaviour(_parsed(method, self._first(content, call, context), call), context)
             call.session = call.session or getattr(answer, "session_id", "")  # a new session's
             return answer
+        return method.response()  # nobody gets it: the client has gone, and gRPC would log that None is no message
 
     def _streaming(self, method: Method, behaviour: Any, content: Iterator[bytes], context: Any) -> Iterator[Any]:
         with self._watched(method.name, context) as call, self._desk.place():
@@ -166,9 +167,14 @@ class Server:
                         yield response
 
     def _first(self, content: Iterator[bytes], call: Call, context: Any) -> bytes:
-        """The message of a call. InvalidArgument if it ends without one; a client that sends nothing is cut off."""
-        with self._desk.coming(call, context.cancel):
-            found = next(content, None)
+        """The message of a call. InvalidArgument if it ends without one, Cancelled if the client goes; a silent one is cut off."""
+        from grpc import RpcError
+
+        try:
+            with self._desk.coming(call, context.cancel):
+                found = next(content, None)
+        except RpcError:
+            raise Cancelled("the client has gone") from None
         if found is None:
             raise InvalidArgument("the call has no message: send one")
         return found

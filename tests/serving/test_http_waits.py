@@ -190,6 +190,23 @@ def test_a_stream_says_something_before_its_first_token(server, held, monkeypatc
     until(lambda: nothing_runs(server))
 
 
+@pytest.mark.parametrize("name", ["CreateSession", "Generate"])
+def test_who_leaves_over_grpc_before_its_message_leaves_no_traceback(server, caplog, name):
+    left = threading.Event()
+
+    def nothing():
+        left.wait(WAIT)
+        yield from ()
+
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel, caplog.at_level(logging.INFO):
+        call = channel.stream_stream(protocol().methods[name].path, request_serializer=bytes, response_deserializer=bytes)(nothing())
+        time.sleep(0.2)
+        call.cancel()
+        until(lambda: any(f'"call": "{name}"' in record.getMessage() for record in caplog.records))
+        left.set()
+    assert all(record.levelno < logging.ERROR and "INTERNAL" not in record.getMessage() for record in caplog.records)
+
+
 def test_who_leaves_a_stream_leaves_no_traceback(server, monkeypatch, caplog):
     """The text that it waited for ends with an error when it has gone, and nobody is there to hear it."""
     left, heard = threading.Event(), threading.Event()
