@@ -173,11 +173,11 @@ def mapped(stored: Stored) -> np.ndarray:
     dtype = _ANY_DTYPES.get(stored.dtype)
     if dtype is None:
         raise ValueError(f"{stored.name} is stored in {stored.dtype}; {', '.join(_ANY_DTYPES)} can be read")
-    size, header = header_of(stored.file)
-    begin, end = header[stored.name]["data_offsets"]
-    if begin == end:
-        return np.zeros(stored.shape, dtype)
     with named(stored.file):
+        size, header = header_of(stored.file)
+        begin, end = header[stored.name]["data_offsets"]
+        if begin == end:
+            return np.zeros(stored.shape, dtype)
         found = np.memmap(stored.file, np.uint8, "r", 8 + size + begin, (end - begin,))
     return np.asarray(found).view(dtype).reshape(stored.shape)
 

@@ -103,6 +103,12 @@ def test_names_of_clients_are_not_kept(engine):
     assert sum(len(each) for each in kept) - sum(before) <= 2  # the one window
 
 
+def test_a_long_name_is_not_cut_before_it_is_looked_up(engine):
+    table = PolicyTable(engine, ["window:*"], 2)
+    assert table.find("  dense ") == table.find("dense")
+    refused(lambda: table.find("dense" + " " * 5000 + "../x.py:C"))
+
+
 EVENTS = {"open", "import", "exec", "compile", "os.listdir", "os.scandir", "subprocess.Popen", "os.system", "socket.connect"}
 heard: list[tuple[str, str]] = []
 listening = threading.local()
