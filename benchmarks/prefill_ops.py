@@ -37,17 +37,17 @@ from kvjax.policies.prefill import BoundsBlocks, MeasureOnceMaskOnce, PrefillCon
 from kvjax.policies.prefill.lists import TileLists
 from kvjax.serving.cli.bench import BenchDtypeOption, check_dtype, exit_unless_timed
 from kvjax.serving.cli.options import ImplementationOption, JsonOption, forced_to, parse_lengths
-from pallas_kernels import dispatch
+from pallas_kernels.attention.flash_attention import flash_attention
+from pallas_kernels.attention.query_sparse_attention import query_sparse_attention
 from pallas_kernels.bench import torch_sdpa
 from pallas_kernels.bench.cases import PAGE_SIZE, SHAPES, Shape
 from pallas_kernels.bench.checks import row_error
 from pallas_kernels.bench.inputs import QUERY_SCALE, pool_pages, random_pages
 from pallas_kernels.bench.timing import Kernel, Timing, device_time, kernel_timing, record
+from pallas_kernels.core import dispatch
+from pallas_kernels.core.pages import Pages
 from pallas_kernels.core.tables import stages
-from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.page_index import page_index
-from pallas_kernels.pages import Pages
-from pallas_kernels.query_sparse_attention import query_sparse_attention
+from pallas_kernels.selection.page_index import page_index
 
 SAMPLES = 8
 """Number of queries whose attention is computed in float32."""

@@ -155,7 +155,7 @@ def emulated_kernels():
 @pytest.fixture(scope="session")
 def hopper() -> None:
     """For tests marked `gpu` that run the Mosaic GPU kernels: skips where there is no GPU that can run all of them, in all forms."""
-    from pallas_kernels import dispatch
+    from pallas_kernels.core import dispatch
 
     if "mosaic_gpu" not in dispatch.available("flash_attention"):
         pytest.skip("needs an NVIDIA GPU of compute capability 9.0")

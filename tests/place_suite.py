@@ -9,8 +9,8 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.place_tiles import WAYS, mosaic_gpu, place_tiles
-from pallas_kernels.place_tiles.api import Placed
+from pallas_kernels.cache.place_tiles import WAYS, mosaic_gpu, place_tiles
+from pallas_kernels.cache.place_tiles.api import Placed
 
 NAMES = ("blocks", "page_table", "frames", "lengths", "tags", "ages", "now")
 FIRST, GAP = 5, 2

@@ -29,8 +29,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.hopper import clusters, lanes
-from pallas_kernels.select_blocks import choose
+from pallas_kernels.hopper.decode import clusters
+from pallas_kernels.hopper.threads import lanes
+from pallas_kernels.selection.select_blocks import choose
 
 DIGITS = (11, 11, 10)
 """Bits of each digit, the highest first."""

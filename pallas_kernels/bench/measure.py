@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import dispatch
 from pallas_kernels.bench import checks, inputs, projections, torch_sdpa
 from pallas_kernels.bench.cases import ATTENDING, CHUNK_WINDOW, PAGE_SIZE, Case
 from pallas_kernels.bench.inputs import Pool
 from pallas_kernels.bench.ops import chained, contiguous_attention, in_place, op_of, poison
 from pallas_kernels.bench.timing import Kernel, Timing, device_time, kernel_timing
-from pallas_kernels.page_index import INDEX_ROWS
-from pallas_kernels.select_blocks import select_blocks
+from pallas_kernels.core import dispatch
+from pallas_kernels.selection.page_index import INDEX_ROWS
+from pallas_kernels.selection.select_blocks import select_blocks
 
 MEMORY_SHARE = 0.8
 """Share of the memory that the arrays of a case may use."""

@@ -354,7 +354,7 @@ ImplementationOption = Annotated[
 
 def forced_to(implementation: str | None) -> AbstractContextManager[None]:
     """The path of `--implementation`, for as long as the block runs; None: the usual one."""
-    from pallas_kernels.dispatch import forced
+    from pallas_kernels.core.dispatch import forced
 
     try:
         return nullcontext() if implementation is None else forced(implementation)

@@ -1,4 +1,5 @@
-"""GPU threads emulated by numpy: stage functions of `pallas_kernels.hopper.lanes` run unchanged, all threads of a cluster in lockstep.
+"""GPU threads emulated by numpy: stage functions of `pallas_kernels.hopper.threads.lanes` run unchanged, all threads of a cluster in
+lockstep.
 
 `run_cluster` puts stand-ins for the MLIR bindings into `lanes` while it runs: a value is an array with a number per thread, and inline PTX
 is looked up in `emulated_ptx.CODES`. So the functions of `lanes` itself are under test. What a GPU would leave undefined is a `Fault`
@@ -48,7 +49,7 @@ from emulator.values import (
     select,
     spread,
 )
-from pallas_kernels.hopper import lanes
+from pallas_kernels.hopper.threads import lanes
 
 FAULTS = (Divergence, Misaligned, NotArrived, OutOfBounds, Race, Undefined, UnknownCode, Unwritten)
 """What an emulated program can be told."""

@@ -25,7 +25,7 @@ from kvjax.serving.cli import app as cli
 from kvjax.serving.cli import bench as bench_cli
 from kvjax.serving.cli.options import parse_lengths
 from pallas_kernels.bench import measure
-from pallas_kernels.page_format import unpack
+from pallas_kernels.core.page_format import unpack
 
 
 def plan(**changed):

@@ -7,17 +7,17 @@ import jax
 import pytest
 import typer
 
-from kvjax.serving.cli import doctor
-from pallas_kernels import dispatch, selftest
+from kvjax.serving.cli import doctor, ops_selftest
+from kvjax.serving.cli.ops_selftest import Check
 from pallas_kernels.bench import measure
-from pallas_kernels.selftest import Check
+from pallas_kernels.core import dispatch
 
 
 @pytest.fixture
 def found(monkeypatch):
     """What the self-test finds; the copy bandwidth is 100 GB/s."""
     checks = [Check("top_k", "xla", True, error=1e-7), Check("select_blocks", "composed", False, refused="top_k has no kernel here")]
-    monkeypatch.setattr(selftest, "check_ops", lambda: iter(checks))
+    monkeypatch.setattr(ops_selftest, "check_ops", lambda: iter(checks))
     monkeypatch.setattr(measure, "copy_rate", lambda: {"bytes_per_s": 1e11})
     return checks
 

@@ -16,9 +16,9 @@ from kvjax.cache.index_spec import IndexSpec
 from kvjax.cache.page_manager import Reach
 from kvjax.model.layers import Rope
 from kvjax.model.rope import turned
-from pallas_kernels.gather_attention import gather_attention
-from pallas_kernels.merge import merge_attention
-from pallas_kernels.soft_cap import Scale
+from pallas_kernels.attention.gather_attention import gather_attention
+from pallas_kernels.core.merge import merge_attention
+from pallas_kernels.core.soft_cap import Scale
 
 State = Any
 """Per-layer state of a policy: a pytree whose leaves have the batch as first axis; `()` for policies without state."""
