@@ -267,10 +267,10 @@ def _engine_round(plan: Tokens, engine: Any, number: int, heard: Compiled) -> di
 
 def _serve(pipe: Any, engine: Any, slots: int, words: dict[str, Callable[[Any], Any]], idle: int = 0) -> None:
     """Serve sessions until "end". words: what is answered to others; the functions take the runtime. idle: sessions beside."""
-    from kvjax.serving.session.desk import ServerOptions
-    from kvjax.serving.session.metrics import Metrics
-    from kvjax.serving.session.runtime import SessionRuntime
-    from kvjax.serving.session.server import Server, freeze_live_objects
+    from kvjax.serving.server.grpc_server import Server, freeze_live_objects
+    from kvjax.serving.server.metrics import Metrics
+    from kvjax.serving.server.options import ServerOptions
+    from kvjax.serving.sessions.runtime import SessionRuntime
 
     metrics = Metrics()
     runtime = SessionRuntime(engine, slots=slots, capacity=slots + idle + 8, observe=metrics.observe)

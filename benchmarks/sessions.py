@@ -203,10 +203,10 @@ def serve(pipe: Any, load: Load, agents: int) -> None:
     from kvjax.engine.engine import Engine
     from kvjax.models.loading import load as load_model
     from kvjax.serving.bench.decode import config_of
-    from kvjax.serving.session.desk import ServerOptions
-    from kvjax.serving.session.metrics import Metrics
-    from kvjax.serving.session.runtime import SessionRuntime
-    from kvjax.serving.session.server import Server
+    from kvjax.serving.server.grpc_server import Server
+    from kvjax.serving.server.metrics import Metrics
+    from kvjax.serving.server.options import ServerOptions
+    from kvjax.serving.sessions.runtime import SessionRuntime
     from pallas_kernels.bench.cases import SHAPES
 
     made = (
@@ -350,7 +350,7 @@ def _drifts(peaks: dict[str, list[float]]) -> dict[str, list[float]]:
 def _checks(server: Watched) -> dict[str, Any]:
     """G3 and G6, after the run: equal tokens however a history came in, for three of them, and from the shim.
 
-    G6 is one answer here. tests/serving/test_http.py is its whole evidence.
+    G6 is one answer here. tests/serving/server/test_http.py is its whole evidence.
     """
     random, equal = np.random.default_rng(3), []
     with Client(server.address) as client:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax.scheduler.scheduler import Scheduler
     from kvjax.scheduler.scoring import Score, score
     from kvjax.serving import run_batch
-    from kvjax.serving.session.runtime import Session, SessionRuntime
+    from kvjax.serving.sessions.runtime import Session, SessionRuntime
     from pallas_kernels.core.dispatch import forced as dispatch
 
 __version__ = "0.2.0"
@@ -106,8 +106,8 @@ _HOMES = {
     "Sampling": "kvjax.engine.sampling",
     "Scheduler": "kvjax.scheduler.scheduler",
     "Score": "kvjax.scheduler.scoring",
-    "Session": "kvjax.serving.session.runtime",
-    "SessionRuntime": "kvjax.serving.session.runtime",
+    "Session": "kvjax.serving.sessions.runtime",
+    "SessionRuntime": "kvjax.serving.sessions.runtime",
     "SinkWindow": "kvjax.policies.prefill",
     "TopBlocks": "kvjax.policies.decode",
     "Window": "kvjax.policies.decode",

@@ -156,9 +156,9 @@ def batch_command(
     """
     from rich.console import Console
 
-    from kvjax.serving.batch.continuing import WITH_DEFAULT
-    from kvjax.serving.batch.paths import check_paths, partial_path
+    from kvjax.serving.batch.file_jobs import check_paths, partial_path
     from kvjax.serving.batch.records import Defaults
+    from kvjax.serving.batch.resume import WITH_DEFAULT
     from kvjax.serving.batch.setup import Setup
 
     if ray:

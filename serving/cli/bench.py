@@ -9,8 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.serving.cli.help_pages import WholeSentences
-from kvjax.serving.cli.options import LARGEST_BATCH, ImplementationOption, JsonOption, forced_to, named_run, parse_lengths, whole
+from kvjax.serving.cli.options import (
+    LARGEST_BATCH,
+    ImplementationOption,
+    JsonOption,
+    WholeSentences,
+    forced_to,
+    named_run,
+    parse_lengths,
+    whole,
+)
 
 PackedWeightsOption = Annotated[
     str,
