@@ -20,7 +20,7 @@ from pallas_kernels.core import dispatch
 from pallas_kernels.hopper.threads import lanes
 from pallas_kernels.selection.top_k import top_k
 
-LEAST_OPS = 4
+MIN_OPS = 4
 """Fewest ops of a program."""
 
 FLUSH_GRID, FLUSH_THREADS = 264, 512
@@ -164,7 +164,7 @@ def reads_hint(op: Callable, place: Place) -> bool:
 
 
 def ops_of(place: Place) -> int:
-    return max(top_k_cases.copies_of(place), LEAST_OPS)
+    return max(top_k_cases.copies_of(place), MIN_OPS)
 
 
 def on_gpu() -> bool:

@@ -26,7 +26,7 @@ Why nothing is overwritten too early, read too early, or waited for in vain:
   of that call of all others. They sent them after their kernel for call c had ended, and with it all reading of this half.
 * The end. A call ends when the pieces of all devices are here. So after the last one nobody writes to a device's room any more.
 * Waiting. A CTA sends without waiting for anything, so no device can wait for one that waits for it, if all CTAs of a launch fit on the GPU
-  at once: at most `MOST_CTAS`, of 128 threads each.
+  at once: at most `MAX_CTAS`, of 128 threads each.
 
 Calls of one program must run one after the other. They do where each needs the one before, and in XLA's default order.
 
@@ -53,10 +53,10 @@ from pallas_kernels.core import dispatch
 from pallas_kernels.hopper.threads import lanes
 
 THREADS = 128
-MOST_CTAS = 64
+MAX_CTAS = 64
 """All CTAs of a launch have to be on the GPU at once. Each GPU with NVLink of these compute capabilities has at least 78 cores."""
 
-MOST_DEVICES = 8
+MAX_DEVICES = 8
 """The kernel's code grows with the devices; 8 is what one host has."""
 
 PIECE_BYTES = 16 * THREADS
@@ -126,7 +126,7 @@ def connect(axis_name: str, num_devices: int, loaded):
     return plgpu.kernel(
         kernel,
         out_type=[jax.ShapeDtypeStruct((room_words(num_devices),), jnp.int32), jax.ShapeDtypeStruct((2 * num_devices + 1,), jnp.int32)],
-        grid=(MOST_CTAS,),
+        grid=(MAX_CTAS,),
         grid_names=("cta",),
         scratch_types=[plgpu.SemaphoreType.REGULAR],  # one for each CTA
     )(loaded)
@@ -134,7 +134,7 @@ def connect(axis_name: str, num_devices: int, loaded):
 
 def room_words(num_devices: int) -> int:
     """Words of a room: the count of calls of each CTA, then the parts of the CTAs."""
-    return MOST_CTAS + MOST_CTAS * part_words(num_devices)
+    return MAX_CTAS + MAX_CTAS * part_words(num_devices)
 
 
 def part_words(num_devices: int) -> int:
@@ -144,7 +144,7 @@ def part_words(num_devices: int) -> int:
 
 def lines_at(num_devices: int, cta, call, sender):
     """Where in a room the lines begin that a CTA of device `sender` writes in a call. In words."""
-    return MOST_CTAS + ((cta * 2 + call % 2) * num_devices + sender) * (LINES * LINE_WORDS)
+    return MAX_CTAS + ((cta * 2 + call % 2) * num_devices + sender) * (LINES * LINE_WORDS)
 
 
 def open_room(axis_name: str, num_devices: int, room_ref, table_ref, ready) -> None:
@@ -199,7 +199,7 @@ def clear_part(words: int, room, cta) -> None:
     """See `clear`."""
     zero = lanes.i32(0)
     for start in range(0, words, LINE_WORDS * THREADS):
-        lanes.store_global(room, cta * words + lanes.thread() * LINE_WORDS + (MOST_CTAS + start), zero, zero, zero, zero)
+        lanes.store_global(room, cta * words + lanes.thread() * LINE_WORDS + (MAX_CTAS + start), zero, zero, zero, zero)
     with lanes.when(lanes.thread() == 0):
         lanes.store_global(room, cta, zero)
 

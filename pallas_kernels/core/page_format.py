@@ -29,7 +29,7 @@ PACKED = (*LARGEST, *GGML, *LATTICES)
 SCALES = ("token", "channel", "page")
 """What shares a scale: numbers of a token (all, or groups of them), of a channel over the page, or of a whole (page, head) tile."""
 
-MOST_LEVELS = 126
+MAX_LEVELS = 126
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +75,8 @@ class PageFormat:
             raise ValueError(f"{self.codes} defines its scales itself: give no scale, got {self.scale!r}")
         if self.group is not None and (self.scale != "token" or not isinstance(self.group, int) or self.group < 1):
             raise ValueError(f"group must be a positive int, and goes with scale 'token' only; got {self.group!r} with {self.scale!r}")
-        if (self.levels is not None) != (self.codes in LATTICES) or not 1 <= (1 if self.levels is None else self.levels) <= MOST_LEVELS:
-            raise ValueError(f"lattices, and only they, need levels from 1 to {MOST_LEVELS}; got {self.levels!r} with {self.codes}")
+        if (self.levels is not None) != (self.codes in LATTICES) or not 1 <= (1 if self.levels is None else self.levels) <= MAX_LEVELS:
+            raise ValueError(f"lattices, and only they, need levels from 1 to {MAX_LEVELS}; got {self.levels!r} with {self.codes}")
         one_scale = self.codes in LATTICES or (self.scale in ("token", "page") and self.group is None)
         if self.rotate and (not one_scale or self.codes == "fp8_e4m3"):
             raise ValueError(f"rotation needs integer codes and one scale per token or page: not {self}")

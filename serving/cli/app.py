@@ -25,7 +25,7 @@ from kvjax.serving.cli.fidelity import fidelity_command
 from kvjax.serving.cli.generate import generate_command, score_command
 from kvjax.serving.cli.needle import needle_command
 from kvjax.serving.cli.options import (
-    LARGEST_BATCH,
+    MAX_BATCH,
     SeedOption,
     WholeSentences,
     png,
@@ -104,7 +104,7 @@ app.command("quantize")(quantize_command)
 @app.command("demo")
 def demo_command(
     picture: Annotated[Path, typer.Option(help="File for a picture (PNG) of the table.", **png())] = Path("demo.png"),
-    prompts: Annotated[int, typer.Option(help="How many prompts.", **whole(most=LARGEST_BATCH))] = 16,
+    prompts: Annotated[int, typer.Option(help="How many prompts.", **whole(most=MAX_BATCH))] = 16,
     length: Annotated[int, typer.Option(help="Tokens of each prompt, as 8192 or 8k.", **token_count(512, 32_768))] = 8192,
     seed: SeedOption = 0,
 ) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LARGEST = 2**31 - 1
 """Largest count: tokens, pages and token ids are 32-bit integers on the device."""
 
-LARGEST_BATCH = 2**16
+MAX_BATCH = 2**16
 """The most sequences decoded together: far more than any device holds, but few enough for a quick error."""
 
 

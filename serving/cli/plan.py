@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvjax.serving.cli.options import (
-    LARGEST_BATCH,
+    MAX_BATCH,
     CacheFormatOption,
     ChunkOption,
     ContextOption,
@@ -48,7 +48,7 @@ def plan_command(
     model: ModelOption,
     policy: PolicyOption = None,
     prefill: PrefillOption = None,
-    max_batch: Annotated[int, typer.Option(help="Sequences decoded together.", **whole(most=LARGEST_BATCH))] = 8,
+    max_batch: Annotated[int, typer.Option(help="Sequences decoded together.", **whole(most=MAX_BATCH))] = 8,
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
     cache_format: CacheFormatOption = None,

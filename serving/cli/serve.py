@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax.serving.cli.options import (
-    LARGEST_BATCH,
+    MAX_BATCH,
     CacheFormatOption,
     ChunkOption,
     ContextOption,
@@ -137,7 +137,7 @@ def serve_command(
     capacity: Annotated[
         int, typer.Option(help="Sessions at once. At capacity, a new one ends the idle one used longest ago.", **whole())
     ] = 64,
-    max_batch: Annotated[int, typer.Option(help="Generations at once; more wait.", **whole(most=LARGEST_BATCH))] = 8,
+    max_batch: Annotated[int, typer.Option(help="Generations at once; more wait.", **whole(most=MAX_BATCH))] = 8,
     max_gap_ms: Annotated[
         float | None,
         typer.Option(

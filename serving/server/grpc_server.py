@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvjax.server")
 
-MOST_HEADERS = 16 * 1024
+MAX_HEADERS = 16 * 1024
 """Bytes of a call's metadata."""
 
 BESIDE = 32
@@ -72,7 +72,7 @@ class Server:
         metrics.runtime = runtime
         self._admission = Admission(runtime, metrics, options)
         self._calls = Calls(runtime, options, self._admission.throttle, self._admission.silent)
-        sizes = [("grpc.max_receive_message_length", options.max_message_bytes), ("grpc.max_metadata_size", MOST_HEADERS)]
+        sizes = [("grpc.max_receive_message_length", options.max_message_bytes), ("grpc.max_metadata_size", MAX_HEADERS)]
         self._server = grpc.server(
             ThreadPoolExecutor(options.max_calls + BESIDE, thread_name_prefix="kvjax call"),
             interceptors=[_gate(self._admission, self._refused)],

@@ -275,7 +275,7 @@ def _names(module: Any, ctas: int) -> Iterator[None]:
 
     def clear(num_devices: int, room: Ref, cta: int) -> None:
         words = peer_buffers.part_words(num_devices)
-        _current.cta.clear(room.memory[room.device], peer_buffers.MOST_CTAS + cta * words, words)
+        _current.cta.clear(room.memory[room.device], peer_buffers.MAX_CTAS + cta * words, words)
 
     def note_addresses(table: Ref, opened: Sequence[Ref], me: int) -> None:
         table.memory[table.device][:] = [word for room in opened for word in (room.device, 0)] + [me]
@@ -293,7 +293,7 @@ def _names(module: Any, ctas: int) -> Iterator[None]:
     stages = {"clear": clear, "note_addresses": note_addresses, "send": send, "receive": receive}
     both = {"lax": lax, "pl": pl, "plgpu": plgpu}
     with (
-        mock.patch.multiple(peer_buffers, **both, **stages, MOST_CTAS=ctas, LINES=2),
+        mock.patch.multiple(peer_buffers, **both, **stages, MAX_CTAS=ctas, LINES=2),
         mock.patch.multiple(module, **both, jnp=SimpleNamespace(float32=np.float32)),
     ):
         yield

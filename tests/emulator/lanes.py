@@ -54,7 +54,7 @@ from pallas_kernels.hopper.threads import lanes
 FAULTS = (Divergence, Misaligned, NotArrived, OutOfBounds, Race, Undefined, UnknownCode, Unwritten)
 """What an emulated program can be told."""
 
-MOST_TURNS = 1_000_000
+MAX_TURNS = 1_000_000
 """A loop that runs longer is taken to be endless."""
 
 NOWHERE = -(2**50)
@@ -173,7 +173,7 @@ class Machine(Copies):
     def _repeat(self, condition, body, carry: Sequence[lanes.Scalar]) -> list[lanes.Scalar]:
         carry, outer = list(carry), self.mask
         try:
-            for _ in range(MOST_TURNS):
+            for _ in range(MAX_TURNS):
                 test = condition(*carry).value
                 with self.when(test):
                     running = self.mask
@@ -189,7 +189,7 @@ class Machine(Copies):
                 carry = after
         finally:
             self.mask = outer
-        raise Fault(f"a loop has not ended after {MOST_TURNS} turns")
+        raise Fault(f"a loop has not ended after {MAX_TURNS} turns")
 
     # Memory.
 

@@ -185,10 +185,10 @@ def test_teams_of_project_tokens(case, column):
 def test_what_no_number_of_multiprocessors_changes():
     """Sizes that are the same on every GPU: tiles, CTAs of a page's copy, of a look-up, and pieces that devices exchange."""
     assert (prefill_fold.ROWS, prefill_fold.FOLDERS, select_tiles.ROWS, select_tiles.TILE) == (64, 2, 64, 128)
-    assert (block_mass.KEYS, block_mass.QUERIES, union_blocks.MOST_ENTRIES) == (64, 128, 64)
-    assert (copy_tiles.SHARES, fetch_tiles.CTAS, peer_buffers.MOST_CTAS, peer_buffers.PIECE_BYTES) == (4, 8, 64, 2048)
-    assert all_gather.MOST_WORDS == 64 * 2048 // 4
-    assert (listed.WARPGROUPS, listed.TILE, plan.LEAST_SHARE, clusters.MOST_SPLITS) == (2, 64, 4096, 32)
+    assert (block_mass.KEYS, block_mass.QUERIES, union_blocks.MAX_ENTRIES) == (64, 128, 64)
+    assert (copy_tiles.SHARES, fetch_tiles.CTAS, peer_buffers.MAX_CTAS, peer_buffers.PIECE_BYTES) == (4, 8, 64, 2048)
+    assert all_gather.MAX_WORDS == 64 * 2048 // 4
+    assert (listed.WARPGROUPS, listed.TILE, plan.MIN_SHARE, clusters.MAX_SPLITS) == (2, 64, 4096, 32)
 
 
 def test_the_number_is_read_from_the_device(monkeypatch):

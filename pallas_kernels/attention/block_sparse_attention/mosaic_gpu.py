@@ -27,7 +27,7 @@ from pallas_kernels.hopper.prefill.prefill_fold import TILE_ROWS
 WIDE_BYTES = 2**28
 """Most bytes of the numbers of all pages of a table that are unpacked before: 128K tokens of 4 KV heads of head dim 128."""
 
-FEWEST_READS = 8
+MIN_READS = 8
 """How often lists and window must have room to read a key, in the mean over all keys of the table, to unpack all of them before."""
 
 
@@ -59,7 +59,7 @@ def widens(s: prefill_fold.Shape, call: Call, pages, table, blocks) -> bool:
     tokens = table.shape[1] * s.page_size
     keys = min(blocks.shape[3] * call.block_size + sum(call.window or (0, 0)), tokens)
     fits = wide_pages.span_bytes(s, wide_pages.whole_span(s, table.shape[1])) <= WIDE_BYTES
-    return pages.packed and fits and s.query_tiles * s.group * keys >= FEWEST_READS * tokens
+    return pages.packed and fits and s.query_tiles * s.group * keys >= MIN_READS * tokens
 
 
 @functools.partial(jax.jit, static_argnames="call")

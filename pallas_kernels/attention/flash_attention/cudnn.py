@@ -23,7 +23,7 @@ from pallas_kernels.core.merge import merge_attention
 from pallas_kernels.core.pages import Pages, unlike
 from pallas_kernels.xla import key_tiles
 
-FEWEST_QUERIES = 128
+MIN_QUERIES = 128
 """For fewer cuDNN shares the keys of a head between its blocks, and two calls may differ in their bits."""
 
 Attended = tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]
@@ -52,8 +52,8 @@ def unsupported(call: Call, q, pages, table, starts, lengths, fresh) -> str | No
         return f"cuDNN takes bfloat16 or float16, the same in q and pages; got {q.dtype} and {pages.k.dtype}"
     if pages.head_dim % 8 or pages.head_dim > most:
         return f"cuDNN takes head dims that are multiples of 8, up to {most} on this GPU; got {pages.head_dim}"
-    if q.shape[1] < FEWEST_QUERIES:
-        return f"it takes at least {FEWEST_QUERIES} queries, because for fewer cuDNN's bits vary; got {q.shape[1]}"
+    if q.shape[1] < MIN_QUERIES:
+        return f"it takes at least {MIN_QUERIES} queries, because for fewer cuDNN's bits vary; got {q.shape[1]}"
     return None
 
 

@@ -26,7 +26,7 @@ from pallas_kernels.hopper.prefill import prefill_fold, query_relay, wide_pages
 SPAN_BYTES = 2**27
 """Most bytes of the numbers of a span: 64K tokens of 4 KV heads of head dim 128."""
 
-FEWEST_ROWS = 2048
+MIN_ROWS = 2048
 """Query rows of a KV head, all of its query heads together, from which a span is widened. Unpacking in the kernel costs about 0.3 of the
 products' time. For about 1,000 rows, that is the time in which codes are read and numbers are written."""
 
@@ -36,7 +36,7 @@ SPAN = 5
 
 def pays(q, pages: Pages, window) -> bool:
     """Whether a chunk is to be attended in this way. A window has few tiles, and they are unpacked in the kernel."""
-    return pages.packed and window is None and q.shape[1] * q.shape[2] // pages.kv_heads >= FEWEST_ROWS
+    return pages.packed and window is None and q.shape[1] * q.shape[2] // pages.kv_heads >= MIN_ROWS
 
 
 def span_of(s: prefill_fold.Shape, width: int) -> int:

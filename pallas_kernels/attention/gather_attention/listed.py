@@ -19,7 +19,7 @@ from pallas_kernels.hopper.threads import lanes
 
 WARPGROUPS = 2
 TILE = 64
-MOST_STAGES = 2
+MAX_STAGES = 2
 APPROXIMATE = {"compiler_params": plgpu.CompilerParams(approx_math=True)}
 """Options of a kernel that calls `attend`."""
 
@@ -31,7 +31,7 @@ there is fails."""
 MOSAIC_WORDS = 512
 """What Mosaic takes for its own sums in a kernel that multiplies by `wgmma`. It may take the 1 KB, too."""
 
-MOST_ROWS = 16
+MAX_ROWS = 16
 """Largest T*G; above it spans are used. With more rows, the parts that warpgroups exchange leave too little memory for tiles."""
 
 
@@ -49,7 +49,7 @@ def unsupported_rows(q, pages, block_size: int) -> str | None:
     if block_size not in (16, 32, 64, 128):
         return f"block_size must be 16, 32, 64 or 128, got {block_size}"
     rows = q.shape[1] * q.shape[2] // pages.kv_heads
-    return f"T * G must be at most {MOST_ROWS} in one launch, got {rows}" if rows > MOST_ROWS else None
+    return f"T * G must be at most {MAX_ROWS} in one launch, got {rows}" if rows > MAX_ROWS else None
 
 
 def shape_of(q, pages, *, width: int, block_size: int, window, sm_scale: float, words: dict[str, int]) -> Shape:
@@ -61,7 +61,7 @@ def shape_of(q, pages, *, width: int, block_size: int, window, sm_scale: float, 
     s = Shape(*sizes, 1, WARPGROUPS, ctas)
     others = words | list_words(s) | cluster_merge.words(s)
     room = 4 * (lanes.shared_words() - sum(others.values())) - 2 * tiles.ROWS * head_dim
-    stages = max(0, min(MOST_STAGES, room // (4 * TILE * head_dim * WARPGROUPS)))
+    stages = max(0, min(MAX_STAGES, room // (4 * TILE * head_dim * WARPGROUPS)))
     while stages and _launch_words(dataclasses.replace(s, stages=stages), others) > lanes.shared_words() + LEFT + ALIGNED:
         stages -= 1
     return dataclasses.replace(s, stages=stages)

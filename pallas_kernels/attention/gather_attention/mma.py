@@ -24,9 +24,9 @@ from pallas_kernels.hopper.decode.packed_operands import Codes
 from pallas_kernels.hopper.decode.wgmma_fold import LOG2E
 from pallas_kernels.hopper.threads import lane_pairs, lanes
 
-MOST_STAGES = 3
+MAX_STAGES = 3
 """Turns that a warp has in flight, if shared memory has room."""
-MOST_PACKED_STAGES = 5
+MAX_PACKED_STAGES = 5
 """The same over packed pages, whose turns have fewer bytes, if registers have room for their places."""
 
 
@@ -39,7 +39,7 @@ def _sizes(q, pages, *, width: int | None, block_size: int, window, sm_scale: fl
     for warpgroups, least in ((3, 2), (2, 2), (1, 1))[3 - most :]:
         s = Shape(*dims, 0, warpgroups, splits, *codes, pages.open is not None)
         room = lanes.shared_words() - other_words - sum((s.scratch_words() | {"ring_s": 0}).values())
-        depth = MOST_PACKED_STAGES if pages.packed and s.column_tiles <= 2 else MOST_STAGES
+        depth = MAX_PACKED_STAGES if pages.packed and s.column_tiles <= 2 else MAX_STAGES
         stages = min(depth, (room // s.warps - s.open_words) // sum(s.slot_words))
         s = dataclasses.replace(s, stages=stages)
         if stages >= least and s.scratch_words()["ring_s"] <= room:

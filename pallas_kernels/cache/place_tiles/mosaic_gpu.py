@@ -18,7 +18,7 @@ from pallas_kernels.cache.place_tiles.api import WAYS, Call, Placed
 from pallas_kernels.hopper.threads import lanes
 
 THREADS = 128
-MOST_ENTRIES = 8192
+MAX_ENTRIES = 8192
 """Listed tiles of a head: each takes three words of shared memory."""
 
 
@@ -42,7 +42,7 @@ class Shape:
 def unsupported(call: Call, blocks, page_table, frames, lengths, tags, ages, now) -> str | None:
     """Why this kernel cannot take this valid input, or None if it can."""
     entries = blocks.shape[0] * blocks.shape[2]
-    return f"a head may list at most {MOST_ENTRIES} tiles, got {entries}" if entries > MOST_ENTRIES else None
+    return f"a head may list at most {MAX_ENTRIES} tiles, got {entries}" if entries > MAX_ENTRIES else None
 
 
 def place_tiles(call: Call, blocks, page_table, frames, lengths, tags, ages, now):

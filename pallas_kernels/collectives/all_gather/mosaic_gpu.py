@@ -25,7 +25,7 @@ from pallas_kernels.hopper.threads import lanes
 WORDS = peer_buffers.PIECE_BYTES // 4
 """Of a piece, at most."""
 
-MOST_WORDS = peer_buffers.MOST_CTAS * WORDS
+MAX_WORDS = peer_buffers.MAX_CTAS * WORDS
 """Of a launch."""
 
 
@@ -36,7 +36,7 @@ def words_of(shape: tuple[int, ...], itemsize: int) -> int:
 
 def launches_of(words: int) -> tuple[int, int, int]:
     """How many launches so many words take, the words of each, and those of each CTA: a power of two, no more than needed."""
-    count = -(-words // MOST_WORDS)
+    count = -(-words // MAX_WORDS)
     each = -(-words // count)
     piece = min(WORDS, max(peer_buffers.THREADS, 1 << (each - 1).bit_length()))
     return count, -(-each // piece) * piece, piece
@@ -44,8 +44,8 @@ def launches_of(words: int) -> tuple[int, int, int]:
 
 def unsupported(call: Call, *arrays) -> str | None:
     """Why this kernel cannot take this valid input, or None if it can."""
-    if not 2 <= call.num_devices <= peer_buffers.MOST_DEVICES:
-        return f"exchanges over 2 to {peer_buffers.MOST_DEVICES} devices, got {call.num_devices}"
+    if not 2 <= call.num_devices <= peer_buffers.MAX_DEVICES:
+        return f"exchanges over 2 to {peer_buffers.MAX_DEVICES} devices, got {call.num_devices}"
     size = 4 * sum(words_of(x.shape, x.dtype.itemsize) for x in arrays)
     if size > KERNEL_BYTES:
         return f"takes up to {KERNEL_BYTES} bytes of all arrays, got {size}"

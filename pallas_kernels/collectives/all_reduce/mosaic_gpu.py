@@ -24,12 +24,12 @@ from pallas_kernels.hopper.threads import lanes
 def unsupported(call: Call, x, residual) -> str | None:
     """Why this kernel cannot take this valid input, or None if it can."""
     piece = peer_buffers.piece_of(x.size, x.dtype.itemsize)
-    if not 2 <= call.num_devices <= peer_buffers.MOST_DEVICES:
-        return f"adds over 2 to {peer_buffers.MOST_DEVICES} devices, got {call.num_devices}"
+    if not 2 <= call.num_devices <= peer_buffers.MAX_DEVICES:
+        return f"adds over 2 to {peer_buffers.MAX_DEVICES} devices, got {call.num_devices}"
     if piece < peer_buffers.THREADS:
         return f"the numbers of x must be a multiple of {peer_buffers.THREADS}, got {x.size}"
-    if x.size > peer_buffers.MOST_CTAS * piece:
-        return f"takes up to {peer_buffers.MOST_CTAS} pieces of {piece} numbers ({piece * x.dtype.itemsize} bytes), got {x.size} numbers"
+    if x.size > peer_buffers.MAX_CTAS * piece:
+        return f"takes up to {peer_buffers.MAX_CTAS} pieces of {piece} numbers ({piece * x.dtype.itemsize} bytes), got {x.size} numbers"
     return peer_buffers.unsuitable(call.mesh)
 
 

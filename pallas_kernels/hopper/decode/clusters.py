@@ -17,7 +17,7 @@ to other GPUs."""
 FULL = 0.75
 """The share of multiprocessors from which tiles of queries are not split: with short histories, parts cost more than they gain."""
 
-MOST_SPLITS = 32
+MAX_SPLITS = 32
 """CTAs among which the keys of a tile of queries are split, at most. Every part is written and read again."""
 
 FILLED = 0.95
@@ -45,7 +45,7 @@ def splits_of(num_heads: int, num_tiles: int, multiprocessors: int | None = None
     """CTAs among which the keys of each tile of queries are split: 1 where heads and tiles are `FULL` of the multiprocessors, or more.
 
     Otherwise it depends on the heads alone: the smallest number with which the parts of one tile of queries occupy `FILLED` of the
-    multiprocessors, or the number up to `MOST_SPLITS` that occupies most. So all chunks that are split give a row the same bits, and the
+    multiprocessors, or the number up to `MAX_SPLITS` that occupies most. So all chunks that are split give a row the same bits, and the
     last chunk of a prompt, of which some tiles are empty, fills the device too. Those of other sequences of a batch are not counted.
     multiprocessors: of the GPU; None: of this process's.
     """
@@ -57,5 +57,5 @@ def splits_of(num_heads: int, num_tiles: int, multiprocessors: int | None = None
         ctas = num_heads * splits
         return ctas / (-(-ctas // number) * number)
 
-    numbers = range(1, MOST_SPLITS + 1)
+    numbers = range(1, MAX_SPLITS + 1)
     return next((splits for splits in numbers if filled(splits) >= FILLED), max(numbers, key=filled))

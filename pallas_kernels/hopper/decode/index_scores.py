@@ -18,7 +18,7 @@ from pallas_kernels.selection.page_index import CODED, index_shape
 NUMBERS = "bfloat16"
 """What codes and the two parts of q * step become."""
 
-MOST_BITS = 4
+MAX_BITS = 4
 """Of a code. Wider ones do not fit into the mantissa beside `_WHOLE`."""
 
 _WHOLE = 0x43004300
@@ -28,8 +28,8 @@ _WHOLE = 0x43004300
 def unsupported(kind: str, head_dim: int) -> str | None:
     """Why an index of this kind cannot be read, or None if it can."""
     row_bytes = head_dim * CODED[kind] // 8
-    if CODED[kind] > MOST_BITS:
-        return f"it reads codes of at most {MOST_BITS} bits, got {kind}"
+    if CODED[kind] > MAX_BITS:
+        return f"it reads codes of at most {MAX_BITS} bits, got {kind}"
     return f"it reads codes of whole 16 bytes; {kind} of head dim {head_dim} has {row_bytes} a key" if row_bytes % 16 else None
 
 

@@ -10,15 +10,15 @@ from pallas_kernels.hopper.threads import lanes
 from pallas_kernels.matmul.project_tokens.digits import MOST_TOKENS, Digits
 from pallas_kernels.matmul.project_tokens.operands import Operands
 
-MOST_ROWS = (48, 32, 16)
-MOST_ROWS_PACKED = (96, 64, *MOST_ROWS)
+MAX_ROWS = (48, 32, 16)
+MAX_ROWS_PACKED = (96, 64, *MAX_ROWS)
 """Most rows of weights in a tile: the first that leaves room for two chunks per warp. In tall tiles tokens are copied less often, and of
 packed weights they would be a large part of the bytes."""
 
-MOST_DEPTH = 8
+MAX_DEPTH = 8
 """Most chunks in flight per warp; more are not faster."""
 
-MOST_DEPTH_PACKED, MOST_WORDS_PACKED = 4, 32 * 1024
+MAX_DEPTH_PACKED, MAX_WORDS_PACKED = 4, 32 * 1024
 """Most chunks per warp, and words of all warps, that are in flight where weights are packed; more are slower. Two chunks always are."""
 
 SHORT_ROWS, LONG_CHUNKS = 32, 12
@@ -52,7 +52,7 @@ class Shape:
     zeros: bool = False
     ctas: int = dataclasses.field(default_factory=lambda: dispatch.multiprocessors())
     warps: int = 8
-    most_rows: int = MOST_ROWS[0]
+    most_rows: int = MAX_ROWS[0]
     depth: int = 1
     split: int = 1
 
@@ -150,7 +150,7 @@ class Shape:
     @property
     def most_depth(self) -> int:
         """Most chunks in flight per warp, whatever shared memory holds."""
-        return max(2, min(MOST_DEPTH_PACKED, MOST_WORDS_PACKED // (self.warps * self.slot_words))) if self.format else MOST_DEPTH
+        return max(2, min(MAX_DEPTH_PACKED, MAX_WORDS_PACKED // (self.warps * self.slot_words))) if self.format else MAX_DEPTH
 
     @property
     def sum_rows(self) -> int:
@@ -181,7 +181,7 @@ class Shape:
         """
         found, chunks = None, self.width // self.operands.chunk
         shared = self.format and self.per_team * self.parts <= SHORT_ROWS and chunks >= LONG_CHUNKS * self.warps and self.ctas % 2 == 0
-        for most_rows in MOST_ROWS_PACKED if self.format else MOST_ROWS:
+        for most_rows in MAX_ROWS_PACKED if self.format else MAX_ROWS:
             s = dataclasses.replace(self, most_rows=most_rows, depth=1, split=2 if shared else 1)
             rest = lanes.shared_words() - sum((s.scratch_words() | {"ring_s": 0}).values())
             s = dataclasses.replace(s, depth=min(s.most_depth, rest // (s.warps * s.slot_words)))

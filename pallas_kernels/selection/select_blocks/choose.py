@@ -28,7 +28,7 @@ BINS = 256
 """Intervals of a round. Three sets of counters take turns: one counts, slow warps still read one, and one is set to 0."""
 
 SCRATCH_WORDS = 3 * BINS + 64
-MOST_PER_THREAD = 96
+MAX_PER_THREAD = 96
 
 
 def key_of(score):

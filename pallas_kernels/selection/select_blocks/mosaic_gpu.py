@@ -30,10 +30,10 @@ from pallas_kernels.selection.select_blocks.api import Call, selection_width
 AT_ONCE = 2048
 """Up to this many candidates, all CTAs choose once, among all. This saves the choice within their shares. (Faster at 64 and 1024.)"""
 
-MOST_DEPTH = 3
+MAX_DEPTH = 3
 """Most turns of index rows that a warp has in flight."""
 
-LEAST_DEPTH_BULK = 2
+MIN_DEPTH_BULK = 2
 """Bulk copies need more shared memory, since nothing swizzles their rows. With fewer turns in flight they are slower than others."""
 
 PADDING_WORDS = 4
@@ -129,16 +129,16 @@ class Shape:
         return 16 * self.stride_words
 
     def with_ring(self, words: int) -> Shape:
-        """The same with as many turns as a ring of so many words holds, up to `MOST_DEPTH`; 0 if it cannot hold one.
+        """The same with as many turns as a ring of so many words holds, up to `MAX_DEPTH`; 0 if it cannot hold one.
 
         Many rows come by bulk copies, of which a thread starts one for each row. Of few rows, the first would come later so.
         """
         plain, bulk = (dataclasses.replace(self, bulk=each) for each in (False, True))
 
         def depth(form: Shape) -> int:
-            return min(MOST_DEPTH, max(0, words) // (form.threads // 32 * form.slot_words))
+            return min(MAX_DEPTH, max(0, words) // (form.threads // 32 * form.slot_words))
 
-        form = bulk if not self.at_once and depth(bulk) >= LEAST_DEPTH_BULK else plain
+        form = bulk if not self.at_once and depth(bulk) >= MIN_DEPTH_BULK else plain
         return dataclasses.replace(form, depth=depth(form))
 
     def scratch_words(self) -> dict[str, int]:
@@ -150,7 +150,7 @@ class Shape:
             "survivors_s": 2 * self.ctas * max(self.kept, 1),
             "distant_s": max(self.k, 1),
             "ids_s": self.width + 1,
-            "counts_s": choose.SCRATCH_WORDS + (0 if self.at_once else self.threads // 32 * MOST_DEPTH * lane_copies.ARRIVAL_WORDS),
+            "counts_s": choose.SCRATCH_WORDS + (0 if self.at_once else self.threads // 32 * MAX_DEPTH * lane_copies.ARRIVAL_WORDS),
         }
 
 
@@ -173,7 +173,7 @@ def unsupported(call: Call, q, index, table, lengths) -> str | None:
 
 def too_many_blocks(s: Shape) -> str | None:
     """Why a CTA cannot choose among its blocks, whose keys its threads hold in registers, or None if it can."""
-    most = choose.MOST_PER_THREAD * s.threads
+    most = choose.MAX_PER_THREAD * s.threads
     if max(s.span, s.ctas * s.kept) <= most:
         return None
     return (
@@ -183,7 +183,7 @@ def too_many_blocks(s: Shape) -> str | None:
 
 
 def shape_of(call: Call, q, index, table) -> Shape:
-    """The sizes of a call. `depth` is as many turns as shared memory holds, up to `MOST_DEPTH`, and 0 if it cannot hold one."""
+    """The sizes of a call. `depth` is as many turns as shared memory holds, up to `MAX_DEPTH`, and 0 if it cannot hold one."""
     batch, num_queries, num_heads, head_dim = q.shape
     num_kv_heads = index.shape[1]
     ctas = clusters.ctas_per_unit(batch * num_queries * num_kv_heads)

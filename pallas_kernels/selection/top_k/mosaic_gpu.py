@@ -26,7 +26,7 @@ from pallas_kernels.selection.select_blocks import choose
 from pallas_kernels.selection.top_k import guesses, search
 from pallas_kernels.selection.top_k.api import Call
 from pallas_kernels.selection.top_k.keys import key_of
-from pallas_kernels.selection.top_k.plan import MOST_K, UNROLLED, Config, Shape, shape_of
+from pallas_kernels.selection.top_k.plan import MAX_K, UNROLLED, Config, Shape, shape_of
 
 COUNTS = ("passes", "candidates", "refinement rounds", "guess cycles", "verify cycles", "collect cycles", "refine cycles")
 """Columns of the counts that `return_counts` adds, measured by the cluster's first CTA."""
@@ -36,8 +36,8 @@ def unsupported(call: Call, scores, hint, lengths) -> str | None:
     """Why this kernel cannot take this valid input, or None if it can."""
     if scores.dtype != jnp.float32:
         return f"it ranks float32 scores, got {scores.dtype}"
-    if call.k > MOST_K:
-        return f"it keeps at most {MOST_K:,}, got k {call.k:,}"
+    if call.k > MAX_K:
+        return f"it keeps at most {MAX_K:,}, got k {call.k:,}"
     s = _shape(call, scores, hint, lengths)
     if not s.fits:
         return f"rows of {scores.shape[1]:,} scores over {s.ctas} CTAs and {s.capacity:,} candidates need more shared memory than there is"

@@ -17,26 +17,26 @@ UNROLLED = 8
 CHUNK = 4
 """Groups that a warp takes at a time, if it has that many."""
 
-MOST_COPIES = 4
+MAX_COPIES = 4
 """Most chunks of a warp in flight at once, and most chunks of a warp in a share that stays in shared memory."""
 
 TOGETHER = 4
 """Neighbouring scores of a sample that are read at once: 16 bytes, because memory is slow for scattered words."""
 
-MOST_K = 4096
-MOST_CAPACITY = 12288
-MOST_CTAS = 16
+MAX_K = 4096
+MAX_CAPACITY = 12288
+MAX_CTAS = 16
 
 WHOLE = 8192
 """In a row of up to this many scores, all are candidates, whatever k is: finding a threshold first would take longer."""
 
-LEAST_SHARE = 4096
+MIN_SHARE = 4096
 """Fewest scores per CTA of a cluster: fewer CTAs synchronise faster."""
 
 SHORT_ROW = 32768
 """Up to this many scores, half the usual sample is enough."""
 
-MOST_SECANTS = 5
+MAX_SECANTS = 5
 """Most passes that search for a threshold by interpolation. After them, digits are counted."""
 
 STARTS = ("sample", "hint")
@@ -60,12 +60,12 @@ class Config:
     def __post_init__(self):
         if self.start not in STARTS:
             raise ValueError(f"start must be one of {', '.join(STARTS)}, got {self.start!r}")
-        for name, unit, most in (("capacity", 512, MOST_CAPACITY), ("sample", 2048, 16384)):
+        for name, unit, most in (("capacity", 512, MAX_CAPACITY), ("sample", 2048, 16384)):
             value = getattr(self, name)
             if value is not None and (value % unit or not unit <= value <= most):
                 raise ValueError(f"{name} must be a multiple of {unit} up to {most}, got {value}")
-        if self.ctas is not None and not 1 <= self.ctas <= MOST_CTAS:
-            raise ValueError(f"ctas must be 1 to {MOST_CTAS}, got {self.ctas}")
+        if self.ctas is not None and not 1 <= self.ctas <= MAX_CTAS:
+            raise ValueError(f"ctas must be 1 to {MAX_CTAS}, got {self.ctas}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Shape:
         before_s: candidates before each group. totals_s: of every CTA, alternating between two passes."""
         words = {"counts_s": choose.SCRATCH_WORDS, "notes_s": 64}
         if not self.whole:
-            words |= {"arrivals_s": lane_copies.ARRIVAL_WORDS * self.warps * MOST_COPIES}
+            words |= {"arrivals_s": lane_copies.ARRIVAL_WORDS * self.warps * MAX_COPIES}
             words |= {"masks_s": 4 * self.warps * self.chunk * self.chunks, "before_s": 4 * -(-self.groups // 4), "totals_s": 32}
         return words
 
@@ -149,7 +149,7 @@ class Shape:
     def stays(self) -> bool:
         """Whether the share stays in shared memory, after the list. If not, it streams through the words of candidates and list."""
         room = lanes.shared_words() - sum(self.small_words.values()) - self.list_at - self.capacity
-        return not self.whole and self.chunks <= MOST_COPIES and room >= self.turn_words * self.chunks
+        return not self.whole and self.chunks <= MAX_COPIES and room >= self.turn_words * self.chunks
 
     @property
     def data_at(self) -> int:
@@ -162,7 +162,7 @@ class Shape:
         if self.stays:
             return self.chunks
         room = lanes.shared_words() - sum(self.small_words.values()) - self.data_at
-        return min(room // self.turn_words, self.chunks, MOST_COPIES)
+        return min(room // self.turn_words, self.chunks, MAX_COPIES)
 
     @property
     def fits(self) -> bool:
@@ -189,15 +189,15 @@ def shape_of(batch: int, row: int, k: int, config: Config, *, has_lengths: bool,
 
     if row <= capacity or config.ctas:
         return of(config.ctas if row > capacity else 1)
-    most = min(clusters.ctas_per_unit(batch), row // LEAST_SHARE)
+    most = min(clusters.ctas_per_unit(batch), row // MIN_SHARE)
     usual = next((ctas for ctas in clusters.RESIDENT if ctas <= most), 1)
     more = range(usual, clusters.largest() + 1)  # more CTAs than run at once, for long rows
     return next((s for s in map(of, more) if s.fits), of(usual))
 
 
 def _capacity(k: int, row: int) -> int:
-    """Three times k or, if it is short, the row, rounded up to a power of two; at least 4,096 and at most `MOST_CAPACITY`."""
-    return min(max(4096, _power_of_two(3 * k), _power_of_two(row) if row <= WHOLE else 0), MOST_CAPACITY)
+    """Three times k or, if it is short, the row, rounded up to a power of two; at least 4,096 and at most `MAX_CAPACITY`."""
+    return min(max(4096, _power_of_two(3 * k), _power_of_two(row) if row <= WHOLE else 0), MAX_CAPACITY)
 
 
 def _sample(row: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pallas_kernels.selection.top_k.plan import MOST_SECANTS, TOGETHER, Shape
+from pallas_kernels.selection.top_k.plan import MAX_SECANTS, TOGETHER, Shape
 
 NO_KEY, NAN_KEY = -(2**31), -(2**31) + 1
 MINUS_INFINITY_KEY = -(2**31) + 0x007FFFFF
@@ -49,7 +49,7 @@ def replay_row(s: Shape, row: np.ndarray, hint: np.ndarray | None = None) -> Rep
         else:
             low, at_low = t, reaching.size
         half = ((high - low) % 2**32) >> 1
-        if len(tried) == MOST_SECANTS or half == 0:
+        if len(tried) == MAX_SECANTS or half == 0:
             return _by_digits(s, keys, tried)
         part = _quotient(at_low - _target(s), max((at_low - at_high) >> 8, 1))
         last, t = t, _wrapped(low + ((half >> 7) * min(max(part, 8), 248) if half >= 256 else half))

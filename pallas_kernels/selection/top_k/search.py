@@ -20,7 +20,7 @@ from pallas_kernels.hopper.threads import lane_copies, lane_sums, lanes
 from pallas_kernels.hopper.threads.lanes import Scalar
 from pallas_kernels.selection.select_blocks import choose
 from pallas_kernels.selection.top_k.keys import NAN_KEY
-from pallas_kernels.selection.top_k.plan import GROUP, MOST_SECANTS, UNROLLED, Shape
+from pallas_kernels.selection.top_k.plan import GROUP, MAX_SECANTS, UNROLLED, Shape
 
 MINUS_INFINITY_KEY = -(2**31) + 0x007FFFFF
 GO_ON, FOUND, GIVE_UP = 0, 1, 2
@@ -250,7 +250,7 @@ def mark_candidates(share: Share, guess: Guess) -> list[Scalar]:
             again = lanes.where((few | many) & (passes == 0), lanes.i32(1), 0)
             other, _ = lanes.while_loop(lambda _, again: again == 1, lambda *_: (guess.another(total), lanes.i32(0)), [t, again])
             t = lanes.where((few & (other < last)) | (many & (other > last)), other, t)
-        stuck = stuck | (passes >= MOST_SECANTS - 1)
+        stuck = stuck | (passes >= MAX_SECANTS - 1)
         state = lanes.where(few | many, lanes.where(stuck, lanes.i32(GIVE_UP), GO_ON), FOUND)
         return t, low, at_low, high, at_high, start, mine, total, passes + 1, state
 

@@ -25,7 +25,7 @@ from pallas_kernels.hopper.threads import lane_marks, lanes
 from pallas_kernels.selection.select_blocks import choose
 from pallas_kernels.selection.union_blocks.api import Call
 
-MOST_ENTRIES = 64
+MAX_ENTRIES = 64
 """Most entries of a tile that one thread holds."""
 
 
@@ -43,8 +43,8 @@ def unsupported(call: Call, ids, scores) -> str | None:
         return "it needs num_blocks"
     rows_here, threads, most = _sizes(ids, rows, num_blocks)
     entries = rows_here * -(-ids.shape[3] // threads)
-    if entries > MOST_ENTRIES:
-        return f"a tile of {rows} rows of {ids.shape[3]} blocks gives a thread {entries} entries, it holds at most {MOST_ENTRIES}"
+    if entries > MAX_ENTRIES:
+        return f"a tile of {rows} rows of {ids.shape[3]} blocks gives a thread {entries} entries, it holds at most {MAX_ENTRIES}"
     room = lanes.shared_words() - choose.SCRATCH_WORDS - 3 * most
     if 2 * lane_marks.words(num_blocks, threads) > room:
         return f"num_blocks must be at most {room // (8 * threads) * 128 * threads:,}, which shared memory holds, got {num_blocks:,}"

@@ -213,7 +213,7 @@ def test_on_hopper_the_kernel_is_picked(on_hopper, picked):
 @pytest.mark.parametrize(
     ("case", "why"),
     [
-        (production(3, 2, (placing.MOST_ENTRIES + 1) // 3), "a head may list at most 8192 tiles, got 8193"),
+        (production(3, 2, (placing.MAX_ENTRIES + 1) // 3), "a head may list at most 8192 tiles, got 8193"),
         (production(1, 2, 37, 4, page_size=3), "must be multiples of 16 bytes"),
     ],
 )

@@ -127,7 +127,7 @@ def test_on_hopper_the_kernel_is_picked(on_hopper, picked):
 
 
 def test_more_entries_than_the_kernel_takes_go_to_another(on_hopper, picked):
-    case = production(3, 2, (mosaic_gpu.MOST_ENTRIES + 1) // 3)
+    case = production(3, 2, (mosaic_gpu.MAX_ENTRIES + 1) // 3)
     assert picked(case)["place_tiles"] == "xla"
     with pytest.raises(NotImplementedError, match="a head may list at most 8192 tiles, got 8193"):
         picked(case, implementation="mosaic_gpu")

@@ -24,7 +24,7 @@ from pallas_kernels.collectives.all_gather import all_gather, mosaic_gpu
 from pallas_kernels.collectives.all_gather.api import KERNEL_BYTES
 from pallas_kernels.core import dispatch
 
-MOST_REGISTERS = 128
+MAX_REGISTERS = 128
 """Of 128 threads, so many leave room for four CTAs on a core."""
 
 KERNEL = paging.implementation("all_gather", "mosaic_gpu")
@@ -126,7 +126,7 @@ def test_gpu_form_compiles_without_spilling_and_meets_the_others_once(tmp_path, 
     call, arrays, _ = next(iter(found.values()))
     found |= {"several": (call, arrays, {"calls": CALLS}), "a loop": (call, arrays, {"calls": CALLS, "turns": 3})}
     kernels = cuda_kernels.check_spills(gpu, tmp_path, capsys, found, (), 2, devices=num_devices)
-    assert max(kernel["registers"] for each in kernels.values() for kernel in each) <= MOST_REGISTERS
+    assert max(kernel["registers"] for each in kernels.values() for kernel in each) <= MAX_REGISTERS
     programs = pickle.loads((tmp_path / "found.programs").read_bytes())
     for name, program in programs.items():
         kernels, meet = cuda_kernels.kernels_that_meet(program)
@@ -143,7 +143,7 @@ def test_launches_hold_all_words(words):
     assert peer_buffers.THREADS <= piece <= mosaic_gpu.WORDS
     assert piece & (piece - 1) == 0
     assert size % piece == 0
-    assert size // piece <= peer_buffers.MOST_CTAS
+    assert size // piece <= peer_buffers.MAX_CTAS
     assert piece == peer_buffers.THREADS or piece < 2 * words
 
 

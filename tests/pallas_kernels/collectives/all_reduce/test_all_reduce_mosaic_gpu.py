@@ -27,7 +27,7 @@ from pallas_kernels.hopper.threads import lanes
 
 KERNEL = paging.implementation("all_reduce", "mosaic_gpu")
 
-MOST_REGISTERS = 128
+MAX_REGISTERS = 128
 """Of 128 threads, so many leave room for four CTAs on a core."""
 
 
@@ -75,7 +75,7 @@ def compiled(devices: int) -> dict[str, tuple]:
 def test_gpu_form_compiles_without_spilling_and_meets_the_others_once(tmp_path, capsys, devices, gpu):
     """Every call asks for a room and a table. XLA keeps one pair of a program, before its loop, and copies neither."""
     found = cuda_kernels.check_spills(gpu, tmp_path, capsys, compiled(devices), (), 2, devices=devices)
-    assert max(kernel["registers"] for kernels in found.values() for kernel in kernels) <= MOST_REGISTERS
+    assert max(kernel["registers"] for kernels in found.values() for kernel in kernels) <= MAX_REGISTERS
     programs = pickle.loads((tmp_path / "found.programs").read_bytes())
     for name, program in programs.items():
         kernels, meet = cuda_kernels.kernels_that_meet(program)
@@ -92,7 +92,7 @@ def test_all_ctas_of_a_launch_have_room_at_once(rows):
         piece = peer_buffers.piece_of(rows * width, itemsize)
         assert rows * width % piece == 0
         assert peer_buffers.THREADS <= piece <= peer_buffers.PIECE_BYTES // itemsize
-    assert peer_buffers.MOST_CTAS <= 78
+    assert peer_buffers.MAX_CTAS <= 78
 
 
 def on_threads(emulated, stage, arrays, scratch_words=None):
@@ -137,15 +137,15 @@ def test_on_emulated_threads_a_piece_is_not_taken_before_each_number_is_there(em
     def receive(room, scratch):
         peer_buffers.receive_lines(1024, 2, room, scratch["received"], lanes.i32(0), lanes.i32(7))
 
-    with mock.patch.object(emulated, "MOST_TURNS", 20), pytest.raises(Fault, match="has not ended"):
+    with mock.patch.object(emulated, "MAX_TURNS", 20), pytest.raises(Fault, match="has not ended"):
         on_threads(emulated, receive, room, {"received": 512})
 
 
 def test_on_emulated_threads_a_part_of_a_room_is_cleared(emulated):
     words = peer_buffers.part_words(2)
-    room = np.full(peer_buffers.MOST_CTAS + 4 * words, -1, np.int32)
+    room = np.full(peer_buffers.MAX_CTAS + 4 * words, -1, np.int32)
     on_threads(emulated, lambda room, _: peer_buffers.clear_part(words, room, lanes.i32(2)), room)
-    start = peer_buffers.MOST_CTAS + 2 * words
+    start = peer_buffers.MAX_CTAS + 2 * words
     assert np.flatnonzero(room == 0).tolist() == [2, *range(start, start + words)]
     assert room.min() == -1
 
@@ -153,14 +153,14 @@ def test_on_emulated_threads_a_part_of_a_room_is_cleared(emulated):
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_places_of_lines_are_apart(devices):
     """Every CTA, half and sender has its own, and they fill the room behind the counts."""
-    shape = peer_buffers.MOST_CTAS, 2, devices
+    shape = peer_buffers.MAX_CTAS, 2, devices
     found = sorted(peer_buffers.lines_at(devices, *at) for at in np.ndindex(*shape))
     size = peer_buffers.LINES * peer_buffers.LINE_WORDS
-    assert found == [peer_buffers.MOST_CTAS + n * size for n in range(len(found))]
+    assert found == [peer_buffers.MAX_CTAS + n * size for n in range(len(found))]
     assert found[-1] + size == peer_buffers.room_words(devices)
     part = peer_buffers.part_words(devices)
     for cta, half, sender in np.ndindex(*shape):
-        assert (peer_buffers.lines_at(devices, cta, half, sender) - peer_buffers.MOST_CTAS) // part == cta
+        assert (peer_buffers.lines_at(devices, cta, half, sender) - peer_buffers.MAX_CTAS) // part == cta
 
 
 # The protocol

@@ -50,7 +50,7 @@ def in_both_ways(monkeypatch):
         found = []
         for fewest in (1, 2**31):
             with monkeypatch.context() as patch:
-                patch.setattr(widened, "FEWEST_ROWS", fewest)
+                patch.setattr(widened, "MIN_ROWS", fewest)
                 patch.setattr(block_sparse, "widens", lambda *_, fewest=fewest: fewest == 1)
                 patch.setattr(widened, "span_of", lambda s, width: units * wide_pages.unit(s))
                 jax.clear_caches()
@@ -86,7 +86,7 @@ def test_a_chunk_of_a_7b_model_over_two_spans(tools, in_both_ways, monkeypatch):
     once = case.picked()
     for _ in range(5):
         tools.assert_all_same_bits(once, case.picked())
-    monkeypatch.setattr(widened, "FEWEST_ROWS", 2**31)
+    monkeypatch.setattr(widened, "MIN_ROWS", 2**31)
     jax.clear_caches()
     tools.assert_all_same_bits(once, case.picked())
     jax.clear_caches()

@@ -77,7 +77,7 @@ def check(tools, interpreter, monkeypatch):
                 patch.setattr(wide_pages, "widen", functools.partial(WIDEN, interpret=interpreter.params))
                 patch.setattr(HalfTile, "bring", packed_prefill_suite.bring_half)
                 patch.setattr(HalfTile, "put", packed_prefill_suite.put_half)
-                patch.setattr(widened, "FEWEST_ROWS", fewest)
+                patch.setattr(widened, "MIN_ROWS", fewest)
                 patch.setattr(block_sparse, "widens", lambda *_, fewest=fewest: fewest == 1)
                 patch.setattr(widened, "span_of", lambda s, width: units * wide_pages.unit(s))
                 jax.clear_caches()

@@ -204,7 +204,7 @@ BUGS = {
     "-0 below +0": _rewritten(search, ("lanes.bits(score + 0.0)", "lanes.bits(score)")),
     "totals of two passes at one place": _rewritten(search, ("(turn & 1) * 16", "(turn & 0) * 16")),
     "hinted places need not exist": _rewritten(guesses, ("(at >= 0) & (at < share.length)", "(at >= -1)")),
-    "one more secant": _rewritten(search, ("passes >= MOST_SECANTS - 1", "passes >= MOST_SECANTS")),
+    "one more secant": _rewritten(search, ("passes >= MAX_SECANTS - 1", "passes >= MAX_SECANTS")),
     "one arrival is awaited for all": _rewritten(search, ("_arrival(share, n), n // s.slots)", "_arrival(share, n), n * 0)")),
     "fetched once": _rewritten(search, ("lanes.when(again == 1):", "lanes.when(again == 2):")),
     "no chunk follows": _rewritten(search, ("_fetch_chunk(share, n + s.slots)", "_fetch_chunk(share, n + 1000)")),
