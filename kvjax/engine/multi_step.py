@@ -25,7 +25,7 @@ from kvjax.engine.step_output import Reads, pack, packed_width
 from kvjax.engine.steps import decode
 from kvjax.model.protocols import Decoder, Params
 from kvjax.policies.decode import DecodePolicy
-from pallas_kernels.preparation import before_loop
+from pallas_kernels.collectives.preparation import before_loop
 
 STOP_IDS = 4
 """How many stop tokens a row has room for, if no row needs more."""

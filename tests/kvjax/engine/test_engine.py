@@ -20,7 +20,7 @@ from kvjax.engine.sampling import SamplingRows
 from kvjax.engine.steps import decode_step, prefill_slice
 from kvjax.model.config import LongRope
 from kvjax.policies.decode import Blocks, TopBlocks, TopTokens, select_and_attend
-from pallas_kernels.page_index import page_index
+from pallas_kernels.selection.page_index import page_index
 
 pytestmark = pytest.mark.bits
 

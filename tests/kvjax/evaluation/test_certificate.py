@@ -17,8 +17,8 @@ from kvjax.cache import PagedKV
 from kvjax.fidelity import certificate
 from kvjax.fidelity.certificate import BOUNDS, certify, count_certified
 from kvjax.policies.decode import Cascade, SelectContext, parse
-from pallas_kernels.page_index import page_index
-from pallas_kernels.pages import Pages
+from pallas_kernels.core.pages import Pages
+from pallas_kernels.selection.page_index import page_index
 
 P, BS, G, D, PAGES = 16, 8, 2, 16, 8
 COUNT, LENGTH = PAGES * P // BS, PAGES * P - 3
