@@ -23,7 +23,7 @@ from kvjax.cache.page_manager import GroupPages, pages_for
 from kvjax.cache.page_tables import staged_widths, table_width, table_widths
 from kvjax.cache.pool import Pool, PoolStats
 from kvjax.cache.prefix_cache import PrefixStats
-from kvjax.checks import PROMPTS_REMEDY, check_model, check_salt, engine_sizes, listed, optional_function, token_ids, whole_number
+from kvjax.checks import PROMPTS_REMEDY, TokenIds, check_model, check_salt, engine_sizes, listed, optional_function, token_ids, whole_number
 from kvjax.compilation import compile_together
 from kvjax.engine.call_lock import CallGuard, guarded
 from kvjax.engine.capacity_plan import Capacity, MemoryPlan, host_memory, memory_plan, plan_with_weights, pool_pages
@@ -573,7 +573,7 @@ class Engine:
     def _write(
         self,
         sequence: CachedSequence,
-        tokens: list[int],
+        tokens: Sequence[int],
         *,
         all_logits: bool,
         on_tokens: Callable[[int], None] | None = None,
@@ -597,14 +597,16 @@ class Engine:
         return jnp.concatenate(collected) if all_logits else run.logits
 
     def _begin(
-        self, sequence: CachedSequence, tokens: list[int], *, all_logits: bool = False, only: PrefillPolicy | None = None
+        self, sequence: CachedSequence, tokens: Sequence[int], *, all_logits: bool = False, only: PrefillPolicy | None = None
     ) -> ChunkRun:
         """A chunk of the sequence's next tokens, with pages for them, before its first slice of layers."""
         chunk = self.prefill_chunk
         policy = only or self._declared.choose_prefill(self.prefill_policy, sequence.length // chunk * chunk)
         self._release.check(policy, [sequence], "prefill")
         self._groups.give_back(sequence)
-        self.reserve([sequence], min(len(tokens), chunk - sequence.length % chunk))
+        count = min(len(tokens), chunk - sequence.length % chunk)
+        if self.grows(sequence, count):  # most callers have taken the pages of the whole prompt
+            self.reserve([sequence], count)
         return self._prefiller.begin(sequence, tokens, policy, all_logits=all_logits, always=only is not None)
 
     def _take_pages(self, groups: Sequence[DecodeGroup], chunks: Sequence[Chunk]) -> None:
@@ -636,7 +638,7 @@ class Engine:
             self._groups.keep_written(sequence, sequence.length, before)
             raise
 
-    def _adopt(self, sequence: CachedSequence, prompt: list[int], cache_salt: str | None) -> None:
+    def _adopt(self, sequence: CachedSequence, prompt: TokenIds, cache_salt: str | None) -> None:
         check_salt(cache_salt)
         if self._reuse is not None:
             self._reuse.adopt(sequence, prompt, cache_salt)
@@ -667,12 +669,12 @@ class Engine:
     def _check_live(self, sequences: Sequence[CachedSequence], *, ready: bool = True) -> None:
         check_usable(sequences, self.sequences, self._runs.keys() if ready else None)
 
-    def _prefix(self, given: CachedSequence | Sequence[int]) -> CachedSequence | list[int]:
+    def _prefix(self, given: CachedSequence | Sequence[int]) -> CachedSequence | TokenIds:
         if not isinstance(given, CachedSequence):
             return self.check_tokens(given)
         self._check_live([given], ready=False)
         return given
 
-    def check_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """`kvjax.checks.token_ids` of this model's vocabulary."""
+    def check_tokens(self, tokens: Sequence[int]) -> TokenIds:
+        """`kvjax.checks.token_ids` of this model's vocabulary. Ids that were looked at once are not looked at again."""
         return token_ids(tokens, self.config.vocab_size)

@@ -6,6 +6,7 @@ Decode steps and chunks of prefill are separate calls, never fused, so what a ch
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -65,7 +66,7 @@ class Chunk:
     """
 
     sequence: CachedSequence
-    tokens: tuple[int, ...] | list[int]
+    tokens: Sequence[int]
     slices: int | None = None
 
     def __post_init__(self):

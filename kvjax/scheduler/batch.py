@@ -147,7 +147,7 @@ class Handle:
     found_tokens: int = 0
     prompt_end: tuple[int, ...] = ()
     sampling: Sampling = dataclasses.field(init=False)
-    _ids: list[int] = dataclasses.field(default_factory=list)
+    _ids: Sequence[int] = ()
     _policy: DecodePolicy | None = None
     _sequence: CachedSequence | None = None  # the prompt, until its last sample takes it over
     _samples: list[Sample] = dataclasses.field(default_factory=list)

@@ -554,7 +554,7 @@ class Scheduler:
         failed = next((choice for choice in choices if choice.error is not None), None)
         several = handle.sampling.n > 1
         handle.completion = failed or (dataclasses.replace(choices[0], choices=choices) if several else choices[0])
-        handle._ids = []
+        handle._ids = ()
 
     def _end(self, handle: Handle, error: Exception | None) -> None:
         """End a request early: it was cancelled (error: None), or it cannot run. Everything it holds is freed."""
@@ -581,7 +581,7 @@ class Scheduler:
             if handle.completion.error is None:
                 handle.completion = dataclasses.replace(handle.completion, finish_reason="cancelled")
             return
-        handle._ids = []
+        handle._ids = ()
         reason = "cancelled" if error is None else "error"
         handle.completion = Completion(finish_reason=reason, prompt_tokens=handle.prompt_tokens, error=error)
         if error is not None:
