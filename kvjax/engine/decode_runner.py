@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from kvjax.engine.sampling import Sampling, SamplingRows, check_rows
 from kvjax.engine.sequence import CachedSequence
 from kvjax.engine.step_output import Reads
 from kvjax.engine.step_plan import Decoded, DecodeGroup
-from kvjax.engine.steps import decode_and_sample, sample_first
+from kvjax.engine.steps import StepInputs, StepProgram, StepStatic, decode_and_sample, sample_first
 from kvjax.engine.watching import after_prompts, alarms_of, program_of, programs_of
 from kvjax.model.protocols import Model
 from kvjax.policies.choice import ChoosesDecode
@@ -172,8 +172,9 @@ class DecodeRunner:
         yield functools.partial(sample_first, logits, one, shape_of((1,), np.int32), counts)
         step = self.step_call(policy, [sequence] + [None] * (size - 1), widths, rows, shape_of((size,), np.int32, beside))
         ends = Ends(shape_of((size,), np.int32), shape_of((size, STOP_IDS), np.int32))
+        static, inputs = step.args
         for steps in launches:
-            yield functools.partial(decode_steps, steps, *step.args, ends, **step.keywords)
+            yield functools.partial(decode_steps, static._replace(steps=steps), inputs._replace(ends=ends))
         if not launches:
             yield step
 
@@ -194,11 +195,14 @@ class DecodeRunner:
         counts = shape_of((size, self.model.config.vocab_size), np.int32) if rows.penalises else None
         tokens = shape_of((size,), np.int32, placed) if tokens is None else tokens
         rows = jax.tree.map(lambda each: shape_of(each.shape, each.dtype, placed), rows)
-        arrays = (self.model.params, cache, tokens, shape_of((size,), bool, placed), states, rows, counts)
         counts_of = {group.name: pages_of_step(group.page_size) for group in self._groups.spec.groups}
         following = {name: shape_of((size, count), np.int32, placed) for name, count in counts_of.items()}
-        static = {"following": following, "shards": self._pool.shards}
-        return functools.partial(decode_and_sample, self.model.decoder, policy, self._declared.indexes, *arrays, **static)
+        active = shape_of((size,), bool, placed)
+        inputs = StepInputs(self.model.params, cache, tokens, active, states, rows, counts, following=following)
+        return functools.partial(decode_and_sample, self._static(policy), inputs)
+
+    def _static(self, policy: DecodePolicy, steps: int = 1) -> StepStatic:
+        return StepStatic(self.model.decoder, policy, self._declared.indexes, self._pool.shards, steps)
 
     def placed(self, rows: SamplingRows) -> SamplingRows:
         """The rows on the device. The same rows are put there once, unless they have NumPy arrays that their owner may still change."""
@@ -215,9 +219,19 @@ class DecodeRunner:
             slots = self._slots[size, policy] = Slots(self._groups.spec, size, self._pool.put)
         return slots
 
-    def launch(self, step: Callable, slots: Slots, tokens: Array, policy: DecodePolicy, *rest: Any, written: Written = 1) -> Launched:
+    def launch(
+        self,
+        step: StepProgram,
+        slots: Slots,
+        tokens: Array,
+        policy: DecodePolicy,
+        sampling: tuple[Any, ...] = (),
+        *,
+        written: Written = 1,
+        steps: int = 1,
+    ) -> Launched:
         """Run a step that writes so many tokens of every sequence in the slots, or slot by slot. Their pages must have been taken. The
-        sequences do not change."""
+        sequences do not change. sampling: the fields of `StepInputs` after the states. steps: of `decode_steps`."""
         if isinstance(policy, ChoosesDecode):
             counts = [written] * len(slots.rows) if isinstance(written, int) else written[slots.rows].tolist()
             policy = self._declared.choose(policy, [length + count for length, count in zip(slots.lengths, counts, strict=True)])
@@ -234,9 +248,9 @@ class DecodeRunner:
         states = self._declared.states.of_batch(policy, slots.sequences)
         if isinstance(policy, Watched):
             states = after_prompts(policy, slots, states)
-        args = (self.model.decoder, policy, self._declared.indexes, self.model.params, cache, tokens, slots.active, states, *rest)
+        inputs = StepInputs(self.model.params, cache, tokens, slots.active, states, *sampling)._replace(following=following)
         try:
-            results = self._pool.run(step, *args, following=following, shards=self._pool.shards, kept=self._kept)
+            results = self._pool.run(step, self._static(policy, steps), inputs, kept=self._kept)
         except BaseException:
             slots.forget()
             raise
@@ -253,12 +267,12 @@ class DecodeRunner:
         *_, cache, _, reads = result
         return self._pool.keep(cache, reads.keys)
 
-    def program_of(self, group: DecodeGroup) -> tuple[Callable, tuple[Any, ...]]:
-        """The program that runs a group that was checked, and its arguments after the states."""
+    def program_of(self, group: DecodeGroup) -> tuple[StepProgram, tuple[Any, ...], int]:
+        """The program that runs a group that was checked, its inputs after the states, and its steps."""
         rows, launch = self.placed(group.sampling), group.launch
         if launch is None:
-            return decode_and_sample, (rows, group.counts)
-        return functools.partial(decode_steps, launch.steps), (rows, group.counts, launch.ends)
+            return decode_and_sample, (rows, group.counts), 1
+        return decode_steps, (rows, group.counts, launch.ends), launch.steps
 
     def decoded(self, launched: Launched, group: DecodeGroup) -> Decoded:
         """Keep the result of a group's program, and return it. Waits for the device if it had drafts."""

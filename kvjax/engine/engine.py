@@ -40,7 +40,7 @@ from kvjax.engine.sequence_io import SequenceCopies
 from kvjax.engine.sharding import spec_on_mesh
 from kvjax.engine.step_output import Reads
 from kvjax.engine.step_plan import Chunk, Decoded, DecodeGroup, StepPlan, StepResult, check_plan
-from kvjax.engine.steps import decode_step, sample_first
+from kvjax.engine.steps import StepProgram, decode_step, sample_first
 from kvjax.model.placement import place_model
 from kvjax.model.protocols import Model
 from kvjax.policies.choice import Choice, possible_prefills
@@ -299,7 +299,7 @@ class Engine:
             launched = self._launch(inspect_step, padded, given, policy)
             launched.slots.forget()  # the step's result is dropped
             named = self.declared(policy)
-            return read_of(named if isinstance(named, Watched) else launched.policy, len(sequences), *launched.results)
+            return read_of(named if isinstance(named, Watched) else launched.policy, len(sequences), self.spec, *launched.results)
         finally:
             runner.last_reads, declared.last_choice = kept
             for sequence, counts in zip(sequences, pages, strict=True):
@@ -350,8 +350,9 @@ class Engine:
 
     def _decode(self, group: DecodeGroup) -> Decoded:
         """Run a group that the runner has checked."""
-        step, rest = self._runner.program_of(group)
-        return self._runner.decoded(self._launch(step, group.sequences, group.tokens, group.policy, *rest, written=group.written), group)
+        step, sampling, steps = self._runner.program_of(group)
+        sizes = {"written": group.written, "steps": steps}
+        return self._runner.decoded(self._launch(step, group.sequences, group.tokens, group.policy, sampling, **sizes), group)
 
     @guarded
     def compile_ahead(
@@ -643,15 +644,25 @@ class Engine:
         if self._reuse is not None:
             self._reuse.adopt(sequence, prompt, cache_salt)
 
-    def _launch(self, step: Callable, padded: Sequence[CachedSequence | None], tokens, policy, *rest, written: Written = 1) -> Launched:
+    def _launch(
+        self,
+        step: StepProgram,
+        padded: Sequence[CachedSequence | None],
+        tokens,
+        policy,
+        sampling=(),
+        *,
+        written: Written = 1,
+        steps: int = 1,
+    ) -> Launched:
         """Launch a decode step over padded slots, with pages for the tokens that it writes."""
         policy = self.declared(policy)
         slots = self._filled(policy, padded, written)
         sequences, counts = slots.lacking(written)
         if not sequences:
-            return self._runner.launch(step, slots, tokens, policy, *rest, written=written)
+            return self._runner.launch(step, slots, tokens, policy, sampling, written=written, steps=steps)
         with self._reserved(sequences, counts):
-            return self._runner.launch(step, slots, tokens, policy, *rest, written=written)
+            return self._runner.launch(step, slots, tokens, policy, sampling, written=written, steps=steps)
 
     def _filled(self, policy: DecodePolicy, padded: Sequence[CachedSequence | None], written: Written) -> Slots:
         """The slots of a policy's batches of this size, with these sequences in them."""
