@@ -36,12 +36,12 @@ from kvjax.cache.spec import PagedSpec
 from kvjax.compilation import compiled
 from kvjax.cost_model.bytes import rows_bytes, step_bytes
 from kvjax.cost_model.exchanges import counts_in
-from kvjax.engine.decode_runner import DRAFTS
 from kvjax.engine.multi_step import STOP_IDS, Ends, decode_steps
 from kvjax.engine.page_eviction import check_several
 from kvjax.engine.policy_state import state_specs
 from kvjax.engine.sampling import SamplingRows
 from kvjax.engine.step_output import Reads
+from kvjax.engine.step_plan import DRAFTS
 from kvjax.engine.steps import StepInputs, StepStatic, decode_and_sample
 from kvjax.model.config import ModelConfig, uniform_config
 from kvjax.model.protocols import Params

@@ -66,7 +66,7 @@ def launched(monkeypatch):
         seen.append(static.steps)
         return real(static, inputs)
 
-    monkeypatch.setattr("kvjax.engine.decode_runner.decode_steps", counted)
+    monkeypatch.setattr("kvjax.engine.engine.decode_steps", counted)
     return seen
 
 
@@ -134,7 +134,7 @@ def after_steps(engine, lefts, stop_ids, counts):
         (decoded,) = engine.step(StepPlan((group,))).decodes
         tokens, ends = decoded.sampled.tokens, decoded.ends
         found.append(np.asarray(decoded.packed))
-    lengths = np.asarray(engine._runner.slots(engine.policy, 4)._device_lengths)
+    lengths = np.asarray(engine._slots[4, engine.policy]._device_lengths)
     pages = [np.asarray(leaf) for leaf in jax.tree.leaves(engine._pool.layers)]
     return np.concatenate(found), lengths, pages, np.asarray(ends.left)
 
