@@ -19,7 +19,8 @@ sys.modules |= dict.fromkeys({BLOCKED!r})  # an import of one fails as if it wer
 import kvjax
 for name in kvjax.__all__:
     getattr(kvjax, name)
-import kvjax.fidelity.statistics, kvjax.fidelity.echo_report, kvjax.fidelity.report, kvjax.cost_model.fitting, kvjax.cost_model.regimes
+import kvjax.evaluation.statistics, kvjax.evaluation.recall_report, kvjax.evaluation.report
+import kvjax.cost_model.fitting, kvjax.cost_model.regimes
 from kvjax.serving import cli
 """
 NONE_CAME = f"assert not [name for name in {BLOCKED!r} if sys.modules[name]]"
@@ -54,8 +55,8 @@ def test_loading_generating_and_batches_need_no_extra(tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("fidelity", "kvjax fidelity needs statsmodels and matplotlib, not installed here: pip install 'kvjax[eval,plots]'"),
-        ("echo", "kvjax echo needs statsmodels, not installed here: pip install 'kvjax[eval]'"),
+        ("evaluate", "kvjax evaluate needs statsmodels and matplotlib, not installed here: pip install 'kvjax[eval,plots]'"),
+        ("recall", "kvjax recall needs statsmodels, not installed here: pip install 'kvjax[eval]'"),
         (
             "needle --prefill dense --prefill bounds:32",
             "kvjax needle with several --prefill needs statsmodels, not installed here: pip install 'kvjax[eval]'",
@@ -91,7 +92,7 @@ def test_a_command_that_needs_an_extra_says_so_at_once_in_one_line(line, said, t
 
 
 def test_functions_of_the_library_say_it_too(monkeypatch):
-    from kvjax.fidelity.statistics import paired, proportion
+    from kvjax.evaluation.statistics import paired, proportion
     from pallas_kernels.core.pictures import picture
 
     for name in BLOCKED:

@@ -123,7 +123,7 @@ def test_a_downward_import_is_allowed(name, code):
 
 
 HARNESS = ("pallas_kernels.bench", "kvjax.serving.bench", "kvjax.serving.cli.bench", "benchmarks")
-STILL = {f"kvjax.serving.cli.{name}" for name in ("cost", "cost_fit", "cost_mesh", "doctor", "echo")}
+STILL = {f"kvjax.serving.cli.{name}" for name in ("cost", "cost_fit", "cost_mesh", "doctor", "recall")}
 
 
 def test_only_benchmarks_import_the_harness():

@@ -25,7 +25,7 @@ def needs_extras(what: str, *extras: str) -> None:
     """Raise MissingExtra if a package of these extras is not installed. The message names the packages and the command that installs them.
 
     Args:
-        what: what needs them, as the message begins: "kvjax echo".
+        what: what needs them, as the message begins: "kvjax recall".
         extras: names in `EXTRAS`.
     """
     missing = {extra: [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None] for extra in extras}

@@ -30,7 +30,7 @@ from kvjax.serving.cli.options import (
 from pallas_kernels.core.optional import needs_extras
 
 if TYPE_CHECKING:
-    from kvjax.fidelity.retrieval import NeedleResult
+    from kvjax.evaluation.retrieval import NeedleResult
 
 
 def needle_command(
@@ -77,7 +77,7 @@ def needle_command(
 
     from rich.console import Console
 
-    from kvjax.fidelity.retrieval import needle_panel
+    from kvjax.evaluation.retrieval import find_needles
     from kvjax.policies.decode import parse
     from kvjax.policies.prefill import parse_prefill
     from kvjax.serving.cli.demo import table
@@ -95,7 +95,7 @@ def needle_command(
     with bar(Console(stderr=True)) as progress:
         task = progress.add_task("prefill", total=trials * length * len(prefills))
         for name in prefills:
-            found[name] = needle_panel(
+            found[name] = find_needles(
                 loaded,
                 haystack,
                 policies,
@@ -143,7 +143,7 @@ def _beside(first: str, other: str, reference: NeedleResult, result: NeedleResul
     """Needles found after one prefill policy compared with another, trial by trial, under one decode policy."""
     import dataclasses
 
-    from kvjax.fidelity.statistics import paired
+    from kvjax.evaluation.statistics import paired
 
     pair = paired(*([answer.hit for answer in each.answers] for each in (reference, result)))
     return {"prefill": other, "beside": first, "policy": result.policy, **dataclasses.asdict(pair)}
