@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.recall_tables import markdown, needles_table, recall_table
 from benchmarks.report import source
-from kvjax.evaluation.recall_tables import needles_table, recall_table
 from kvjax.evaluation.report import found_of, kinds_rows, lists_rows, points, policy_and_keys, remarks, table_rows
-from pallas_kernels.core.tables import markdown
 
 
 def evidence(runs: Sequence[dict[str, Any]]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.prefill_tables import layer_seconds
-from kvjax.evaluation.recall_tables import NOISE
+from kvjax.evaluation.teacher_forcing import ALONE
 from pallas_kernels.core import pictures
 from pallas_kernels.core.tables import tokens_text
 
@@ -58,7 +58,7 @@ def timed_points(runs: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]]
 def plot_against_time(runs: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]], file: Path) -> None:
     """Facts predicted, with Wilson intervals, over the time of one layer's attention over as many tokens: a panel per length, a point per
     policy. Policies that were timed at no length appear only in the legend. ValueError where nothing has both."""
-    rows = {(row["length"], row["policy"]): row for run in runs for row in run["rows"] if row["policy"] != NOISE}
+    rows = {(row["length"], row["policy"]): row for run in runs for row in run["rows"] if row["policy"] != ALONE}
     points = timed_points(runs, timed)
     shown = sorted({length for length, _ in points})
     if not shown:

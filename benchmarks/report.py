@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import block_mass, exchange, prefill_targets, tables
+from benchmarks import block_mass, exchange, prefill_targets, recall_tables, tables
 from benchmarks import prefill_tables as prefill_report
 from benchmarks.top_k import report as top_k_report
-from kvjax.evaluation import recall_tables
 from kvjax.serving.bench.tables import DRAFT_COLUMNS, STEP_COLUMNS, draft_cells, line_name, split_table, step_cells, time_table
 from pallas_kernels.bench.report import COLUMNS, cells, micro_text, speedup_text
 from pallas_kernels.core import pictures

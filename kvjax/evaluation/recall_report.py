@@ -1,4 +1,4 @@
-"""Makes the figures of a recall run, one JSON value, from its records. `kvjax.evaluation.recall_tables` makes tables of them."""
+"""Makes the figures of a recall run, one JSON value, from its records, and the rows of its table."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvjax.evaluation.prompt_recall import EARLY, LATE, RecallPlan
 from kvjax.evaluation.statistics import clustered, over_windows
 from kvjax.evaluation.teacher_forcing import ALONE
 from kvjax.policies.prefill import parse_prefill
+from pallas_kernels.core.tables import estimate, span
 
 VALID_SHARE = 0.9
 """Share of the repeated values, and of the tokens of passages, that dense must predict for a cell to be valid."""
@@ -97,3 +98,37 @@ def _validity(rows: Sequence[dict], control: str) -> dict[str, list[str]]:
     if window["passages"]["value"] > (1 - CONTROL_LOSS) * dense["passages"]["value"]:
         passages.append(f"the control {control} still predicts {window['passages']['value']:.1%} of {dense['passages']['value']:.1%}")
     return {"facts_invalid": facts, "passages_invalid": passages}
+
+
+COLUMNS = ("tokens", "prefill", "facts", "facts, 95%", "lost/gained", "facts, difference, 95%", "by distance", "passages")
+COLUMNS += ("passages, difference, 95%", "KL, text", "KL, text, 95%", "KL, all")
+
+
+def recall_rows(figures: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The cells of `COLUMNS`, a row per length and policy. Invalid cells are marked."""
+    return [_cells(row, next(cell for cell in figures["cells"] if cell["length"] == row["length"])) for row in figures["rows"]]
+
+
+def _cells(row: dict[str, Any], cell: dict[str, Any]) -> tuple[str, ...]:
+    name = f"{ALONE} (noise)" if row["policy"] == ALONE else row["policy"]
+    dense, kl = row["policy"] == "dense", row["kl_text"]
+    facts, passages = ("invalid", *[""] * 4), ("invalid", "")
+    if not cell["facts_invalid"]:
+        share, shares = row["share"], [f"{each['hits'] / each['facts']:.0%}" if each["facts"] else "-" for each in row["by_distance"]]
+        pairs = ("", "") if dense else ("-{lost}/+{gained}".format(**row["against_dense"]), estimate(row["against_dense"]["difference"]))
+        facts = (f"{row['hits']}/{row['facts']}", span(share["low"], share["high"]), *pairs, ", ".join(shares))
+    if not cell["passages_invalid"]:
+        passages = (f"{row['passages']['value']:.1%}", "" if dense else estimate(row["passages_against_dense"]))
+    apart = ("", "", "") if dense else (f"{kl['value']:.2g}", span(kl["low"], kl["high"], ".2g"), f"{row['kl']['value']:.2g}")
+    return f"{row['length']:,}", name, *facts, *passages, *apart
+
+
+def remarks(figures: dict[str, Any]) -> list[str]:
+    """Remarks below the table: invalid cells, lengths that are not finished, policies that failed."""
+    lines = []
+    for cell in figures["cells"]:
+        for which in ("facts", "passages"):
+            lines += [f"invalid, {which} at {cell['length']:,} tokens: {why}" for why in cell[f"{which}_invalid"]]
+        if cell["prompts"] < cell["of"]:
+            lines.append(f"{cell['length']:,} tokens: {cell['prompts']} of {cell['of']} prompts done")
+    return lines + [f"{name} failed and was left out: {why}" for name, why in figures["failed"].items()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.table import Table
@@ -23,8 +23,12 @@ from kvjax.evaluation.statistics import (
 )
 from kvjax.evaluation.teacher_forcing import ALONE
 from kvjax.policies.decode import DecodePolicy, Dense, Window, parse_recorded
+from pallas_kernels.core.optional import needs_extras
 from pallas_kernels.core.tables import estimate, span
 from pallas_kernels.core.tables import table as terminal_table
+
+if TYPE_CHECKING:
+    import pandas
 
 CONFIDENT_MARGIN = 1.0
 """Nats between dense's two most likely tokens above which a step counts as confident."""
@@ -265,28 +269,32 @@ def _pool(name: str, forced: Sequence[dict]) -> dict[str, Any]:
     }
 
 
-def csv_rows(figures: dict[str, Any]) -> list[dict[str, Any]]:
-    """One flat row per length, task, haystack and policy. Figures that have no task and haystack are repeated; missing ones are None."""
-    described = {entry["policy"]: entry["describe"] for entry in figures["policies"]}
-    rows = []
-    for row in figures["retrieval"]:
-        forced = _find(figures["forced"], row)
-        speed = _find(figures["speed"], row)
-        pairs = row["against_dense"] or {}
-        flat = {field: row[field] for field in ("length", "task", "haystack", "policy")}
-        flat |= {"describe": described.get(row["policy"], RULES["noise floor"]), "keys_per_step": row["keys_per_step"]}
-        flat |= {field: row[field] for field in ("hits", "trials", "invalid_trials", "lower_bound_95", "share_found")}
-        flat |= _spread("exact_match", row["exact_match"])
-        flat |= {field: pairs.get(field) for field in ("lost", "gained", "p_value", "p_loss")} | _spread(
-            "difference", pairs.get("difference")
-        )
-        for field in ("agreement", "kl", "total_variation", "perplexity_ratio"):
-            flat |= _spread(field, forced.get(field))
-        flat |= {"perplexity": forced.get("perplexity"), "exact_prefix": forced.get("exact_prefix", {}).get("median")}
-        flat |= {field: speed.get(field) for field in ("batch", "ms_per_step", "speed")}
-        rows.append(flat)
-    return rows
+def frame(figures: dict[str, Any]) -> pandas.DataFrame:
+    """One flat row per length, task, haystack and policy, of `CSV_COLUMNS`. Figures that have no task and haystack are repeated."""
+    needs_extras("a table of an evaluation", "eval")
+    import pandas
 
+    place, described = ["length", "policy"], {entry["policy"]: entry["describe"] for entry in figures["policies"]}
+    found, forced = (pandas.json_normalize(figures[kind], sep="_") for kind in ("retrieval", "forced"))
+    rows = found.drop(columns=["exact_match", "against_dense"], errors="ignore")  # None where dense cannot
+    rows = rows.merge(forced.drop(columns="keys_per_step"), "left", place).merge(
+        pandas.DataFrame(figures["speed"], columns=SPEED), "left", place
+    )
+    rows.columns = rows.columns.str.replace(r"^against_dense_|(?<!_p)_value$|_median$", "", regex=True)
+    rows["describe"] = rows["policy"].map(described).fillna(RULES["noise floor"])
+    return rows.reindex(columns=CSV_COLUMNS).convert_dtypes()
+
+
+SPEED = ["length", "policy", "batch", "ms_per_step", "speed"]
+
+
+def _ends(*names: str) -> list[str]:
+    return [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
+
+
+CSV_COLUMNS = ["length", "task", "haystack", "policy", "describe", "keys_per_step", "hits", "trials", "invalid_trials", "lower_bound_95"]
+CSV_COLUMNS += ["share_found", *_ends("exact_match"), "lost", "gained", "p_value", "p_loss"]
+CSV_COLUMNS += [*_ends("difference", "agreement", "kl", "total_variation", "perplexity_ratio"), "perplexity", "exact_prefix", *SPEED[2:]]
 
 COLUMNS = (
     "policy (keys)",
@@ -522,8 +530,3 @@ def _pairs(row: dict[str, Any]) -> str:
 def _find(rows: Sequence[dict], like: dict[str, Any]) -> dict[str, Any]:
     """The row of the same length and policy, or an empty one."""
     return next((row for row in rows if (row["length"], row["policy"]) == (like["length"], like["policy"])), {})
-
-
-def _spread(name: str, interval: dict[str, float] | None) -> dict[str, float | None]:
-    interval = interval or dict.fromkeys(("value", "low", "high"))
-    return {name: interval["value"], f"{name}_low": interval["low"], f"{name}_high": interval["high"]}

@@ -1,4 +1,4 @@
-"""Tests whether a difference between two policies is significant: intervals, paired tests and bootstraps, by scipy and statsmodels.
+"""Tests whether a difference between two policies is significant: intervals, paired tests and bootstraps, by scipy.
 
 Rates get Wilson intervals. Two policies that answered the same trials are compared pair by pair: only trials that one policy answered and
 the other did not tell them apart (McNemar). Teacher-forced steps are compared step by step. Steps of one window of text are not
@@ -16,7 +16,6 @@ import numpy as np
 from jaxtyping import Bool, Float
 from scipy import stats
 
-from pallas_kernels.core.optional import needs_extras
 from pallas_kernels.core.tables import estimate
 
 CONFIDENCE = 0.95
@@ -58,12 +57,15 @@ class Paired:
 
 
 def proportion(hits: float, trials: float) -> Interval:
-    """A share of successes and its Wilson 95% interval. Counts need not be whole numbers. ValueError for no trials."""
-    needs_extras("an interval of a share", "eval")
-    from statsmodels.stats.proportion import proportion_confint
+    """A share of successes and its Wilson 95% interval. ValueError for no trials.
 
+    Counts need not be whole numbers: those of clusters are not. scipy's interval takes only whole ones, so the formula stands here.
+    """
     _check_counts(hits, trials)
-    return Interval(hits / trials, *map(float, proportion_confint(hits, trials, alpha=1 - CONFIDENCE, method="wilson")))
+    share, weight = hits / trials, stats.norm.isf((1 - CONFIDENCE) / 2) ** 2 / trials
+    half = np.sqrt(weight * share * (1 - share) + weight**2 / 4)
+    ends = (share + weight / 2 + np.array([-half, half])) / (1 + weight)
+    return Interval(share, *np.clip(ends, 0.0, 1.0).tolist())
 
 
 def lower_bound(hits: int, trials: int, confidence: float = 0.975) -> float:
@@ -74,17 +76,15 @@ def lower_bound(hits: int, trials: int, confidence: float = 0.975) -> float:
 
 def paired(reference: Sequence[bool], policy: Sequence[bool]) -> Paired:
     """Compares two policies' successes on the same trials, in the same order. ValueError for rows of different lengths or no trial."""
-    needs_extras("a paired test", "eval")
-    from statsmodels.stats.contingency_tables import mcnemar
-
     first, second = np.asarray(reference, bool), np.asarray(policy, bool)
     if first.shape != second.shape or first.ndim != 1 or not first.size:
         raise ValueError(f"paired trials are two rows of one length, at least one trial, got {first.shape} and {second.shape}")
     both, lost, gained = (int(np.sum(which)) for which in (first & second, first & ~second, ~first & second))
     neither = first.size - both - lost - gained
-    p_loss = stats.binomtest(lost, lost + gained, 0.5, alternative="greater").pvalue if lost + gained else 1.0
-    p_value = mcnemar([[both, lost], [gained, neither]], exact=True).pvalue if lost + gained else 1.0
-    return Paired(both, lost, gained, neither, _newcombe(both, lost, gained, neither), float(p_value), float(p_loss))
+    # McNemar's exact test is the binomial one of the pairs that differ.
+    sides = ("two-sided", "greater") if lost + gained else ()
+    tests = [float(stats.binomtest(lost, lost + gained, alternative=side).pvalue) for side in sides] or [1.0, 1.0]
+    return Paired(both, lost, gained, neither, _newcombe(both, lost, gained, neither), *tests)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,8 +174,7 @@ def _design_effect(values: Float[np.ndarray, "clusters trials"]) -> float:
 def _newcombe(both: float, lost: float, gained: float, neither: float) -> Interval:
     """Difference of paired proportions by squaring and adding Wilson limits (Newcombe 1998, Statistics in Medicine 17:2635, method 10).
 
-    Computed here, because without discordant pairs the intervals of scipy and statsmodels for this difference have no width. Nor would a
-    bootstrap interval.
+    Computed here, because scipy has no interval for this difference. Without discordant pairs a bootstrap interval would have no width.
     """
     total = both + lost + gained + neither
     reference, policy = proportion(both + lost, total), proportion(both + gained, total)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import itertools
 import json
@@ -128,7 +127,7 @@ def evaluate_command(
     OUT/records.jsonl. To continue a killed run, run the same command again. A finished run only draws its pictures again.
     """
     end = None if minutes is None else time.monotonic() + 60 * minutes
-    needs_extras("kvjax evaluate", "eval", "plots")
+    needs_extras("kvjax evaluate", "eval")
     from rich.console import Console
 
     from kvjax.evaluation.run import BASELINES, EvaluationRun, Plan
@@ -230,27 +229,20 @@ def write_report(run: EvaluationRun, records: Iterable[dict[str, Any]], out: Pat
     import dataclasses
 
     from kvjax.evaluation.plots import draw
-    from kvjax.evaluation.report import csv_rows, remarks, summarize, tables
+    from kvjax.evaluation.report import frame, remarks, summarize, tables
+    from pallas_kernels.core.files import replacing
     from pallas_kernels.core.results import write_result
     from pallas_kernels.core.tables import show
 
     figures = summarize(run.plan, records)
     write_result(out / "evaluation.json", {"settings": source | dataclasses.asdict(run.plan), **figures})
-    _write_csv(out / "evaluation.csv", csv_rows(figures))
+    with replacing(out / "evaluation.csv") as partial:
+        frame(figures).to_csv(partial, index=False)
     pictures = draw(figures, out)
     show(*tables(figures))
     for line in remarks(figures):
         typer.echo(line)
     typer.echo("written: " + ", ".join(str(path) for path in (out / "evaluation.json", out / "evaluation.csv", *pictures)))
-
-
-def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    from pallas_kernels.core.files import replacing
-
-    with replacing(path) as partial, open(partial, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def _listed(text: str) -> tuple[str, ...]:

@@ -27,7 +27,6 @@ from kvjax.serving.cli.options import (
     token_count,
     whole,
 )
-from pallas_kernels.core.optional import needs_extras
 
 if TYPE_CHECKING:
     from kvjax.evaluation.retrieval import NeedleResult
@@ -70,8 +69,6 @@ def needle_command(
     With several prefill policies everything runs once for each, and paired differences from the first are printed.
     """
     prefills = list(dict.fromkeys(prefill or ["dense"]))
-    if len(prefills) > 1:
-        needs_extras("kvjax needle with several --prefill", "eval")
     haystack, names = read_texts(text)
     policies = policy or ["dense", "cascade:8"]
 

@@ -24,7 +24,6 @@ from kvjax.serving.cli.options import (
     read_texts,
     whole,
 )
-from pallas_kernels.core.optional import needs_extras
 
 
 def recall_command(
@@ -61,7 +60,6 @@ def recall_command(
     Facts are stated early in a prompt, and asked for and answered late in it. Passages appear twice. A repetition counts if the logits of
     prefill predict it. Dense has to do well and the control has to fail, or the cell is marked invalid.
     """
-    needs_extras("kvjax recall", "eval")
     source, names = read_texts(text)
 
     import dataclasses
@@ -69,8 +67,7 @@ def recall_command(
     from rich.console import Console
 
     from kvjax.evaluation.prompt_recall import RecallPlan, RecallRun
-    from kvjax.evaluation.recall_report import summarize
-    from kvjax.evaluation.recall_tables import COLUMNS, recall_rows, remarks
+    from kvjax.evaluation.recall_report import COLUMNS, recall_rows, remarks, summarize
     from kvjax.model.identity import fingerprint
     from kvjax.serving.bench.prefill import dense_at
     from kvjax.serving.progress import bar

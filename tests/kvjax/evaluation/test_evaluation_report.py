@@ -8,7 +8,7 @@ import pytest
 
 from kvjax.evaluation import report
 from kvjax.evaluation.plots import draw
-from kvjax.evaluation.report import controls, csv_rows, policy_and_keys, remarks, summarize, tables, verdicts
+from kvjax.evaluation.report import controls, frame, policy_and_keys, remarks, summarize, tables, verdicts
 from kvjax.evaluation.run import EvaluationRun, Plan, Unit
 from kvjax.evaluation.teacher_forcing import ALONE
 
@@ -101,7 +101,7 @@ def test_a_task_that_dense_cannot_do_has_counts_in_brackets_and_no_other_figures
     columns = {column.header: list(column.cells) for column in tables(found)[0].columns}
     assert columns["found"] == ["(1/20)", "(17/20)", "(15/20)", "(0/20)", "(18/20)"]
     assert set(columns["points, 95%"]) == {""}
-    assert csv_rows(found)[1]["exact_match"] is None
+    assert frame(found)["exact_match"].isna().all()
     assert "dense cannot, not counted: needle in codes at 2,048 tokens (1 of 20 found)" in remarks(found)
 
 
@@ -214,10 +214,13 @@ def test_tables_show_keys_and_the_noise_floor_beside_every_policy(figures):
 
 def test_figures_are_json_and_flat_rows_and_pictures(figures, tmp_path):
     assert json.loads(json.dumps(figures, allow_nan=False))["rules"]
-    rows = csv_rows(figures)
-    assert [row["policy"] for row in rows] == list(NAMES)
-    assert len({tuple(row) for row in rows}) == 1
-    assert rows[1]["describe"].startswith("top:8 (1,664 keys")
+    rows = frame(figures)
+    assert rows["policy"].tolist() == list(NAMES)
+    assert rows["describe"][1].startswith("top:8 (1,664 keys")
+    top, pairs = row_of(figures, "forced", "top:8"), row_of(figures, "retrieval", "top:8")["against_dense"]
+    wanted = [pairs["p_value"], pairs["difference"]["value"], pairs["difference"]["low"], top["kl"]["high"], top["perplexity"], 6.0, 10]
+    names = ["p_value", "difference", "difference_low", "kl_high", "perplexity", "exact_prefix", "batch"]
+    assert rows.loc[1, names].tolist() == pytest.approx(wanted)
     paths = draw(figures, tmp_path)
     assert [path.name for path in paths] == ["recall.png", "kl.png", "disagreements.png"]
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in paths)

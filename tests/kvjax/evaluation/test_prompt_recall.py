@@ -12,8 +12,7 @@ import pytest
 
 from kvjax.evaluation import needle, prompt_recall
 from kvjax.evaluation.prompt_recall import RecallPlan, RecallRun, RecallTask
-from kvjax.evaluation.recall_report import summarize
-from kvjax.evaluation.recall_tables import recall_rows, recall_table, remarks
+from kvjax.evaluation.recall_report import recall_rows, remarks, summarize
 from kvjax.evaluation.teacher_forcing import ALONE
 from kvjax.models import load
 from kvjax.models.needle import path
@@ -258,14 +257,13 @@ def test_tables_are_made_from_the_json(scripted):
     figures = summarize(run.plan, run.records(), run.failed)
     ScriptedEngine.missing = {}
     invalid = summarize(run.plan, run.records(), run.failed)
-    lines = recall_table([figures]).splitlines()
-    assert [line.split("|")[1:4] for line in lines[2:6]] == [
-        [" 512 ", " dense ", " 8/8 "],
-        [" 512 ", " window:16+64 ", " 0/8 "],
-        [" 512 ", " oracle:1 ", " 7/8 "],
-        [" 512 ", " dense again (noise) ", " 8/8 "],
+    rows = recall_rows(figures)
+    assert [row[:3] for row in rows[:4]] == [
+        ("512", "dense", "8/8"),
+        ("512", "window:16+64", "0/8"),
+        ("512", "oracle:1", "7/8"),
+        ("512", "dense again (noise)", "8/8"),
     ]
-    assert "| -1/+0 | -0.125 [" in lines[4]
-    text = recall_table([invalid])
-    assert text.count("| invalid |") == 2 * 8
-    assert "* invalid, facts at 640 tokens: the control window:16+64 loses only 0 of 8 facts" in text
+    assert (rows[2][4], rows[2][5][:8]) == ("-1/+0", "-0.125 [")
+    assert sum(row.count("invalid") for row in recall_rows(invalid)) == 2 * 8
+    assert "invalid, facts at 640 tokens: the control window:16+64 loses only 0 of 8 facts" in remarks(invalid)
