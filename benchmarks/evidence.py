@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.certificates import lists_rows
 from benchmarks.recall_tables import markdown, needles_table, recall_table
 from benchmarks.report import source
-from kvjax.evaluation.report import found_of, kinds_rows, lists_rows, points, policy_and_keys, remarks, table_rows
+from kvjax.evaluation.report import found_of, kinds_rows, points, policy_and_keys, remarks, table_rows
 
 
 def evidence(runs: Sequence[dict[str, Any]]) -> str:

@@ -101,7 +101,6 @@ def measure(
             free_steps=min(FREE_STEPS, steps),
             batch=run.batch,
             again=AGAIN,
-            certified_steps=0,
             seed=seed,
             prefill_chunk=2048,
         )

@@ -71,9 +71,6 @@ RULES = {
     "that count and on the forced steps: second against first, as they stand in the list.",
     "hold": "A policy holds where the paired interval of what it finds includes 0 or lies above, and its mean KL to dense is at most "
     f"{KEPT_KL} nats; said of at least {FEW_TRIALS} trials.",
-    "lists": "A list is the blocks of one KV head of one layer in one step, if there are more distant blocks than the budget. The oracle "
-    "chooses by the cache's own keys among all of them. Provably: by error bounds of the codes, from the largest error of each channel "
-    "(levels) or the largest norm of the errors of a key (norms), whatever the exact keys are.",
     "MB read": "Bytes of keys, values and indexes of a step of one sequence of the whole length, from sizes and the keys that were read.",
     "intervals": "KL and perplexity: 95% t interval over windows, one figure each, perplexities in pairs. "
     f"'..._within': 95% BCa bootstrap over blocks of {BLOCK_STEPS} steps of these very windows, which says nothing about others.",
@@ -196,18 +193,8 @@ def _forced_rows(plan: Plan, length: int, records: Sequence[dict]) -> list[dict[
                 for (low, high), w in zip(edges, within, strict=True)
             ],
         }
-        if any(name in r.get("lists", {}) for r in records):
-            row["lists"] = _added([r["lists"][name] for r in records])
         rows.append(row)
     return [row | ({"read_bytes": read[row["policy"]]} if row["policy"] in read else {}) for row in rows]
-
-
-def _added(counts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The sums of counts, which may stand in dictionaries of the same form."""
-    return {
-        name: _added([each[name] for each in counts]) if isinstance(first, dict) else sum(each[name] for each in counts)
-        for name, first in counts[0].items()
-    }
 
 
 def _contrasts(plan: Plan, records: Sequence[dict]) -> list[dict[str, Any]]:
@@ -334,8 +321,8 @@ def tables(figures: dict[str, Any]) -> list[Table]:
         title = f"{length:,} tokens: {first['task']} in {first['haystack']}, forced text, speed"
         made.append(terminal_table(columns, here, title=title))
         made[-1].rows[0].end_section = True  # a line after dense, the first row
-    more = {KINDS: kinds_rows(figures), LISTS: lists_rows(figures)}
-    return [*made, *(terminal_table(columns, rows, title=title) for title, (columns, rows) in more.items() if rows)]
+    columns, rows = kinds_rows(figures)
+    return [*made, terminal_table(columns, rows, title=KINDS)] if rows else made
 
 
 KINDS = "found, lost/gained against dense, and the difference in points with its 95% interval"
@@ -351,23 +338,6 @@ def kinds_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]
             found = [found_of(row) + ("" if name == "dense" or not row["trials"] else f", {_difference(row)}") for row in mine]
             rows.append([policy_and_keys(name), f"{length:,}", *found])
     return columns, rows
-
-
-LISTS = "lists of cascades that are the oracle's"
-LISTS_COLUMNS = ("policy (keys)", "tokens", "lists", "the oracle's", "provably, by levels", "by norms")
-LISTS_COLUMNS += ("as exact keys choose from the shortlist", "provably, by levels", "by norms")
-
-
-def lists_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]]]:
-    """Columns, and a row per length and cascade: how many of its lists are the oracle's (`kvjax.evaluation.bounds`). No rows where no
-    cascade with a fixed budget was run."""
-    rows = []
-    for row in figures["forced"]:
-        if counts := row.get("lists"):
-            found = [counts["equal"], *counts["certified"].values(), counts["chosen"], *counts["choice"].values()]
-            shares = [f"{count:,} ({count / counts['lists']:.1%})" if counts["lists"] else "" for count in found]
-            rows.append([policy_and_keys(row["policy"]), f"{row['length']:,}", f"{counts['lists']:,}", *shares])
-    return LISTS_COLUMNS, rows
 
 
 def remarks(figures: dict[str, Any]) -> list[str]:

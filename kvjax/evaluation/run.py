@@ -23,7 +23,6 @@ import numpy as np
 from kvjax.cost_model.bytes import step_bytes
 from kvjax.engine.capacity_plan import memory_plan
 from kvjax.engine.engine import Engine
-from kvjax.evaluation.bounds import can_certify, count_certified, declared_for
 from kvjax.evaluation.needle import encode_text, vocabulary_words
 from kvjax.evaluation.retrieval import ANSWER_ROOM, Answer, Arm, ask, forked, prefilled, prompt_start, step_seconds
 from kvjax.evaluation.tasks import HAYSTACKS, TASKS, answers_of, make_trials
@@ -58,8 +57,7 @@ class Plan:
     haystack at each length. distractors: additional facts, in the haystacks that have them. windows: disjoint pieces of text for teacher
     forcing. steps: forced tokens of each window. free_steps: tokens that are generated greedily, for the exact prefix. batch: contexts that
     are held and decoded together. again: how many of them in the noise floor, dense again; 1 costs most, and at most half of the batch is
-    used, so that the shapes differ. certified_steps: forced steps in which the lists of cascades are compared with the oracle's; this
-    compiles each cascade twice. cache_formats: texts of `kvjax.cache.formats`; every policy also runs over pages of each, by the name
+    used, so that the shapes differ. cache_formats: texts of `kvjax.cache.formats`; every policy also runs over pages of each, by the name
     "POLICY @ FORMAT". weights: names of packed weights, as "int8"; every policy also runs with each, by the name "POLICY @ weights int8".
     All are compared with dense over pages that are not packed and with the weights as they are.
     """
@@ -75,7 +73,6 @@ class Plan:
     free_steps: int = 128
     batch: int = 32
     again: int = 1
-    certified_steps: int = 32
     seed: int = 0
     page_size: int = 128
     prefill_chunk: int = 512
@@ -104,7 +101,6 @@ class Plan:
             ("windows", 2),
             ("batch", 2),
             ("again", 1),
-            ("certified_steps", 0),
             ("steps", 1),
             ("free_steps", 1),
             ("distractors", 0),
@@ -224,9 +220,6 @@ class EvaluationRun:
             texts = [window[cut:] for window in windows]
             forced = force(engine, sequences, texts, arms, again=self._again, on_step=lambda: advance(per_step))
             prefixes = exact_prefixes(engine, sequences, [text[0] for text in texts], arms, plan.free_steps, again=self._again)
-            fed = [window[cut : cut + min(plan.certified_steps, plan.steps)] for window in windows]
-            cascades = {name: arm for name, arm in arms.items() if fed[0] and can_certify(parse(arm.policy))}
-            lists = {name: count_certified(arm.engine, arm.sequences, fed, parse(arm.policy)) for name, arm in cascades.items()}
         return {
             "kind": "forced",
             "length": unit.length,
@@ -234,7 +227,6 @@ class EvaluationRun:
             "margin": _listed(forced.margin),
             "nll": _listed(forced.nll),
             "keys": forced.keys,
-            "lists": lists,
             "bytes": {name: self._bytes_read(policy, unit.length, forced.keys[name]) for name, policy in plan.of_variant(None).items()}
             | {"dense": self._bytes_read("dense", unit.length, forced.keys["dense"])},
             "beside": {
@@ -322,8 +314,6 @@ class EvaluationRun:
             sizes = {"policies": tuple(own.values()), "batch_buckets": (*buckets, rows)}
             options |= sizes | {"cache_format": cache_format}
         pages = self._pages(length)
-        watched = [declared_for(policy) for policy in map(parse, options["policies"]) if plan.certified_steps and can_certify(policy)]
-        options["policies"] = (*options["policies"], *watched)
         indexes = tuple(dict.fromkeys(spec for each in options["policies"] for spec in parse(each).indexes()))
         room = memory_plan(model.config, page_size=plan.page_size, indexes=indexes, weights_bytes=0, cache_format=cache_format)
         fits = room.pages_that_fit

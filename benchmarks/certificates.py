@@ -1,5 +1,7 @@
 """Counts how often a cascade provably lists what the oracle would list, from error bounds of the codes by which it chooses.
 
+    python -m benchmarks.certificates --policies cascade:4,cascade:4/all+8bit --length 6k --json FILE
+
 The oracle of a cascade chooses by the cache's own keys among all distant blocks (`cascade:K/all+cache`). A cascade knows less: of the
 blocks of its shortlist the keys in few bits, of all others their bounds. From these follows, for each query head and block, an interval in
 which the log-sum-exp of the exact logits lies. A list is certified if no exact logits within these intervals give another list.
@@ -12,21 +14,28 @@ codes of the block's keys leave out. The index does not hold that norm, 4 bytes 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+import typer
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from benchmarks.run import main, read_prompt
 from kvjax.cache.arrays import PagedKV
 from kvjax.engine.engine import Engine
 from kvjax.engine.sequence import CachedSequence
-from kvjax.evaluation.retrieval import forked
-from kvjax.policies.decode import Cascade, DecodePolicy, SelectContext, Stateless, select_and_attend
+from kvjax.evaluation.report import policy_and_keys
+from kvjax.evaluation.retrieval import forked, prefilled, prompt_start
+from kvjax.evaluation.teacher_forcing import text_windows
+from kvjax.policies.decode import Cascade, DecodePolicy, SelectContext, Stateless, parse, select_and_attend
 from kvjax.policies.decode.candidates import always_read
+from kvjax.serving.cli.options import JsonOption, ModelOption, TextOption, token_count, whole
+from pallas_kernels.core.results import write_result
+from pallas_kernels.core.tables import show, stages, table
 from pallas_kernels.page_format import unpack
 from pallas_kernels.page_index import code_errors, coded_keys
 from pallas_kernels.pages import Pages
@@ -271,7 +280,7 @@ class _Watched(Stateless):
 
 def count_certified(
     engine: Engine, sequences: Sequence[CachedSequence], continuations: Sequence[Sequence[int]], policy: Cascade
-) -> Mapping[str, Any]:
+) -> dict[str, Any]:
     """How many of a cascade's lists are the oracle's, and how many provably so, while it is fed the continuations.
 
     sequences: prefilled; forks of them are decoded. continuations: one per sequence, of one length. Returns counts over all steps, layers
@@ -297,3 +306,57 @@ def count_certified(
     for name in ("certified", "choice"):
         counts[name] = {bound: count(lambda each, name=name, bound=bound: getattr(each, name)[bound]) for bound in BOUNDS}
     return counts
+
+
+LISTS_COLUMNS = ("policy (keys)", "tokens", "lists", "the oracle's", "provably, by levels", "by norms")
+LISTS_COLUMNS += ("as exact keys choose from the shortlist", "provably, by levels", "by norms")
+
+
+def lists_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """Columns, and a row per length and cascade: how many of its lists are the oracle's. No rows where none was counted."""
+    rows = []
+    for row in figures["forced"]:
+        if counts := row.get("lists"):
+            found = [counts["equal"], *counts["certified"].values(), counts["chosen"], *counts["choice"].values()]
+            shares = [f"{count:,} ({count / counts['lists']:.1%})" if counts["lists"] else "" for count in found]
+            rows.append([policy_and_keys(row["policy"]), f"{row['length']:,}", f"{counts['lists']:,}", *shares])
+    return LISTS_COLUMNS, rows
+
+
+def certificates_command(
+    model: ModelOption = "needle",
+    policies: Annotated[str, typer.Option(help="Cascades with fixed budgets, separated by commas.")] = "cascade:4,cascade:4/all+8bit",
+    length: Annotated[int, typer.Option(help="Tokens of each window, the forced ones included.", **token_count(256))] = 8192,
+    windows: Annotated[int, typer.Option(help="Disjoint pieces of the text.", **whole())] = 2,
+    steps: Annotated[int, typer.Option(help="Forced tokens at the end of each window.", **whole(most=128))] = 32,
+    cache_format: Annotated[str | None, typer.Option(help="How full pages are packed.", show_default=False)] = None,
+    dtype: Annotated[str | None, typer.Option(help="Type of weights and cache. [default: as stored]", show_default=False)] = None,
+    text: TextOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Count how many lists of cascades are the oracle's while text is forced, and how many provably so.
+
+    A list is the blocks of one KV head of one layer in one step, if there are more distant blocks than the budget.
+    """
+    named = {name.strip(): parse(name.strip()) for name in policies.split(",")}
+    if bad := [name for name, policy in named.items() if not can_certify(policy)]:
+        raise typer.BadParameter(f"{bad[0]} has no certificate: name cascades without a share of attention", param_hint="--policies")
+    loaded, ids = read_prompt(model, dtype, text or (), windows * length)
+    pieces = text_windows(np.asarray(ids), length, windows, prompt_start(loaded.tokenizer))
+    buckets = (windows,) if cache_format is None else (windows, 2 * windows)  # forks of packed pages need rows of open ones
+    declared = [each for policy in named.values() for each in (policy, declared_for(policy))]
+    sizes = {"pages": windows * (-(-length // 128) + 3), "batch_buckets": buckets, "cache_format": cache_format}
+    engine, rows = Engine(loaded, policies=declared, **sizes), []
+    with stages("prefill") as say, prefilled(engine, [piece[:-steps] for piece in pieces]) as held:
+        for name, policy in named.items():
+            say(name)
+            counts = count_certified(engine, held, [piece[-steps:] for piece in pieces], policy)
+            rows.append({"length": length, "policy": name, "lists": counts})
+    show(table(*lists_rows({"forced": rows})))
+    if json_out is not None:
+        settings = {"model": loaded.name, "windows": windows, "steps": steps, "cache_format": cache_format}
+        write_result(json_out, {"bench": "certificates", "settings": settings, "forced": rows})
+
+
+if __name__ == "__main__":
+    main(certificates_command)

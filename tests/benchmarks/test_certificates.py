@@ -2,24 +2,29 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quick_cases import rest_long
 from tiny_models import shallow
+from typer.testing import CliRunner
 
+from benchmarks import certificates
+from benchmarks.certificates import BOUNDS, certify, count_certified
 from kvjax import Engine
 from kvjax.cache import PagedKV
-from kvjax.evaluation import bounds
-from kvjax.evaluation.bounds import BOUNDS, certify, count_certified
 from kvjax.policies.decode import Cascade, SelectContext, parse
 from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import Pages
 
+APP = typer.Typer()
+APP.command()(certificates.certificates_command)
 P, BS, G, D, PAGES = 16, 8, 2, 16, 8
 COUNT, LENGTH = PAGES * P // BS, PAGES * P - 3
 SIZES = {"sink": 1, "local": 1, "block_size": BS}
@@ -131,8 +136,8 @@ def test_certificates_are_given():
 
 @pytest.mark.parametrize("bound", rest_long(BOUNDS, "levels"))
 def test_half_of_an_error_bound_is_too_little(bound, monkeypatch):
-    sound = bounds._Codes.error
-    monkeypatch.setattr(bounds._Codes, "error", lambda self, name: sound(self, name) * (0.5 if name == bound else 1))
+    sound = certificates._Codes.error
+    monkeypatch.setattr(certificates._Codes, "error", lambda self, name: sound(self, name) * (0.5 if name == bound else 1))
     program.cache_clear()
     with pytest.raises(AssertionError):
         check_rounded(POLICIES["4 bits of all"])
@@ -156,8 +161,8 @@ def one_key_against_many():
 def test_bounds_are_of_one_key(monkeypatch):
     policy = Cascade(1, 1, "cache", **SIZES)
     assert check(policy, *one_key_against_many()) == 0
-    sound = bounds._Codes._by_bounds
-    monkeypatch.setattr(bounds._Codes, "_by_bounds", lambda self, *given: sound(self, *given) - np.log(BS))
+    sound = certificates._Codes._by_bounds
+    monkeypatch.setattr(certificates._Codes, "_by_bounds", lambda self, *given: sound(self, *given) - np.log(BS))
     with pytest.raises(AssertionError):
         check(dataclasses.replace(policy, sink=2), *one_key_against_many())
 
@@ -179,3 +184,25 @@ def test_an_engine_counts_lists(cache_format, model, text):
 def test_other_policies_have_no_certificate(name):
     with pytest.raises(ValueError, match="has no certificate"):
         certify(parse(name), jnp.zeros((1, 1, 2, 16)), None, None)
+
+
+def test_a_table_has_shares_of_the_lists():
+    counts = {"lists": 40, "equal": 20, "chosen": 30, "certified": {"levels": 2, "norms": 4}, "choice": {"levels": 2, "norms": 4}}
+    columns, rows = certificates.lists_rows({"forced": [{"policy": "cascade:1", "length": 2048, "lists": counts}, {"policy": "dense"}]})
+    assert rows == [["cascade:1 (768)", "2,048", "40", "20 (50.0%)", "2 (5.0%)", "4 (10.0%)", "30 (75.0%)", "2 (5.0%)", "4 (10.0%)"]]
+    assert len(columns) == len(rows[0])
+
+
+@pytest.mark.long
+def test_the_command_counts_and_writes(tmp_path):
+    sizes = ["--length", "1k", "--windows", "1", "--steps", "1", "--policies", "cascade:1/all+8bit"]
+    done = CliRunner().invoke(APP, [*sizes, "--json", str(tmp_path / "counts.json")])
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads((tmp_path / "counts.json").read_text())["forced"]
+    assert row["policy"] == "cascade:1/all+8bit"
+    assert row["lists"]["lists"] >= row["lists"]["equal"] >= row["lists"]["certified"]["norms"]
+
+
+def test_the_command_refuses_a_policy_without_a_certificate():
+    done = CliRunner().invoke(APP, ["--policies", "cascade:4,top:4"])
+    assert (done.exit_code, "top:4 has no certificate" in done.output) == (2, True)
