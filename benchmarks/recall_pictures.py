@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.prefill_tables import layer_seconds
+from kvjax.evaluation.plots import reach
 from kvjax.evaluation.teacher_forcing import ALONE
 from pallas_kernels.core import pictures
 from pallas_kernels.core.tables import tokens_text
@@ -23,13 +24,9 @@ def plot(runs: Sequence[dict[str, Any]], file: Path) -> None:
             here = [(place, rows[length, name]) for place, name in enumerate(policies) if (length, name) in rows]
             places = [place + 0.26 * (number - (len(lengths) - 1) / 2) for place, _ in here]
             shares, label = [row["share"] for _, row in here], f"{tokens_text(length)} tokens"
-            errors = [
-                [max(0.0, each["value"] - each["low"]) for each in shares],
-                [max(0.0, each["high"] - each["value"]) for each in shares],
-            ]
             # Colours are for policies, so lengths are grey, the longest the darkest.
             style = {"width": 0.24, "color": f"{0.8 - 0.55 * number / max(len(lengths) - 1, 1):.2f}", "ecolor": "C1", "label": label}
-            above.bar(places, [each["value"] for each in shares], yerr=errors, capsize=2, **style)
+            above.bar(places, [each["value"] for each in shares], yerr=reach(shares), capsize=2, **style)
             apart = [(place, row["kl_text"]["value"]) for place, (_, row) in zip(places, here, strict=True) if row["policy"] != "dense"]
             below.bar(*zip(*apart, strict=True), **style)
         above.set(ylabel="facts predicted (95%)", ylim=(0, 1.05))
@@ -69,8 +66,7 @@ def plot_against_time(runs: Sequence[dict[str, Any]], timed: Sequence[dict[str, 
                 if (length, name) not in points:
                     continue
                 share, at = rows[length, name]["share"], points[length, name] * 1e3
-                errors = [[max(0.0, share["value"] - share["low"])], [max(0.0, share["high"] - share["value"])]]
-                axis.errorbar(at, share["value"], yerr=errors, fmt="o", capsize=2, label=name, color=pictures.color_of(name))
+                axis.errorbar(at, share["value"], yerr=reach([share]), fmt="o", capsize=2, label=name, color=pictures.color_of(name))
             axis.set(title=f"{tokens_text(length)} tokens", xlabel="ms per layer", ylim=(0, 1.05))
             axis.grid()
         for axis in axes.flat[len(shown) :]:

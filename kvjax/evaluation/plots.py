@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,11 @@ def draw(figures: dict[str, Any], folder: Path) -> list[Path]:
                     axis.set_xlabel("")
             legend_below(figure, axes.flat)
     return paths
+
+
+def reach(intervals: Sequence[Mapping[str, float]]) -> list[list[float]]:
+    """How far intervals reach below and above their values, as matplotlib takes errors."""
+    return [[max(sign * (each[end] - each["value"]), 0) for each in intervals] for end, sign in (("low", -1), ("high", 1))]
 
 
 def recall(figures: dict[str, Any], length: int, axis: Axes) -> None:
@@ -81,8 +86,7 @@ def _by_budget(axis: Axes, rows: Iterable[dict], field: str, mark: str, kind: st
         if name == "dense":
             axis.axhline(found["value"], linestyle=":", **style)
         elif name != ALONE:
-            reach = [[max(found["value"] - found["low"], 0)], [max(found["high"] - found["value"], 0)]]
-            axis.errorbar([row["keys_per_step"]], [found["value"]], reach, marker=mark, linestyle="none", capsize=3, **style)
+            axis.errorbar([row["keys_per_step"]], [found["value"]], reach([found]), marker=mark, linestyle="none", capsize=3, **style)
     log_ticks(axis.xaxis, most=4)
     axis.set(xlabel="keys read per step")
     axis.grid()

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.engine.engine import Engine
 from kvjax.engine.sequence import CachedSequence
 from kvjax.evaluation.needle import NeedleTask, encode, encode_text, vocabulary_words
-from kvjax.evaluation.retrieval import prompt_start
+from kvjax.evaluation.retrieval import check_positions, prompt_start
 from kvjax.evaluation.teacher_forcing import ALONE, divergence
 from kvjax.model.protocols import Model
 from kvjax.policies.prefill import DensePrefill, PrefillPolicy, parse_prefill
@@ -237,9 +237,7 @@ class RecallRun:
     def __init__(self, model: Model, text: str, plan: RecallPlan):
         self.plan, self.failed = plan, {}
         longest = max(plan.lengths)
-        if longest > model.config.max_positions:
-            known = f"the model's {model.config.max_positions:,} positions{model.config.for_longer(longest)}"
-            raise ValueError(f"a length of {longest:,} tokens is more than {known}")
+        check_positions(model, longest)
         tokenizer, sizes = model.tokenizer, {"passages": plan.passages, "passage_tokens": plan.passage_tokens, "run_in": plan.run_in}
         ids, words, prefix = encode_text(tokenizer, text), vocabulary_words(tokenizer), prompt_start(tokenizer)
         self.task = RecallTask(tokenizer, ids, words, plan.facts_per_prompt, **sizes, prefix_ids=prefix)

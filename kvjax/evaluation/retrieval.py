@@ -119,6 +119,13 @@ def prompt_start(tokenizer: Any) -> tuple[int, ...]:
     return tuple(tokenizer.encode(""))
 
 
+def check_positions(model: Model, longest: int) -> None:
+    """ValueError if a context of `longest` tokens is longer than the model's positions."""
+    if longest > model.config.max_positions:
+        known = f"the model's {model.config.max_positions:,} positions{model.config.for_longer(longest)}"
+        raise ValueError(f"a length of {longest:,} tokens is more than {known}")
+
+
 def needle_exact_match(
     engine: Engine,
     trials: Sequence[Trial],

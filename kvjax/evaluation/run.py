@@ -24,7 +24,7 @@ from kvjax.cost_model.bytes import step_bytes
 from kvjax.engine.capacity_plan import memory_plan
 from kvjax.engine.engine import Engine
 from kvjax.evaluation.needle import encode_text, vocabulary_words
-from kvjax.evaluation.retrieval import ANSWER_ROOM, Answer, Arm, ask, forked, prefilled, prompt_start, step_seconds
+from kvjax.evaluation.retrieval import ANSWER_ROOM, Answer, Arm, ask, check_positions, forked, prefilled, prompt_start, step_seconds
 from kvjax.evaluation.tasks import HAYSTACKS, TASKS, answers_of, make_trials
 from kvjax.evaluation.teacher_forcing import ALONE, exact_prefixes, few_rows, force, text_windows
 from kvjax.model.protocols import Model
@@ -167,9 +167,7 @@ class EvaluationRun:
         if plan.weights and packed is None:
             raise ValueError(f"weights {', '.join(plan.weights)} need `packed`, which gives the model with such weights")
         longest = max(plan.lengths)
-        if longest > model.config.max_positions:
-            known = f"the model's {model.config.max_positions:,} positions{model.config.for_longer(longest)}"
-            raise ValueError(f"a length of {longest:,} tokens is more than {known}")
+        check_positions(model, longest)
         self.text_ids = encode_text(model.tokenizer, text)
         self._engines: dict[str | None, Engine] | None = None
         self._trials = functools.lru_cache(maxsize=2)(self._draw)

@@ -39,18 +39,23 @@ class Interval:
 
 
 @dataclasses.dataclass(frozen=True)
-class Paired:
-    """One policy against the reference on the same trials.
-
-    both, lost, gained, neither: number of trials answered by both, by the reference only, by the policy only, by none. difference: the
-    policy's share minus the reference's. p_value: exact McNemar, two-sided. p_loss: exact binomial, one-sided; its null hypothesis is that
-    the policy is no worse.
-    """
+class Pairs:
+    """Trials that were answered by two policies (both), by the reference only (lost), by the policy only (gained), by none (neither)."""
 
     both: int
     lost: int
     gained: int
     neither: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Paired(Pairs):
+    """One policy against the reference on the same trials.
+
+    difference: the policy's share minus the reference's. p_value: exact McNemar, two-sided. p_loss: exact binomial, one-sided; its null
+    hypothesis is that the policy is no worse.
+    """
+
     difference: Interval
     p_value: float
     p_loss: float
@@ -79,8 +84,7 @@ def paired(reference: Sequence[bool], policy: Sequence[bool]) -> Paired:
     first, second = np.asarray(reference, bool), np.asarray(policy, bool)
     if first.shape != second.shape or first.ndim != 1 or not first.size:
         raise ValueError(f"paired trials are two rows of one length, at least one trial, got {first.shape} and {second.shape}")
-    both, lost, gained = (int(np.sum(which)) for which in (first & second, first & ~second, ~first & second))
-    neither = first.size - both - lost - gained
+    both, lost, gained, neither = _counted(first, second)
     # McNemar's exact test is the binomial one of the pairs that differ.
     sides = ("two-sided", "greater") if lost + gained else ()
     tests = [float(stats.binomtest(lost, lost + gained, alternative=side).pvalue) for side in sides] or [1.0, 1.0]
@@ -88,18 +92,14 @@ def paired(reference: Sequence[bool], policy: Sequence[bool]) -> Paired:
 
 
 @dataclasses.dataclass(frozen=True)
-class Clustered:
+class Clustered(Pairs):
     """One policy against the reference on trials that come in clusters of one size, several to a prompt.
 
-    both, lost, gained, neither: as in `Paired`. difference: of the shares, policy minus reference, with Newcombe's interval. share: the
-    policy's own, with Wilson's interval. Both intervals use counts divided by a design effect: the variance of the clusters' means over
-    that of independent trials, at least 1. design_effect: that of the difference.
+    share: the policy's own, with Wilson's interval. difference: of the shares, policy minus reference, with Newcombe's interval. Both use
+    counts divided by a design effect: the variance of the clusters' means over that of independent trials, at least 1. design_effect: that
+    of the difference.
     """
 
-    both: int
-    lost: int
-    gained: int
-    neither: int
     share: Interval
     difference: Interval
     design_effect: float
@@ -111,7 +111,7 @@ def clustered(reference: Bool[np.ndarray, "clusters trials"], policy: Bool[np.nd
     first, second = np.asarray(reference, bool), np.asarray(policy, bool)
     if first.shape != second.shape or first.ndim != 2 or len(first) < 2 or not first.size:
         raise ValueError(f"clustered trials are two tables of one shape, at least two clusters, got {first.shape} and {second.shape}")
-    counts = [int(np.sum(which)) for which in (first & second, first & ~second, ~first & second, ~first & ~second)]
+    counts = _counted(first, second)
     effect = _design_effect(second.astype(float) - first)
     hits, own = counts[0] + counts[2], _design_effect(second.astype(float))
     return Clustered(*counts, proportion(hits / own, first.size / own), _newcombe(*(count / effect for count in counts)), effect)
@@ -163,6 +163,10 @@ def _bootstrapped(sample: Float[np.ndarray, " n"], statistic: Callable) -> Inter
         return Interval(value, value, value)
     done = stats.bootstrap((sample,), statistic, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="BCa", rng=0)
     return Interval(value, float(done.confidence_interval.low), float(done.confidence_interval.high))
+
+
+def _counted(first: np.ndarray, second: np.ndarray) -> list[int]:
+    return [int(np.sum(which)) for which in (first & second, first & ~second, ~first & second, ~first & ~second)]
 
 
 def _design_effect(values: Float[np.ndarray, "clusters trials"]) -> float:

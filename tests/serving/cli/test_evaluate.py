@@ -189,25 +189,20 @@ def test_another_run_does_not_go_on_with_the_records_of_this_one(whole, argument
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (["--policies", "best"], "'best' is not understood; there are dense"),
         (["--policies", "window:100"], "leaves no window"),
         (["--policies", " , "], "policies must be at least one"),
         (["--policies", "baselines,top:4"], "each once, got dense, window:640, top:4, mean:4, cascade:4/all+1bit"),
         (["--lengths", "1k"], "1,024 tokens is more than the model's 512 positions"),
-        (["--lengths", "many"], "many"),
         (["--tasks", "haiku"], "'haiku' is not known"),
         (["--haystacks", "hay"], "'hay' is not known"),
         (["--windows", "90"], "pass a longer text, or use fewer or shorter windows"),
         (["--steps", "300"], "use fewer steps"),
         (["--trials", "1"], "Invalid value for '--trials': must be a whole number from 2 to 65536, got 1"),
-        (["--dtype", "int8"], "int8"),
-        (["--text", "none.txt"], "none.txt"),
-        (["--out", "{file}"], "is a file."),
     ],
 )
-def test_bad_input_is_one_line_that_names_it(arguments, kvjax, tmp_path, text, change, said):
-    out = ["--out", tmp_path / "run"]
-    status, _, err = kvjax(*arguments, *out, *(word.replace("{file}", str(text)) for word in change))
+def test_bad_input_is_one_line_that_names_it(arguments, kvjax, tmp_path, change, said):
+    """More of it is in tests/serving/test_bad_command_lines.py."""
+    status, _, err = kvjax(*arguments, "--out", tmp_path / "run", *change)
     assert status == 2
     assert said in " ".join(err.split())
     assert "Traceback" not in err
