@@ -5,6 +5,7 @@ import functools
 import gc
 import importlib
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
@@ -432,6 +433,14 @@ def test_lock_satisfies_pyproject():
     for requirement in map(Requirement, lines):
         assert normal(requirement.name) in VERSIONS, f"{requirement} is not locked: run `make lock`"
         assert requirement.specifier.contains(VERSIONS[normal(requirement.name)]), f"{requirement} is locked otherwise: run `make lock`"
+
+
+def test_every_name_is_defined_but_dimensions_in_annotations():
+    """Ruff takes the letters of jaxtyping's shapes for names, so its rule F821 is off; names longer than those are mistakes."""
+    command = [sys.executable, "-m", "ruff", "check", "--select", "F821", "--output-format", "json", "--exit-zero", ROOT]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    names = {(item["filename"], item["message"].split("`")[1]) for item in found}
+    assert names and not {(file, name) for file, name in names if len(name) > 2}
 
 
 def test_ruff_is_the_locked_one():

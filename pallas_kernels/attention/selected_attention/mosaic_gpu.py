@@ -26,7 +26,7 @@ from pallas_kernels.attention.gather_attention import listed, mma
 from pallas_kernels.attention.gather_attention import mosaic_gpu as gather
 from pallas_kernels.attention.selected_attention import refined
 from pallas_kernels.attention.selected_attention.api import Call
-from pallas_kernels.hopper.decode import decode_fold
+from pallas_kernels.hopper.decode import decode_fold, index_scores
 from pallas_kernels.hopper.decode import wgmma_fold as tiles
 from pallas_kernels.hopper.decode.index_scores import CodedKeys
 from pallas_kernels.hopper.decode.key_scores import PageKeys

@@ -226,7 +226,7 @@ def _estimate(r: Shape, cta, head, sinks, found, source, scratch) -> None:
     lane_copies.pipeline(count, DEPTH, locate, fetch, consume_block, carry)
 
 
-def _tiles_of(s: decode_turns.Shape, numbers: list) -> list[list]:
+def _tiles_of(s: decode_fold.Shape, numbers: list) -> list[list]:
     """What `CodedKeys.scaled` found, per column tile."""
     each = len(numbers) // s.column_tiles
     return [numbers[i * each :][:each] for i in range(s.column_tiles)]

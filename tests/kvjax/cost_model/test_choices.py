@@ -26,6 +26,7 @@ from kvjax.cost_model.prefill_times import layer_sizes
 from kvjax.serving.bench.decode import config_of
 
 TABLE = json.loads((Path(__file__).parent / "choices.json").read_text())
+EVIDENCE = tuple(row for row in recorded_evidence() if row.model == "needle")
 KNOWN = {cost.formats: cost for cost in known_cost_models()}
 DIFFERENT = {
     ("bfloat16", "needle", "kl=1,loss=1", 4, 1, None, 8, 16_384): ("dense", "top:8"),
@@ -39,7 +40,7 @@ DIFFERENT = {
 def auto_of(row):
     cost = with_known(KNOWN[row["formats"]], "bus", "exchanges")
     mesh = {name: row[name] for name in ("tensor", "context")}
-    return Auto(row["level"], Bound(config_of(row["shape"]), "bfloat16", 128, "f", cost, recorded_evidence(), weights=cost.weights, **mesh))
+    return Auto(row["level"], Bound(config_of(row["shape"]), "bfloat16", 128, "f", cost, EVIDENCE, weights=cost.weights, **mesh))
 
 
 def differences(rows):

@@ -87,7 +87,7 @@ WRONG_COSTS = [
 WRONG_ROWS = [
     (("model",), 5, "model of evidence must be text, got 5"),
     (("policy",), [], "policy of evidence must be text"),
-    (("length",), 8192.0, "length of the evidence for mean:16 from .* must be a whole number"),
+    (("length",), 8192.0, "length of the evidence for .* from .* must be a whole number"),
     (("kl",), "0", "kl of the evidence .* must be a finite number"),
     (("valid",), 1.5, "valid of the evidence .* must be a whole number, got 1.5"),
     (("valid",), INF, "valid of the evidence .* must be a whole number, got inf"),
