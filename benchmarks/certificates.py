@@ -7,8 +7,8 @@ blocks of its shortlist the keys in few bits, of all others their bounds. From t
 which the log-sum-exp of the exact logits lies. A list is certified if no exact logits within these intervals give another list.
 
 Two error bounds of a logit are tried, each for all keys of a block. "levels": the index alone says by how much a key can differ in each
-channel (`pallas_kernels.page_index.code_errors`). "norms": by Cauchy and Schwarz, the norm of the query times the largest norm of what the
-codes of the block's keys leave out. The index does not hold that norm, 4 bytes per block; here it is computed from the cache.
+channel (`pallas_kernels.selection.page_index.code_errors`). "norms": by Cauchy and Schwarz, the norm of the query times the largest norm of
+what the codes of the block's keys leave out. The index does not hold that norm, 4 bytes per block; here it is computed from the cache.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from kvjax.evaluation.teacher_forcing import text_windows
 from kvjax.policies.decode import Cascade, DecodePolicy, SelectContext, Stateless, parse, select_and_attend
 from kvjax.policies.decode.candidates import always_read
 from kvjax.serving.cli.options import JsonOption, ModelOption, TextOption, token_count, whole
+from pallas_kernels.core.page_format import unpack
+from pallas_kernels.core.pages import Pages
 from pallas_kernels.core.results import write_result
+from pallas_kernels.core.soft_cap import Scale, SoftCap, factor_of, scaled
 from pallas_kernels.core.tables import show, stages, table
-from pallas_kernels.page_format import unpack
-from pallas_kernels.page_index import code_errors, coded_keys
-from pallas_kernels.pages import Pages
-from pallas_kernels.soft_cap import Scale, SoftCap, factor_of, scaled
+from pallas_kernels.selection.page_index import code_errors, coded_keys
 
 BOUNDS = ("levels", "norms")
 """Error bounds of logits."""

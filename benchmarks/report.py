@@ -297,7 +297,7 @@ def plot_timeline(rows: Sequence[Row], file: Path) -> None:
                 if (last - first) * 1e-6 >= NAMED_SECONDS:
                     place = {"ha": "center", "va": "center", "rotation": 0 if (last - first) * 1e-6 >= 3 * NAMED_SECONDS else 90}
                     ink = "white" if name in ("span", "selected") else "black"
-                    axis.text((first + last) / 2, line, name, color=ink, size=pictures.LEAST_POINTS, **place)
+                    axis.text((first + last) / 2, line, name, color=ink, size=pictures.MIN_POINTS, **place)
         axis.set(xlim=(0, TIMELINE_SECONDS * 1e6), xlabel="us from the first product of the step")
         axis.set_yticks(range(len(rows)), [f"{row['shape']}\n{line_name(row)}" for row in rows])
         axis.invert_yaxis()

@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvjax.registry import lives_in
+from pallas_kernels.core.renamed import answer
 
 if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax import cost_model as cost_model
@@ -41,8 +42,8 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax.scheduler.scheduler import Scheduler
     from kvjax.scheduler.scoring import Score, score
     from kvjax.serving import run_batch
-    from kvjax.serving.session.runtime import Session, SessionRuntime
-    from pallas_kernels.dispatch import forced as dispatch
+    from kvjax.serving.sessions.runtime import Session, SessionRuntime
+    from pallas_kernels.core.dispatch import forced as dispatch
 
 __version__ = "0.2.0"
 
@@ -105,12 +106,12 @@ _HOMES = {
     "Sampling": "kvjax.engine.sampling",
     "Scheduler": "kvjax.scheduler.scheduler",
     "Score": "kvjax.scheduler.scoring",
-    "Session": "kvjax.serving.session.runtime",
-    "SessionRuntime": "kvjax.serving.session.runtime",
+    "Session": "kvjax.serving.sessions.runtime",
+    "SessionRuntime": "kvjax.serving.sessions.runtime",
     "SinkWindow": "kvjax.policies.prefill",
     "TopBlocks": "kvjax.policies.decode",
     "Window": "kvjax.policies.decode",
-    "dispatch": "pallas_kernels.dispatch:forced",
+    "dispatch": "pallas_kernels.core.dispatch:forced",
     "generate": "kvjax.generation",
     "load": "kvjax.models",
     "memory_plan": "kvjax.engine.capacity_plan",
@@ -132,6 +133,8 @@ lives_in("policy", "auto", "kvjax.cost_model.auto", "Auto")
 lives_in("prefill policy", "auto", "kvjax.cost_model.auto", "AutoPrefill")
 # The oracle is for measuring, so it lives with the measures.
 lives_in("prefill policy", "oracle", "kvjax.evaluation.oracle_blocks", "oracle")
+
+answer({"kvjax.bill": "kvjax.cost_model: a Bill is a CostModel, known_bill is known_cost_model (docs/cost-model.md)"})
 
 
 def __getattr__(name: str) -> Any:

@@ -13,8 +13,8 @@ import pytest
 from benchmarks import report
 from benchmarks.evidence import load
 from kvjax.cache.formats import parse_cache_format
-from pallas_kernels.pack_pages import pack_pages
-from pallas_kernels.page_format import PageFormat, unpack
+from pallas_kernels.cache.pack_pages import pack_pages
+from pallas_kernels.core.page_format import PageFormat, unpack
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "cache-formats.md"

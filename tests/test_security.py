@@ -91,7 +91,7 @@ TYPED = {
     "kvjax/evaluation/retrieval.py": "arguments",
     "kvjax/policies/decode/__init__.py": "exports it",
     "kvjax/policies/prefill/__init__.py": "exports it",
-    "serving/batch/continuing.py": "arguments of a job",
+    "serving/batch/resume.py": "arguments of a job",
     "serving/batch/job.py": "arguments of a job",
     "serving/bench/decode.py": "options",
     "serving/bench/prefill.py": "options",

@@ -12,7 +12,7 @@ from kvjax.evaluation.estimates import share_text
 from kvjax.evaluation.missed import COST, sample
 from kvjax.policies.prefill.bounds import ByBounds
 from kvjax.policies.prefill.lists import check_sizes, covered_tokens, sorted_lists
-from pallas_kernels.select_tiles.api import POOLINGS
+from pallas_kernels.selection.select_tiles.api import POOLINGS
 
 EVERY = (16, 64, 256, 1024, 4096)
 """One query in this many is drawn. Longer sequences allow only larger numbers."""

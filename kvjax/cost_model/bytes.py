@@ -24,7 +24,7 @@ from kvjax.model.weight_formats import FormatOf, format_function, table_shape, w
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.cascade import Cascade
 from kvjax.policies.decode.top_tokens import TopTokens
-from pallas_kernels.page_format import CODES
+from pallas_kernels.core.page_format import CODES
 
 TIERS = ("device", "host", "disk")
 """Where keys and values may be stored. Weights and indexes are always on the device (BRL-2026-07, section 10)."""

@@ -34,7 +34,7 @@ from kvjax.model.identity import fingerprint
 from kvjax.model.protocols import Model
 from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import identity
-from pallas_kernels import dispatch
+from pallas_kernels.core import dispatch
 from pallas_kernels.core.messages import shown
 
 if TYPE_CHECKING:

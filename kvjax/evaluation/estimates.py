@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.arrays import PagedKV
 from kvjax.evaluation.key_walk import padded_tokens, probabilities, tile_tokens, walk_keys
 from kvjax.policies.prefill.base import PrefillContext
-from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.attention.flash_attention import flash_attention
 
 
 def mean_queries(q: Float[Array, "T H D"], start: Int[Array, ""], length: Int[Array, ""], chi: int) -> Float[Array, "C H D"]:

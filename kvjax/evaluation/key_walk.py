@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import online_softmax
-from pallas_kernels.pages import read_tile, visible
-from pallas_kernels.soft_cap import Scale
+from pallas_kernels.core.pages import read_tile, visible
+from pallas_kernels.core.soft_cap import Scale
+from pallas_kernels.xla import online_softmax
 
 KEY_TILE = 512
 """Keys per step, in tokens, rounded down to whole pages, at least one."""

@@ -26,14 +26,14 @@ from kvjax.policies.prefill.dense import DensePrefill
 from kvjax.policies.prefill.lists import TileLists, covered_tokens, sorted_lists
 from kvjax.policies.prefill.measure_once import MeasureOnceMaskOnce
 from kvjax.policies.prefill.sink_window import SinkWindow
-from pallas_kernels import dispatch
-from pallas_kernels.block_sparse_attention import block_sparse_attention
-from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.page_index import page_index
-from pallas_kernels.pages import Pages
-from pallas_kernels.query_sparse_attention import query_sparse_attention
-from pallas_kernels.query_sparse_attention.api import ESTIMATES
-from pallas_kernels.soft_cap import Scale
+from pallas_kernels.attention.block_sparse_attention import block_sparse_attention
+from pallas_kernels.attention.flash_attention import flash_attention
+from pallas_kernels.attention.query_sparse_attention import query_sparse_attention
+from pallas_kernels.attention.query_sparse_attention.api import ESTIMATES
+from pallas_kernels.core import dispatch
+from pallas_kernels.core.pages import Pages
+from pallas_kernels.core.soft_cap import Scale
+from pallas_kernels.selection.page_index import page_index
 
 
 def captured_mass(

@@ -16,8 +16,8 @@ from kvjax.cache.arrays import PagedKV
 from kvjax.evaluation.key_walk import padded_tokens, tile_tokens, walk_keys
 from kvjax.policies.prefill.base import PrefillContext
 from kvjax.policies.prefill.lists import TileLists
-from pallas_kernels import online_softmax
-from pallas_kernels.pages import visible
+from pallas_kernels.core.pages import visible
+from pallas_kernels.xla import online_softmax
 
 COST = 0.05
 """The most that sampling may cost, as a share of the floating-point operations of the list attention that it measures."""

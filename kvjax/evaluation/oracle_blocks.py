@@ -13,7 +13,7 @@ from kvjax.cache.arrays import PagedKV
 from kvjax.evaluation.key_walk import padded_tokens, probabilities, tile_tokens, walk_keys
 from kvjax.policies.prefill.base import PrefillContext
 from kvjax.policies.prefill.lists import BestBlocks, best_blocks
-from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.attention.flash_attention import flash_attention
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ import typer
 
 from kvjax.serving.batch.journal import Journal
 from kvjax.serving.cli.options import (
-    LARGEST_BATCH,
+    MAX_BATCH,
     ChunkOption,
     DtypeOption,
     LoraOption,
@@ -84,16 +84,14 @@ def evaluate_command(
         Path,
         typer.Option("--out", "-o", file_okay=False, help="Folder for evaluation.json, evaluation.csv, pictures and records."),
     ] = Path("evaluation"),
-    trials: Annotated[int, typer.Option(help="Trials of each task in each haystack at each length.", **whole(2, LARGEST_BATCH))] = 200,
-    distractors: Annotated[
-        int, typer.Option(help="Additional facts in haystacks 'codes' and 'near-miss'.", **whole(0, LARGEST_BATCH))
-    ] = 16,
-    windows: Annotated[int, typer.Option(help="Disjoint pieces of the text for teacher forcing.", **whole(2, LARGEST_BATCH))] = 5,
+    trials: Annotated[int, typer.Option(help="Trials of each task in each haystack at each length.", **whole(2, MAX_BATCH))] = 200,
+    distractors: Annotated[int, typer.Option(help="Additional facts in haystacks 'codes' and 'near-miss'.", **whole(0, MAX_BATCH))] = 16,
+    windows: Annotated[int, typer.Option(help="Disjoint pieces of the text for teacher forcing.", **whole(2, MAX_BATCH))] = 5,
     steps: Annotated[int, typer.Option(help="Forced tokens of each window, within its length.", **whole())] = 1024,
     free_steps: Annotated[int, typer.Option(help="Tokens generated freely, to measure the length of the exact prefix.", **whole())] = 128,
-    max_batch: Annotated[int, typer.Option(help="Contexts held and decoded together.", **whole(2, LARGEST_BATCH))] = 32,
+    max_batch: Annotated[int, typer.Option(help="Contexts held and decoded together.", **whole(2, MAX_BATCH))] = 32,
     again: Annotated[
-        int, typer.Option(help="Of these, decoded together in the noise floor, dense again; 1 takes longest.", **whole(1, LARGEST_BATCH))
+        int, typer.Option(help="Of these, decoded together in the noise floor, dense again; 1 takes longest.", **whole(1, MAX_BATCH))
     ] = 1,
     minutes: Annotated[
         int | None, typer.Option(help="Begin no more work after so many minutes; the same command goes on.", show_default=False, **whole())

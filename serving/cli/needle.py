@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax.serving.cli.options import (
-    LARGEST_BATCH,
+    MAX_BATCH,
     POLICIES,
     PREFILLS,
     CacheFormatOption,
@@ -49,11 +49,9 @@ def needle_command(
     text: TextOption = None,
     json_out: JsonOption = None,
     length: Annotated[int, typer.Option(help="Tokens of haystack, question and answer, as 8192 or 8k.", **token_count())] = 8192,
-    trials: Annotated[int, typer.Option(help="Needles to look for.", **whole(most=LARGEST_BATCH))] = 16,
-    distractors: Annotated[
-        int, typer.Option(help="Additional needles of the same template in each haystack.", **whole(0, LARGEST_BATCH))
-    ] = 16,
-    max_batch: Annotated[int, typer.Option(help="Haystacks held and decoded together.", **whole(most=LARGEST_BATCH))] = 8,
+    trials: Annotated[int, typer.Option(help="Needles to look for.", **whole(most=MAX_BATCH))] = 16,
+    distractors: Annotated[int, typer.Option(help="Additional needles of the same template in each haystack.", **whole(0, MAX_BATCH))] = 16,
+    max_batch: Annotated[int, typer.Option(help="Haystacks held and decoded together.", **whole(most=MAX_BATCH))] = 8,
     seed: SeedOption = 0,
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,

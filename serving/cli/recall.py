@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvjax.serving.cli.options import (
-    LARGEST_BATCH,
+    MAX_BATCH,
     PREFILLS,
     ChunkOption,
     DtypeOption,
@@ -37,9 +37,9 @@ def recall_command(
         ),
     ] = None,
     lengths: Annotated[str, typer.Option(help="Tokens of whole prompts, separated by commas.")] = "8k",
-    facts: Annotated[int, typer.Option(help="Facts of each length, a multiple of those in a prompt.", **whole(most=LARGEST_BATCH))] = 400,
-    facts_per_prompt: Annotated[int, typer.Option(help="Facts stated and asked for in each prompt.", **whole(most=LARGEST_BATCH))] = 16,
-    passages: Annotated[int, typer.Option(help="Passages repeated in each prompt.", **whole(most=LARGEST_BATCH))] = 8,
+    facts: Annotated[int, typer.Option(help="Facts of each length, a multiple of those in a prompt.", **whole(most=MAX_BATCH))] = 400,
+    facts_per_prompt: Annotated[int, typer.Option(help="Facts stated and asked for in each prompt.", **whole(most=MAX_BATCH))] = 16,
+    passages: Annotated[int, typer.Option(help="Passages repeated in each prompt.", **whole(most=MAX_BATCH))] = 8,
     passage_tokens: Annotated[int, typer.Option(help="Tokens of a passage.", **whole())] = 64,
     run_in: Annotated[
         int, typer.Option(help="Tokens at the start of a passage that are not counted: by them the model finds the passage.", **whole())

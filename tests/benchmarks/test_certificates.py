@@ -20,8 +20,8 @@ from benchmarks.certificates import BOUNDS, certify, count_certified
 from kvjax import Engine
 from kvjax.cache import PagedKV
 from kvjax.policies.decode import Cascade, SelectContext, parse
-from pallas_kernels.page_index import page_index
-from pallas_kernels.pages import Pages
+from pallas_kernels.core.pages import Pages
+from pallas_kernels.selection.page_index import page_index
 
 APP = typer.Typer()
 APP.command()(certificates.certificates_command)

@@ -47,7 +47,7 @@ def check(figure):
     """Page width, text of at least 8 points, three ticks on every logarithmic axis, and the colours of the table."""
     assert figure.get_figwidth() == pictures.PAGE_INCHES
     texts = [text for text in figure.findobj(Text) if text.get_text().strip()]
-    small = {text.get_text(): text.get_fontsize() for text in texts if text.get_visible() and text.get_fontsize() < pictures.LEAST_POINTS}
+    small = {text.get_text(): text.get_fontsize() for text in texts if text.get_visible() and text.get_fontsize() < pictures.MIN_POINTS}
     assert small == {}
     for axes in figure.axes:
         for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):

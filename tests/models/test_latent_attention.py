@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from released_models import DEEPSEEK_V3_2
 from safetensors import safe_open
+from whole_chunks import prefill_all
 
 from kvjax.cache import INDEXER, INDEXER_SCALES, Cache, CacheSpec, GroupSpec
-from kvjax.engine.steps import decode, decode_step, prefill_step
+from kvjax.engine.steps import ChunkInputs, StepInputs, StepStatic, decode, decode_step
 from kvjax.model.layers import LatentLayer
 from kvjax.model.protocols import Latents
 from kvjax.models.config_json import parse
@@ -25,8 +26,8 @@ from kvjax.models.mixers.latent import attend_latents, causal_latents
 from kvjax.models.mixers.tokens import Tokens
 from kvjax.policies.decode import Dense, TopTokens, top_tokens
 from kvjax.policies.prefill import DensePrefill, TopTokensPrefill
-from pallas_kernels import elementwise
-from pallas_kernels.indexer_scores import indexer_scores
+from pallas_kernels.core import rope_norm
+from pallas_kernels.selection.indexer_scores import indexer_scores
 
 GOLDEN = Path(__file__).with_name("golden")
 CASES = ("latent-default", "latent-yarn")
@@ -178,7 +179,7 @@ def test_prefill_in_chunks(case):
         given = params | {"hidden": jnp.asarray(hidden)}
         at = np.full(2, start, np.int32)
         policy = TopTokensPrefill(mixer.index_topk)
-        logits, cache, _ = prefill_step(OneLayer(mixer), policy, (), given, cache, tokens, at, at, all_logits=True)
+        logits, cache, _ = prefill_all(StepStatic(OneLayer(mixer), policy, ()), ChunkInputs(given, cache, tokens, at, at))
         found.append(np.asarray(logits)[:, : stop - start])
     assert row_error(np.concatenate(found, axis=1), out[:, :PROMPT]) < TOLERANCE
 
@@ -190,7 +191,7 @@ def test_prefill_of_another_count_of_tokens_fails():
     errors = {}
     for policy in (TopTokensPrefill(9), TopTokensPrefill(8), TopTokensPrefill(10), DensePrefill()):
         cache = cache_of(mixer, 2, hidden.dtype).replace(lengths=jnp.full(2, PROMPT, jnp.int32))
-        logits, *_ = prefill_step(OneLayer(mixer), policy, (), given, cache, tokens, at, at, all_logits=True)
+        logits, *_ = prefill_all(StepStatic(OneLayer(mixer), policy, ()), ChunkInputs(given, cache, tokens, at, at))
         errors[str(policy)] = row_error(np.asarray(logits), out[:, :PROMPT])
     assert errors.pop("tokens:9") < TOLERANCE
     assert min(errors.values()) > 100 * TOLERANCE
@@ -302,13 +303,13 @@ def indexer_rotated(wrong):
     """Its heads alone are longer than what is rotated."""
 
     def rotate(x, cos, sin):
-        return wrong(x, (cos, sin)) if x.shape[-1] > 2 * cos.shape[-1] else elementwise.rotate(x, cos, sin)
+        return wrong(x, (cos, sin)) if x.shape[-1] > 2 * cos.shape[-1] else rope_norm.rotate(x, cos, sin)
 
     return patch("rotate", rotate)
 
 
 def rotate_last(x, rotation):
-    return jnp.concatenate([x[..., :-8], elementwise.rotate(x[..., -8:], *rotation)], axis=-1)
+    return jnp.concatenate([x[..., :-8], rope_norm.rotate(x[..., -8:], *rotation)], axis=-1)
 
 
 def no_relu(q, weights, keys, *arrays, **options):
@@ -390,8 +391,8 @@ def test_absorbed_attention_is_attention_with_every_head_expanded():
     found = run(mixer, params, hidden, Dense(), AT_ONCE)
     rotation = Tokens(jnp.arange(TOKENS, dtype=jnp.int32)[None], 0.03).rotation(mixer.rope)
     with jax.default_matmul_precision("highest"):
-        x = elementwise.rms_norm(jnp.asarray(hidden[:1]), params["attn_norm"], 0.03)
-        q = elementwise.rms_norm(x @ params["q_a"].T, params["q_norm"], 1e-6) @ params["q_b"].T
+        x = rope_norm.rms_norm(jnp.asarray(hidden[:1]), params["attn_norm"], 0.03)
+        q = rope_norm.rms_norm(x @ params["q_a"].T, params["q_norm"], 1e-6) @ params["q_b"].T
         q = q.reshape(1, TOKENS, 3, -1)
         q = jnp.concatenate([q[..., :20], latent._rotate_pairs(q[..., 20:], rotation)], axis=-1)
         rows = latent._rows(mixer, params, x @ params["kv_a"].T, rotation)
@@ -454,7 +455,8 @@ def test_the_step_holds_no_second_copy_of_its_pages():
     layers = jax.eval_shape(lambda: spec.empty({"full": 128}))
     cache = Cache(layers, {"full": shape((1, 128), jnp.int32)}, shape((1,), jnp.int32), spec)
     arrays = shapes_of(mixer, 40), cache, shape((1, 1), jnp.int32), shape((1,), jnp.bool_), (shape((1, 2048), jnp.int32),)
-    compiled = decode_step.lower(OneLayer(mixer), TopTokens(2048, hinted=True), (), *arrays).compile().memory_analysis()
+    static = StepStatic(OneLayer(mixer), TopTokens(2048, hinted=True), ())
+    compiled = decode_step.lower(static, StepInputs(*arrays)).compile().memory_analysis()
     pages = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
     assert pages == 16384 * (576 + 128) * 2
     assert compiled.temp_size_in_bytes < pages / 4

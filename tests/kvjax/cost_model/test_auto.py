@@ -455,14 +455,14 @@ def test_a_step_is_the_chosen_policys_own(engine, text, caplog):
     for sequence, name in ((long, "quest:0"), (short, "dense")):
         named[name] = engine.decode([engine.fork(sequence)], [5], name), engine.last_reads.keys.tolist()
         assert engine.last_choice is None
-    compiled = decode_step._cache_size()
+    compiled = decode_step.jitted._cache_size()
     with caplog.at_level(logging.INFO, "kvjax.engine.policy_set"):
         for sequence, name in ((long, "quest:0"), (short, "dense")):
             logits = engine.decode([engine.fork(sequence)], [5])
             np.testing.assert_array_equal(logits, named[name][0])
             assert engine.last_reads.keys.tolist() == named[name][1]
             assert str(engine.last_choice.policy) == name
-    assert decode_step._cache_size() == compiled, "nothing new was compiled"
+    assert decode_step.jitted._cache_size() == compiled, "nothing new was compiled"
     assert ["quest:0" in caplog.messages[0], "dense" in caplog.messages[1]] == [True, True]
 
 

@@ -477,10 +477,10 @@ def test_the_same_bits_in_company(small, three, prompt):
 def test_warmup_compiles_what_may_be_chosen(small, three, prompt):
     engine = engine_of(small, three)
     engine.warmup(tokens=LONG)
-    compiled = prefill_slice._cache_size()
+    compiled = prefill_slice.jitted._cache_size()
     (sequence,) = engine.prefill([prompt[:1300]])
     engine.extend(sequence, prompt[1300:])
-    assert prefill_slice._cache_size() == compiled
+    assert prefill_slice.jitted._cache_size() == compiled
     assert engine.sequences == {sequence}
 
 
