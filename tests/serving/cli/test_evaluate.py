@@ -239,6 +239,17 @@ def test_records_of_something_else_are_left_alone(tmp_path):
         evaluate.Records(tmp_path / "records.jsonl", {})
 
 
+def test_records_of_kvjax_fidelity_go_on(tmp_path):
+    """The former command's format, with a setting that there is no more."""
+    before = evaluate.Records(tmp_path / "records.jsonl", {"seed": 0, "certified_steps": 32})
+    before.append("unit 0", {"kind": "forced"})
+    before.close()
+    assert (tmp_path / "records.jsonl").read_text().startswith('{"format": "kvjax fidelity 3", "seed": 0, "certified_steps": 32, "crc": ')
+    now = evaluate.Records(tmp_path / "records.jsonl", {"seed": 0})
+    assert now.done == {"unit 0": {"kind": "forced"}}
+    now.close()
+
+
 def test_no_work_is_begun_after_the_given_time(tmp_path):
     """What is done is kept, and the next run goes on with it."""
     made, later = [], time.monotonic() + 3600
