@@ -40,6 +40,16 @@ def check_text(name: str, value: object) -> None:
         raise ValueError(f"{name} must be text, got {shown(value)}")
 
 
+def check_path(path: object) -> None:
+    """ValueError unless it can name a file."""
+    try:
+        held = b"\0" in os.fsencode(path)
+    except (TypeError, UnicodeEncodeError):
+        held = True
+    if held:
+        raise ValueError(f"a path must be text or a Path that can name a file, got {shown(path)}")
+
+
 def check_rows(name: str, rows: Iterable[object], width: int) -> None:
     """ValueError unless each row is a tuple of so many whole numbers above 0."""
     for row in rows:

@@ -174,6 +174,8 @@ def generate(
         raise TypeError(f"generate takes a model and prompts; {shown(misplaced[0])} came third: {hint}")
     if on_error not in ("raise", "return"):
         raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
+    if not isinstance(details, bool):
+        raise ValueError(f"details must be True or False, got {shown(details)}")
     if stream is not None and not callable(stream):
         raise ValueError(f"stream must be a function, as in stream=lambda number, text: print(text, end=''), got {shown(stream)}")
     engines = engines_of(model, "generate") if isinstance(model, Engine | list | tuple) else ()

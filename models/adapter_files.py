@@ -19,6 +19,7 @@ from kvjax.checks import file_path
 from kvjax.models.checkpoint import ADAPTER_CONFIG, file_tensors, find_folder, sampled_digest
 from kvjax.models.fields import BELOW, LARGEST
 from kvjax.models.tensors import DTYPES, Stored
+from kvjax.models.patterns import compiled
 from kvjax.text.checkpoint_files import is_file, read_json
 
 WEIGHTS = "adapter_model.safetensors"
@@ -224,17 +225,14 @@ class Scales:
         return rank, self._adapter.scale * alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
 
     def _compiled(self, name: str) -> list[tuple[Any, Any]]:
-        import regex  # here, because few adapters have patterns
-
         found = []
         for pattern, value in (self._adapter.fields.get(name) or {}).items():
             if time.monotonic() > self._ends:
                 raise self._error(f"{name} has {len(self._adapter.fields[name]):,} patterns, which take too long to read")
             try:
-                re.compile(pattern)  # peft's own library, which has no recursion
-                found.append((regex.compile(rf"(.*\.)?({pattern})$"), value))
-            except (re.error, regex.error, RecursionError, OverflowError) as error:
-                raise self._error(f"{pattern!r:.200} in {name} is no regular expression ({error})") from None
+                found.append((compiled(pattern, r"(.*\.)?({})$"), value))
+            except ValueError as error:
+                raise self._error(f"{name}: {error}") from None
         return found
 
     def _matched(self, name: str, module: str, default: Any) -> Any:

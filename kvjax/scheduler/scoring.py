@@ -20,6 +20,7 @@ from kvjax.generation import engine_for
 from kvjax.model.protocols import Model
 from kvjax.policies.decode import DecodePolicy, Dense
 from kvjax.scheduler.scheduler import DEFAULT_SLOTS
+from kvjax.text.plain_texts import tokenized
 from kvjax.text.tokenization import Prompt, encode, one_by_one
 
 
@@ -136,7 +137,7 @@ def encode_pair(tokenizer: Any, prompt: Prompt, continuation: Prompt) -> tuple[l
     if isinstance(prompt, str):
         whole = encode(tokenizer, prompt + continuation)
         joined = whole[: len(head)] == head and len(whole) > len(head)
-        rest = whole[len(head) :] if joined else tokenizer(continuation, add_special_tokens=False)["input_ids"]
+        rest = whole[len(head) :] if joined else tokenized(tokenizer, continuation, add_special_tokens=False)["input_ids"]
     rest = encode(tokenizer, rest)
     if not head or not rest:
         raise ValueError(f"the {'continuation' if head else 'prompt'} has no tokens; both need at least one")

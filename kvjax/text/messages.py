@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kvjax.text.plain_texts import PlainTexts
+from kvjax.text.plain_texts import PlainTexts, tokenized, tokenized
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXTS = ("name", "reasoning_content", "tool_call_id")
@@ -130,7 +130,8 @@ def chat_ids(
     given = list(checked_messages(messages))
     _check_tools(given, template_options, tokenizer)
     if parse_special:  # the template writes the special tokens at the beginning and the end itself
-        return tuple(tokenizer(rendered(given, template_options, tokenizer, answer=True), add_special_tokens=False)["input_ids"])
+        text = rendered(given, template_options, tokenizer, answer=True)
+        return tuple(tokenized(tokenizer, text, add_special_tokens=False)["input_ids"])
     plain = PlainTexts(tokenizer, given, template_options)
 
     def render(change: Callable[..., Any]) -> str:
@@ -150,7 +151,7 @@ def rendered(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], 
     except ImportError:  # jinja2 is missing, so the record is not at fault
         raise
     except Exception as error:  # templates are programs that come with the model, and may raise anything
-        raise ValueError(f"the model's chat template does not take these messages: {error}") from error
+        raise ValueError(f"the model's chat template does not take these messages: {error!s:.500}") from error
 
 
 def _check_tools(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], tokenizer: Any) -> None:

@@ -19,6 +19,17 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
     return {number: token.content for number, token in added.items() if token.special and token.content}
 
 
+def tokenized(tokenizer: Any, text: str, **options: Any) -> Mapping[str, Any]:
+    """What a tokenizer makes of a text. ValueError if it cannot read it."""
+    try:
+        text.encode()
+        return tokenizer(text, **options)
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the text holds half of a surrogate pair at character {error.start}, which is not text") from None
+    except Exception as error:  # a tokenizer may raise anything; it concerns only this text
+        raise ValueError(f"the tokenizer cannot read this text: {error!s:.200}") from error
+
+
 class PlainTexts:
     """Texts that go through a chat template, and whose special tokens are plain text afterwards.
 
@@ -55,13 +66,13 @@ class PlainTexts:
         begins, cuts = ({places[number] for number, part in enumerate(parts) if part == mark} for mark in (self._begins, self._cuts))
         whole = "".join(parts[::2])
         if not begins and not cuts:
-            return list(self._tokenizer(whole, add_special_tokens=False)["input_ids"])
+            return list(tokenized(self._tokenizer, whole, add_special_tokens=False)["input_ids"])
         if not getattr(self._tokenizer, "is_fast", False):
             raise ValueError(
                 "a message holds a special token of the model, and this tokenizer cannot read it as plain text: take it out of the "
                 "message, or pass parse_special=True, which makes a control token of it"
             )
-        encoding, ids = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True), []
+        encoding, ids = tokenized(self._tokenizer, whole, add_special_tokens=False, return_offsets_mapping=True), []
         for token, (start, stop) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
             # A special token may take spaces beside it, so its beginning is anywhere in its span.
             if token in self._known.all.ids and (not begins.isdisjoint(range(start, stop)) or not cuts.isdisjoint(range(start + 1, stop))):
@@ -84,7 +95,7 @@ class PlainTexts:
             if not self._may_hold:
                 return
             harmless = ""
-        written = self._tokenizer(harmless, add_special_tokens=False)["input_ids"]
+        written = tokenized(self._tokenizer, harmless, add_special_tokens=False)["input_ids"]
         controls = self._known.controls
         if [token for token in ids if token in controls] != [token for token in written if token in controls]:
             raise ValueError(

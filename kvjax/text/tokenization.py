@@ -11,6 +11,7 @@ import numpy as np
 
 from kvjax.checks import TokenIds, check_unmasked
 from kvjax.text.messages import chat_ids
+from kvjax.text.plain_texts import tokenized
 from pallas_kernels.core.messages import shown
 
 logger = logging.getLogger(__name__)
@@ -42,14 +43,7 @@ def encode(tokenizer: Any, prompt: Prompt, template_options: Mapping[str, Any] |
         return _looked_at(prompt)
     if tokenizer is None:
         raise ValueError("the model has no tokenizer: pass token ids instead of text")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the prompt holds half of a surrogate pair at character {error.start}, which is not text") from None
-    try:
-        ids = _looked_at(list(tokenizer(prompt)["input_ids"]))
-    except Exception as error:  # a tokenizer may raise anything; it concerns only this prompt
-        raise ValueError(f"the tokenizer cannot read the prompt: {error}") from error
+    ids = _looked_at(list(tokenized(tokenizer, prompt)["input_ids"]))
     if len(ids) > 1 and ids[0] == ids[1] == getattr(tokenizer, "bos_token_id", None):
         _warn_of_two_beginnings(tokenizer)
     return ids

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvjax.model.weight_formats import TABLES, UNPACKED
 from kvjax.models.fields import BELOW
+from kvjax.models.patterns import compiled
 from pallas_kernels.core.matrices import MatrixFormat
 
 Fields = Mapping[str, Any]
@@ -81,14 +82,11 @@ def _names(target: str, module: str) -> bool:
 
 def _matches(pattern: str, module: str) -> bool:
     """Whether a regular expression of a checkpoint matches the beginning of a module's name. ValueError if it does not end in a second."""
-    import regex  # here, because few checkpoints need it
-
     remedy = "correct it, or download the model again"
     try:
-        return regex.match(pattern, module, timeout=1) is not None
-    except (regex.error, RecursionError, OverflowError) as error:
-        said = f"{pattern!r:.200} in quantization_config is no regular expression ({error})"
-        raise ValueError(f"config.json: {said}: {remedy}") from error
+        return compiled(pattern).match(module, timeout=1) is not None
+    except ValueError as error:
+        raise ValueError(f"config.json: quantization_config: {error}: {remedy}") from None
     except TimeoutError:
         said = f"{pattern!r:.200} in quantization_config takes too long to match {module}"
         raise ValueError(f"config.json: {said}: {remedy}") from None

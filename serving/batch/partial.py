@@ -116,7 +116,7 @@ class Partial(Journal):
                 "command again, which only writes them, or pass --overwrite, too"
             ) from None
         sync_folder(out.resolve().parent)
-        self.path.unlink()
+        self.path.unlink(missing_ok=True)
 
     def _outputs(self, taken: Collection[int] = ()) -> Iterator[dict[str, Any]]:
         for line in sorted(self._spans):

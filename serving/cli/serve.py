@@ -282,8 +282,17 @@ def _certificate(chain: Path | None, key: Path | None) -> tuple[bytes, bytes] | 
     return None if chain is None else (_content(chain, "--tls-certificate"), _content(key, "--tls-key"))
 
 
+MAX_FILE_BYTES = 1 << 20
+"""Of a file of tokens, certificates or a key."""
+
+
 def _content(path: Path, option: str) -> bytes:
+    """What a small file holds."""
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise typer.BadParameter(f"{path} cannot be read: {error.strerror}", param_hint=option) from None
+    if len(content) > MAX_FILE_BYTES:
+        raise typer.BadParameter(f"{path} holds more than {MAX_FILE_BYTES:,} bytes: it is no file of tokens, certificates or a key", param_hint=option)
+    return content

@@ -12,6 +12,9 @@ from kvjax.checks import whole_number
 from kvjax.serving.sessions.limits import MAX_STOP_TOKENS
 from kvjax.serving.sessions.throttle import MESSAGES_PER_SECOND
 
+MAX_TOKEN = 4096
+"""Characters of a bearer token; a request's headers have room for it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
@@ -60,8 +63,9 @@ class ServerOptions:
             whole_number(name, getattr(self, name), 0 if name == "port" else 1)
         if self.port and self.port == self.http_port:
             raise ValueError(f"--port and --http-port are both {self.port}: gRPC and HTTP need a port each")
-        if any(len(token) < 16 or not token.isascii() for token in self.tokens):
-            raise ValueError("a bearer token must have at least 16 characters, all of them ASCII")
+        for number, token in enumerate(self.tokens, 1):
+            if not 16 <= len(token) <= MAX_TOKEN or not token.isascii():
+                raise ValueError(f"a bearer token must have 16 to {MAX_TOKEN:,} characters, all of them ASCII: token {number} has {len(token):,}")
         if not is_loopback(self.host) and not self.tokens:
             raise ValueError(f"{self.host} is not a loopback address, so calls must carry a bearer token: give --token-file")
         if self.certificate is not None:

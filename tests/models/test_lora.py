@@ -181,8 +181,9 @@ FIELDS = [
     ({"use_rslora": 1}, "use_rslora is 1; it must be true or false"),
     ({"use_dora": True}, "comes without magnitudes, and use_dora is True"),
     ({"rank_pattern": {"q_proj": "4"}}, "rank_pattern of q_proj is '4'"),
-    ({"rank_pattern": {"(": 4}}, r"'.*' in rank_pattern is no regular expression"),
-    ({"rank_pattern": {"(?R)": 4}}, "in rank_pattern is no regular expression"),  # a gigabyte, where recursion is known
+    ({"rank_pattern": {"(": 4}}, r"rank_pattern: '.*' is no regular expression"),
+    ({"rank_pattern": {"(?R)": 4}}, r"rank_pattern: '.*' is no regular expression"),  # a gigabyte, where recursion is known
+    ({"alpha_pattern": {"(?:" * 50 + "x" + "){1,9}" * 50: 4}}, "alpha_pattern: .* is too large for a regular expression"),
     ({"alpha_pattern": [1]}, r"alpha_pattern is \[1\]; it must be an object"),
 ]
 

@@ -366,7 +366,7 @@ def test_unknown_schemes_are_refused_by_name_with_a_remedy(config, message):
 def test_a_target_that_is_no_regular_expression_is_refused():
     config = compressed("pack-quantized", **INT4)
     config["config_groups"]["group_0"]["targets"] = ["re:*["]
-    with pytest.raises(ValueError, match=r"config.json: '\*\[' in quantization_config is no regular expression \(nothing to repeat"):
+    with pytest.raises(ValueError, match=r"config.json: quantization_config: '\*\[' is no regular expression \(nothing to repeat"):
         parse(config).rule_of(UP)
 
 

@@ -56,7 +56,7 @@ def test_messages_go_through_the_chat_template(engine, chatty):
         (np.ma.masked_array([1, 2, 3], [0, 1, 0]), r"1 of 3 token ids are masked: give tokens.compressed\(\)"),
         (b"Hi", r"got bytes, b'Hi': prompt.decode\(\) makes text of them"),
         ([b"Hi"], "got bytes, b'Hi'"),
-        ("a\ud800", "the prompt holds half of a surrogate pair at character 1, which is not text"),
+        ("a\ud800", "the text holds half of a surrogate pair at character 1, which is not text"),
     ],
 )
 def test_what_is_no_prompt_is_said(engine, chatty, prompt, said):

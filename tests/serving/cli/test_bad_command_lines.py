@@ -48,6 +48,8 @@ WRONG = [
     (SERVE + " --disk-size 1GB --host-memory 1GB", "--disk"),
     (SERVE + " --tls-key {text}", "--tls-certificate"),
     (SERVE + " --token-file {none}", "--token-file"),
+    (SERVE + " --token-file /dev/zero", "holds more than 1,048,576 bytes"),
+    (SERVE + " --tls-certificate /dev/zero --tls-key /dev/zero", "holds more than 1,048,576 bytes"),
     (SERVE + " --host 0.0.0.0", "--token-file"),
     (SERVE + " --window 100 --pages 8", "four pages"),
     (SERVE + " --stall-seconds 0", "0"),
