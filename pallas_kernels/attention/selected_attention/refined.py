@@ -49,17 +49,17 @@ class Shape:
 
     @property
     def whole_blocks(self) -> bool:
-        """Whether a warp takes all turns of a block, for which it scales the queries once. Of few blocks each warp takes a turn."""
-        return isinstance(self.keys, CodedKeys) and self.keys.turns > 1 and self.each >= self.attend.warps
+        """Whether a warp takes all key tiles of a block, for which it scales the queries once. Of few blocks each warp takes a key tile."""
+        return isinstance(self.keys, CodedKeys) and self.keys.key_tiles > 1 and self.each >= self.attend.warps
 
     def scratch_words(self) -> dict[str, int]:
-        """Words of shared memory: the ring of the shortlist's keys; maximum and sum of each turn; log-sum-exp of each block; maximum and
-        sum of each CTA's sink and local keys; total of each head; keys of the choice, and the places that it keeps; a word of each warp;
-        queries in the order of codes; page ids of the list, where frames are others."""
+        """Words of shared memory: the ring of the shortlist's keys; maximum and sum of each key tile; log-sum-exp of each block; maximum
+        and sum of each CTA's sink and local keys; total of each head; keys of the choice, and the places that it keeps; a word of each
+        warp; queries in the order of codes; page ids of the list, where frames are others."""
         s = self.attend
         sizes = {
             "codes_s": s.warps * DEPTH * self.keys.words,
-            "turns_s": 2 * self.each * self.keys.turns * s.rows,
+            "key_tiles_s": 2 * self.each * self.keys.key_tiles * s.rows,
             "blocks_s": self.shortlist * s.rows,
             "near_s": 2 * s.splits * s.rows,
             "totals_s": s.rows,
@@ -84,7 +84,7 @@ def attend(r: Shape, unit, cta, parts, inputs, outputs, scratch) -> None:
     """By all threads of all CTAs of a cluster: the best of the shortlist, attention over them and over sink and local blocks, the list.
 
     parts: how many sink, distant and local blocks the list in `scratch["ids_s"]` has, for which `listed.locate` has found the frames (and
-    the page ids, if `r.framed`). inputs: codes or None, and `turns.arrays_of` the pages. outputs: out, lse, lists.
+    the page ids, if `r.framed`). inputs: codes or None, and `mma.arrays_of` the pages. outputs: out, lse, lists.
     """
     s, (codes_ref, *pools), (*attended, ids_ref) = r.attend, inputs, outputs
     pools = decode_fold.Pools.of(s, pools)
@@ -125,11 +125,11 @@ def _fold(s: decode_fold.Shape, cta, pools, head, length, scratch, number, entry
     first = lanes.warp() * s.splits + cta
 
     def place(n):
-        turn = first + n * workers
-        return mma.place_listed(s, turn, lanes.minimum(entry_of(turn * KEYS // s.block_size), s.width - 1), length, scratch)
+        key_tile = first + n * workers
+        return mma.place_listed(s, key_tile, lanes.minimum(entry_of(key_tile * KEYS // s.block_size), s.width - 1), length, scratch)
 
     count = lanes.maximum(total - first + (workers - 1), 0) // workers
-    first_from = None if opened else lambda position: count  # none of these turns is read open
+    first_from = None if opened else lambda position: count  # none of these key tiles is read open
     return decode_fold.fold(s, pools, scratch, head, length, count, place, meanwhile, first_from=first_from, before=before)
 
 
@@ -137,22 +137,22 @@ def _fold(s: decode_fold.Shape, cta, pools, head, length, scratch, number, entry
 
 
 def _estimate(r: Shape, cta, head, sinks, found, source, scratch) -> None:
-    """By each warp: maximum and sum (log2 units) of the logits of its turns, for every query row, to `scratch["turns_s"]`.
+    """By each warp: maximum and sum (log2 units) of the logits of its key tiles, for every query row, to `scratch["key_tiles_s"]`.
 
-    A CTA takes every `splits`-th block of the shortlist. Its warps take their turns one after the other, or whole blocks. source: codes,
-    or the pools.
+    A CTA takes every `splits`-th block of the shortlist. Its warps take their key tiles one after the other, or whole blocks. source:
+    codes, or the pools.
     """
     s, keys, coded = r.attend, r.keys, isinstance(r.keys, CodedKeys)
     ring_s, per_page = scratch["codes_s"], s.page_size // s.block_size
     ids_s, pages_s = scratch["ids_s"], scratch["page_ids_s" if r.framed else "pages_s"]
 
-    def turn_of(n):
+    def key_tile_of(n):
         if r.whole_blocks:
-            return (lanes.warp() + n // keys.turns * s.warps) * keys.turns + n % keys.turns
+            return (lanes.warp() + n // keys.key_tiles * s.warps) * keys.key_tiles + n % keys.key_tiles
         return lanes.warp() + n * s.warps
 
     def locate(n):
-        number = turn_of(n) // keys.turns * s.splits + cta
+        number = key_tile_of(n) // keys.key_tiles * s.splits + cta
         entry = lanes.minimum(sinks + number, s.width - 1)
         (block,), (page,) = (lanes.load_shared(ref, entry) for ref in (ids_s, pages_s))
         of_page = lanes.maximum(block, 0) % per_page
@@ -162,12 +162,12 @@ def _estimate(r: Shape, cta, head, sinks, found, source, scratch) -> None:
         return (lanes.warp() * DEPTH + n % DEPTH) * keys.words
 
     def fetch(n, place):
-        (page, block), turn = place, turn_of(n) % keys.turns
+        (page, block), key_tile = place, key_tile_of(n) % keys.key_tiles
         if coded:
             row = (page * s.num_kv_heads + head) * per_page + block
-            keys.copy(ring_s, slot(n), source, lanes.where(page >= 0, row, -1), turn, turn == 0 if r.whole_blocks else True)
+            keys.copy(ring_s, slot(n), source, lanes.where(page >= 0, row, -1), key_tile, key_tile == 0 if r.whole_blocks else True)
         else:
-            keys.copy(ring_s, slot(n), source, head, page, block, turn)
+            keys.copy(ring_s, slot(n), source, head, page, block, key_tile)
 
     def logits_of(n, scaled):
         """Per column tile, and per 16 keys."""
@@ -176,13 +176,13 @@ def _estimate(r: Shape, cta, head, sinks, found, source, scratch) -> None:
         return [keys.logits(ring_s, slot(n), each) for each in scaled]
 
     def scaled_for(n, carry):
-        """Per column tile, queries scaled by the steps of the block of turn n: anew in a block's first turn."""
+        """Per column tile, queries scaled by the steps of the block of key tile n: anew in a block's first key tile."""
 
         def anew(*_):
             tiles = (functools.partial(_query_words, s, scratch["coded_q_s"], tile) for tile in range(s.column_tiles))
             return [x for words in tiles for x in keys.scaled(ring_s, slot(n), words, s.dtype.name)]
 
-        first = lanes.where(n % keys.turns == 0, lanes.i32(1), 0)
+        first = lanes.where(n % keys.key_tiles == 0, lanes.i32(1), 0)
         return lanes.loop(first, carry, anew) if r.whole_blocks else anew()
 
     def consume(n, place, *carry):
@@ -193,16 +193,16 @@ def _estimate(r: Shape, cta, head, sinks, found, source, scratch) -> None:
             for j in range(2):
                 found = [x[i] * (s.sm_scale * LOG2E) for x in logits for i in (j, j + 2)]
                 m, total = _folded(found if coded else [lanes.where(there, x, float("-inf")) for x in found])
-                at = turn_of(n) * s.rows + (lanes.lane() & 3) * 2 + (8 * tile + j)
+                at = key_tile_of(n) * s.rows + (lanes.lane() & 3) * 2 + (8 * tile + j)
                 with lanes.when(lanes.lane() < 4):
-                    lanes.store_shared(scratch["turns_s"], at * 2, m, total)
+                    lanes.store_shared(scratch["key_tiles_s"], at * 2, m, total)
         return carry if r.whole_blocks else []
 
     blocks = lanes.maximum(found - cta + (s.splits - 1), 0) // s.splits
     if r.whole_blocks:
-        count = lanes.maximum(blocks - lanes.warp() + (s.warps - 1), 0) // s.warps * keys.turns
+        count = lanes.maximum(blocks - lanes.warp() + (s.warps - 1), 0) // s.warps * keys.key_tiles
     else:
-        count = lanes.maximum(blocks * keys.turns - lanes.warp() + (s.warps - 1), 0) // s.warps
+        count = lanes.maximum(blocks * keys.key_tiles - lanes.warp() + (s.warps - 1), 0) // s.warps
     carry = keys.nothing_scaled() * s.column_tiles if r.whole_blocks else []
     lane_copies.pipeline(count, DEPTH, locate, fetch, consume, carry)
 
@@ -233,8 +233,8 @@ def _exchange(r: Shape, cta, found, near: decode_fold.Folded, scratch) -> None:
         local, row = i // s.splits // s.rows, i // s.splits % s.rows
         number = local * s.splits + cta
         with lanes.when((i < r.each * s.rows * s.splits) & (number < found)):
-            turns_of = [(local * r.keys.turns + n) * s.rows + row for n in range(r.keys.turns)]
-            stats = [lanes.load_shared(scratch["turns_s"], at * 2, "f32", 2) for at in turns_of]
+            key_tiles_of = [(local * r.keys.key_tiles + n) * s.rows + row for n in range(r.keys.key_tiles)]
+            stats = [lanes.load_shared(scratch["key_tiles_s"], at * 2, "f32", 2) for at in key_tiles_of]
             m = functools.reduce(lanes.maximum, [x for x, _ in stats])
             total = functools.reduce(_add, [lane_math.exp2(x - m) * y for x, y in stats])
             lanes.store_cluster(i % s.splits, scratch["blocks_s"], number * s.rows + row, _log_sum(m, total))

@@ -13,6 +13,7 @@ from quick_cases import rest_long
 
 from pallas_kernels.attention.gather_attention import gather_attention
 from pallas_kernels.cache.append_tokens import append_tokens
+from pallas_kernels.core import dispatch
 from pallas_kernels.core.pages import CODES, PageFormat, Pages, check_pages, read
 
 
