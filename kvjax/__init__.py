@@ -19,7 +19,7 @@ from pallas_kernels.core.renamed import answer
 
 if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax import cost_model as cost_model
-    from kvjax import fidelity as fidelity
+    from kvjax import evaluation as evaluation
     from kvjax import models as models
     from kvjax import policies as policies
     from kvjax import serving as serving
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax.engine.engine import Engine
     from kvjax.engine.sampling import NotFinite, Sampling
     from kvjax.engine.sequence import CachedSequence
-    from kvjax.fidelity.oracle_blocks import OracleBlocks
+    from kvjax.evaluation.oracle_blocks import OracleBlocks
     from kvjax.generation import generate, run
     from kvjax.model.config import ModelConfig
     from kvjax.models import CausalLM, load, save
@@ -99,7 +99,7 @@ _HOMES = {
     "MeasureOnceMaskOnce": "kvjax.policies.prefill",
     "ModelConfig": "kvjax.model.config",
     "NotFinite": "kvjax.engine.sampling",
-    "OracleBlocks": "kvjax.fidelity.oracle_blocks",
+    "OracleBlocks": "kvjax.evaluation.oracle_blocks",
     "OutOfPages": "kvjax.cache",
     "ProcessLost": "kvjax.scheduler.lockstep",
     "Request": "kvjax.scheduler.request",
@@ -123,13 +123,16 @@ _HOMES = {
     "score": "kvjax.scheduler.scoring",
     "start_processes": "kvjax.scheduler.processes",
 }
-_PACKAGES = ("cost_model", "fidelity", "models", "policies", "serving")
+_PACKAGES = ("cost_model", "evaluation", "models", "policies", "serving")
+
+_FORMER = ("bill", "fidelity")
+"""Modules that only say which one took their place."""
 
 # `auto` measures with an engine, so it is defined above the engine. Policies and engines find it by name only.
 lives_in("policy", "auto", "kvjax.cost_model.auto", "Auto")
 lives_in("prefill policy", "auto", "kvjax.cost_model.auto", "AutoPrefill")
 # The oracle is for measuring, so it lives with the measures.
-lives_in("prefill policy", "oracle", "kvjax.fidelity.oracle_blocks", "oracle")
+lives_in("prefill policy", "oracle", "kvjax.evaluation.oracle_blocks", "oracle")
 
 answer({"kvjax.bill": "kvjax.cost_model: a Bill is a CostModel, known_bill is known_cost_model (docs/cost-model.md)"})
 
@@ -140,6 +143,11 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(module), attribute or name)
     if name in _PACKAGES:
         return importlib.import_module(f"kvjax.{name}")
+    if name in _FORMER:
+        try:
+            importlib.import_module(f"kvjax.{name}")
+        except ImportError as error:
+            raise AttributeError(error.msg) from None
     raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numbers
+import operator
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,26 +110,98 @@ def check_unmasked(tokens: object) -> None:
         raise ValueError(f"{int(np.ma.count_masked(tokens))} of {tokens.size} token ids are masked: give tokens.compressed(), the others")
 
 
-def token_ids(tokens: Sequence[int], vocab_size: int) -> list[int]:
-    """Token ids as Python ints; ValueError for anything that is not a row of ids in the vocabulary. True and False are not ids."""
+class TokenIds(Sequence[int]):
+    """A row of whole numbers that were looked at once, in an array that nobody writes to: token ids, up to the size of the vocabulary.
+
+    `kvjax.text.tokenization.encode` and `token_ids` make it of what a caller gives, and take it at once. A slice is a view. array: int32;
+    a wider type, or object, only where a number does not fit, which no vocabulary has. Equal to another one of the same ids, and to a list.
+    """
+
+    __slots__ = ("_bounds", "array")
+
+    def __init__(self, array: np.ndarray, bounds: tuple[int, int] | None = None):
+        low, high = bounds or (int(array.min(initial=0)), int(array.max(initial=0)))
+        if low >= -(2**31) and high < 2**31:
+            array = array.astype(np.int32, copy=False)
+        array.flags.writeable = False
+        self.array, self._bounds = array, (low, high)  # no id lies outside; those of a slice may be narrower
+
+    @classmethod
+    def read(cls, tokens: Any) -> TokenIds | None:
+        """The ids of a row of whole numbers in an order; None for anything else. True and False are no ids."""
+        if isinstance(tokens, cls):
+            return tokens
+        if isinstance(tokens, np.ndarray | jax.Array):
+            array = np.array(tokens) if np.issubdtype(tokens.dtype, np.integer) or not tokens.size else None
+            return cls(array) if array is not None and array.ndim == 1 else None
+        if isinstance(tokens, bytes | bytearray) or not hasattr(tokens, "__getitem__"):  # the items of bytes are numbers, but not ids
+            return None
+        try:
+            kinds = set(map(type, tokens))
+            if kinds & {bool, np.bool_}:
+                return None
+            numbers = tokens if kinds <= {int} else [operator.index(token) for token in tokens]
+            array = np.array(numbers if len(numbers) else (), None if len(numbers) else np.int32)
+        except TypeError:
+            return None
+        return cls(array if array.dtype.kind in "iu" else np.array(numbers, object))
+
+    def inside(self, vocab_size: int) -> TokenIds:
+        """These ids; ValueError unless there are some, all in the vocabulary."""
+        if not len(self):
+            raise ValueError("no tokens: a prompt needs at least one (add the model's beginning-of-sequence token)")
+        low, high = self._bounds
+        if low < 0 or high >= vocab_size:
+            low, high = int(self.array.min()), int(self.array.max())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"token {low if low < 0 else high} is outside the vocabulary of {vocab_size}")
+        return self
+
+    def tolist(self) -> list[int]:
+        return self.array.tolist()
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, place: Any) -> Any:
+        found = self.array[place]
+        return TokenIds(found, self._bounds) if isinstance(place, slice) else int(found)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.array.tolist())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.array, dtype, copy=copy)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, list):
+            return self.array.tolist() == other
+        return np.array_equal(self.array, other.array) if isinstance(other, TokenIds) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.array.tobytes())
+
+    def __repr__(self) -> str:
+        return f"[{', '.join(map(str, self.array[:8]))}{', ...' if len(self) > 8 else ''}]"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenIds, (self.array, self._bounds)
+
+
+def token_ids(tokens: Sequence[int] | TokenIds, vocab_size: int) -> TokenIds:
+    """Token ids, looked at once; ValueError for anything that is not a row of ids in the vocabulary. True and False are not ids."""
+    if isinstance(tokens, TokenIds):
+        return tokens.inside(vocab_size)
     if isinstance(tokens, str):
         raise ValueError(f"an engine takes token ids, got text, {shown(tokens)}: engine.model.tokenizer(text)['input_ids'] gives them")
     if isinstance(tokens, Mapping):
         raise ValueError(f"an engine takes token ids, got a mapping with {', '.join(map(repr, tokens)):.60}: give its ['input_ids']")
     check_unmasked(tokens)
-    ids = np.asarray(tokens)
-    if ids.ndim == 0:
+    if (ids := TokenIds.read(tokens)) is not None:
+        return ids.inside(vocab_size)
+    if np.ndim(tokens) == 0:
         raise ValueError(f"token ids must be a list, got {shown(tokens)}: one prompt among several is [ids], as in prefill([ids])")
-    listed = () if isinstance(tokens, np.ndarray | jax.Array) else tokens  # [1, True] makes an array of ints
-    number = not ids.size or np.issubdtype(ids.dtype, np.integer)
-    if ids.ndim != 1 or not number or any(isinstance(each, bool | np.bool_) for each in listed):
-        raise ValueError(f"token ids must be a list of whole numbers, got {shown(tokens)}")
-    if not ids.size:
-        raise ValueError("no tokens: a prompt needs at least one (add the model's beginning-of-sequence token)")
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocab_size:
-        raise ValueError(f"token {low if low < 0 else high} is outside the vocabulary of {vocab_size}")
-    return ids.tolist()
+    raise ValueError(f"token ids must be a list of whole numbers, got {shown(tokens)}")
 
 
 def engine_sizes(page_size: int, prefill_chunk: int, batch_buckets: Sequence[int]) -> tuple[int, int, tuple[int, ...]]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
 
 from kvjax.cache.page_tables import table_width
-from kvjax.checks import check_model, whole_number
+from kvjax.checks import TokenIds, check_model, whole_number
 from kvjax.engine.call_lock import interrupts
 from kvjax.engine.engine import Engine
 from kvjax.engine.sampling import OneSample, Sampling, SamplingOptions, derived_seed
@@ -188,11 +188,11 @@ def generate(
     wanted = max(1, min(len(listed) * settings.n, DEFAULT_SLOTS)) if slots is None else whole_number("slots", slots, 1)
     tokenizer = engines[0].model.tokenizer if engines else model.tokenizer
     results: list[Completion | None] = [None] * len(listed)
-    encoded: dict[int, tuple[int, ...]] = {}
+    encoded: dict[int, TokenIds] = {}
     for number, prompt in enumerate(listed):
         interrupts.check()
         try:
-            encoded[number] = tuple(encode(tokenizer, prompt, chat_template_kwargs, parse_special=parse_special))
+            encoded[number] = encode(tokenizer, prompt, chat_template_kwargs, parse_special=parse_special)
         except ValueError as error:
             if on_error == "raise":
                 raise _of_prompt(error, number, listed) from error.__cause__
@@ -242,7 +242,7 @@ def _text(completion: Completion) -> str | list[str] | Exception:
 
 def engine_for(
     model: Model,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[TokenIds],
     new_tokens: int,
     policy: str | DecodePolicy | None,
     slots: int,
@@ -251,7 +251,7 @@ def engine_for(
 ) -> Engine:
     """An engine whose pool holds the `slots` longest of these prompts at once, rounded up so that later calls find the steps compiled."""
     longest = model.config.max_positions  # a longer one is refused when its turn comes
-    lengths = [(min(len(encode(model.tokenizer, prompt)) + new_tokens, longest), samples) for prompt in prompts]
+    lengths = [(min(len(prompt) + new_tokens, longest), samples) for prompt in prompts]
     pages = table_width(pages_needed(lengths, slots, 128))
     return Engine(model, policy, pages=pages, prefill=prefill)
 

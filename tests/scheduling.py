@@ -28,6 +28,12 @@ def asked(prompt, tokens=6, *, policy=None, priority=0, **sampling):
     return Request(prompt, Sampling(tokens, stop_token_ids=(), logprobs=True, **sampling), policy=policy, priority=priority)
 
 
+def state_of(scheduler, handle):
+    """What the scheduler knows of a request that has not ended."""
+    (state,) = [each for each in scheduler._requests() if each.handle is handle]
+    return state
+
+
 def finish(scheduler, most=2000):
     """Step until nothing is left; the handles in the order in which they finished."""
     finished = []

@@ -1,6 +1,6 @@
 """A design that was measured against `bounds:K`: one list for all query heads of a KV head, so that keys could be loaded once for all.
 
-    kvjax echo --prefill bounds:32+sparse --prefill benchmarks/designs/group_lists.py:GroupLists:32
+    kvjax recall --prefill bounds:32+sparse --prefill benchmarks/designs/group_lists.py:GroupLists:32
 
 It takes the scores of each head's own walk, adds them up over the heads of a group, and lists the best for all. Only what it recalls is
 measured with it: it attends through the same kernel, head by head.

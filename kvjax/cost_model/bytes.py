@@ -95,7 +95,7 @@ def step_bytes(
     them; on other devices, and for inputs that this kernel refuses, plain XLA reads them twice. In layers of latents, the indexer's key of
     every token is counted, if the policy ranks by it.
 
-    measured_keys: what a KV head of a layer with lists attended to per step (`keys_per_step` of a panel), in place of what the policy says.
+    measured_keys: what a KV head of a layer with lists attended to per step (`keys_per_step` of a run), in place of what the policy says.
     `Cascade` with a share says only the most that it may read.
 
     frames: those of an engine with pages in host memory (`kvjax.engine.capacity_plan.pool_frames`). The pages that the device has no frames

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
-import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -17,39 +17,67 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.axes import check_mesh, plan_sizes
-from kvjax.cache import PageAllocator
+from kvjax.cache import Cache, PageAllocator
 from kvjax.cache.formats import parse_cache_format
 from kvjax.cache.page_manager import GroupPages, pages_for
-from kvjax.cache.page_tables import staged_widths, table_width, table_widths
-from kvjax.cache.pool import Pool, PoolStats
+from kvjax.cache.page_tables import table_width
+from kvjax.cache.pool import Layers, Pool, PoolStats
 from kvjax.cache.prefix_cache import PrefixStats
-from kvjax.checks import PROMPTS_REMEDY, check_model, check_salt, engine_sizes, listed, optional_function, token_ids, whole_number
-from kvjax.compilation import compile_together
+from kvjax.checks import PROMPTS_REMEDY, TokenIds, check_model, check_salt, engine_sizes, listed, optional_function, token_ids, whole_number
+from kvjax.compilation import CompileAhead
 from kvjax.engine.call_lock import CallGuard, guarded
 from kvjax.engine.capacity_plan import Capacity, MemoryPlan, host_memory, memory_plan, plan_with_weights, pool_pages
-from kvjax.engine.decode_batch import Slots, Written, in_bucket
-from kvjax.engine.decode_runner import DecodeRunner, Launched, padded_rows
-from kvjax.engine.inspection import StepRead, inspect_step, read_of
+from kvjax.engine.decode_batch import Slots, Written
+from kvjax.engine.multi_step import decode_steps
 from kvjax.engine.page_eviction import PageRelease
 from kvjax.engine.policy_set import DeclaredPolicies
+from kvjax.engine.policy_state import rows_of
 from kvjax.engine.prefill_runner import ChunkRun, Prefiller
 from kvjax.engine.prefix_reuse import StoreOptions, check_stores, make_reuse, reusing
-from kvjax.engine.sampling import Sampled, Sampling, SamplingRows
+from kvjax.engine.sampling import Sampled, Sampling, SamplingRows, check_rows
 from kvjax.engine.sequence import CachedSequence, check_usable
 from kvjax.engine.sequence_io import SequenceCopies
 from kvjax.engine.sharding import spec_on_mesh
 from kvjax.engine.step_output import Reads
-from kvjax.engine.step_plan import Chunk, Decoded, DecodeGroup, StepPlan, StepResult, check_plan
-from kvjax.engine.steps import decode_step, sample_first
+from kvjax.engine.step_plan import (
+    DRAFTS,
+    Chunk,
+    Decoded,
+    DecodeGroup,
+    StepPlan,
+    StepResult,
+    check_launch,
+    check_plan,
+    host_tokens,
+    padded_rows,
+)
+from kvjax.engine.steps import StepInputs, StepProgram, StepStatic, decode_and_sample, decode_step
+from kvjax.engine.watching import after_prompts, alarms_of, program_of, programs_of
 from kvjax.model.placement import place_model
 from kvjax.model.protocols import Model
-from kvjax.policies.choice import Choice, possible_prefills
+from kvjax.policies.choice import Choice, ChoosesDecode
 from kvjax.policies.decode import DecodePolicy, Watched
 from kvjax.policies.prefill import PrefillPolicy
+from pallas_kernels.core.messages import shown
+
+if TYPE_CHECKING:
+    from kvjax.engine.inspection import StepRead
+    from kvjax.engine.warmup import Warmup
 
 logger = logging.getLogger(__name__)
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Launched:
+    """A decode step that was launched: its policy, its results other than the cache, the policy's states, and the cache."""
+
+    policy: DecodePolicy
+    slots: Slots
+    results: list[Any]
+    states: tuple[Any, ...]
+    cache: Cache
 
 
 class Engine:
@@ -60,7 +88,8 @@ class Engine:
     prefill_chunk: in tokens; the chunk is a multiple of the page. prefill: the prefill policy, or its name (`parse_prefill`); None as for
     policy. batch_buckets: decode batches are padded to the next of these sizes; a sequence's bits are the same in every batch of a bucket.
     cache_format: how full pages are packed, as "int8" or "k=int8,v=int4"; None: not at all (docs/cache-formats.md).
-    sequences: those not freed yet. device_bytes: size of the pool on the device in bytes, in place of pages. mesh: `kvjax.mesh(...)`, over
+    sequences: those not freed yet. last_reads: what the latest decode step read, summed over layers and KV heads; None before the first.
+    device_bytes: size of the pool on the device in bytes, in place of pages. mesh: `kvjax.mesh(...)`, over
     whose devices weights and pages are split (docs/devices.md). stores: host_bytes, disk and disk_bytes are room for pages besides the
     device, and with reuse say which pages outlive their sequences: see `kvjax.engine.prefix_reuse.StoreOptions` and docs/tiers.md.
 
@@ -119,13 +148,13 @@ class Engine:
         self._runs: dict[CachedSequence, ChunkRun] = {}
         copied = self._pool, self._groups, self._capacity, self._release, self.indexes
         self._copies = SequenceCopies(model, *copied, self.prefill_chunk, self.guard, self.cache_format)
-        self._runner = DecodeRunner(self.model, self._pool, self._groups, self._declared, self._release)
+        self._slots: dict[tuple[int, DecodePolicy], Slots] = {}  # of every policy and batch size; they stay on the device
+        self._rows: tuple[SamplingRows | None, int] = None, 0  # the latest, and the slots that they are known to fit
+        self._placed: tuple[SamplingRows | None, SamplingRows | None] = None, None  # rows as given, and on the device
+        self._sampled: Array | None = None  # the tokens that the latest step sampled for these rows, one for each slot
+        self._ahead = CompileAhead()
+        self.last_reads: Reads | None = None
         self.sequences: set[CachedSequence] = set()
-
-    @property
-    def last_reads(self) -> Reads | None:
-        """What the latest decode step read, summed over layers and KV heads; None before the first."""
-        return self._runner.last_reads
 
     def __repr__(self) -> str:
         name, policies = getattr(self.model, "name", "") or self.config.family, ", ".join(map(str, self.policies))
@@ -276,7 +305,7 @@ class Engine:
         self._check_live(sequences)
         padded, given = padded_rows(sequences, tokens, self.batch_buckets, self.config.vocab_size)
         launched = self._launch(decode_step, padded, given, policy, written=given.shape[1])
-        self._runner.keep(launched, given.shape[1])
+        self._keep(launched, given.shape[1])
         self._pool.expect_none(self.last_reads.missing)
         for sequence, row in zip(sequences, given.tolist(), strict=False):
             sequence.tokens += row
@@ -290,18 +319,20 @@ class Engine:
         The step runs as in `decode`, and attends to the listed blocks once more for the scores. Sequences, states of learning policies,
         `last_reads` and `last_choice` do not change. Waits for the device. Raises as `decode` does.
         """
+        from kvjax.engine.inspection import inspect_step, read_of
+
         self._check_live(sequences)
         ones = [[token] for token in listed(tokens, "tokens", "give one of every sequence")]
         padded, given = padded_rows(sequences, ones, self.batch_buckets, self.config.vocab_size)
-        runner, declared = self._runner, self._declared
-        kept, pages = (runner.last_reads, declared.last_choice), [sequence.page_counts() for sequence in sequences]
+        declared = self._declared
+        kept, pages = (self.last_reads, declared.last_choice), [sequence.page_counts() for sequence in sequences]
         try:
             launched = self._launch(inspect_step, padded, given, policy)
             launched.slots.forget()  # the step's result is dropped
             named = self.declared(policy)
-            return read_of(named if isinstance(named, Watched) else launched.policy, len(sequences), *launched.results)
+            return read_of(named if isinstance(named, Watched) else launched.policy, len(sequences), self.spec, *launched.results)
         finally:
-            runner.last_reads, declared.last_choice = kept
+            self.last_reads, declared.last_choice = kept
             for sequence, counts in zip(sequences, pages, strict=True):
                 self._groups.keep(sequence, counts)
 
@@ -312,7 +343,7 @@ class Engine:
         Raises what `decode_and_sample` and `extend` raise. The whole plan is checked, and its pages are taken, first: after ValueError or
         OutOfPages nothing has run, and no page was taken. The caller appends decoded tokens to `.tokens` when it knows them.
         """
-        groups = [self._runner.checked(each, self.batch_buckets) for each in check_plan(plan).decodes]
+        groups = [self._checked(each) for each in check_plan(plan).decodes]
         if len(groups) > 1 or plan.chunks:  # one step alone takes its own before it runs
             self._take_pages(groups, plan.chunks)
         decodes = tuple([self._sent(self._decode(each)) for each in groups])
@@ -346,19 +377,25 @@ class Engine:
         (`kvjax.engine.sampling.seen_tokens`), int32. DONATES counts; the result has them, with the tokens that stay added.
         """
         group = DecodeGroup(slots, tokens, rows, policy, counts)
-        return self._decode(self._runner.checked(group, self.batch_buckets)).sampled
-
-    def _decode(self, group: DecodeGroup) -> Decoded:
-        """Run a group that the runner has checked."""
-        step, rest = self._runner.program_of(group)
-        return self._runner.decoded(self._launch(step, group.sequences, group.tokens, group.policy, *rest, written=group.written), group)
+        return self._decode(self._checked(group)).sampled
 
     @guarded
     def compile_ahead(
-        self, policy: DecodePolicy, sequence: CachedSequence, tokens: int, samplings: Sequence[Sampling | None], launches: Sequence[int]
+        self,
+        policy: DecodePolicy,
+        sequence: CachedSequence,
+        tokens: int,
+        samplings: Sequence[Sampling | None],
+        launches: Sequence[int] = (),
     ) -> None:
-        """Compile in another thread what follows a prefill. Arguments as of `DecodeRunner.compile_ahead`."""
-        self._runner.compile_ahead(policy, sequence, tokens, samplings, launches)
+        """Compile, in another thread, what follows the prefill of a sequence: the choice of its first token, and the decode step of slots
+        with these samplings, the sequence's first. A chunk of it must have been prefilled. tokens: of the longest sequence in the slots.
+        launches: the numbers of steps of `decode_steps`, in place of the decode step. Done once for each policy, number of slots and width
+        of page tables."""
+        widths = {group.name: table_width(-(-tokens // group.page_size)) for group in self.spec.groups}
+        for each in programs_of(policy):
+            if (key := (each, len(samplings), *widths.values())) not in self._ahead:
+                self._ahead.begin(key, functools.partial(self._warmup.after_prefill, each, sequence, widths, samplings, launches))
 
     @guarded
     def fork(self, sequence: CachedSequence) -> CachedSequence:
@@ -449,69 +486,21 @@ class Engine:
         (None: one page), and with `host_bytes` the copies of pages (docs/tiers.md). Programs are traced one after the other, and compiled
         beside each other in up to 8 threads. Steps in which a row draws at random are compiled when first used. Raises as `prefill` does.
         """
-        batch = whole_number("batch", batch, 1)
-        positions = self.config.max_positions
-        tokens = min(self.page_size, positions) if tokens is None else whole_number("tokens", tokens, 1)
-        self.check_length(tokens, self.declared(policy))
-        longest, most = self.pages_for(tokens), max(tokens, positions)
-        widths = staged_widths(longest) if self._prefiller.brings else table_widths(longest)
-        lengths = [min(width * self.page_size, longest * self.page_size, most) for width in widths]
-        steps = self._declared.possible(policy, longest * self.page_size, batch)
-        sequences = self.prefill([[0]] * batch, cache_salt=os.urandom(16).hex())  # nobody finds what warming up leaves
-        try:
-            slots, rows = in_bucket(sequences, self.batch_buckets), SamplingRows.of([None])
-            sample_first(sequences[0].logits, rows, np.ones(1, np.int32))
-            rows = SamplingRows.of([None] * len(slots))
-            compile_together(self._warmup_calls(slots, rows, lengths, steps), self.guard.interrupt_point)
-            for tokens in lengths:
-                self.reserve(sequences[:1], tokens - sequences[0].length)
-                for each in possible_prefills(self.prefill_policy, tokens, self.prefill_chunk):
-                    with self._reserved(sequences[:1], 1):
-                        self._write(sequences[0], [0], all_logits=False, only=each)
-                keeping = sequences[0].keeping
-                written, sequences[0].length = sequences[0].length, tokens - 1
-                for each in steps:
-                    self.guard.interrupt_point()
-                    self._groups.skip(sequences[0])
-                    jax.block_until_ready(self.decode_and_sample(slots, np.zeros(len(slots), np.int32), rows, each))
-                    sequences[0].length = tokens - 1
-                sequences[0].length, sequences[0].keeping = written, keeping
-            if self._pool.frames:
-                self._pool.compile_moves()
-                for each in possible_prefills(self.prefill_policy, lengths[-1], self.prefill_chunk):
-                    for _ in self._prefiller.compile_copies(sequences[0], each, lengths[-1]):
-                        self.guard.interrupt_point()
-        finally:
-            for sequence in sequences:
-                self.free(sequence)
+        from kvjax.engine.warmup import Calls
 
-    def _warmup_calls(
-        self,
-        slots: Sequence[CachedSequence | None],
-        rows: SamplingRows,
-        lengths: Sequence[int],
-        steps: Sequence[DecodePolicy],
-    ) -> Generator[functools.partial]:
-        """What warming up runs at each length: slices of prefill, and decode steps. The first slot's sequence stays as it is."""
-        before, opened = slots[0].page_counts(), slots[0].open_chunk
-        try:
-            for tokens in lengths:
-                self.reserve(slots[:1], tokens - slots[0].length)
-                prefills = possible_prefills(self.prefill_policy, tokens, self.prefill_chunk)
-                for each in prefills:
-                    yield from self._prefiller.calls(self._begin(slots[0], [0], only=each))
-                widths = {group.name: table_width(-(-tokens // group.page_size)) for group in self.spec.groups}
-                for each in steps:
-                    yield self._runner.step_call(each, slots, widths, rows)
-                # As after a step: the next chunk goes on from what the last one learned, and tables of windows are as wide as it was long.
-                length, slots[0].length, slots[0].open_chunk = slots[0].length, tokens - 1, None
-                self._groups.skip(slots[0])
-                slots[0].length = length
-            for each in prefills if self._pool.frames else ():
-                yield from self._prefiller.calls_with_copies(slots[0], each, tokens)
-        finally:
-            self._groups.keep(slots[0], before)
-            slots[0].open_chunk = opened
+        batch = whole_number("batch", batch, 1)
+        tokens = min(self.page_size, self.config.max_positions) if tokens is None else whole_number("tokens", tokens, 1)
+        self.check_length(tokens, self.declared(policy))
+        calls = Calls(
+            self.prefill,
+            self.reserve,
+            self.free,
+            lambda sequence, only: self._begin(sequence, [0], only=only),
+            self._write_one,
+            lambda slots, rows, policy: self.decode_and_sample(slots, np.zeros(len(slots), np.int32), rows, policy),
+            self.guard.interrupt_point,
+        )
+        self._warmup.run(calls, self.batch_buckets, batch, tokens, policy)
 
     @guarded
     def pin(self, prefix: CachedSequence | Sequence[int], cache_salt: str | None = None) -> int:
@@ -573,7 +562,7 @@ class Engine:
     def _write(
         self,
         sequence: CachedSequence,
-        tokens: list[int],
+        tokens: Sequence[int],
         *,
         all_logits: bool,
         on_tokens: Callable[[int], None] | None = None,
@@ -596,15 +585,28 @@ class Engine:
         sequence.logits = run.logits
         return jnp.concatenate(collected) if all_logits else run.logits
 
+    def _write_one(self, sequence: CachedSequence, only: PrefillPolicy) -> None:
+        """Write the token 0 by a prefill policy."""
+        with self._reserved([sequence], 1):
+            self._write(sequence, [0], all_logits=False, only=only)
+
+    @functools.cached_property
+    def _warmup(self) -> Warmup:
+        from kvjax.engine.warmup import Warmup
+
+        return Warmup(self.model, self._pool, self._groups, self._declared, self._prefiller)
+
     def _begin(
-        self, sequence: CachedSequence, tokens: list[int], *, all_logits: bool = False, only: PrefillPolicy | None = None
+        self, sequence: CachedSequence, tokens: Sequence[int], *, all_logits: bool = False, only: PrefillPolicy | None = None
     ) -> ChunkRun:
         """A chunk of the sequence's next tokens, with pages for them, before its first slice of layers."""
         chunk = self.prefill_chunk
         policy = only or self._declared.choose_prefill(self.prefill_policy, sequence.length // chunk * chunk)
         self._release.check(policy, [sequence], "prefill")
         self._groups.give_back(sequence)
-        self.reserve([sequence], min(len(tokens), chunk - sequence.length % chunk))
+        count = min(len(tokens), chunk - sequence.length % chunk)
+        if self.grows(sequence, count):  # most callers have taken the pages of the whole prompt
+            self.reserve([sequence], count)
         return self._prefiller.begin(sequence, tokens, policy, all_logits=all_logits, always=only is not None)
 
     def _take_pages(self, groups: Sequence[DecodeGroup], chunks: Sequence[Chunk]) -> None:
@@ -636,24 +638,163 @@ class Engine:
             self._groups.keep_written(sequence, sequence.length, before)
             raise
 
-    def _adopt(self, sequence: CachedSequence, prompt: list[int], cache_salt: str | None) -> None:
+    def _adopt(self, sequence: CachedSequence, prompt: TokenIds, cache_salt: str | None) -> None:
         check_salt(cache_salt)
         if self._reuse is not None:
             self._reuse.adopt(sequence, prompt, cache_salt)
 
-    def _launch(self, step: Callable, padded: Sequence[CachedSequence | None], tokens, policy, *rest, written: Written = 1) -> Launched:
-        """Launch a decode step over padded slots, with pages for the tokens that it writes."""
+    def _check_live(self, sequences: Sequence[CachedSequence], *, ready: bool = True) -> None:
+        check_usable(sequences, self.sequences, self._runs.keys() if ready else None)
+
+    def _prefix(self, given: CachedSequence | Sequence[int]) -> CachedSequence | TokenIds:
+        if not isinstance(given, CachedSequence):
+            return self.check_tokens(given)
+        self._check_live([given], ready=False)
+        return given
+
+    def check_tokens(self, tokens: Sequence[int]) -> TokenIds:
+        """`kvjax.checks.token_ids` of this model's vocabulary. Ids that were looked at once are not looked at again."""
+        return token_ids(tokens, self.config.vocab_size)
+
+    # Decode steps
+
+    def _on_device(self, rows: SamplingRows) -> SamplingRows:
+        """The rows on the device. The same rows are put there once, unless they have NumPy arrays that their owner may still change."""
+        if rows is not self._placed[0]:
+            if any(isinstance(each, np.ndarray) and each.flags.writeable for each in jax.tree.leaves(rows)):
+                return self._pool.put(jax.tree.map(np.array, rows))  # copies, because a CPU array may share the memory of what was put
+            self._placed = rows, self._pool.put(rows)
+        return self._placed[1]
+
+    def _checked(self, group: DecodeGroup) -> DecodeGroup:
+        """The group, with its tokens in an array. ValueError unless tokens, sampling and counts fit its slots, which are a batch bucket."""
+        if not isinstance(group.sequences, tuple | list):
+            raise ValueError(f"a step takes a tuple of sequences, None for an empty slot, got {shown(group.sequences)}")
+        slots, tokens, vocab_size = len(group.sequences), group.tokens, self.config.vocab_size
+        if group.launch is not None:
+            check_launch(group, self._declared.find(group.policy))
+        if tokens is self._sampled and group.sampling is self._rows[0] and slots == self._rows[1] and group.counts is None:
+            return group  # as the step before
+        if slots not in self.batch_buckets:
+            raise ValueError(f"{slots} slots are no batch bucket of this engine: {self.batch_buckets}")
+        if not isinstance(tokens, jax.Array):
+            tokens = host_tokens(tokens, group.sequences, vocab_size)
+        if tokens.dtype.kind not in "iu":
+            raise ValueError(f"token ids must be whole numbers, got {tokens.dtype}")
+        drafted = tokens.ndim == 2
+        if drafted and tokens.shape[1] not in DRAFTS[1:]:
+            raise ValueError(f"a drafted step writes {', '.join(map(str, DRAFTS[1:]))} tokens of every sequence, got {tokens.shape[1]}")
+        first, rows = tokens[:, 0] if drafted else tokens, group.sampling
+        known = rows is self._rows[0] and slots == self._rows[1] and not rows.penalises
+        if first.shape != (slots,) or not known or group.counts is not None:
+            check_rows(rows, first, group.counts, slots, vocab_size)
+            self._rows, self._sampled = (rows, slots), None
+        return group if tokens is group.tokens else dataclasses.replace(group, tokens=tokens)
+
+    def _decode(self, group: DecodeGroup) -> Decoded:
+        """Run a group that was checked, and keep its result. Waits for the device if it had drafts."""
+        rows, launch = self._on_device(group.sampling), group.launch
+        if launch is None:
+            step, sampling, steps = decode_and_sample, (rows, group.counts), 1
+        else:
+            step, sampling, steps = decode_steps, (rows, group.counts, launch.ends), launch.steps
+        launched = self._launch(step, group.sequences, group.tokens, group.policy, sampling, written=group.written, steps=steps)
+        sampled, packed, *ends = launched.results
+        drafted = sampled.accepted is not None
+        self._keep(launched, np.asarray(sampled.accepted) if drafted else group.written)
+        self._sampled = None if drafted or sampled.counts is not None else sampled.tokens
+        return Decoded(sampled, self.last_reads, packed, *ends)
+
+    def _launch(
+        self,
+        step: StepProgram,
+        padded: Sequence[CachedSequence | None],
+        tokens,
+        policy,
+        sampling=(),
+        *,
+        written: Written = 1,
+        steps: int = 1,
+    ) -> Launched:
+        """Launch a decode step over padded slots, with pages for the tokens that it writes. sampling: the fields of `StepInputs` after the
+        states. steps: of `decode_steps`."""
         policy = self.declared(policy)
         slots = self._filled(policy, padded, written)
         sequences, counts = slots.lacking(written)
-        if not sequences:
-            return self._runner.launch(step, slots, tokens, policy, *rest, written=written)
-        with self._reserved(sequences, counts):
-            return self._runner.launch(step, slots, tokens, policy, *rest, written=written)
+        with self._reserved(sequences, counts) if sequences else contextlib.nullcontext():
+            return self._run(step, slots, tokens, policy, sampling, written, steps)
+
+    def _run(
+        self, step: StepProgram, slots: Slots, tokens: Array, policy: DecodePolicy, sampling: tuple[Any, ...], written: Written, steps: int
+    ) -> Launched:
+        """Run a step that writes so many tokens of every sequence in the slots, or slot by slot. Their pages must have been taken. The
+        sequences do not change."""
+        if isinstance(policy, ChoosesDecode):
+            counts = [written] * len(slots.rows) if isinstance(written, int) else written[slots.rows].tolist()
+            policy = self._declared.choose(policy, [length + count for length, count in zip(slots.lengths, counts, strict=True)])
+        if isinstance(policy, Watched) and not self._watches_each(tokens):
+            policy = program_of(policy, slots, written, several=not isinstance(written, int) or written > 1)
+        if self._pool.frames:
+            self._pool.advance_copies()
+            self._pool.bring_back(slots.sealed)
+        cache, following = slots.cache(self._pool, written)
+        if self._ahead.running:
+            self._ahead.wait((policy, slots.size, *(cache.page_tables[group.name].shape[1] for group in cache.spec.groups)))
+        if self._pool.beside is not None and not isinstance(tokens, jax.Array):
+            tokens = self._pool.put(tokens)
+        states = self._declared.states.of_batch(policy, slots.sequences)
+        if isinstance(policy, Watched):
+            states = after_prompts(policy, slots, states)
+        inputs = StepInputs(self.model.params, cache, tokens, slots.active, states, *sampling)._replace(following=following)
+        static = StepStatic(self.model.decoder, policy, self.indexes, self._pool.shards, steps)
+        try:
+            results = self._pool.run(step, static, inputs, kept=self._pages_of)
+        except BaseException:
+            slots.forget()
+            raise
+        *results, cache, states, self.last_reads = results
+        return Launched(policy, slots, results, states, cache)
+
+    def _watches_each(self, tokens: Array) -> bool:
+        """Whether a watched policy runs one program for all steps, because those of the policy alone round otherwise: drafted tokens attend
+        together there, and pages in host memory are read through the hot buffer."""
+        return (tokens.ndim == 2 and tokens.shape[1] > 1) or bool(self._pool.frames)
+
+    def _pages_of(self, result: tuple) -> tuple[Layers, Array]:
+        """The pages in a decode step's result, and one of its outputs."""
+        *_, cache, _, reads = result
+        return self._pool.keep(cache, reads.keys)
+
+    def _keep(self, launched: Launched, written: Written = 1) -> None:
+        """Keep a step's result. written: how many of the tokens written stay, per slot."""
+        slots, states = launched.slots, launched.states
+        learned, alarms = [], {}
+        if not self._declared.states.stateless(launched.policy) and jax.tree.leaves(states):
+            try:
+                rows = rows_of(states)
+                learned = [rows[row] for row in slots.rows]
+                alarms = alarms_of(launched.policy, slots, written, states)
+            except BaseException:  # no memory on the device, say
+                slots.forget()
+                raise
+        # Nothing can fail from here on.
+        slots.advance(launched.cache, written)
+        if self._groups.has_windows:
+            for sequence in slots.live:
+                self._groups.give_back(sequence)
+        for sequence, state in zip(slots.live, learned, strict=False):
+            sequence.states[launched.policy] = state
+        for sequence, alarm in alarms.items():
+            sequence.alarms[launched.policy] = alarm
+        if self._release.gives_back(launched.policy):
+            counts = [written] * len(slots.live) if isinstance(written, int) else written[slots.rows].tolist()
+            self._release.after_step(launched.policy, slots.live, counts)
 
     def _filled(self, policy: DecodePolicy, padded: Sequence[CachedSequence | None], written: Written) -> Slots:
         """The slots of a policy's batches of this size, with these sequences in them."""
-        slots = self._runner.slots(policy, len(padded))
+        slots = self._slots.get((len(padded), policy))
+        if slots is None:
+            slots = self._slots[len(padded), policy] = Slots(self.spec, len(padded), self._pool.put)
         if not slots.hold(padded):
             self._check_live([each for each in padded if each is not None])
             self._declared.states.check_learned(policy, padded)
@@ -663,16 +804,3 @@ class Engine:
             self._check_live(slots.live)
         self.check_length(slots.longest_after(written), policy)
         return slots
-
-    def _check_live(self, sequences: Sequence[CachedSequence], *, ready: bool = True) -> None:
-        check_usable(sequences, self.sequences, self._runs.keys() if ready else None)
-
-    def _prefix(self, given: CachedSequence | Sequence[int]) -> CachedSequence | list[int]:
-        if not isinstance(given, CachedSequence):
-            return self.check_tokens(given)
-        self._check_live([given], ready=False)
-        return given
-
-    def check_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """`kvjax.checks.token_ids` of this model's vocabulary."""
-        return token_ids(tokens, self.config.vocab_size)

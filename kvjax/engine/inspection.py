@@ -11,13 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from kvjax.axes import WHOLE_COPY, Shards, spec_of
+from kvjax.axes import WHOLE_COPY, spec_of
 from kvjax.cache import Cache, CacheSpec, LatentSpec, PagedSpec
 from kvjax.cache.arrays import LayerCache
-from kvjax.compilation import program
-from kvjax.engine.decode_batch import NextPages
-from kvjax.engine.sharding import on_mesh, specs_of_states
-from kvjax.engine.steps import decode
+from kvjax.engine.step_output import Reads
+from kvjax.engine.steps import StepInputs, StepStatic, decode, decode_program
 from kvjax.policies.decode import Blocks, DecodePolicy, ScoresBlocks, SelectContext
 from kvjax.policies.decode.base import attend_listed
 
@@ -85,28 +83,19 @@ def watch(
     return blocks, lse, scores
 
 
-@functools.partial(program, static_argnames=("decoder", "policy", "indexes", "shards"), donate_argnames="cache")
-def inspect_step(
-    decoder, policy, indexes, params, cache: Cache, tokens, active, states, following: NextPages, shards: Shards | None = None
-):
-    """`kvjax.engine.steps.decode`, which also returns, before the cache, what `watch` saw of every layer. DONATES cache."""
-
-    def step(decoder, params, cache, tokens, active, states, following):
-        watched: list[Any] = []
-        logits, cache, states, reads = decode(
-            *(decoder, policy, indexes, params, cache, tokens, active, states),
-            following=following,
-            watch=lambda *seen: watched.append(watch(*seen)),
-        )
-        return cache, logits, tuple(watched), states, reads
-
-    kept, spec = specs_of_states(policy, states), cache.spec
-    of_kv_heads, of_heads = spec_of((None, "kv_heads")), spec_of((None, None, "heads"))
+def _cut(static: StepStatic, inputs: StepInputs) -> tuple[Any, ...]:
+    """How what `watch` saw is cut over a mesh."""
+    of_kv_heads, of_heads, spec = spec_of((None, "kv_heads")), spec_of((None, None, "heads")), inputs.cache.spec
     lists = [WHOLE_COPY if isinstance(spec.layers[number], LatentSpec) else of_kv_heads for number in spec.paged]
-    seen = tuple((heads, of_heads, heads) for heads in lists)
-    arrays, results = (tokens, active, states, following), (WHOLE_COPY, seen, kept, WHOLE_COPY)
-    cache, logits, watched, states, reads = on_mesh(shards, step, decoder, params, cache, arrays, specs={2: kept}, results=results)
-    return logits, _each_once(spec, watched), cache, states, reads
+    return tuple((heads, of_heads, heads) for heads in lists)
+
+
+@decode_program(WHOLE_COPY, _cut)
+def inspect_step(static: StepStatic, inputs: StepInputs) -> tuple[Array, tuple[Any, ...], Cache, tuple[Any, ...], Reads]:
+    """`kvjax.engine.steps.decode`, which also returns, before the cache, what `watch` saw of every layer. DONATES cache."""
+    watched: list[Any] = []
+    logits, *after = decode(static, inputs, lambda *seen: watched.append(watch(*seen)))
+    return logits, tuple(watched), *after
 
 
 def _each_once(spec: CacheSpec, watched: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -122,10 +111,11 @@ def _each_once(spec: CacheSpec, watched: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def read_of(policy: DecodePolicy, rows: int, logits: Float32[Array, "B 1 V"], watched: tuple[Any, ...]) -> StepRead:
-    """The first `rows` rows of the result of `inspect_step` for one token each, without columns that no row lists."""
+def read_of(policy: DecodePolicy, rows: int, spec: CacheSpec, logits: Float32[Array, "B 1 V"], watched: tuple[Any, ...]) -> StepRead:
+    """The first `rows` rows of the result of `inspect_step` for one token each, without columns that no row lists. spec: of the
+    engine's cache."""
     layers = []
-    for number, (blocks, lse, scores) in enumerate(jax.device_get(watched)):
+    for number, (blocks, lse, scores) in enumerate(jax.device_get(_each_once(spec, watched))):
         if not (blocks.ids[:rows] >= 0).any():
             raise ValueError(
                 f"policy {policy} lists no block in layer {number}: a list holds at least the block that the token is written to"

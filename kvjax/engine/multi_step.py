@@ -7,7 +7,6 @@ computes, and a row that has ended writes nothing and changes no state in the st
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any
 
 import flax.struct
@@ -15,16 +14,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvjax.axes import WHOLE_COPY, Shards
-from kvjax.cache import Cache, IndexSpec
-from kvjax.compilation import program
-from kvjax.engine.decode_batch import NextPages, name_pages
-from kvjax.engine.sampling import Sampled, SamplingRows, count_tokens, sample
-from kvjax.engine.sharding import on_mesh, specs_of_states
+from kvjax.axes import WHOLE_COPY
+from kvjax.cache import Cache
+from kvjax.engine.decode_batch import name_pages
+from kvjax.engine.sampling import Sampled, count_tokens, sample
 from kvjax.engine.step_output import Reads, pack, packed_width
-from kvjax.engine.steps import decode
-from kvjax.model.protocols import Decoder, Params
-from kvjax.policies.decode import DecodePolicy
+from kvjax.engine.steps import StepInputs, StepStatic, decode, decode_program
 from pallas_kernels.collectives.preparation import before_loop
 
 STOP_IDS = 4
@@ -44,69 +39,44 @@ class Ends:
         return (self.left > 0) & ~(tokens[:, None] == self.stop_ids).any(axis=1)
 
 
-@functools.partial(program, static_argnames=("steps", "decoder", "policy", "indexes", "shards"), donate_argnames=("cache", "counts"))
-def decode_steps(
-    steps: int,
-    decoder: Decoder,
-    policy: DecodePolicy,
-    indexes: tuple[IndexSpec, ...],
-    params: Params,
-    cache: Cache,
-    tokens: Int[Array, "B"],
-    active: Bool[Array, "B"],
-    states: tuple[Any, ...],
-    rows: SamplingRows,
-    counts: Int[Array, "B V"] | None,
-    ends: Ends,
-    following: NextPages | None = None,
-    shards: Shards | None = None,
-) -> tuple[Sampled, Int[Array, "N B C"], Ends, Cache, tuple[Any, ...], Reads]:
-    """So many steps of `kvjax.engine.steps.decode_and_sample`, without drafts, in one call. DONATES cache and counts.
+@decode_program(WHOLE_COPY, WHOLE_COPY, WHOLE_COPY)
+def decode_steps(static: StepStatic, inputs: StepInputs) -> tuple[Sampled, Int[Array, "N B C"], Ends, Cache, tuple[Any, ...], Reads]:
+    """`static.steps` steps of `kvjax.engine.steps.decode_and_sample`, without drafts, in one call. DONATES cache and counts.
 
     A row steps while it is active and has not ended. One whose logits were not finite ends, too. From then on its token, its part of the
-    cache, its counts and its states stay as they are.
-
-    Args:
-        steps: N, at most `kvjax.cache.MOST_TOKENS`.
-        following: the pages of all tokens that the steps write.
-        ends: where rows end. Those of the next launch are in the result.
+    cache, its counts and its states stay as they are. N, the number of steps, is at most `kvjax.cache.MOST_TOKENS`. following: the pages of
+    all tokens that the steps write. ends: where rows end. Those of the next launch are in the result.
 
     Returns:
         What each row's own last step sampled, without `top_tokens` (a row that did not step keeps its token); what the host reads of each
         step, as `kvjax.engine.step_output.pack` packs it, which means nothing in rows that did not step; and what the last step read.
     """
+    _, cache, tokens, active, states, rows, counts, ends, following = inputs
+    cache = cache if following is None else name_pages(cache, following)
 
-    def launch(decoder, params, cache, tokens, active, states, rows, counts, ends, following):
-        cache = cache if following is None else name_pages(cache, following)
+    def step(number, carry):
+        pool, states, sampled, ends, packed, _ = carry
+        going = active & ends.going(sampled.tokens)
+        before, token = cache.replace(**pool), sampled.tokens[:, None]
+        given = inputs._replace(cache=before, tokens=token, active=going, states=states, following=None)
+        logits, after, known, reads = decode(static, given)
+        counts = count_tokens(sampled.counts, sampled.tokens, going) if rows.penalises else sampled.counts
+        found = sample(logits[:, 0], rows, after.lengths, counts)
+        # Not as an update of a slice: XLA may run that as a copy to a place that the host computes in every step.
+        packed = jnp.where(jnp.arange(static.steps)[:, None, None] == number, pack(found, reads), packed)
+        chosen = _kept(going, found.replace(top_tokens=None, top_logprobs=None, counts=None), sampled.replace(counts=None))
+        left = jnp.where(going, jnp.where(found.finite, ends.left - 1, 0), ends.left)
+        pool = {name: getattr(after, name) for name in pool}
+        return pool, _kept(going, known, states), chosen.replace(counts=counts), ends.replace(left=left), packed, reads
 
-        def step(number, carry):
-            pool, states, sampled, ends, packed, _ = carry
-            going = active & ends.going(sampled.tokens)
-            before, token = cache.replace(**pool), sampled.tokens[:, None]
-            logits, after, known, reads = decode(decoder, policy, indexes, params, before, token, going, states)
-            counts = count_tokens(sampled.counts, sampled.tokens, going) if rows.penalises else sampled.counts
-            found = sample(logits[:, 0], rows, after.lengths, counts)
-            # Not as an update of a slice: XLA may run that as a copy to a place that the host computes in every step.
-            packed = jnp.where(jnp.arange(steps)[:, None, None] == number, pack(found, reads), packed)
-            chosen = _kept(going, found.replace(top_tokens=None, top_logprobs=None, counts=None), sampled.replace(counts=None))
-            left = jnp.where(going, jnp.where(found.finite, ends.left - 1, 0), ends.left)
-            pool = {name: getattr(after, name) for name in pool}
-            return pool, _kept(going, known, states), chosen.replace(counts=counts), ends.replace(left=left), packed, reads
-
-        size, ranks = tokens.shape[0], min(rows.ranks, decoder.config.vocab_size)
-        sampled = Sampled(tokens, jnp.zeros(size, jnp.float32), jnp.ones(size, bool), counts=counts)
-        packed = jnp.zeros((steps, size, packed_width(ranks)), jnp.int32)
-        pool = {name: getattr(cache, name) for name in ("layers", "hot", "lengths")}
-        carry = pool, states, sampled, ends, packed, _no_reads(cache)
-        with contextlib.nullcontext(step) if shards is None else before_loop(step, 0, carry) as turn:
-            pool, states, sampled, ends, packed, reads = jax.lax.fori_loop(0, steps, turn, carry)
-        return cache.replace(**pool), sampled, packed, ends, states, reads
-
-    kept = specs_of_states(policy, states)
-    arrays = tokens, active, states, rows, counts, ends, following
-    results = WHOLE_COPY, WHOLE_COPY, WHOLE_COPY, kept, WHOLE_COPY
-    cache, sampled, packed, ends, states, reads = on_mesh(shards, launch, decoder, params, cache, arrays, specs={2: kept}, results=results)
-    return sampled, packed, ends, cache, states, reads
+    size, ranks = tokens.shape[0], min(rows.ranks, static.decoder.config.vocab_size)
+    sampled = Sampled(tokens, jnp.zeros(size, jnp.float32), jnp.ones(size, bool), counts=counts)
+    packed = jnp.zeros((static.steps, size, packed_width(ranks)), jnp.int32)
+    pool = {name: getattr(cache, name) for name in ("layers", "hot", "lengths")}
+    carry = pool, states, sampled, ends, packed, _no_reads(cache)
+    with contextlib.nullcontext(step) if cache.shards is None else before_loop(step, 0, carry) as turn:
+        pool, states, sampled, ends, packed, reads = jax.lax.fori_loop(0, static.steps, turn, carry)
+    return sampled, packed, ends, cache.replace(**pool), states, reads
 
 
 def _kept(going: Bool[Array, "B"], new: Any, old: Any) -> Any:

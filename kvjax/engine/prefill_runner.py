@@ -27,7 +27,7 @@ from kvjax.compilation import shape_of
 from kvjax.engine.policy_state import Learning, PolicyStates, after_chunk
 from kvjax.engine.sequence import CachedSequence, OpenChunk
 from kvjax.engine.step_plan import Prefilled
-from kvjax.engine.steps import embed_chunk, prefill_slice, row_logits
+from kvjax.engine.steps import ChunkInputs, StepStatic, embed_chunk, prefill_slice, row_logits
 from kvjax.model.protocols import Decoder, Model
 from kvjax.policies.prefill import DensePrefill, PrefillPolicy
 
@@ -385,11 +385,8 @@ class Prefiller:
         # Layers of other slices are left out, so that only this slice's pages are donated; those that it reads beside them are not.
         cache = self._pool.cache(part.spec, tables, np.array([run.last], np.int32), part.first, part.last)
         layers, copies = self._pool.layers, self._copies(run)
-        return functools.partial(
-            prefill_slice,
-            part.decoder,
-            run.policy,
-            self.indexes,
+        static = StepStatic(part.decoder, run.policy, self.indexes, self._pool.shards)
+        inputs = ChunkInputs(
             decoder.params_of(params, part.first, part.last),
             cache,
             x,
@@ -400,8 +397,8 @@ class Prefiller:
             learning=None if run.learning is None else run.learning.of_layers(part.place, part.end),
             copies=copies,
             ahead=None if copies is None or copies.following is None else run.ahead,
-            shards=self._pool.shards,
         )
+        return functools.partial(prefill_slice, static, inputs)
 
     def _next_slice(self, run: ChunkRun) -> None:
         self._pool.advance_copies()
@@ -415,7 +412,7 @@ class Prefiller:
             run.ahead = copy_window(window)
         call = self._call(run, x)
         run.x, _, learned, missing, coming = self._pool.run(
-            call.func, *call.args, **call.keywords, kept=lambda result: self._pool.keep(result[1], result[0], part.first, part.last)
+            call.func, *call.args, kept=lambda result: self._pool.keep(result[1], result[0], part.first, part.last)
         )
         run.ahead = run.ahead if _following(call) is None else coming
         run.learned.append(learned)
@@ -427,5 +424,5 @@ class Prefiller:
 
 def _following(call: functools.partial) -> WindowRows | None:
     """What a slice copies for the slices after it."""
-    copies = call.keywords["copies"]
+    copies = call.args[1].copies
     return None if copies is None else copies.following

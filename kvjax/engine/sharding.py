@@ -18,38 +18,27 @@ if TYPE_CHECKING:
     from kvjax.model.protocols import Decoder
 
 
-def on_mesh(
-    shards: Shards | None,
-    step: Callable,
-    decoder: Decoder,
-    params: Any,
-    cache: Cache,
-    arrays: tuple[Any, ...] = (),
-    *,
-    specs: Mapping[int, Any] | None = None,
-    results: tuple[Any, ...],
-) -> Any:
-    """`step(decoder, params, cache, *arrays)`, which returns results and, first of them, the cache; on a mesh, on all of its devices.
+def on_mesh(static: Any, step: Callable, inputs: Any, *, specs: Mapping[str, Any], results: Sequence[Any]) -> tuple[Any, ...]:
+    """The results of `step(static, inputs)`, run on all devices of a mesh.
 
     Args:
-        shards: None: no mesh.
-        step: on a mesh it gets the decoder of one device, its part of params and cache, and `cache.shards`.
-        arrays: the same on every device, but for those that `specs` names by their place.
-        results: the specs of results after the cache.
+        static: `kvjax.engine.steps.StepStatic`. Each device gets its own decoder.
+        inputs: a named tuple with params and cache. Each device gets its part of both, and `cache.shards`.
+        specs: of the fields that are not the same on every device, besides params and cache.
+        results: the specs of the results, and `Cache` for the cache.
     """
-    if shards is None:
-        return step(decoder, params, cache, *arrays)
-    whole, given = cache.spec, dict(specs or {})
+    shards, whole = static.shards, inputs.cache.spec
 
-    def on_device(params: Any, cache: Cache, *arrays: Any):
-        own = cache.replace(spec=whole.on_device(shards.tensor), shards=shards)
-        after, *found = step(decoder.on_shards(shards), params, own, *arrays)
-        return after.replace(spec=whole, shards=None), *found
+    def on_device(*given: Any) -> tuple[Any, ...]:
+        own = type(inputs)(*given)
+        own = own._replace(cache=own.cache.replace(spec=whole.on_device(shards.tensor), shards=shards))
+        found = step(static._replace(decoder=static.decoder.on_shards(shards)), own)
+        return tuple(each.replace(spec=whole, shards=None) if isinstance(each, Cache) else each for each in found)
 
-    places = cache_specs(cache)
-    of_arrays = tuple(given.get(number, WHOLE_COPY) for number in range(len(arrays)))
-    of_params = param_specs(decoder, params, shards.tensor)
-    return shards.run(on_device, (params, cache, *arrays), (of_params, places, *of_arrays), (places, *results))
+    places = cache_specs(inputs.cache)
+    of_params = param_specs(static.decoder, inputs.params, shards.tensor)
+    of_inputs = dict.fromkeys(inputs._fields, WHOLE_COPY) | {"params": of_params, "cache": places} | dict(specs)
+    return shards.run(on_device, tuple(inputs), tuple(of_inputs.values()), tuple(places if each is Cache else each for each in results))
 
 
 def spec_on_mesh(spec: CacheSpec, mesh: Mesh | None) -> CacheSpec:

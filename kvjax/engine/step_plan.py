@@ -6,18 +6,25 @@ Decode steps and chunks of prefill are separate calls, never fused, so what a ch
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int32
 
-from kvjax.checks import whole_number
-from kvjax.engine.decode_batch import Written
+from kvjax.cache import MOST_TOKENS
+from kvjax.checks import token_ids, whole_number
+from kvjax.engine.decode_batch import Written, in_bucket
 from kvjax.engine.multi_step import Ends
+from kvjax.engine.page_eviction import check_several
 from kvjax.engine.sampling import Sampled, SamplingRows
 from kvjax.engine.sequence import CachedSequence
 from kvjax.engine.step_output import Outcome, Reads, unpack
 from kvjax.policies.decode import DecodePolicy
 from pallas_kernels.core.messages import shown
+
+DRAFTS = (1, 4, 8, 16)
+"""How many tokens of a sequence a step may write. There are few sizes, so that few programs are compiled."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,7 +72,7 @@ class Chunk:
     """
 
     sequence: CachedSequence
-    tokens: tuple[int, ...] | list[int]
+    tokens: Sequence[int]
     slices: int | None = None
 
     def __post_init__(self):
@@ -94,6 +101,57 @@ def check_plan(plan: StepPlan) -> StepPlan:
         if not isinstance(entries, tuple | list) or not all([isinstance(each, kind) for each in entries]):  # noqa: C419 - a list is faster
             raise ValueError(f"a plan holds a tuple of {kind.__name__}, got {shown(entries)}")
     return plan
+
+
+def padded_rows(
+    sequences: Sequence[CachedSequence], tokens: Sequence[Any], buckets: Sequence[int], vocab_size: int
+) -> tuple[list[CachedSequence | None], Int[np.ndarray, "B T"]]:
+    """Slots and tokens of a step, padded to a batch bucket. tokens: one of every sequence, or a row of them."""
+    if not hasattr(tokens, "__len__"):
+        raise ValueError(f"tokens must be a list with one token of every sequence, or a row of them, got {shown(tokens)}")
+    if len(tokens) != len(sequences):
+        raise ValueError(f"{len(tokens)} tokens for {len(sequences)} sequences; a step writes one token of each, or a row of them")
+    slots = in_bucket(sequences, buckets)
+    rows = [token_ids(each if np.ndim(each) else [each], vocab_size) for each in tokens]
+    if len(rows[0]) not in DRAFTS or any(len(row) != len(rows[0]) for row in rows):
+        raise ValueError(f"a step writes {', '.join(map(str, DRAFTS))} tokens of every sequence, got rows of {list(map(len, rows))}")
+    padded = np.zeros((len(slots), len(rows[0])), np.int32)
+    padded[: len(rows)] = rows
+    return slots, padded
+
+
+def host_tokens(tokens: Any, sequences: Sequence[CachedSequence | None], vocab_size: int) -> Int32[np.ndarray, "B *T"]:
+    """The tokens of a step that are not on the device yet, checked. Rows of empty slots may hold anything where a step has drafts."""
+    if np.ndim(tokens) != 2:
+        return np.array(token_ids(tokens, vocab_size), np.int32)
+    ids = np.asarray(tokens)
+    if ids.dtype.kind not in "iu":
+        raise ValueError(f"token ids must be whole numbers, got {ids.dtype}")
+    wrong = (ids < -1) | (ids >= vocab_size)
+    wrong[:, :1] |= ids[:, :1] < 0
+    for row, column in np.argwhere(wrong):
+        if row < len(sequences) and sequences[row] is not None:
+            raise ValueError(
+                f"token {ids[row, column]} at place {column} of row {row} is outside the vocabulary of {vocab_size}; "
+                "only a drafted token may be -1, where there is none"
+            )
+    return ids.astype(np.int32)
+
+
+def check_launch(group: DecodeGroup, policy: DecodePolicy) -> None:
+    """ValueError unless a group's launch fits it."""
+    launch, slots = group.launch, len(group.sequences)
+    whole_number("steps of a launch", launch.steps, 1, MOST_TOKENS + 1)
+    if group.tokens.ndim == 2:
+        raise ValueError(f"a launch of {launch.steps} steps has no drafts, and got tokens of shape {group.tokens.shape}: give one per slot")
+    if launch.steps > 1:
+        check_several(policy, launch.steps)
+    shapes = {"left": np.shape(launch.ends.left), "stop_ids": np.shape(launch.ends.stop_ids)[:1]}
+    if not isinstance(launch.written, int):
+        shapes["written"] = launch.written.shape
+    for name, shape in shapes.items():
+        if shape != (slots,):
+            raise ValueError(f"{name} of a launch must have a row for each of {slots} slots, got {shape}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,10 +1,13 @@
-"""The two pure steps: prefill a chunk, decode a token. `kvjax.engine.engine` adds the state."""
+"""The two pure steps: prefill a chunk, decode a token. `kvjax.engine.engine` adds the state.
+
+A step is a function of two arguments: `StepStatic`, for which a program is compiled, and its arrays, `StepInputs` or `ChunkInputs`.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,38 +47,135 @@ from kvjax.policies.prefill import PrefillContext, PrefillPolicy, indexes_of
 from pallas_kernels.core import pages
 
 
+class StepStatic(NamedTuple):
+    """What a program of a step is compiled for. Hashable.
+
+    decoder: a model's, or that of a slice of its layers (`of_layers`). policy: by which its queries attend. indexes: those that sealing
+    builds. shards: of the mesh over which params and cache are split; None: one device. steps: how many `decode_steps` runs.
+    """
+
+    decoder: Decoder
+    policy: DecodePolicy | PrefillPolicy
+    indexes: tuple[IndexSpec, ...]
+    shards: Shards | None = None
+    steps: int = 1
+
+
+class StepInputs(NamedTuple):
+    """The arrays of a decode step.
+
+    cache: its lengths do not count the new tokens. tokens: `[B, T]`; where the step samples, `[B]` without drafts. states: one per layer
+    that attends to pages, from `policy.init`. rows, counts: where the step samples. ends: of `decode_steps`. following: pages that
+    `name_pages` first adds to the page tables.
+    """
+
+    params: Params
+    cache: Cache
+    tokens: Int[Array, "B *T"]
+    active: Bool[Array, "B"]
+    states: tuple[Any, ...]
+    rows: SamplingRows | None = None
+    counts: Int[Array, "B V"] | None = None
+    ends: Any = None
+    following: NextPages | None = None
+
+
+class ChunkInputs(NamedTuple):
+    """The arrays of a chunk of prefill, and of the layers that run it.
+
+    x: the input of the first of them; on a mesh, this device's rows (`kvjax.engine.sequence_parallel`). params, cache, learning: those of
+    these layers alone. place: how many of the model's layers that attend to pages come before these; an array, so that slices of equal
+    layers are one program. owners: for a slice, the earlier layers whose pages it reads (`CacheSpec.owners`), with this chunk written.
+    learning: decode policies that learn from prefill. copies: how the row's pages are copied to device memory before a layer attends to
+    them, because some lie in host memory, and attention reads them many times; the bits are the same. ahead: the copied pages of the first
+    of these layers that needs some.
+    """
+
+    params: Params
+    cache: Cache
+    x: Float[Array, "B T E"]
+    starts: Int[Array, "B"]
+    fresh: Int[Array, "B"]
+    place: int | Int[Array, ""] = 0
+    owners: tuple[LayerCache, ...] = ()
+    learning: Learning | None = None
+    copies: Copies | None = None
+    ahead: Any = None
+
+
+class StepProgram:
+    """A jitted step. Its results are those of the step; on a mesh, of all devices.
+
+    Args:
+        step: of `StepStatic` and inputs. Among its results is the cache.
+        inputs: the type of its inputs. Each field is an argument of the jitted function, because JAX donates whole arguments.
+        donated: the fields that a call DONATES.
+        results: of static and inputs, how each result is cut over a mesh; `Cache` stands for that of the cache.
+        specs: of static and inputs, how fields are cut. Others but params and cache are the same on all devices.
+        name: of the program; None: the step's.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[StepStatic, Any], tuple[Any, ...]],
+        inputs: type,
+        donated: Sequence[str],
+        results: Callable[[StepStatic, Any], tuple[Any, ...]],
+        specs: Callable[[StepStatic, Any], dict[str, Any]],
+        name: str | None = None,
+    ):
+        def run(static: StepStatic, *arrays: Any):
+            given = inputs(*arrays)
+            if static.shards is None:
+                return step(static, given)
+            return on_mesh(static, step, given, specs=specs(static, given), results=results(static, given))
+
+        run.__name__ = self.__name__ = name or step.__name__
+        self.step, self.inputs, self.__doc__ = step, inputs, step.__doc__
+        self.jitted = program(run, static_argnums=0, donate_argnums=[1 + inputs._fields.index(each) for each in donated])
+
+    def __call__(self, static: StepStatic, inputs: Any) -> tuple[Any, ...]:
+        return self.jitted(static, *inputs)
+
+    def trace(self, static: StepStatic, inputs: Any) -> Any:
+        """As of any jitted function."""
+        return self.jitted.trace(static, *inputs)
+
+    def lower(self, static: StepStatic, inputs: Any) -> jax.stages.Lowered:
+        """As of any jitted function. What its `compile` returns takes the fields of the inputs as arguments."""
+        return self.jitted.lower(static, *inputs)
+
+
+def decode_program(*found: Any) -> Callable[[Callable], StepProgram]:
+    """A decode step as a program that DONATES cache and counts. Its last three results are the cache, the states, and what was read; found:
+    how those before are cut over a mesh, or functions of the static and the inputs that say so."""
+
+    def results(static: StepStatic, inputs: StepInputs) -> tuple[Any, ...]:
+        first = tuple(each(static, inputs) if callable(each) else each for each in found)
+        return *first, Cache, specs_of_states(static.policy, inputs.states), WHOLE_COPY
+
+    def specs(static: StepStatic, inputs: StepInputs) -> dict[str, Any]:
+        return {"states": specs_of_states(static.policy, inputs.states)}
+
+    return lambda step: StepProgram(step, StepInputs, ("cache", "counts"), results, specs)
+
+
 def prefill_layers(
-    decoder: Decoder,
-    policy: PrefillPolicy,
-    indexes: tuple[IndexSpec, ...],
-    params: Params,
-    cache: Cache,
-    x: Float[Array, "B T E"],
-    starts: Int[Array, "B"],
-    fresh: Int[Array, "B"],
-    place: int | Int[Array, ""] = 0,
-    owners: tuple[LayerCache, ...] = (),
-    *,
-    learning: Learning | None = None,
-    copies: Copies | None = None,
-    ahead: Any = None,
+    static: StepStatic, inputs: ChunkInputs
 ) -> tuple[Float[Array, "B T E"], Cache, tuple[Any, ...], Int[Array, "B"] | None, Any]:
     """Take one chunk of each row through the decoder's layers: a model's, or a slice of them (`of_layers`). Each writes it to its pages.
 
-    x: the input of the first of them; on a mesh, this device's rows (`kvjax.engine.sequence_parallel`). Returns the output of the last, the
-    cache, what was learned in these layers, and `missing`: how many pages without a frame the chunk writes or its queries may read, over
-    these layers. More than 0 is an error (`kvjax.cache.check_missing`); None if the cache has no residency. A sparse policy's chunk needs
-    all earlier pages too, because it chooses by their keys. params, cache, learning: those of these layers alone. place: how many of the
-    model's layers that attend to pages come before these; an array, so that slices of equal layers are one program. owners: for a slice,
-    the earlier layers whose pages it reads (`CacheSpec.owners`), with this chunk written.
+    Returns the output of the last, the cache, what was learned in these layers, and `missing`: how many pages without a frame the chunk
+    writes or its queries may read, over these layers. More than 0 is an error (`kvjax.cache.check_missing`); None if the cache has no
+    residency. A sparse policy's chunk needs all earlier pages too, because it chooses by their keys.
 
     The chunk covers positions [starts, starts + T). Of these, [fresh, cache.lengths) are written (cache.lengths counts them); the other
     rows are padding. A token's row depends only on its absolute position, so its bits do not depend on how the history was cut into calls.
-    They may depend on how the layers were cut. learning: decode policies that learn from prefill; their states after the chunk are
-    returned, per policy and layer. copies: how the row's pages are copied to device memory before a layer attends to them, because some lie
-    in host memory, and attention reads them many times; the bits are the same. While a layer computes, pages for the next one are copied:
-    ahead are those of the first of these layers that needs some, and the last result those of `copies.following`.
+    They may depend on how the layers were cut. The states of policies that learn, after the chunk, are returned per policy and layer.
+    While a layer computes, pages for the next one are copied; the last result are those of `copies.following`.
     """
+    decoder, policy, indexes, _, _ = static
+    params, cache, x, starts, fresh, place, owners, learning, copies, ahead = inputs
     shards = cache.shards
     rows = 1 if shards is None else shards.row_parts
     positions = starts[:, None] + jnp.arange(rows * x.shape[1], dtype=jnp.int32)
@@ -143,37 +243,22 @@ def _missing_in_prefill(
     return pages.missing(tables[group.name], cache.lengths, page_size=group.page_size, window=window, num_queries=cache.lengths - first)
 
 
-@functools.partial(program, static_argnames=("decoder", "policy", "indexes", "shards"), donate_argnames=("cache", "x", "ahead"))
-def prefill_slice(
-    decoder,
-    policy,
-    indexes,
-    params,
-    cache,
-    x,
-    starts,
-    fresh,
-    place=0,
-    owners=(),
-    *,
-    learning=None,
-    copies: Copies | None = None,
-    ahead=None,
-    shards: Shards | None = None,
-):
-    """`prefill_layers`, jitted. DONATES cache, x and ahead. shards: of the mesh over which params and cache are split."""
+def _chunk_results(static: StepStatic, inputs: ChunkInputs) -> tuple[Any, ...]:
+    return static.shards.chunk_spec, Cache, _states_of(inputs.learning), WHOLE_COPY, WHOLE_COPY
 
-    def step(decoder, params, cache, owners, learning, *arrays):
-        copied = {"copies": copies, "ahead": ahead}
-        x, cache, *after = prefill_layers(decoder, policy, indexes, params, cache, *arrays, owners, learning=learning, **copied)
-        return cache, x, *after
 
-    states = () if learning is None else tuple(map(specs_of_states, learning.policies, learning.states))
-    of_rows = WHOLE_COPY if shards is None else shards.chunk_spec
-    specs = {0: layer_specs(owners), 1: None if learning is None else learning.replace(states=states, first=WHOLE_COPY), 2: of_rows}
-    arrays, results = (owners, learning, x, starts, fresh, place), (of_rows, states, WHOLE_COPY, WHOLE_COPY)
-    cache, x, learned, missing, coming = on_mesh(shards, step, decoder, params, cache, arrays, specs=specs, results=results)
-    return x, cache, learned, missing, coming
+def _chunk_specs(static: StepStatic, inputs: ChunkInputs) -> dict[str, Any]:
+    learning = inputs.learning
+    learns = None if learning is None else learning.replace(states=_states_of(learning), first=WHOLE_COPY)
+    return {"x": static.shards.chunk_spec, "owners": layer_specs(inputs.owners), "learning": learns}
+
+
+def _states_of(learning: Learning | None) -> tuple[Any, ...]:
+    return () if learning is None else tuple(map(specs_of_states, learning.policies, learning.states))
+
+
+prefill_slice = StepProgram(prefill_layers, ChunkInputs, ("cache", "x", "ahead"), _chunk_results, _chunk_specs, "prefill_slice")
+"""`prefill_layers`, jitted. DONATES cache, x and ahead."""
 
 
 @functools.partial(program, static_argnames=("decoder", "shards"))
@@ -211,58 +296,19 @@ def row_logits(
     return on_mesh_alone(shards, find, decoder, params, x, starts, lengths, specs=specs)[0]
 
 
-@functools.partial(program, static_argnames=("decoder", "policy", "indexes", "all_logits", "shards"), donate_argnames="cache")
-def prefill_step(
-    decoder: Decoder,
-    policy: PrefillPolicy,
-    indexes: tuple[IndexSpec, ...],
-    params: Params,
-    cache: Cache,
-    tokens: Int[Array, "B T"],
-    starts: Int[Array, "B"],
-    fresh: Int[Array, "B"],
-    *,
-    all_logits: bool = False,
-    shards: Shards | None = None,
-) -> tuple[Float[Array, "B *T V"], Cache, Int[Array, "B"] | None]:
-    """One chunk of each row in one program, from tokens to `chunk_logits`, and what is missing; see `prefill_layers`. DONATES cache.
-
-    An engine runs its parts as separate programs, with the same bits. shards: of the mesh over which params and cache are split.
-    """
-
-    def step(decoder, params, cache, tokens, starts, fresh):
-        x = decoder.embed(params, own_rows(cache.shards, tokens))
-        x, cache, _, missing, _ = prefill_layers(decoder, policy, indexes, params, cache, x, starts, fresh)
-        x = whole_rows(cache.shards, x)
-        return cache, chunk_logits(decoder, params, x, starts, cache.lengths, all_logits=all_logits), missing
-
-    results = (WHOLE_COPY, WHOLE_COPY)
-    cache, logits, missing = on_mesh(shards, step, decoder, params, cache, (tokens, starts, fresh), results=results)
-    return logits, cache, missing
-
-
 def decode(
-    decoder: Decoder,
-    policy: DecodePolicy,
-    indexes: tuple[IndexSpec, ...],
-    params: Params,
-    cache: Cache,
-    tokens: Int[Array, "B T"],
-    active: Bool[Array, "B"],
-    states: tuple[Any, ...],
-    *,
-    following: NextPages | None = None,
-    watch: Callable[..., None] | None = None,
+    static: StepStatic, inputs: StepInputs, watch: Callable[..., None] | None = None
 ) -> tuple[Float[Array, "B T V"], Cache, tuple[Any, ...], Reads]:
     """One step: write T tokens of every active row, attend to the blocks that the policy lists, return logits (float32) for each token.
 
-    cache.lengths does not count the new tokens; those of the returned cache do. T is 1, or a few drafted tokens; each lists and sees what
-    it would in a separate step. states: one per layer that attends to pages, from `policy.init`; with T above 1 the returned ones have an
-    axis T after the batch (`states_after`). Inactive rows write nothing, and their logits are meaningless. following: pages that
-    `name_pages` first adds to the page tables. watch: called while tracing, for each of these layers, with query, pages, context, list, and
-    the state that the list was made with (`kvjax.engine.inspection`).
+    The lengths of the returned cache count the new tokens. T is 1, or a few drafted tokens; each lists and sees what it would in a separate
+    step. With T above 1 the returned states have an axis T after the batch (`states_after`). Inactive rows write nothing, and their logits
+    are meaningless. watch: called while tracing, for each layer that attends to pages, with query, pages, context, list, and the state that
+    the list was made with (`kvjax.engine.inspection`).
     """
-    cache = cache if following is None else name_pages(cache, following)
+    decoder, policy, indexes, _, _ = static
+    params, cache, tokens, active, states = inputs[:5]
+    cache = cache if inputs.following is None else name_pages(cache, inputs.following)
     num_tokens = tokens.shape[1]
     positions = cache.lengths[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
     valid = jnp.broadcast_to(active[:, None], positions.shape)
@@ -318,66 +364,36 @@ def decode(
     return decoder.logits(params, hidden), after, states, reads
 
 
-@functools.partial(program, static_argnames=("decoder", "policy", "indexes", "shards"), donate_argnames="cache")
-def decode_step(
-    decoder, policy, indexes, params, cache: Cache, tokens, active, states, following: NextPages | None = None, shards: Shards | None = None
-):
+@decode_program(WHOLE_COPY)
+def decode_step(static: StepStatic, inputs: StepInputs) -> tuple[Float[Array, "B T V"], Cache, tuple[Any, ...], Reads]:
     """`decode`, jitted; all of the tokens stay. DONATES cache."""
-
-    def step(decoder, params, cache, tokens, active, states, following):
-        logits, cache, states, reads = decode(decoder, policy, indexes, params, cache, tokens, active, states, following=following)
-        if tokens.shape[1] > 1:
-            states = states_after(states, jnp.full(tokens.shape[0], tokens.shape[1]))
-        return cache, logits, states, reads
-
-    kept = specs_of_states(policy, states)
-    arrays, results = (tokens, active, states, following), (WHOLE_COPY, kept, WHOLE_COPY)
-    cache, logits, states, reads = on_mesh(shards, step, decoder, params, cache, arrays, specs={2: kept}, results=results)
-    return logits, cache, states, reads
+    logits, cache, states, reads = decode(static, inputs)
+    batch, count = inputs.tokens.shape
+    return logits, cache, states_after(states, jnp.full(batch, count)) if count > 1 else states, reads
 
 
-@functools.partial(program, static_argnames=("decoder", "policy", "indexes", "shards"), donate_argnames=("cache", "counts"))
-def decode_and_sample(
-    decoder: Decoder,
-    policy: DecodePolicy,
-    indexes: tuple[IndexSpec, ...],
-    params: Params,
-    cache: Cache,
-    tokens: Int[Array, "B *T"],
-    active: Bool[Array, "B"],
-    states: tuple[Any, ...],
-    rows: SamplingRows,
-    counts: Int[Array, "B V"] | None = None,
-    following: NextPages | None = None,
-    shards: Shards | None = None,
-) -> tuple[Sampled, Int[Array, "B C"], Cache, tuple[Any, ...], Reads]:
+@decode_program(WHOLE_COPY, WHOLE_COPY)
+def decode_and_sample(static: StepStatic, inputs: StepInputs) -> tuple[Sampled, Int[Array, "B C"], Cache, tuple[Any, ...], Reads]:
     """One step from token to next token in one call. DONATES cache and counts.
 
     tokens: `[B]`, or `[B, T]`: each row's certain token and T - 1 drafts after it, -1 where there is none. Results then have an axis T,
     `accepted` says how many of a row's tokens stay, and cache, counts and states are those after them. counts: needed if `rows.penalises`:
     the tokens that each row held before this step; the step adds the tokens that it writes. The second result is everything that the host
-    reads of a step, in one array (`kvjax.engine.step_output.pack`). shards: of the mesh over which params and cache are split; each of its
-    devices samples the same.
+    reads of a step, in one array (`kvjax.engine.step_output.pack`). On a mesh each device samples the same.
     """
-
-    def step(decoder, params, cache, tokens, active, states, rows, counts, following):
-        drafted = tokens if tokens.ndim == 2 else tokens[:, None]
-        no_draft = (drafted == -1) & (jnp.arange(drafted.shape[1]) > 0)  # other ids outside the vocabulary make the row not finite
-        written = jnp.where(no_draft, 0, drafted) if tokens.ndim == 2 else drafted
-        lengths = cache.lengths
-        logits, cache, states, reads = decode(decoder, policy, indexes, params, cache, written, active, states, following=following)
-        if tokens.ndim == 1:
-            counts = count_tokens(counts, tokens, active) if rows.penalises else counts
-            sampled = sample(logits[:, 0], rows, cache.lengths, counts)
-            return cache, sampled, pack(sampled, reads), states, reads
-        sampled = accept(logits, rows, lengths, drafted, active, counts)
-        cache = cache.replace(lengths=lengths + sampled.accepted)
-        return cache, sampled, pack(sampled, reads), states_after(states, sampled.accepted), reads
-
-    kept = specs_of_states(policy, states)
-    arrays, results = (tokens, active, states, rows, counts, following), (WHOLE_COPY, WHOLE_COPY, kept, WHOLE_COPY)
-    cache, sampled, packed, states, reads = on_mesh(shards, step, decoder, params, cache, arrays, specs={2: kept}, results=results)
-    return sampled, packed, cache, states, reads
+    tokens, active, rows, counts = inputs.tokens, inputs.active, inputs.rows, inputs.counts
+    drafted = tokens if tokens.ndim == 2 else tokens[:, None]
+    no_draft = (drafted == -1) & (jnp.arange(drafted.shape[1]) > 0)  # other ids outside the vocabulary make the row not finite
+    written = jnp.where(no_draft, 0, drafted) if tokens.ndim == 2 else drafted
+    lengths = inputs.cache.lengths
+    logits, cache, states, reads = decode(static, inputs._replace(tokens=written))
+    if tokens.ndim == 1:
+        counts = count_tokens(counts, tokens, active) if rows.penalises else counts
+        sampled = sample(logits[:, 0], rows, cache.lengths, counts)
+        return sampled, pack(sampled, reads), cache, states, reads
+    sampled = accept(logits, rows, lengths, drafted, active, counts)
+    cache = cache.replace(lengths=lengths + sampled.accepted)
+    return sampled, pack(sampled, reads), cache, states_after(states, sampled.accepted), reads
 
 
 @program

@@ -41,7 +41,7 @@ class Sample:
     end the sample; else None. blocks, keys: read by its steps, summed over layers and KV heads.
     """
 
-    handle: Handle
+    state: RequestState
     index: int
     sampling: Sampling
     sequence: CachedSequence
@@ -60,6 +60,11 @@ class Sample:
 
     def __post_init__(self):
         self.only_ids = self.stream is None and not self.sampling.logprobs
+
+    @property
+    def handle(self) -> Handle:
+        """That of its request."""
+        return self.state.handle
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -130,15 +135,16 @@ class Sample:
             keys_per_step=self.keys / heads,
             found_tokens=self.handle.found_tokens,
             prompt_end=self.handle.prompt_end,
-            missed=missed_of(self.handle._policy, self.sequence.states.get(self.handle._policy)),
+            missed=missed_of(self.state.policy, self.sequence.states.get(self.state.policy)),
         )
 
 
 @dataclasses.dataclass(eq=False)
 class Handle:
-    """A submitted request. completion: None until it has finished, failed or was cancelled. prompt_tokens: known once it is admitted;
-    found_tokens: of these, those that were found when it was; prompt_end: their last ids, which the text of the answer continues. sampling:
-    the request's, clipped if it allows that."""
+    """A submitted request, for who submitted it; the scheduler has a `RequestState` of its own. completion: None until it has finished,
+    failed or was cancelled. prompt_tokens: known once it is admitted; found_tokens: of these, those that were found when it was;
+    prompt_end: their last ids, which the text of the answer continues. sampling: the request's, clipped if it allows that. prompting:
+    whether it uses the sequence of its prompt now. started: whether a sample of it has started."""
 
     request: Request
     order: tuple[int, int]
@@ -147,29 +153,61 @@ class Handle:
     found_tokens: int = 0
     prompt_end: tuple[int, ...] = ()
     sampling: Sampling = dataclasses.field(init=False)
-    _ids: list[int] = dataclasses.field(default_factory=list)
-    _policy: DecodePolicy | None = None
-    _sequence: CachedSequence | None = None  # the prompt, until its last sample takes it over
-    _samples: list[Sample] = dataclasses.field(default_factory=list)
-    _found: int = 0  # found_tokens, until the next chunk tells of them
-    _given: CachedSequence | None = None  # the caller's own sequence, of which the sample is a fork
+    prompting: bool = False
+    started: bool = False
 
     def __post_init__(self):
         self.sampling = self.request.sampling
 
-    @property
-    def prompting(self) -> bool:
-        """Whether it uses the sequence of its prompt now."""
-        return self._sequence is not None
-
     def __repr__(self) -> str:
         state = "waiting" if self.completion is None else self.completion.finish_reason
-        return f"Handle({self.request!r}, {'running' if state == 'waiting' and self._samples else state})"
+        return f"Handle({self.request!r}, {'running' if state == 'waiting' and self.started else state})"
 
 
-def order(entry: Handle | Sample) -> tuple[int, ...]:
+class RequestState:
+    """A request that has not ended, for the scheduler.
+
+    handle: what its submitter sees. given: the caller's own sequence, of which the sample is a fork. ids: of its prompt. policy: decodes
+    it; None before it was looked at. samples: those that have started. untold: found tokens, until the next chunk tells of them. sequence:
+    the prompt's, until its last sample takes it over.
+    """
+
+    def __init__(self, handle: Handle, given: CachedSequence | None = None):
+        self.handle, self.given = handle, given
+        self.ids: Sequence[int] = ()
+        self.policy: DecodePolicy | None = None
+        self.samples: list[Sample] = []
+        self.untold = 0
+        self._sequence: CachedSequence | None = None
+
+    @property
+    def sequence(self) -> CachedSequence | None:
+        return self._sequence
+
+    @sequence.setter
+    def sequence(self, sequence: CachedSequence | None) -> None:
+        self._sequence, self.handle.prompting = sequence, sequence is not None
+
+    @property
+    def request(self) -> Request:
+        return self.handle.request
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.handle.order
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.handle.sampling
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.handle.prompt_tokens
+
+
+def order(entry: RequestState | Sample) -> tuple[int, ...]:
     """Sort key. A suspended sample comes before the samples of its request that have not started."""
-    return entry.order if isinstance(entry, Sample) else (*entry.order, len(entry._samples))
+    return entry.order if isinstance(entry, Sample) else (*entry.order, len(entry.samples))
 
 
 class Roster:

@@ -32,7 +32,7 @@ from kvjax.engine.sequence import CachedSequence
 from kvjax.engine.step_plan import Chunk, Prefilled, StepPlan, StepResult
 from kvjax.engine.steps import sample_first
 from kvjax.policies.decode import DecodePolicy
-from kvjax.scheduler.batch import Batch, Flight, Handle, Sample, order, read
+from kvjax.scheduler.batch import Batch, Flight, Handle, RequestState, Sample, order, read
 from kvjax.scheduler.prefill_budget import Gap
 from kvjax.scheduler.request import Completion, OnToken, Request
 from kvjax.text.detokenizer import CONTEXT, TextStream
@@ -99,8 +99,8 @@ class Scheduler:
         self._single_step = False  # there were too few pages for several steps, so the next launch has one
         self.preemptions, self._tokenizer = 0, engine.model.tokenizer if texts else None
         self._numbers = itertools.count()
-        self._waiting: list[Handle | Sample] = []  # in order; the samples are suspended
-        self._prefilling: Handle | None = None
+        self._waiting: list[RequestState | Sample] = []  # in order; the samples are suspended
+        self._prefilling: RequestState | None = None
         self._batches: dict[DecodePolicy, Batch] = {}
         self._ending: list[Sample] = []  # samples whose only token is in flight: they count among `slots`, but have no slot of a batch
         self._flights: list[Flight] = []  # in order
@@ -151,13 +151,13 @@ class Scheduler:
             raise TypeError(f"submit takes a kvjax.Request, got {type(request).__name__}: Request(prompt, Sampling(...))")
         if sequence is not None and (request.sampling.n > 1 or self._together is not None):
             raise ValueError("a request that continues a sequence has one sample, and runs in one process: leave out n, or the sequence")
-        handle = Handle(request, (-request.priority, next(self._numbers)), _given=sequence)
+        state = RequestState(Handle(request, (-request.priority, next(self._numbers))), sequence)
         if self._together is None:
-            self._wait(handle)
+            self._wait(state)
         else:
             with self.engine.guard, self._call("submit", dataclasses.replace(request, id=None)):
-                self._wait(handle)
-        return handle
+                self._wait(state)
+        return state.handle
 
     def cancel(self, handle: Handle) -> None:
         """End a request at once, and free its pages. Its completion has the text so far and the reason "cancelled"; with n above 1,
@@ -167,10 +167,11 @@ class Scheduler:
         with self.engine.guard:
             if handle.completion is not None:
                 return
-            if handle not in self._handles():
+            state = next((each for each in self._requests() if each.handle is handle), None)
+            if state is None:
                 raise ValueError(f"{handle} was submitted to another scheduler: cancel it there")
             with self._call("cancel", handle.order[1]):
-                self._end(handle, None)
+                self._end(state, None)
 
     def step(self) -> list[Handle]:
         """Admit requests that have room, launch a decode step and, with a bounded gap, slices of a prefill; read the step before.
@@ -195,22 +196,22 @@ class Scheduler:
     def close(self) -> None:
         """Cancel all requests. Waits for another thread that uses the engine."""
         with self.engine.guard.when_free(), self._call("close"):
-            for handle in self._handles():
-                self._end(handle, None)
+            for state in self._requests():
+                self._end(state, None)
             self._events.clear()
 
     def _call(self, name: str, *given: Any) -> contextlib.AbstractContextManager[None]:
         """The block runs in all processes of the job, if there are several."""
         return ALONE if self._together is None else self._together.call(self, name, *given)
 
-    def _handles(self) -> list[Handle]:
+    def _requests(self) -> list[RequestState]:
         """The requests that have not ended."""
         entries = [*self._started(), *self._waiting, *filter(None, [self._prefilling])]
-        return list(dict.fromkeys(each if isinstance(each, Handle) else each.handle for each in entries))
+        return list(dict.fromkeys(each if isinstance(each, RequestState) else each.state for each in entries))
 
     # Admission
 
-    def _wait(self, entry: Handle | Sample) -> None:
+    def _wait(self, entry: RequestState | Sample) -> None:
         bisect.insort(self._waiting, entry, key=order)
 
     def _admit(self) -> None:
@@ -226,28 +227,28 @@ class Scheduler:
             if not self._waiting or self.running >= self.slots or (self._short and self.running):
                 return
             entry = self._waiting[0]
-            handle, error = (entry, self._look_at(entry)) if isinstance(entry, Handle) else (entry.handle, None)
+            state, error = (entry, self._look_at(entry)) if isinstance(entry, RequestState) else (entry.state, None)
             try:
                 if error is None:
                     self._begin(entry)
             except OutOfPages as short:
-                if self.on_short is not None and self.on_short(entry._given if isinstance(entry, Handle) else entry.sequence):
+                if self.on_short is not None and self.on_short(entry.given if isinstance(entry, RequestState) else entry.sequence):
                     continue
                 if self.running:
                     self._short = True
                     return
-                if others := [each for each in self._prompts() if each is not handle]:
+                if others := [each for each in self._prompts() if each is not state]:
                     self._forget_prompt(others[-1])
                     continue
                 error = short
             except Exception as failed:
-                self._end(handle, failed)
+                self._end(state, failed)
                 raise
             if error is not None:
-                self._end(handle, error)
+                self._end(state, error)
             self.engine.guard.interrupt_point()
 
-    def _begin(self, entry: Handle | Sample) -> None:
+    def _begin(self, entry: RequestState | Sample) -> None:
         """Resume or start the first that waits, or begin its prefill. OutOfPages changes nothing."""
         # Samples that will need another page find one, so that a request is not suspended right after its admission.
         growing = [one.sequence for one in self._running() if self.engine.grows(one.sequence, one.sampling.max_new_tokens - one.issued)]
@@ -256,44 +257,44 @@ class Scheduler:
             self.engine.resume(entry.sequence)
             self._waiting.remove(entry)
             self._run(entry, np.array(entry.ids[-1:], np.int32))
-        elif entry._sequence is not None:
+        elif entry.sequence is not None:
             self._start_sample(entry)
         else:
-            sequence = entry._given or self.engine.new_sequence(entry._ids, cache_salt=entry.request.cache_salt)
+            sequence = entry.given or self.engine.new_sequence(entry.ids, cache_salt=entry.request.cache_salt)
             try:
-                self.engine.check_room(len(entry._ids) + (entry.sampling.max_new_tokens > 1), sequence, growing)
+                self.engine.check_room(len(entry.ids) + (entry.sampling.max_new_tokens > 1), sequence, growing)
                 if sequence.suspended is not None:
                     self.engine.resume(sequence)
-                self.engine.reserve([sequence], len(entry._ids) - sequence.length)
+                self.engine.reserve([sequence], len(entry.ids) - sequence.length)
             except BaseException:
-                if entry._given is None:
+                if entry.given is None:
                     self.engine.free(sequence)
                 raise
-            entry._sequence = sequence
-            if sequence.length == len(entry._ids):  # a given one, to which nothing was appended since its logits were computed
+            entry.sequence = sequence
+            if sequence.length == len(entry.ids):  # a given one, to which nothing was appended since its logits were computed
                 return
             self._waiting.remove(entry)
-            self._prefilling, entry.found_tokens, entry._found = entry, sequence.length, sequence.length
+            self._prefilling, entry.handle.found_tokens, entry.untold = entry, sequence.length, sequence.length
 
-    def _look_at(self, handle: Handle) -> Exception | None:
+    def _look_at(self, state: RequestState) -> Exception | None:
         """Find tokens and policy of a request. Returns the error if it can never run, or None."""
-        engine, sampling = self.engine, handle.sampling
-        if handle._policy is not None:
+        engine, sampling = self.engine, state.sampling
+        if state.policy is not None:
             return None
         try:
-            given = handle._given is not None  # its tokens were checked when they were appended
-            handle._ids = handle.request.prompt if given else encode(engine.model.tokenizer, handle.request.prompt)
-            handle.prompt_tokens, handle.prompt_end = len(handle._ids), tuple(handle._ids[-CONTEXT:])
+            given = state.given is not None  # its tokens were checked when they were appended
+            state.ids = state.request.prompt if given else encode(engine.model.tokenizer, state.request.prompt)
+            state.handle.prompt_tokens, state.handle.prompt_end = len(state.ids), tuple(state.ids[-CONTEXT:])
             if sampling.stop and engine.model.tokenizer is None:
                 raise ValueError("stop strings need a tokenizer, and the model has none")
             if not given:
-                engine.check_tokens(handle._ids)
-            policy = self.policy if handle.request.policy is None else engine.declared(handle.request.policy)
-            handle.sampling = sampling = engine.fitted(sampling, handle.prompt_tokens, policy)
-            longest = handle.prompt_tokens + sampling.max_new_tokens - 1
+                engine.check_tokens(state.ids)
+            policy = self.policy if state.request.policy is None else engine.declared(state.request.policy)
+            state.handle.sampling = sampling = engine.fitted(sampling, state.prompt_tokens, policy)
+            longest = state.prompt_tokens + sampling.max_new_tokens - 1
             engine.check_length(longest, policy)
-            engine.check_length(handle.prompt_tokens)  # prefill needs all of it, whatever steps give back
-            handle._policy = engine.chosen(policy, [longest] * self.slots)
+            engine.check_length(state.prompt_tokens)  # prefill needs all of it, whatever steps give back
+            state.policy = engine.chosen(policy, [longest] * self.slots)
         except Exception as error:  # the caller's tokenizer, chat template or policy may raise anything
             return error
         return None
@@ -306,54 +307,54 @@ class Scheduler:
             self._prefilled(result.chunks)
 
     def _chunks(self, slices: int | None) -> tuple[Chunk, ...]:
-        handle = self._prefilling
-        if handle is None:
+        state = self._prefilling
+        if state is None:
             return ()
-        done = handle._sequence.length
+        done = state.sequence.length
         # One token more than the chunk has room for, where there is one: then it computes no logits, which nobody needs.
-        return (Chunk(handle._sequence, handle._ids[done : done + self.engine.prefill_chunk + 1], slices),)
+        return (Chunk(state.sequence, state.ids[done : done + self.engine.prefill_chunk + 1], slices),)
 
     def _prefilled(self, chunks: tuple[Prefilled | None, ...]) -> None:
         """Slices of a chunk ran. After the last chunk of a prompt the first sample starts."""
         if not chunks or chunks[0] is None:
             return
-        handle = self._prefilling
-        if handle._sequence.length == handle.prompt_tokens:
+        state = self._prefilling
+        if state.sequence.length == state.prompt_tokens:
             self._prefilling = None
-            if handle.sampling.n == 1 and handle._given is None:
+            if state.sampling.n == 1 and state.given is None:
                 try:
-                    self._start_sample(handle)
+                    self._start_sample(state)
                 except Exception as error:
-                    self._end(handle, error)
+                    self._end(state, error)
                     raise
             else:  # each sample takes pages, and waits for them like a request
-                self._wait(handle)
-        elif handle._sequence.length >= min(AHEAD * self.engine.prefill_chunk, handle.prompt_tokens - self.engine.prefill_chunk):
-            self._compile_ahead(handle)
+                self._wait(state)
+        elif state.sequence.length >= min(AHEAD * self.engine.prefill_chunk, state.prompt_tokens - self.engine.prefill_chunk):
+            self._compile_ahead(state)
         if self.on_prefill is not None:  # last, since it may raise, or cancel the request
             chunks[0].wait()
-            found, handle._found = handle._found, 0
+            found, state.untold = state.untold, 0
             self.on_prefill(found + chunks[0].written)
 
-    def _compile_ahead(self, handle: Handle) -> None:
+    def _compile_ahead(self, state: RequestState) -> None:
         """While the device prefills the rest of a prompt, compile what comes after it."""
-        batch, sampling = self._batches.get(handle._policy), handle.sampling
+        batch, sampling = self._batches.get(state.policy), state.sampling
         if sampling.max_new_tokens == 1:
             return
         others = [] if batch is None else [each for each in batch.samples if each is not None]
         samplings = [sampling, *(each.sampling for each in others)]
-        longest = max([handle.prompt_tokens, *(each.sequence.length for each in others)])
+        longest = max([state.prompt_tokens, *(each.sequence.length for each in others)])
         samplings += [None] * (self._bucket - len(samplings))
         launches = (self.steps_per_launch, 1) if self.steps_per_launch > 1 else ()
-        self.engine.compile_ahead(handle._policy, handle._sequence, longest + 1, samplings, launches)
+        self.engine.compile_ahead(state.policy, state.sequence, longest + 1, samplings, launches)
 
     # Samples
 
-    def _start_sample(self, handle: Handle) -> None:
+    def _start_sample(self, state: RequestState) -> None:
         """Give the next sample of a prefilled request its sequence, a fork of the prompt or for the last sample the prompt itself, and
         choose its first token, which is read later, so that the device can start the next prompt. OutOfPages changes nothing."""
-        engine, index, last = self.engine, len(handle._samples), len(handle._samples) == handle.sampling.n - 1
-        sampling, logits = handle.sampling, handle._sequence.logits
+        engine, index, last = self.engine, len(state.samples), len(state.samples) == state.sampling.n - 1
+        sampling, logits = state.sampling, state.sequence.logits
         if index:
             sampling = dataclasses.replace(sampling, seed=derived_seed(sampling.seed, "sample", index))
         tokenizer = engine.model.tokenizer
@@ -361,17 +362,18 @@ class Scheduler:
         stop_ids = sampling.stop_token_ids
         if stop_ids is None:
             stop_ids = () if sampling.ignore_eos else engine.config.eos_token_ids
-        stream = TextStream(tokenizer, sampling.stop, handle.prompt_end) if streamed else None
-        sample = Sample(handle, index, sampling, handle._sequence, frozenset(stop_ids), stream)
-        position = np.array([handle._sequence.length], np.int32)
+        stream = TextStream(tokenizer, sampling.stop, state.handle.prompt_end) if streamed else None
+        sample = Sample(state, index, sampling, state.sequence, frozenset(stop_ids), stream)
+        position = np.array([state.sequence.length], np.int32)
         token, packed = sample_first(logits, SamplingRows.of([sampling]), position, self._counts(sample))
-        if not last or handle._given is not None:  # after the choice of the token, because a fork copies a page, for which it need not wait
-            sample.sequence = engine.fork(handle._sequence)
-        handle._samples.append(sample)
+        if not last or state.given is not None:  # after the choice of the token, because a fork copies a page, for which it need not wait
+            sample.sequence = engine.fork(state.sequence)
+        state.samples.append(sample)
+        state.handle.started = True
         if last:
-            handle._sequence = None
-            if handle in self._waiting:
-                self._waiting.remove(handle)
+            state.sequence = None
+            if state in self._waiting:
+                self._waiting.remove(state)
         self._flights.append(Flight((sample,), packed))
         if sampling.max_new_tokens == 1:
             self._ending.append(sample)
@@ -380,7 +382,7 @@ class Scheduler:
 
     def _run(self, sample: Sample, token: Int[Array, "1"]) -> None:
         """Give a sample a slot of its policy's batch. It continues with its latest token."""
-        policy = sample.handle._policy
+        policy = sample.state.policy
         if policy not in self._batches:
             loops = self.steps_per_launch > 1
             self._batches[policy] = Batch(policy, self._bucket, self.engine.config.vocab_size, loops=loops)
@@ -390,7 +392,7 @@ class Scheduler:
         """`seen_tokens` of the prompt and the answer, without its latest token, which the next step counts; None without a penalty."""
         if not sample.sampling.penalises:
             return None
-        counts = seen_tokens(sample.handle._ids, self.engine.config.vocab_size)
+        counts = seen_tokens(sample.state.ids, self.engine.config.vocab_size)
         np.add.at(counts, sample.ids[:-1], 2)
         return counts
 
@@ -415,7 +417,7 @@ class Scheduler:
         slices = 0
         if self._gap is not None and self._prefilling is not None:
             slices = self._gap.slices() if self._together is None else self._together.first(self._gap.slices())
-            slices = min(slices, self.engine.slices_left(self._prefilling._sequence))
+            slices = min(slices, self.engine.slices_left(self._prefilling.sequence))
         chunks = self._chunks(slices) if slices else ()
         result = self._run_plan(StepPlan(tuple(group for _, group in groups), chunks))
         if result is None:
@@ -441,8 +443,8 @@ class Scheduler:
             self._make_room(error)
         except Exception as error:
             self._flights = []
-            for handle in dict.fromkeys([*(sample.handle for sample in self._started()), *filter(None, [self._prefilling])]):
-                self._end(handle, error)
+            for state in dict.fromkeys([*(sample.state for sample in self._started()), *filter(None, [self._prefilling])]):
+                self._end(state, error)
             raise
         return None
 
@@ -454,7 +456,7 @@ class Scheduler:
             taken, ended = read(flight, listening=self.on_token is not None)
             self._ended = self._ended or ended
             if self.on_token is not None:
-                self._events += [(sample.handle.request, token, piece) for sample, token, piece in taken]
+                self._events += [(sample.state.request, token, piece) for sample, token, piece in taken]
             if self._gap is not None and steps and flight is steps[-1]:
                 self._gap.steps_read(self._slices_before, flight.steps)
         if self._gap is not None and not steps:
@@ -469,38 +471,38 @@ class Scheduler:
         *others, last = sorted([*self._running(), *self._prompts()], key=order)
         self._short = True
         if not others:  # sequences outside this scheduler hold the pages
-            self._end(last if isinstance(last, Handle) else last.handle, error)
-        elif isinstance(last, Handle):
+            self._end(last if isinstance(last, RequestState) else last.state, error)
+        elif isinstance(last, RequestState):
             self._forget_prompt(last)
         else:
-            for sequence in filter(None, (last.sequence, last.handle._given)):  # they share pages
+            for sequence in filter(None, (last.sequence, last.state.given)):  # they share pages
                 if sequence.suspended is None:
                     self.engine.suspend(sequence)
             self._leave(last)
             self._wait(last)
             self.preemptions += 1
 
-    def _prompts(self) -> list[Handle]:
+    def _prompts(self) -> list[RequestState]:
         """Requests whose prompts hold pages, in order: those with samples that have not started, and the one that is being prefilled."""
-        held = [each for each in self._waiting if isinstance(each, Handle) and each._sequence is not None]
+        held = [each for each in self._waiting if isinstance(each, RequestState) and each.sequence is not None]
         return held if self._prefilling is None else sorted([*held, self._prefilling], key=order)
 
-    def _forget_prompt(self, handle: Handle) -> None:
+    def _forget_prompt(self, state: RequestState) -> None:
         """Free a prompt. It is prefilled again, with the same bits, when its turn comes. A given sequence is suspended."""
-        if handle._given is None:
-            self.engine.free(handle._sequence)
+        if state.given is None:
+            self.engine.free(state.sequence)
         else:
-            self._finish_chunk(handle)
-            self.engine.suspend(handle._sequence)
-        handle._sequence = None
-        if self._prefilling is handle:
+            self._finish_chunk(state)
+            self.engine.suspend(state.sequence)
+        state.sequence = None
+        if self._prefilling is state:
             self._prefilling = None
-            self._wait(handle)
+            self._wait(state)
         self.preemptions += 1
 
-    def _finish_chunk(self, handle: Handle) -> None:
+    def _finish_chunk(self, state: RequestState) -> None:
         """Run the rest of a chunk that has begun, whose pages are there, so that the given sequence can be used again."""
-        if self._prefilling is handle and self.engine.slices_left(handle._sequence) < self.engine.slices_left(None):
+        if self._prefilling is state and self.engine.slices_left(state.sequence) < self.engine.slices_left(None):
             self.engine.step(StepPlan(chunks=self._chunks(None)))
 
     def _collect(self) -> bool:
@@ -511,21 +513,21 @@ class Scheduler:
         ended = [sample for sample in self._started() if sample.finish_reason is not None]
         for sample in ended:
             if sample.finish_reason != "error":  # what a page holds must be known where it is kept for later prompts
-                sequence, known = sample.sequence, sample.handle.prompt_tokens + len(sample.ids) - 1
+                sequence, known = sample.sequence, sample.state.prompt_tokens + len(sample.ids) - 1
                 if self.steps_per_launch > 1 and known < sequence.length:
                     sequence.length = known  # it has ended on the device, in the middle of a launch
                 sequence.tokens += sample.ids[: sequence.length - len(sequence.tokens)]
             self._drop(sample)
-        for handle in dict.fromkeys(sample.handle for sample in ended):
-            self._settle(handle)
+        for state in dict.fromkeys(sample.state for sample in ended):
+            self._settle(state)
         return bool(ended)
 
-    def _settle(self, handle: Handle) -> None:
+    def _settle(self, state: RequestState) -> None:
         """Complete a request if all its samples have ended."""
-        samples = handle._samples
-        if len(samples) == handle.sampling.n and all(each.finish_reason is not None for each in samples):
-            self._complete(handle)
-            self._finished.append(handle)
+        samples = state.samples
+        if len(samples) == state.sampling.n and all(each.finish_reason is not None for each in samples):
+            self._complete(state)
+            self._finished.append(state.handle)
 
     def _drop(self, sample: Sample) -> None:
         """Take a sample out of its slot, and free its sequence."""
@@ -543,46 +545,46 @@ class Scheduler:
         if sample in self._ending:
             self._ending.remove(sample)
             return
-        batch = self._batches[sample.handle._policy]
+        batch = self._batches[sample.state.policy]
         batch.remove(sample)
         if not len(batch):
-            del self._batches[sample.handle._policy]
+            del self._batches[sample.state.policy]
 
-    def _complete(self, handle: Handle) -> None:
+    def _complete(self, state: RequestState) -> None:
         """Make the completion of a request whose samples have ended."""
-        choices = tuple(each.completion(self._tokenizer, self.engine.spec.kv_heads) for each in handle._samples)
+        choices = tuple(each.completion(self._tokenizer, self.engine.spec.kv_heads) for each in state.samples)
         failed = next((choice for choice in choices if choice.error is not None), None)
-        several = handle.sampling.n > 1
-        handle.completion = failed or (dataclasses.replace(choices[0], choices=choices) if several else choices[0])
-        handle._ids = []
+        several = state.sampling.n > 1
+        state.handle.completion = failed or (dataclasses.replace(choices[0], choices=choices) if several else choices[0])
+        state.ids = ()
 
-    def _end(self, handle: Handle, error: Exception | None) -> None:
+    def _end(self, state: RequestState, error: Exception | None) -> None:
         """End a request early: it was cancelled (error: None), or it cannot run. Everything it holds is freed."""
         running = set(self._started())
-        for sample in handle._samples:
+        for sample in state.samples:
             if sample in running:
                 self._drop(sample)
             else:
                 self._free(sample.sequence)
             if sample.finish_reason is None:
                 sample.cancel()
-        if handle._sequence is not None:
-            if handle._given is None:
-                self._free(handle._sequence)
+        if state.sequence is not None:
+            if state.given is None:
+                self._free(state.sequence)
             elif error is None:
-                self._finish_chunk(handle)
-            handle._sequence = None
-        self._waiting = [each for each in self._waiting if each is not handle and getattr(each, "handle", None) is not handle]
-        if self._prefilling is handle:
+                self._finish_chunk(state)
+            state.sequence = None
+        self._waiting = [each for each in self._waiting if each is not state and getattr(each, "state", None) is not state]
+        if self._prefilling is state:
             self._prefilling = None
         self._short = False
-        if error is None and handle._samples:
-            self._complete(handle)
-            if handle.completion.error is None:
-                handle.completion = dataclasses.replace(handle.completion, finish_reason="cancelled")
+        if error is None and state.samples:
+            self._complete(state)
+            if state.handle.completion.error is None:
+                state.handle.completion = dataclasses.replace(state.handle.completion, finish_reason="cancelled")
             return
-        handle._ids = []
+        state.ids = ()
         reason = "cancelled" if error is None else "error"
-        handle.completion = Completion(finish_reason=reason, prompt_tokens=handle.prompt_tokens, error=error)
+        state.handle.completion = Completion(finish_reason=reason, prompt_tokens=state.prompt_tokens, error=error)
         if error is not None:
-            self._finished.append(handle)
+            self._finished.append(state.handle)

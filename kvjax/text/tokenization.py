@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from kvjax.checks import check_unmasked
+from kvjax.checks import TokenIds, check_unmasked
 from kvjax.text.messages import chat_ids
 from pallas_kernels.core.messages import shown
 
@@ -20,8 +19,9 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Mapping[str, Any]
 """Text; token ids; chat messages, each with role and content; or what a Hugging Face tokenizer returns for one text."""
 
 
-def encode(tokenizer: Any, prompt: Prompt, template_options: Mapping[str, Any] | None = None, *, parse_special: bool = False) -> list[int]:
-    """Token ids of a prompt. Ids stay as they are; messages go through the chat template (`kvjax.text.messages.chat_ids`).
+def encode(tokenizer: Any, prompt: Prompt, template_options: Mapping[str, Any] | None = None, *, parse_special: bool = False) -> TokenIds:
+    """Token ids of a prompt. `TokenIds` stay as they are, other ids are looked at once, and messages go through the chat template
+    (`kvjax.text.messages.chat_ids`).
 
     parse_special: whether special tokens in the contents of messages are control tokens, and not plain text; in a text they always are.
     Logs a warning if a text begins with the beginning-of-sequence token and the tokenizer adds another. ValueError for anything else, and
@@ -32,21 +32,14 @@ def encode(tokenizer: Any, prompt: Prompt, template_options: Mapping[str, Any] |
     if template_options is not None and not isinstance(template_options, Mapping):
         raise ValueError(f"chat_template_kwargs must be a mapping, as {{'enable_thinking': False}}, got {shown(template_options)}")
     if _is_chat(prompt):
-        return list(chat_ids(prompt, tokenizer, template_options or {}, parse_special=parse_special))
+        return _looked_at(chat_ids(prompt, tokenizer, template_options or {}, parse_special=parse_special))
     if isinstance(prompt, bytes | bytearray):  # its items are numbers, but not token ids
         raise ValueError(f"a prompt is text or a list of token ids, got bytes, {shown(prompt)}: prompt.decode() makes text of them")
     if template_options:
         raise ValueError(f"chat_template_kwargs are for chat messages, and this prompt has none: {shown(prompt)}")
     if not isinstance(prompt, str):
-        try:
-            check_unmasked(prompt)
-            if not hasattr(prompt, "__getitem__"):
-                raise TypeError(f"{type(prompt).__name__} has no order, or can be read only once")
-            if any(isinstance(token, bool | np.bool_) for token in prompt):
-                raise TypeError("True and False are not token ids")
-            return [operator.index(token) for token in prompt]
-        except TypeError as error:
-            raise ValueError(f"a prompt is text or a list of token ids, got {shown(prompt)}") from error
+        check_unmasked(prompt)
+        return _looked_at(prompt)
     if tokenizer is None:
         raise ValueError("the model has no tokenizer: pass token ids instead of text")
     try:
@@ -54,12 +47,18 @@ def encode(tokenizer: Any, prompt: Prompt, template_options: Mapping[str, Any] |
     except UnicodeEncodeError as error:
         raise ValueError(f"the prompt holds half of a surrogate pair at character {error.start}, which is not text") from None
     try:
-        ids = list(tokenizer(prompt)["input_ids"])
+        ids = _looked_at(list(tokenizer(prompt)["input_ids"]))
     except Exception as error:  # a tokenizer may raise anything; it concerns only this prompt
         raise ValueError(f"the tokenizer cannot read the prompt: {error}") from error
     if len(ids) > 1 and ids[0] == ids[1] == getattr(tokenizer, "bos_token_id", None):
         _warn_of_two_beginnings(tokenizer)
     return ids
+
+
+def _looked_at(ids: Any) -> TokenIds:
+    if (found := TokenIds.read(ids)) is None:
+        raise ValueError(f"a prompt is text or a list of token ids, got {shown(ids)}")
+    return found
 
 
 @functools.lru_cache(maxsize=16)

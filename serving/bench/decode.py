@@ -36,13 +36,13 @@ from kvjax.cache.spec import PagedSpec
 from kvjax.compilation import compiled
 from kvjax.cost_model.bytes import rows_bytes, step_bytes
 from kvjax.cost_model.exchanges import counts_in
-from kvjax.engine.decode_runner import DRAFTS
 from kvjax.engine.multi_step import STOP_IDS, Ends, decode_steps
 from kvjax.engine.page_eviction import check_several
 from kvjax.engine.policy_state import state_specs
 from kvjax.engine.sampling import SamplingRows
 from kvjax.engine.step_output import Reads
-from kvjax.engine.steps import decode_and_sample
+from kvjax.engine.step_plan import DRAFTS
+from kvjax.engine.steps import StepInputs, StepStatic, decode_and_sample
 from kvjax.model.config import ModelConfig, uniform_config
 from kvjax.model.protocols import Params
 from kvjax.model.weight_formats import format_function, table_shape, weights_bytes
@@ -418,13 +418,13 @@ def _compiled(
         for policy, drafted, launch in _each(plan):
             on_progress(f"{length:,} tokens: compiling {_label(policy, drafted, launch)}")
             states = placed(shards, tuple(policy.init(spec, plan.batch) for spec in specs))
-            static = (TransformerDecoder(config), policy, plan.indexes)
-            given = (params, cache, *placed(shards, _first(plan, drafted)), states, rows)
+            static = StepStatic(TransformerDecoder(config), policy, plan.indexes, shards, launch)
+            given = StepInputs(params, cache, *placed(shards, _first(plan, drafted)), states, rows)
             with dispatch.listening() as heard:
                 if launch == 1:
-                    program = decode_and_sample.lower(*static, *given, shards=shards)
+                    program = decode_and_sample.lower(static, given)
                 else:
-                    program = decode_steps.lower(launch, *static, *given, None, ends, shards=shards)
+                    program = decode_steps.lower(static, given._replace(ends=ends))
             named = {"path": heard, "states": states, "shards": shards, "steps_per_launch": launch, "ends": ends}
             exchanges = [] if shards is None else _listed(program.as_text(dialect="hlo"), plan.tensor)
             found.append(functools.partial(_Runner, policy, drafted, **named, exchanges=exchanges))
@@ -485,12 +485,13 @@ def _steps(
     if runner.steps_per_launch > 1:
         ends = runner.ends
         for _ in range(steps // runner.steps_per_launch):
-            sampled, _, ends, cache, states, runner.reads = runner.step(params, cache, tokens, active, states, rows, None, ends)
+            given = StepInputs(params, cache, tokens, active, states, rows, ends=ends)
+            sampled, _, ends, cache, states, runner.reads = runner.step(*given)
             tokens = sampled.tokens
         jax.block_until_ready((tokens, cache.lengths))
         return sampled.finite, cache
     for _ in range(steps):
-        sampled, _, cache, states, runner.reads = runner.step(params, cache, tokens, active, states, rows)
+        sampled, _, cache, states, runner.reads = runner.step(*StepInputs(params, cache, tokens, active, states, rows))
         tokens = sampled.tokens if runner.drafted == 1 else _without_drafts(sampled.tokens)
     jax.block_until_ready((tokens, cache.lengths))
     return sampled.finite, cache

@@ -1,6 +1,6 @@
 """`kvjax bench prefill`: time to first token of a whole prompt, with random weights, in chunks as the engine prefills.
 
-A step computes the same as the engine's, in one program (`kvjax.engine.steps.prefill_step`, cache donated). The host does not wait between
+A step computes the same as the engine's, in one program (`prefill_step`, cache donated). The host does not wait between
 chunks. Random keys and queries are the worst case for a sparse policy: no candidate is better than another, so every list is full, and
 times do not depend on the random numbers.
 
@@ -24,13 +24,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.axes import Shards, mesh
+from kvjax.axes import WHOLE_COPY, Shards, mesh
 from kvjax.cache import OPEN, WHOLE, Cache, CacheSpec
 from kvjax.cache.arrays import made_on
 from kvjax.cache.formats import CacheFormat
 from kvjax.cache.page_tables import page_table, staged_width, table_width
 from kvjax.compilation import compiled
-from kvjax.engine.steps import prefill_step
+from kvjax.engine.sequence_parallel import own_rows, whole_rows
+from kvjax.engine.steps import ChunkInputs, StepProgram, StepStatic, chunk_logits, prefill_layers
 from kvjax.model.config import ModelConfig
 from kvjax.model.protocols import Params
 from kvjax.model.weight_formats import format_function, scheme_of, weights_bytes
@@ -45,6 +46,18 @@ from pallas_kernels.core import dispatch
 
 PROFILED_CHUNKS = 4
 """Number of chunks, evenly spaced, that are run once more under the profiler."""
+
+
+def _whole_chunk(static: StepStatic, inputs: ChunkInputs) -> tuple[jax.Array, Cache, jax.Array | None]:
+    """One chunk of each row in one program, from token ids, which are the `x` of the inputs, to logits `[B, V]`, and what is missing. An
+    engine runs its parts as separate programs, with the same bits. DONATES cache."""
+    x = static.decoder.embed(inputs.params, own_rows(inputs.cache.shards, inputs.x))
+    x, cache, _, missing, _ = prefill_layers(static, inputs._replace(x=x))
+    x = whole_rows(cache.shards, x)
+    return chunk_logits(static.decoder, inputs.params, x, inputs.starts, cache.lengths, all_logits=False), cache, missing
+
+
+prefill_step = StepProgram(_whole_chunk, ChunkInputs, ("cache",), lambda *_: (WHOLE_COPY, Cache, WHOLE_COPY), lambda *_: {}, "prefill_step")
 
 PARTS = (
     ("dense attention", re.compile(r"^flash_attention_kernel|^widen_pages_kernel|^merge_kernel|cudnn|fmha", re.IGNORECASE)),
@@ -189,8 +202,9 @@ def _measure(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Para
     def lowered() -> Iterator[jax.stages.Lowered]:
         for number, of_width in enumerate(tables.values(), 1):
             on_progress(f"{said}: compiling program {number} of {len(tables)}")
-            static, cache = (TransformerDecoder(plan.config), policy, indexes_of(policy)), with_tables(kept[0], of_width, shards)
-            yield prefill_step.lower(*static, params, cache, *placed(shards, chunks[0][1:]), shards=shards)
+            static, cache = StepStatic(TransformerDecoder(plan.config), policy, indexes_of(policy), shards), kept[0]
+            inputs = ChunkInputs(params, with_tables(cache, of_width, shards), *placed(shards, chunks[0][1:]))
+            yield prefill_step.lower(static, inputs)
 
     with dispatch.listening() as path:
         steps = dict(zip(tables, compiled(lowered()), strict=True))
@@ -199,7 +213,7 @@ def _measure(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Para
         for last, *operands in some:
             width = _width(plan, last, length)
             cache = with_tables(kept.pop(), tables[width], shards).replace(lengths=placed(shards, np.array([last], np.int32)))
-            logits, cache, _ = steps[width](params, cache, *placed(shards, operands))
+            logits, cache, _ = steps[width](*ChunkInputs(params, cache, *placed(shards, operands)))
             kept.append(cache)
         return jax.block_until_ready(logits)
 
@@ -289,7 +303,7 @@ def dense_flops(config: ModelConfig, length: int) -> dict[str, float]:
 
 
 def _chunks(plan: PrefillPlan, length: int) -> list[tuple]:
-    """For each chunk: the number of tokens written at its end, and the arguments of `prefill_step` after the cache."""
+    """For each chunk: the number of tokens written at its end, and the inputs of `prefill_step` after the cache."""
     tokens = np.random.default_rng(0).integers(0, plan.config.vocab_size, length, np.int32)
     chunks = []
     for start in range(0, length, plan.chunk):

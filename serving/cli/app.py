@@ -20,8 +20,7 @@ from kvjax.serving.cli.batch import batch_command
 from kvjax.serving.cli.bench import bench_app
 from kvjax.serving.cli.cost import cost_app
 from kvjax.serving.cli.doctor import doctor_command
-from kvjax.serving.cli.echo import echo_command
-from kvjax.serving.cli.fidelity import fidelity_command
+from kvjax.serving.cli.evaluate import evaluate_command
 from kvjax.serving.cli.generate import generate_command, score_command
 from kvjax.serving.cli.needle import needle_command
 from kvjax.serving.cli.options import (
@@ -33,6 +32,7 @@ from kvjax.serving.cli.options import (
     whole,
 )
 from kvjax.serving.cli.plan import plan_command, quantize_command
+from kvjax.serving.cli.recall import recall_command
 from kvjax.serving.cli.serve import serve_command
 from pallas_kernels.core.optional import MissingExtra, needs_extras
 
@@ -124,18 +124,28 @@ UNREAD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option
 # --help lists commands in this order: those that answer prompts first.
 app.command("doctor")(doctor_command)
 app.command("needle")(needle_command)
-app.command("fidelity")(fidelity_command)
-app.command("echo")(echo_command)
+app.command("evaluate")(evaluate_command)
+app.command("recall")(recall_command)
 app.add_typer(bench_app, name="bench")
 app.add_typer(cost_app, name="cost")
 
 
-@app.command("bill", hidden=True, context_settings=UNREAD)
-@app.command("regime-map", hidden=True, context_settings=UNREAD)
+FORMER = {
+    "bill": "kvjax cost: predict, fit, choose, evidence, regimes",
+    "echo": "kvjax recall",
+    "fidelity": "kvjax evaluate",
+    "regime-map": "kvjax cost regimes",
+}
+"""Former commands, and what took the place of each."""
+
+
 def former_command(ctx: typer.Context) -> None:
     """Refuse a former command, and name what took its place."""
-    now = "kvjax cost: predict, fit, choose, evidence, regimes" if ctx.info_name == "bill" else "kvjax cost regimes"
-    raise typer.BadParameter(f"it is {now} now", param_hint=f"kvjax {ctx.info_name}")
+    raise typer.BadParameter(f"it is {FORMER[ctx.info_name or '']} now", param_hint=f"kvjax {ctx.info_name}")
+
+
+for former in FORMER:
+    app.command(former, hidden=True, context_settings=UNREAD)(former_command)
 
 
 def _one_line(error: Exception) -> str:

@@ -372,7 +372,9 @@ def in_repository(file: Path) -> str:
 def evidence_command(
     results: Annotated[
         list[Path],
-        typer.Argument(metavar="RESULT.json...", help="The panel.json of kvjax fidelity; or, of prefill, JSON of kvjax echo and needle."),
+        typer.Argument(
+            metavar="RESULT.json...", help="The evaluation.json of kvjax evaluate; or, of prefill, JSON of kvjax recall and needle."
+        ),
     ],
     into: Annotated[
         Path,
@@ -385,7 +387,7 @@ def evidence_command(
     max_positions: MaxPositionsOption = None,
 ) -> None:
     """Record how well policies agree with dense on a model, for `auto`. Replaces rows of the same model, policy, length and task."""
-    from kvjax.cost_model.evidence import Evidence, PrefillEvidence, read_evidence, with_panel, with_results, write_evidence
+    from kvjax.cost_model.evidence import Evidence, PrefillEvidence, read_evidence, with_evaluation, with_results, write_evidence
 
     ran = None
     if model is not None:
@@ -393,14 +395,14 @@ def evidence_command(
 
         loaded = load_model(model, dtype, max_positions)
         ran = fingerprint(loaded), loaded.config.compute_dtype
-    opened = [(in_repository(file), read_json(file, "the JSON of kvjax fidelity, echo or needle")) for file in results]
-    panels = ["forced" in run or "retrieval" in run for _, run in opened]
-    if any(panels) and not all(panels):
+    opened = [(in_repository(file), read_json(file, "the JSON of kvjax evaluate, recall or needle")) for file in results]
+    runs = ["forced" in run or "retrieval" in run for _, run in opened]
+    if any(runs) and not all(runs):
         raise typer.BadParameter("are of decoding and of prefill: record them in two tables", param_hint="RESULT.json...")
-    rows = read_evidence(into, Evidence if all(panels) else PrefillEvidence) if into.is_file() else ()
-    if all(panels):
-        for source, panel in opened:
-            rows = with_panel(rows, panel, source, None if ran is None else ran[0])
+    rows = read_evidence(into, Evidence if all(runs) else PrefillEvidence) if into.is_file() else ()
+    if all(runs):
+        for source, run in opened:
+            rows = with_evaluation(rows, run, source, None if ran is None else ran[0])
     else:
         rows = with_results(rows, opened, ran)
     write_evidence(rows, into)

@@ -27,10 +27,9 @@ from kvjax.serving.cli.options import (
     token_count,
     whole,
 )
-from pallas_kernels.core.optional import needs_extras
 
 if TYPE_CHECKING:
-    from kvjax.fidelity.retrieval import NeedleResult
+    from kvjax.evaluation.retrieval import NeedleResult
 
 
 def needle_command(
@@ -68,14 +67,12 @@ def needle_command(
     With several prefill policies everything runs once for each, and paired differences from the first are printed.
     """
     prefills = list(dict.fromkeys(prefill or ["dense"]))
-    if len(prefills) > 1:
-        needs_extras("kvjax needle with several --prefill", "eval")
     haystack, names = read_texts(text)
     policies = policy or ["dense", "cascade:8"]
 
     from rich.console import Console
 
-    from kvjax.fidelity.retrieval import needle_panel
+    from kvjax.evaluation.retrieval import find_needles
     from kvjax.policies.decode import parse
     from kvjax.policies.prefill import parse_prefill
     from kvjax.serving.cli.demo import table
@@ -93,7 +90,7 @@ def needle_command(
     with bar(Console(stderr=True)) as progress:
         task = progress.add_task("prefill", total=trials * length * len(prefills))
         for name in prefills:
-            found[name] = needle_panel(
+            found[name] = find_needles(
                 loaded,
                 haystack,
                 policies,
@@ -141,7 +138,7 @@ def _beside(first: str, other: str, reference: NeedleResult, result: NeedleResul
     """Needles found after one prefill policy compared with another, trial by trial, under one decode policy."""
     import dataclasses
 
-    from kvjax.fidelity.statistics import paired
+    from kvjax.evaluation.statistics import paired
 
     pair = paired(*([answer.hit for answer in each.answers] for each in (reference, result)))
     return {"prefill": other, "beside": first, "policy": result.policy, **dataclasses.asdict(pair)}

@@ -490,7 +490,7 @@ def read_texts(paths: Sequence[Path] | None) -> tuple[str, list[str]]:
         if empty := [str(path) for path, text in texts.items() if not text.strip()]:
             raise typer.BadParameter(f"{empty[0]} is empty", param_hint="--text")
         return "\n\n".join(texts[path] for path in paths), [path.name for path in paths]
-    from kvjax.fidelity.needle import documentation_text
+    from kvjax.evaluation.needle import documentation_text
 
     return documentation_text(), ["pydoc_data.topics"]
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from released_models import DEEPSEEK_V3_2
 from safetensors import safe_open
+from whole_chunks import prefill_all
 
 from kvjax.cache import INDEXER, INDEXER_SCALES, Cache, CacheSpec, GroupSpec
-from kvjax.engine.steps import decode, decode_step, prefill_step
+from kvjax.engine.steps import ChunkInputs, StepInputs, StepStatic, decode, decode_step
 from kvjax.model.layers import LatentLayer
 from kvjax.model.protocols import Latents
 from kvjax.models.config_json import parse
@@ -178,7 +179,7 @@ def test_prefill_in_chunks(case):
         given = params | {"hidden": jnp.asarray(hidden)}
         at = np.full(2, start, np.int32)
         policy = TopTokensPrefill(mixer.index_topk)
-        logits, cache, _ = prefill_step(OneLayer(mixer), policy, (), given, cache, tokens, at, at, all_logits=True)
+        logits, cache, _ = prefill_all(StepStatic(OneLayer(mixer), policy, ()), ChunkInputs(given, cache, tokens, at, at))
         found.append(np.asarray(logits)[:, : stop - start])
     assert row_error(np.concatenate(found, axis=1), out[:, :PROMPT]) < TOLERANCE
 
@@ -190,7 +191,7 @@ def test_prefill_of_another_count_of_tokens_fails():
     errors = {}
     for policy in (TopTokensPrefill(9), TopTokensPrefill(8), TopTokensPrefill(10), DensePrefill()):
         cache = cache_of(mixer, 2, hidden.dtype).replace(lengths=jnp.full(2, PROMPT, jnp.int32))
-        logits, *_ = prefill_step(OneLayer(mixer), policy, (), given, cache, tokens, at, at, all_logits=True)
+        logits, *_ = prefill_all(StepStatic(OneLayer(mixer), policy, ()), ChunkInputs(given, cache, tokens, at, at))
         errors[str(policy)] = row_error(np.asarray(logits), out[:, :PROMPT])
     assert errors.pop("tokens:9") < TOLERANCE
     assert min(errors.values()) > 100 * TOLERANCE
@@ -454,7 +455,8 @@ def test_the_step_holds_no_second_copy_of_its_pages():
     layers = jax.eval_shape(lambda: spec.empty({"full": 128}))
     cache = Cache(layers, {"full": shape((1, 128), jnp.int32)}, shape((1,), jnp.int32), spec)
     arrays = shapes_of(mixer, 40), cache, shape((1, 1), jnp.int32), shape((1,), jnp.bool_), (shape((1, 2048), jnp.int32),)
-    compiled = decode_step.lower(OneLayer(mixer), TopTokens(2048, hinted=True), (), *arrays).compile().memory_analysis()
+    static = StepStatic(OneLayer(mixer), TopTokens(2048, hinted=True), ())
+    compiled = decode_step.lower(static, StepInputs(*arrays)).compile().memory_analysis()
     pages = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
     assert pages == 16384 * (576 + 128) * 2
     assert compiled.temp_size_in_bytes < pages / 4

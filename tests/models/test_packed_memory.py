@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import pytest
 from quick_cases import rest_long
 from tiny_models import LEAST, altered, random_model
+from whole_chunks import prefill_step
 
 import kvjax
 from kvjax.cache import Cache
-from kvjax.engine.steps import decode_step, prefill_step
+from kvjax.engine.steps import ChunkInputs, StepInputs, StepStatic, decode_step
 from kvjax.model.weight_formats import pack_params
 from kvjax.policies.decode import parse
 from pallas_kernels.matmul.project_tokens import xla
@@ -23,10 +24,11 @@ def bytes_of_steps(model):
     table = {"full": jnp.zeros((1, 4), jnp.int32)}
     cache = Cache(engine._pool.layers, table, jnp.zeros(1, jnp.int32), engine.spec)
     states, zero = ((),) * model.config.num_layers, jnp.zeros(1, jnp.int32)
-    given = model.decoder, parse("dense"), (), model.params, cache, jnp.zeros((1, 1), jnp.int32), jnp.ones(1, bool), states
-    decode = decode_step.lower(*given).compile()
+    given = StepInputs(model.params, cache, jnp.zeros((1, 1), jnp.int32), jnp.ones(1, bool), states)
+    decode = decode_step.lower(StepStatic(model.decoder, parse("dense"), ()), given).compile()
     tokens = jnp.zeros((1, 128), jnp.int32)
-    prefill = prefill_step.lower(model.decoder, engine.prefill_policy, (), model.params, cache, tokens, zero, zero).compile()
+    static = StepStatic(model.decoder, engine.prefill_policy, ())
+    prefill = prefill_step.lower(static, ChunkInputs(model.params, cache, tokens, zero, zero)).compile()
     return [step.memory_analysis().temp_size_in_bytes for step in (decode, prefill)]
 
 

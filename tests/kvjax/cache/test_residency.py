@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from quick_cases import some_long
 from tiny_models import make_family, make_latent_model, make_model, make_recurrent_model
+from whole_chunks import prefill_step
 
 import kvjax.engine.paged_attention
 from kvjax.cache import OPEN, Cache, MissingPages, Residency, append, check_missing
@@ -16,7 +17,7 @@ from kvjax.cache.formats import parse_cache_format
 from kvjax.cache.packed import append_chunk, append_packed
 from kvjax.engine.sampling import Sampled, Sampling
 from kvjax.engine.step_output import Reads, pack, unpack
-from kvjax.engine.steps import decode_step, prefill_step
+from kvjax.engine.steps import ChunkInputs, StepInputs, StepProgram, StepStatic, decode_step
 from kvjax.policies.decode import SelectContext, TopBlocks, TopTokens, parse
 from kvjax.policies.prefill import BoundsBlocks, PrefillContext, TopTokensPrefill, indexes_of, parse_prefill
 from kvjax.scheduler.batch import Flight, Roster, Sample, read
@@ -125,19 +126,16 @@ class Run:
         """A chunk of both rows, up to LENGTHS."""
         case, ends = self.case, np.minimum(LENGTHS, start + CHUNK)
         starts = np.full(2, start, np.int32)
-        static = (case.model.decoder, case.prefill, case.indexes)
-        logits, cache, missing = self.steps[0](
-            *static, case.model.params, self.cache(ends), tokens[:, start : start + CHUNK], starts, starts
-        )
+        inputs = ChunkInputs(case.model.params, self.cache(ends), tokens[:, start : start + CHUNK], starts, starts)
+        logits, cache, missing = self.steps[0](StepStatic(case.model.decoder, case.prefill, case.indexes), inputs)
         self.layers, self.lengths = cache.layers, ends.astype(np.int32)
         return logits, missing
 
     def decode(self, tokens):
         """A step of `[2, T]` tokens."""
         case = self.case
-        static = (case.model.decoder, case.decode, case.indexes)
-        args = (case.model.params, self.cache(self.lengths), jnp.asarray(tokens), jnp.ones(2, bool), self.states)
-        logits, cache, self.states, reads = self.steps[1](*static, *args)
+        inputs = StepInputs(case.model.params, self.cache(self.lengths), jnp.asarray(tokens), jnp.ones(2, bool), self.states)
+        logits, cache, self.states, reads = self.steps[1](StepStatic(case.model.decoder, case.decode, case.indexes), inputs)
         self.layers, self.lengths = cache.layers, np.asarray(cache.lengths)
         return logits, reads
 
@@ -205,7 +203,7 @@ def test_one_group_may_move_alone(tokens):
 
 def anew(step):
     """A step that is traced anew, whatever was traced before."""
-    return jax.jit(lambda *args: step.__wrapped__(*args), static_argnums=(0, 1, 2))
+    return StepProgram(lambda *given: step.step(*given), step.inputs, (), lambda *_: (), lambda *_: {}, "anew")
 
 
 MUTANTS = {
@@ -315,14 +313,14 @@ def test_where_frames_are_ids_nothing_is_looked_up(tokens, monkeypatch):
     monkeypatch.setattr(pages_of_ops, "missing", never)
     for frames in ((), ("full",)):
         run = Run(CASES["dense"], frames)
-        args = (run.case.model.decoder, run.case.decode, (), run.case.model.params)
-        trace = functools.partial(anew(decode_step).trace, *args)
-        operands = (run.cache(run.lengths), jnp.zeros((2, 1), jnp.int32), jnp.ones(2, bool), run.states)
+        trace = functools.partial(anew(decode_step).trace, StepStatic(run.case.model.decoder, run.case.decode, ()))
+        ids, active = jnp.zeros((2, 1), jnp.int32), jnp.ones(2, bool)
+        inputs = StepInputs(run.case.model.params, run.cache(run.lengths), ids, active, run.states)
         if frames:
             with pytest.raises(AssertionError, match="looked up"):
-                trace(*operands)
+                trace(inputs)
         else:
-            trace(*operands)
+            trace(inputs)
 
 
 @pytest.mark.parametrize("group", ["recurrent", "other"])

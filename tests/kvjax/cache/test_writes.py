@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.cache import Cache, IndexSpec, append, copy_page, empty_layer
-from kvjax.engine.steps import decode_step
+from kvjax.engine.steps import StepInputs, StepStatic, decode_step
 from kvjax.policies.decode import Dense
 from pallas_kernels.core import dispatch
 from pallas_kernels.core.pages import Pages
@@ -94,7 +94,8 @@ def test_an_inactive_row_writes_nothing_reads_nothing_and_keeps_its_length(model
     tables = jnp.array([[0, 1], [2, 3]], jnp.int32)
     cache = Cache(spec.empty({"full": 8}), {"full": tables}, jnp.array([15, 15], jnp.int32), spec)
     ids, active, states = jnp.ones((2, tokens), jnp.int32), jnp.array([True, False]), ((),) * config.num_layers
-    _, after, _, reads = decode_step(model.decoder, Dense(), (), model.params, cache, ids, active, states)
+    inputs = StepInputs(model.params, cache, ids, active, states)
+    _, after, _, reads = decode_step(StepStatic(model.decoder, Dense(), ()), inputs)
     assert np.asarray(after.lengths).tolist() == [15 + tokens, 15]
     heads = config.cache_spec(16).kv_heads
     assert np.asarray(reads.keys).tolist() == [(15 + tokens) * heads, 0]

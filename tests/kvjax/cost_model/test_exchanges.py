@@ -29,7 +29,7 @@ from kvjax.cost_model.exchanges import (
     step_exchanges,
 )
 from kvjax.engine.sampling import SamplingRows
-from kvjax.engine.steps import decode_and_sample, embed_chunk, prefill_slice, row_logits
+from kvjax.engine.steps import ChunkInputs, StepInputs, StepStatic, decode_and_sample, embed_chunk, prefill_slice, row_logits
 from kvjax.model.layers import DeltaLayer
 from kvjax.model.placement import place_params
 from kvjax.models.decoder import TransformerDecoder
@@ -49,8 +49,8 @@ def lowered(config, policy, tensor, context):
     tables = {group.name: jax.ShapeDtypeStruct((BATCH, 16), jnp.int32) for group in spec.groups}
     row = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     cache, rows = Cache(layers, tables, row, spec), SamplingRows.of([None] * BATCH)
-    given = (params, cache, row, jax.ShapeDtypeStruct((BATCH,), bool), ((),) * len(spec.paged), rows)
-    return decode_and_sample.lower(decoder, policy, policy.indexes(), *given, shards=shards)
+    given = StepInputs(params, cache, row, jax.ShapeDtypeStruct((BATCH,), bool), ((),) * len(spec.paged), rows)
+    return decode_and_sample.lower(StepStatic(decoder, policy, policy.indexes(), shards), given)
 
 
 TINY_TOP = TopBlocks(k=3, sink=1, local=2, block_size=8)
@@ -109,7 +109,8 @@ def lowered_chunk(config, policy, tensor, context, last):
     x = jax.ShapeDtypeStruct((1, chunk, config.hidden_size), jnp.dtype(config.compute_dtype))
     ends = decoder.params_of(params, 0, 0)
     programs = [embed_chunk.lower(decoder, ends, tokens, shards)]
-    programs.append(prefill_slice.lower(decoder, policy, indexes, params, Cache(layers, tables, row, spec), x, row, row, shards=shards))
+    inputs = ChunkInputs(params, Cache(layers, tables, row, spec), x, row, row)
+    programs.append(prefill_slice.lower(StepStatic(decoder, policy, indexes, shards), inputs))
     programs += [row_logits.lower(decoder, ends, x, row, row, all_logits=False, shards=shards)] if last else []
     found = collections.Counter()
     for program in programs:

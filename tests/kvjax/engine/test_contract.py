@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quick_cases import rest_long, some_long
 from tiny_models import make_family
+from whole_chunks import prefill_step
 
 from kvjax import Engine
 from kvjax.cache import Cache
 from kvjax.engine.policy_state import state_specs
-from kvjax.engine.steps import decode_step, prefill_slice, prefill_step
+from kvjax.engine.steps import ChunkInputs, StepInputs, StepStatic, decode_step, prefill_slice
 from kvjax.policies.decode import parse
 from kvjax.policies.prefill import parse_prefill
 
@@ -166,9 +167,8 @@ def test_drafted_tokens_decode_together_as_one_by_one(model, text):
     table = np.asarray([sequence.pages["full"]], np.int32)
     cache = Cache(engine._pool.layers, {"full": table}, np.array([30], np.int32), engine.spec)
     tokens = np.asarray([text[30:34]], np.int32)
-    logits, cache, _, reads = decode_step(
-        model.decoder, parse("dense"), (), model.params, cache, tokens, np.array([True]), ((),) * model.config.num_layers
-    )
+    inputs = StepInputs(model.params, cache, tokens, np.array([True]), ((),) * model.config.num_layers)
+    logits, cache, _, reads = decode_step(StepStatic(model.decoder, parse("dense"), ()), inputs)
     assert error(logits[0], model.full_forward(text[:128])[30:34]) < BOUND
     assert int(cache.lengths[0]) == 34
     assert int(reads.keys[0]) == 34 * model.config.cache_spec(16).kv_heads
@@ -187,9 +187,8 @@ def test_decode_holds_no_second_copy_of_the_cache(single_layer, policy, batch):
     engine = Engine(model, policy, pages=2048, page_size=128, policies=["top:8"])
     cache, size = empty_cache(engine, batch)
     states = tuple(parse(policy).init(spec, batch) for spec in state_specs(model.config, 128, 64))
-    compiled = decode_step.lower(
-        model.decoder, parse(policy), engine.indexes, model.params, cache, jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, bool), states
-    ).compile()
+    inputs = StepInputs(model.params, cache, jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, bool), states)
+    compiled = decode_step.lower(StepStatic(model.decoder, parse(policy), engine.indexes), inputs).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < size / 20
 
 
@@ -205,7 +204,8 @@ def test_prefill_holds_no_second_copy_of_the_cache(single_layer, prefill):
     cache, size = empty_cache(engine, 1)
     zero = jnp.zeros(1, jnp.int32)
     tokens = jnp.zeros((1, 128), jnp.int32)
-    compiled = prefill_step.lower(model.decoder, engine.prefill_policy, engine.indexes, model.params, cache, tokens, zero, zero).compile()
+    static = StepStatic(model.decoder, engine.prefill_policy, engine.indexes)
+    compiled = prefill_step.lower(static, ChunkInputs(model.params, cache, tokens, zero, zero)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < size / 20
 
 
@@ -217,12 +217,13 @@ def test_readers_of_other_layers_pages_hold_no_copy_of_them():
     layers = spec.empty(dict.fromkeys(names, 2048), indexes)
     cache, size = Cache(layers, dict.fromkeys(names, jnp.zeros((1, 64), jnp.int32)), one, spec), 2 * layers[0].pages.k.nbytes
     operands = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, bool), ((),) * 4
-    step = decode_step.lower(model.decoder, policy, indexes, model.params, cache, *operands).compile()
+    step = decode_step.lower(StepStatic(model.decoder, policy, indexes), StepInputs(model.params, cache, *operands)).compile()
     assert step.memory_analysis().temp_size_in_bytes < size / 20
     decoder, params = model.decoder.of_layers(2, 4), model.decoder.params_of(model.params, 2, 4)
     own = cache.replace(layers=(None, None), spec=decoder.config.cache_spec(128))
     operands = jnp.zeros((1, 128, 64)), one, one, np.int32(2), layers[:2]
-    part = prefill_slice.lower(decoder, parse_prefill("dense"), indexes, params, own, *operands).compile().memory_analysis()
+    static = StepStatic(decoder, parse_prefill("dense"), indexes)
+    part = prefill_slice.lower(static, ChunkInputs(params, own, *operands)).compile().memory_analysis()
     assert part.argument_size_in_bytes > 2 * size
     assert part.temp_size_in_bytes < size / 20
     assert part.output_size_in_bytes < size / 20

@@ -216,10 +216,10 @@ def states_of_all(states, count):
 )
 def test_faults_are_seen(model, text, monkeypatch, name, fault, test):
     monkeypatch.setattr(steps, name, fault)
-    steps.decode_and_sample.clear_cache()  # the one program that calls them
+    steps.decode_and_sample.jitted.clear_cache()  # the one program that calls them
     seeds = [(2,), (3,)] if "seed" in inspect.signature(test).parameters else [()]  # of `Heavy`, which has states
     try:
         with pytest.raises(AssertionError):
             any(test(make_engine(model), text, *seed) for seed in seeds)
     finally:
-        steps.decode_and_sample.clear_cache()
+        steps.decode_and_sample.jitted.clear_cache()

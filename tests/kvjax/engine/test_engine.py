@@ -243,7 +243,7 @@ def test_chunks_of_prefill_begin_at_multiples_of_the_chunk(engine, text, monkeyp
     starts = []
 
     def spy(*args, **kwargs):
-        starts.append(int(args[6][0]))
+        starts.append(int(args[1].starts[0]))
         return prefill_slice(*args, **kwargs)
 
     monkeypatch.setattr("kvjax.engine.prefill_runner.prefill_slice", spy)
@@ -257,7 +257,7 @@ def test_a_slice_takes_the_memory_of_its_input(engine, text, monkeypatch):
     inputs = []
 
     def spy(*args, **kwargs):
-        inputs.append(args[5])
+        inputs.append(args[1].x)
         return prefill_slice(*args, **kwargs)
 
     monkeypatch.setattr("kvjax.engine.prefill_runner.prefill_slice", spy)
@@ -369,7 +369,7 @@ def test_pages_that_come_back_make_no_program_compile_again(engine, text, tmp_pa
         for token in range(2):
             engine.decode([sequence], [token])
         engine.free(other)
-        return [step._cache_size() for step in (prefill_slice, decode_step)]
+        return [step.jitted._cache_size() for step in (prefill_slice, decode_step)]
 
     (sequence,) = engine.prefill([text[:40]])
     engine.save(sequence, tmp_path / "prompt.safetensors")

@@ -15,6 +15,7 @@ from kvjax.engine.multi_step import Ends
 from kvjax.engine.sampling import SamplingRows
 from kvjax.engine.step_output import TOKENS
 from kvjax.engine.step_plan import DecodeGroup, Launch, StepPlan
+from kvjax.engine.steps import StepInputs, StepStatic
 from kvjax.policies.decode import parse
 from kvjax.scheduler.batch import Roster
 from pallas_kernels.collectives.preparation import prepared
@@ -61,11 +62,11 @@ def launched(monkeypatch):
     """The steps of each launch."""
     seen, real = [], multi_step.decode_steps
 
-    def counted(steps, *args, **kwargs):
-        seen.append(steps)
-        return real(steps, *args, **kwargs)
+    def counted(static, inputs):
+        seen.append(static.steps)
+        return real(static, inputs)
 
-    monkeypatch.setattr("kvjax.engine.decode_runner.decode_steps", counted)
+    monkeypatch.setattr("kvjax.engine.engine.decode_steps", counted)
     return seen
 
 
@@ -133,7 +134,7 @@ def after_steps(engine, lefts, stop_ids, counts):
         (decoded,) = engine.step(StepPlan((group,))).decodes
         tokens, ends = decoded.sampled.tokens, decoded.ends
         found.append(np.asarray(decoded.packed))
-    lengths = np.asarray(engine._runner.slots(engine.policy, 4)._device_lengths)
+    lengths = np.asarray(engine._slots[4, engine.policy]._device_lengths)
     pages = [np.asarray(leaf) for leaf in jax.tree.leaves(engine._pool.layers)]
     return np.concatenate(found), lengths, pages, np.asarray(ends.left)
 
@@ -200,8 +201,8 @@ def test_the_loop_holds_no_second_copy_of_the_cache(family):
     cache = Cache(layers, tables, one, engine.spec)
     states = engine._declared.states.of_batch(engine.policy, [None])
     rows, ends = SamplingRows.of([None]), Ends(one, one[:, None])
-    given = model.decoder, engine.policy, engine.indexes, model.params, cache, one, one > 0, states, rows, None, ends
-    compiled = multi_step.decode_steps.lower(8, *given).compile()
+    static = StepStatic(model.decoder, engine.policy, engine.indexes, steps=8)
+    compiled = multi_step.decode_steps.lower(static, StepInputs(model.params, cache, one, one > 0, states, rows, ends=ends)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < size / 20
 
 
@@ -217,8 +218,9 @@ def test_on_a_mesh_the_loop_prepares_nothing_in_every_turn(monkeypatch):
     one = jax.numpy.ones(1, np.int32)
     cache = Cache(engine._pool.layers, {group.name: np.zeros((1, 8), np.int32) for group in engine.spec.groups}, one, engine.spec)
     states, rows, ends = engine._declared.states.of_batch(engine.policy, [None]), SamplingRows.of([None]), Ends(one, one[:, None])
-    given = engine.model.decoder, engine.policy, engine.indexes, engine.model.params, cache, one, one > 0, states, rows, None, ends
-    (on_devices,) = multi_step.decode_steps.trace(4, *given, shards=engine._pool.shards).jaxpr.eqns
+    static = StepStatic(engine.model.decoder, engine.policy, engine.indexes, engine._pool.shards, 4)
+    inputs = StepInputs(engine.model.params, cache, one, one > 0, states, rows, ends=ends)
+    (on_devices,) = multi_step.decode_steps.trace(static, inputs).jaxpr.eqns
     steps = on_devices.params["jaxpr"].eqns
     assert [each.primitive.name for each in steps].count("erf_inv") == 1
     assert [each.primitive.name for each in steps if "erf_inv" in str(each)] == ["erf_inv"], "and none in the loop"

@@ -12,12 +12,13 @@ import pytest
 from histories import FEW, History, run_histories
 from quick_cases import rest_long
 from tiny_models import make_family, shallow
+from whole_chunks import prefill_step
 
 import kvjax
 from kvjax.cache import OPEN, Cache, OutOfPages
 from kvjax.cache.formats import parse_cache_format
 from kvjax.engine.engine import Engine
-from kvjax.engine.steps import decode_step, prefill_step
+from kvjax.engine.steps import ChunkInputs, StepInputs, StepStatic, decode_step
 from kvjax.policies.decode import PrefillMass, Stateless, mass_of_step, parse
 from kvjax.policies.prefill import parse_prefill
 from pallas_kernels.cache.pack_pages import pack_pages, pool
@@ -304,9 +305,11 @@ def test_a_pool_takes_packed_bytes_and_steps_hold_no_widened_copy(text):
     tables = {"full": jnp.full((2, 512), -1, jnp.int32), OPEN: jnp.full((2, 16), -1, jnp.int32)}
     cache = Cache(engine._pool.layers, tables, jnp.zeros(2, jnp.int32), engine.spec)
     operands = jnp.zeros((2, 4), jnp.int32), jnp.ones(2, bool), ((),)
-    step = decode_step.lower(model.decoder, parse("top:8"), engine.indexes, model.params, cache, *operands).compile()
+    static = StepStatic(model.decoder, parse("top:8"), engine.indexes)
+    step = decode_step.lower(static, StepInputs(model.params, cache, *operands)).compile()
     zero, chunk = jnp.zeros(2, jnp.int32), jnp.zeros((2, 128), jnp.int32)
-    prefill = prefill_step.lower(model.decoder, parse_prefill("dense"), engine.indexes, model.params, cache, chunk, zero, zero).compile()
+    static = static._replace(policy=parse_prefill("dense"))
+    prefill = prefill_step.lower(static, ChunkInputs(model.params, cache, chunk, zero, zero)).compile()
     for each in (step, prefill):
         assert each.memory_analysis().temp_size_in_bytes < packed_bytes / 4
     assert f"f32[2048,{kv_heads},128,32]" not in step.as_text()

@@ -155,7 +155,7 @@ def test_memory_is_flat(model_factory, kind, tokens):
         if step % 50 == 49:
             assert np.isfinite(np.asarray(logits)).all()
             assert len(held(sequence)) == pages[-1]
-            tables = sum(table.nbytes for slots in engine._runner._slots.values() for table in slots._tables.values())
+            tables = sum(table.nbytes for slots in engine._slots.values() for table in slots._tables.values())
             assert tables == 4 * table_width(-(-(sequence.length + 16) // P)) or tables == 4 * table_width(-(-sequence.length // P))
             live.append(sum(array.nbytes for array in jax.live_arrays() if array.dtype == np.float32))
     assert sequence.length == 100 + tokens // 16 * 16

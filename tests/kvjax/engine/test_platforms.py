@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from quick_cases import rest_long
 from tiny_models import LEAST, altered, make_family, random_model, shallow
+from whole_chunks import prefill_step
 
 import kvjax
 from kvjax.axes import Shards
@@ -18,7 +19,7 @@ from kvjax.cache import Cache, Residency
 from kvjax.cache.formats import parse_cache_format
 from kvjax.cache.host_pool.hot_buffer import empty_hot, no_buffers
 from kvjax.cache.host_pool.mapped_memory import FrameCounts
-from kvjax.engine.steps import decode_step, prefill_step
+from kvjax.engine.steps import ChunkInputs, StepInputs, StepStatic, decode_step
 from kvjax.model.weight_formats import pack_params
 from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.policies.decode import Dense, base, parse
@@ -79,10 +80,12 @@ def test_both_steps_lower(as_on, platform, family):
     cache = Cache(layers, tables, np.array([300], np.int32), spec)
     as_on(platform)
     zero, token = np.zeros(1, np.int32), np.zeros((1, 1), np.int32)
-    assert lowered(platform, prefill_step, decoder, DensePrefill(), indexes, params, cache, np.zeros((1, 256), np.int32), zero, zero)
+    chunk = ChunkInputs(params, cache, np.zeros((1, 256), np.int32), zero, zero)
+    assert lowered(platform, prefill_step, StepStatic(decoder, DensePrefill(), indexes), chunk)
     for policy in policies:
         states = tuple(policy.init(None, 1) for _ in spec.paged)
-        assert lowered(platform, decode_step, decoder, policy, indexes, params, cache, token, np.ones(1, bool), states)
+        step = StepInputs(params, cache, token, np.ones(1, bool), states)
+        assert lowered(platform, decode_step, StepStatic(decoder, policy, indexes), step)
 
 
 @pytest.mark.parametrize("text", rest_long(["int8", "k=int4:channel,v=d4", "q4_0"], "int8"))
@@ -94,9 +97,9 @@ def test_steps_over_packed_pages_take_the_kernels_that_unpack_them(as_on, text):
     shapes = jax.eval_shape(lambda: (init_params(config, jax.random.key(0)), spec.empty(dict.fromkeys(tables, 4), policy.indexes())))
     cache, zero = Cache(shapes[1], tables, np.array([300], np.int32), spec), np.zeros(1, np.int32)
     as_on("cuda", "9.0")
-    given = decoder, DensePrefill(), policy.indexes(), shapes[0], cache, np.zeros((1, 256), np.int32), zero, zero
+    given = StepStatic(decoder, DensePrefill(), policy.indexes()), ChunkInputs(shapes[0], cache, np.zeros((1, 256), np.int32), zero, zero)
     states = tuple(policy.init(None, 1) for _ in spec.paged)
-    step = decoder, policy, policy.indexes(), shapes[0], cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states
+    step = StepStatic(decoder, policy, policy.indexes()), StepInputs(shapes[0], cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states)
     with dispatch.listening() as heard:
         assert prefill_step.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
         assert decode_step.trace(*step).lower(lowering_platforms=("cuda",)).as_text()
@@ -120,7 +123,7 @@ def test_packed_pages_in_host_memory_take_the_same_kernels(as_on, text):
     cache = Cache(layers, rows, np.array([1300], np.int32), spec, {"full": Residency(np.arange(24, dtype=np.int32), counts.border)}, hot)
     as_on("cuda", "9.0")
     states = tuple(policy.init(None, 1) for _ in spec.paged)
-    step = decoder, policy, policy.indexes(), params, cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states
+    step = StepStatic(decoder, policy, policy.indexes()), StepInputs(params, cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states)
     with dispatch.listening() as heard:
         assert decode_step.trace(*step).lower(lowering_platforms=("cuda",)).as_text()
     asked = ("append_tokens", "select_blocks", "fetch_tiles", "gather_attention")
@@ -138,11 +141,11 @@ def test_packed_pages_of_a_mesh_take_the_same_kernels(as_on, axis):
     shards = Shards(kvjax.mesh(**{axis: 2}), tuple((group.name, 8192) for group in spec.groups) if axis == "context" else ())
     as_on("cuda", "9.0")
     states = tuple(Dense().init(None, 1) for _ in spec.paged)
-    chunk = decoder, DensePrefill(), (), params, cache, np.zeros((1, 4096), np.int32), zero, zero
-    step = decoder, Dense(), (), params, cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states
+    chunk = StepStatic(decoder, DensePrefill(), ()), ChunkInputs(params, cache, np.zeros((1, 4096), np.int32), zero, zero)
+    step = StepStatic(decoder, Dense(), ()), StepInputs(params, cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states)
     with dispatch.listening() as heard:
-        text = prefill_step.trace(*chunk, shards=shards).lower(lowering_platforms=("cuda",)).as_text()
-        decode_step.trace(*step, shards=shards).lower(lowering_platforms=("cuda",))
+        text = prefill_step.trace(chunk[0]._replace(shards=shards), chunk[1]).lower(lowering_platforms=("cuda",)).as_text()
+        decode_step.trace(step[0]._replace(shards=shards), step[1]).lower(lowering_platforms=("cuda",))
     exchange = {"tensor": "all_reduce", "context": "all_gather"}[axis]
     assert {heard[op] for op in ("flash_attention", "gather_attention", "append_tokens", exchange)} == {"mosaic_gpu"}
     assert "widen_pages_kernel" in text
@@ -158,7 +161,7 @@ def test_a_step_of_cascade_takes_the_kernel_that_chooses_from_a_shortlist(as_on,
     cache = Cache(shapes[1], tables, np.array([900], np.int32), spec)
     as_on("cuda", "9.0")
     states = tuple(policy.init(None, 1) for _ in spec.paged)
-    step = decoder, policy, policy.indexes(), shapes[0], cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states
+    step = StepStatic(decoder, policy, policy.indexes()), StepInputs(shapes[0], cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states)
     with dispatch.listening() as heard, caplog.at_level("INFO", logger="pallas_kernels.core.dispatch"):
         text = decode_step.trace(*step).lower(lowering_platforms=("cuda",)).as_text()
     assert heard["selected_attention"] == picked
@@ -179,7 +182,7 @@ def test_a_decode_step_over_packed_weights_runs_on_the_kernel_of_a_hopper_gpu(as
     as_on("cuda", "9.0")
     monkeypatch.setattr("pallas_kernels.matmul.project_tokens.xla.project_tokens", None)
     states = tuple(Dense().init(None, 16) for _ in spec.paged)
-    step = decoder, Dense(), (), params, cache, np.zeros((16, 1), np.int32), np.ones(16, bool), states
+    step = StepStatic(decoder, Dense(), ()), StepInputs(params, cache, np.zeros((16, 1), np.int32), np.ones(16, bool), states)
     text = decode_step.trace(*step).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("call @_project") == 4 * config.num_layers + 1
 
@@ -219,9 +222,10 @@ def step_on_hopper_gpus(as_on, picked: str, **mesh: int) -> tuple[str, dict[str,
     cache = Cache(layers, tables, np.array([300], np.int32), spec)
     as_on("cuda", "9.0")
     states = tuple(Dense().init(None, 1) for _ in spec.paged)
-    arguments = decoder, Dense(), (), params, cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states
+    static = StepStatic(decoder, Dense(), (), shards)
+    inputs = StepInputs(params, cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states)
     with dispatch.forced("xla") if picked == "xla" else contextlib.nullcontext(), dispatch.listening() as heard:
-        text = decode_step.trace(*arguments, shards=shards).lower(lowering_platforms=("cuda",)).as_text()
+        text = decode_step.trace(static, inputs).lower(lowering_platforms=("cuda",)).as_text()
     # For each kind of exchange one kernel reaches into other devices' memory by XLA's means. Those that exchange are plain ones.
     kinds = 1 if "context" in mesh else 2  # outputs; sums and logits
     assert text.count("uses_xla_collective_metadata = true") == (kinds if picked == "mosaic_gpu" else 0)

@@ -70,7 +70,7 @@ def model_of(config):
 
 
 def compiled():
-    return [step._cache_size() for step in (embed_chunk, prefill_slice, row_logits)]
+    return [step._cache_size() for step in (embed_chunk, prefill_slice.jitted, row_logits)]
 
 
 @pytest.mark.quick_but("qwen3.5", "uniform")

@@ -17,7 +17,7 @@ from kvjax.engine import recurrent
 from kvjax.engine.capacity_plan import memory_plan
 from kvjax.engine.engine import Engine
 from kvjax.engine.sampling import Sampling
-from kvjax.engine.steps import decode_step
+from kvjax.engine.steps import StepInputs, StepStatic, decode_step
 from kvjax.policies.decode import PrefillMass, TopBlocks, parse
 from kvjax.scheduler.request import Request
 from kvjax.scheduler.scheduler import Scheduler
@@ -229,14 +229,11 @@ def test_dropped_drafts_leave_no_trace(engine, recurrent_model, tokens):
         given = np.array([[*tokens[46:48], wrong, wrong + 1], [0] * 4], np.int32)
         lengths, active = np.array([46, 0], np.int32), np.array([True, False])
         states = engine._declared.states.of_batch(engine.policy, [None, None])
-        args = (recurrent_model.decoder, engine.policy, engine.indexes, recurrent_model.params)
+        cache = Cache(engine._pool.layers, cache, lengths, engine.spec)
         logits, *_ = engine._pool.run(
             decode_step,
-            *args,
-            Cache(engine._pool.layers, cache, lengths, engine.spec),
-            given,
-            active,
-            states,
+            StepStatic(recurrent_model.decoder, engine.policy, engine.indexes),
+            StepInputs(recurrent_model.params, cache, given, active, states),
             kept=lambda result: (result[1].layers, result[0]),
         )
         expected = recurrent_model.full_forward([*tokens[:48], wrong, wrong + 1])

@@ -311,6 +311,6 @@ def test_rows_that_change_in_place_change_the_next_step():
             yield rows
 
     assert tokens(engine.fork(sequence), changed(range(12))) == tokens(sequence, of)
-    assert engine._runner.placed(of[0]) is engine._runner.placed(of[0])
+    assert engine._on_device(of[0]) is engine._on_device(of[0])
     with pytest.raises(ValueError, match="read-only"):
         of[0].seed[:] = 1

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from tiny_models import TINY, TinyModel, altered, make_family, sharing
+from whole_chunks import prefill_step
 
 import kvjax.engine.steps
 from kvjax.cache import Cache, CacheSpec, GroupSpec, PagedSpec
@@ -18,8 +19,8 @@ from kvjax.cost_model.bytes import step_bytes
 from kvjax.engine.capacity_plan import memory_plan
 from kvjax.engine.engine import Engine
 from kvjax.engine.prefill_runner import cut_layers
+from kvjax.engine.steps import ChunkInputs, StepStatic, prefill_slice
 from kvjax.engine.steps import pages_of as right_pages
-from kvjax.engine.steps import prefill_slice, prefill_step
 from kvjax.model.identity import _text, fingerprint
 from kvjax.models import config_json
 from kvjax.models.decoder import TransformerDecoder, init_params
@@ -306,9 +307,9 @@ def test_slices_of_readers_share_a_program_and_name_their_owners_by_place():
 @pytest.mark.long
 def test_a_prompt_of_slices_compiles_one_program_for_each_kind(tokens):
     model = model_of(DEEP, norm_eps=3e-6)  # which no other test has compiled
-    engine, before = engine_of(model), prefill_slice._cache_size()
+    engine, before = engine_of(model), prefill_slice.jitted._cache_size()
     engine.prefill([tokens[:70]])
-    assert prefill_slice._cache_size() - before == 2
+    assert prefill_slice.jitted._cache_size() - before == 2
 
 
 # Mistakes that must show
@@ -369,8 +370,9 @@ def test_model_and_cache_must_agree_about_owners(model):
     other = dataclasses.replace(spec, layers=(*spec.layers[:4], dataclasses.replace(spec.layers[4], share_with=0)))
     names, one = [group.name for group in spec.groups], jnp.ones(1, jnp.int32)
     cache = Cache(other.empty(dict.fromkeys(names, 2)), dict.fromkeys(names, jnp.zeros((1, 16), jnp.int32)), one, other)
+    inputs = ChunkInputs(model.params, cache, jnp.ones((1, CHUNK), jnp.int32), 0 * one, 0 * one)
     with pytest.raises(ValueError, match="layer 4 of the model shares with layer 2, that of the cache with 0"):
-        prefill_step(model.decoder, parse_prefill("dense"), (), model.params, cache, jnp.ones((1, CHUNK), jnp.int32), 0 * one, 0 * one)
+        prefill_step(StepStatic(model.decoder, parse_prefill("dense"), ()), inputs)
 
 
 FULL, CLOSE = GroupSpec("full", PAGE), GroupSpec(NEAR, PAGE, WINDOW)

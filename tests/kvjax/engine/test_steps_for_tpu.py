@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import pytest
 import tpu_kernels
 from tiny_models import make_family
+from whole_chunks import prefill_step
 
 from kvjax.cache import Cache
-from kvjax.engine.steps import decode_step, prefill_step
+from kvjax.engine.steps import StepStatic, decode_step
 from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.policies.decode import Dense, parse
 from kvjax.policies.prefill import DensePrefill
@@ -60,7 +61,7 @@ def shape(*sizes, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
 def compiled_in_place(step, static: tuple, arrays: tuple, chip: str, cache: Cache, temporary: int):
     """Compile a step that donates its cache, `arrays[1]`: it fits beside it, and neither pool nor index is copied. Returns the kernels."""
     with dispatch.listening() as path:
-        compiled = tpu_kernels.compile_ahead(lambda *arrays: step(*static, *arrays), arrays, chip, donate=(1,))
+        compiled = tpu_kernels.compile_ahead(lambda *arrays: step(StepStatic(*static), step.inputs(*arrays)), arrays, chip, donate=(1,))
     pools = jax.tree.leaves(cache.layers)
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in pools)

@@ -24,8 +24,8 @@ from quick_cases import some_long
 
 from kvjax import Engine
 from kvjax.cache import PagedKV
-from kvjax.fidelity.echo import ListedDense
-from kvjax.fidelity.oracle_blocks import OracleBlocks, attention_mass
+from kvjax.evaluation.oracle_blocks import OracleBlocks, attention_mass
+from kvjax.evaluation.prompt_recall import ListedDense
 from kvjax.policies.prefill import BoundsBlocks, DensePrefill, MeasureOnceMaskOnce, SinkWindow
 from pallas_kernels.core.pages import Pages
 

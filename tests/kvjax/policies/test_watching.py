@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from kvjax import Engine, Request, Sampling, mesh
-from kvjax.engine.decode_runner import DecodeRunner
 from kvjax.engine.sampling import SamplingRows
 from kvjax.generation import run
 from kvjax.policies.decode import parse
@@ -37,14 +36,14 @@ def prompts():
 @pytest.fixture
 def ran(monkeypatch):
     """The policy whose program ran, of each launch."""
-    seen, real = [], DecodeRunner.launch
+    seen, real = [], Engine._run
 
     def launch(self, *args, **kwargs):
         launched = real(self, *args, **kwargs)
         seen.append(str(launched.policy))
         return launched
 
-    monkeypatch.setattr(DecodeRunner, "launch", launch)
+    monkeypatch.setattr(Engine, "_run", launch)
     return seen
 
 

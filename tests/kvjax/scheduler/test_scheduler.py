@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from scheduling import PAGES, alone, asked, assert_nothing_is_left, finish, make_engine, pages_held, until_preempted
+from scheduling import PAGES, alone, asked, assert_nothing_is_left, finish, make_engine, pages_held, state_of, until_preempted
 
 from kvjax import Engine, OutOfPages, Sampling, Scheduler
 from kvjax.scheduler import scheduler as module
@@ -94,7 +94,7 @@ def test_auto_chooses_at_admission_by_the_request_alone(engine, monkeypatch):
     scheduler = Scheduler(engine, slots=3)
     handles = [scheduler.submit(asked("x" * length, 4)) for length in (90, 110, 10)]
     scheduler.step()
-    assert [str(handle._policy) for handle in handles] == ["dense", "top:2", "dense"]
+    assert [str(state_of(scheduler, handle).policy) for handle in handles] == ["dense", "top:2", "dense"]
     assert told[:1] == [[93] * 3]
     assert [93] * 3 in told
     assert [113] * 3 in told
@@ -158,7 +158,8 @@ def test_a_prompt_is_cancelled_after_a_chunk(engine):
     long, other = scheduler.submit(asked("a" * 900, 3)), scheduler.submit(asked("other", 3))
     for chunks in (1, 2):
         assert scheduler.step() == []
-        assert (scheduler._prefilling, long._sequence.length) == (long, chunks * engine.prefill_chunk)
+        assert scheduler._prefilling.handle is long
+        assert scheduler._prefilling.sequence.length == chunks * engine.prefill_chunk
     scheduler.cancel(long)
     assert (pages_held(engine), scheduler.running) == (0, 0)
     assert finish(scheduler) == [other]
@@ -185,7 +186,7 @@ def test_cancelled_between_slices_of_a_chunk(engine):
     scheduler.step()
     handle = scheduler.submit(asked("a" * 300, 3))
     scheduler.step()
-    assert scheduler._prefilling is handle
+    assert scheduler._prefilling.handle is handle
     scheduler.cancel(handle)
     assert (scheduler._prefilling, pages_held(engine), engine._runs) == (None, 1, {})
     assert (handle.completion.finish_reason, handle.completion.prompt_tokens) == ("cancelled", 300)
@@ -204,7 +205,7 @@ def test_cancelled_in_the_middle_of_a_chunks_slices(model_factory, speaker, engi
     scheduler.step()
     handle = scheduler.submit(asked("a" * 200, 3))
     scheduler.step()
-    assert list(deep._runs) == [handle._sequence]
+    assert list(deep._runs) == [state_of(scheduler, handle).sequence]
     scheduler.cancel(handle)
     assert (deep._runs, len(deep.sequences)) == ({}, 1)
     again = scheduler.submit(handle.request)
@@ -233,7 +234,7 @@ def test_cancelled_with_some_samples_started(engine, steps):
     handle = scheduler.submit(asked("Call me", 4, n=3, temperature=1.0))
     for _ in range(steps):
         scheduler.step()
-    assert len(handle._samples) == 2
+    assert len(state_of(scheduler, handle).samples) == 2
     scheduler.cancel(handle)
     assert handle.completion.finish_reason == "cancelled"
     assert [len(each.token_ids) for each in handle.completion.choices] == [steps] * 2
@@ -243,7 +244,7 @@ def test_cancelled_with_some_samples_started(engine, steps):
 def test_one_finished_sample_does_not_make_a_cancelled_request_a_finished_one(engine):
     scheduler = Scheduler(engine, slots=1)
     handle = scheduler.submit(asked("Call me", 3, n=2, temperature=1.0))
-    while len(handle._samples) < 2:
+    while len(state_of(scheduler, handle).samples) < 2:
         scheduler.step()
     scheduler.cancel(handle)
     assert handle.completion.finish_reason == "cancelled"
@@ -306,9 +307,9 @@ def test_cancelled_before_its_first_token_is_read(engine, count):
     other = scheduler.submit(asked("a", 30))
     scheduler.step()
     handle = scheduler.submit(asked("b" * 200, count))
-    while not handle._samples:
+    while not handle.started:
         scheduler.step()
-    assert handle._samples[0].ids == []
+    assert state_of(scheduler, handle).samples[0].ids == []
     scheduler.cancel(handle)
     assert (handle.completion.finish_reason, handle.completion.token_ids) == ("cancelled", ())
     assert finish(scheduler) == [other]
@@ -451,8 +452,8 @@ def test_a_suspended_one_comes_back_before_later_requests(engine, only):
     first, second = scheduler.submit(asked("a" * 126, 9)), scheduler.submit(asked("b" * 126, 9))
     until_preempted(scheduler)
     late = scheduler.submit(asked("late", 2))
-    while second._samples[0] in scheduler._waiting:
-        assert not late._samples
+    while state_of(scheduler, second).samples[0] in scheduler._waiting:
+        assert not late.started
         scheduler.step()
     assert first.completion is not None
     finish(scheduler)
@@ -558,10 +559,11 @@ def test_a_bounded_gap_lets_others_decode_while_a_prompt_is_prefilled(engine):
         first = scheduler.submit(asked("first", 30))
         scheduler.step()
         long = scheduler.submit(asked("l" * 600, 3))
-        before = len(first._samples[0].ids)
-        while not long._samples:
+        (sample,) = state_of(scheduler, first).samples
+        before = len(sample.ids)
+        while not long.started:
             scheduler.step()
-        after = len(first._samples[0].ids)
+        after = len(sample.ids)
         finish(scheduler)
         return after - before, first.completion, long.completion
 

@@ -7,7 +7,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import pytest
-from scheduling import alone, asked, assert_nothing_is_left, finish, make_engine
+from scheduling import alone, asked, assert_nothing_is_left, finish, make_engine, state_of
 
 from kvjax import Engine, NotFinite, Request, Sampling, Scheduler
 from kvjax.scheduler import scheduler as module
@@ -283,7 +283,7 @@ def test_a_step_does_not_wait_for_itself(engine):
     scheduler = Scheduler(engine, slots=1)
     handle = scheduler.submit(asked("x", 3))
     scheduler.step()
-    (sample,) = handle._samples
+    (sample,) = state_of(scheduler, handle).samples
     assert (sample.issued, len(sample.ids)) == (2, 1)
     assert isinstance(scheduler._flights[0].packed, jax.Array)
     finish(scheduler)

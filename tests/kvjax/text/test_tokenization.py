@@ -11,6 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from kvjax import Engine, Sampling, generate, score
+from kvjax.checks import TokenIds, token_ids
 from kvjax.text.tokenization import encode, one_by_one
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }} {% endfor %}"
@@ -201,3 +202,38 @@ def test_an_engine_and_score_say_what_they_take(engine):
         score(engine, "a", [" 42", " 43"])
     assert score(engine, [], []) == []
     assert np.isfinite(score(engine, engine.model.tokenizer("a"), [5, 6]).logprob)
+
+
+def test_ids_are_looked_at_once():
+    """A prompt may have a million ids: who has looked at them says so by their type, and nobody looks again."""
+    given = np.array([3, 1, 2])
+    ids = encode(None, given)
+    given[0] = 9  # what a caller changes later is not in them
+    assert (list(ids), ids[1:], ids[0], len(ids)) == ([3, 1, 2], [1, 2], 3, 3)
+    assert encode(None, ids) is ids
+    assert token_ids(ids, 4) is ids
+    part = ids[1:]
+    assert part.array.base is not None, "a slice is a view"
+    assert token_ids(part, 3) is part, "a slice may be inside a vocabulary that the whole is not in"
+    with pytest.raises(ValueError, match="token 3 is outside the vocabulary of 3"):
+        token_ids(ids, 3)
+    with pytest.raises(ValueError, match="assignment destination is read-only"):
+        ids.array[0] = 0
+    assert pickle.loads(pickle.dumps(ids)) == ids
+    assert {ids: 1}[encode(None, (3, 1, 2))] == 1
+    assert encode(None, range(3)) == encode(None, jnp.arange(3)) == encode(None, [np.int64(0), 1, np.int32(2)]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("number", [2**31, 2**63, -(2**63) - 1, 10**30])
+def test_numbers_of_any_size_are_outside_the_vocabulary(number):
+    for prompt in ([number], [1, number, -1], (number,)):
+        outside = min(prompt) if min(prompt) < 0 else number
+        with pytest.raises(ValueError, match=f"token {outside} is outside the vocabulary of 97"):
+            token_ids(encode(None, prompt), 97)
+        with pytest.raises(ValueError, match=f"token {outside} is outside the vocabulary of 97"):
+            token_ids(prompt, 97)
+
+
+@pytest.mark.parametrize("wrong", [b"12", "12", [1.0], ["1"], [[1], [2]], [[1], [2, 3]], np.ones((2, 2), int), np.ones(2), {1}, iter([1])])
+def test_what_is_no_row_of_whole_numbers_is_no_token_ids(wrong):
+    assert TokenIds.read(wrong) is None

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvjax.engine.engine import Engine
 from kvjax.engine.sampling import Sampling
-from kvjax.fidelity.oracle_blocks import OracleBlocks
+from kvjax.evaluation.oracle_blocks import OracleBlocks
 from kvjax.generation import generate, run
 from kvjax.models import CausalLM, init_params
 from kvjax.scheduler.request import Request

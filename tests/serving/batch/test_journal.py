@@ -19,7 +19,7 @@ from kvjax.serving.batch import journal
 from kvjax.serving.batch import partial as partial_module
 from kvjax.serving.batch.partial import Partial
 from kvjax.serving.batch.results import Result
-from kvjax.serving.cli.fidelity import Records
+from kvjax.serving.cli.evaluate import Records
 
 JOB = {"model": "m", "policy": "dense"}
 

@@ -14,7 +14,7 @@ from tiny_models import sharing
 from kvjax.cache.formats import parse_cache_format
 from kvjax.cost_model.fitting import MESH, read_cells
 from kvjax.engine.sampling import SamplingRows
-from kvjax.engine.steps import decode_and_sample
+from kvjax.engine.steps import StepInputs, StepStatic, decode_and_sample
 from kvjax.models import TransformerDecoder
 from kvjax.models.decoder import param_shapes
 from kvjax.policies.decode import parse
@@ -290,8 +290,8 @@ def test_a_round_is_the_engines_steps_fed_by_each_other():
 
     cache, tokens = decode_bench.random_cache(p, 2048), jnp.zeros(2, jnp.int32)
     for _ in range(3):
-        static = (TransformerDecoder(p.config), parse("top:8"), p.indexes)
-        sampled, _, cache, _, _ = decode_and_sample(*static, params, cache, tokens, jnp.ones(2, bool), ((), ()), rows)
+        static = StepStatic(TransformerDecoder(p.config), parse("top:8"), p.indexes)
+        sampled, _, cache, _, _ = decode_and_sample(static, StepInputs(params, cache, tokens, jnp.ones(2, bool), ((), ()), rows))
         tokens = sampled.tokens
     assert after.lengths.tolist() == cache.lengths.tolist() == [2048, 2048]
     for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(cache), strict=True):

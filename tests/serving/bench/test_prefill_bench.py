@@ -66,7 +66,7 @@ def test_the_steps_are_the_engines(model, name):
     chunks = prefill_bench._chunks(plan, 300)
     assert [chunk[0] for chunk in chunks] == [128, 256, 300]
     from kvjax import Engine
-    from kvjax.engine.steps import prefill_step
+    from kvjax.engine.steps import ChunkInputs, StepStatic
     from kvjax.models.decoder import TransformerDecoder
     from kvjax.policies.prefill import indexes_of
 
@@ -75,7 +75,8 @@ def test_the_steps_are_the_engines(model, name):
     cache = prefill_bench.empty_cache(plan, 300, policy)
     for last, *operands in chunks:
         cache = cache.replace(lengths=np.array([last], np.int32))
-        logits, cache, _ = prefill_step(TransformerDecoder(model.config), policy, indexes_of(policy), model.params, cache, *operands)
+        static = StepStatic(TransformerDecoder(model.config), policy, indexes_of(policy))
+        logits, cache, _ = prefill_bench.prefill_step(static, ChunkInputs(model.params, cache, *operands))
     np.testing.assert_array_equal(np.asarray(logits[0]), np.asarray(sequence.logits))
 
 
@@ -139,8 +140,9 @@ def test_a_prompt_on_a_mesh_has_the_logits_of_one_device(sizes, monkeypatch):
             for last, *operands in prefill_bench._chunks(plan, 700):
                 given = prefill_bench.with_tables(cache, tables[prefill_bench._width(plan, last, 700)], shards)
                 given = given.replace(lengths=placed(shards, np.array([last], np.int32)))
-                static = decoder, policy, prefill_bench.indexes_of(policy)
-                logits, cache, _ = prefill_bench.prefill_step(*static, params, given, *placed(shards, operands), shards=shards)
+                static = prefill_bench.StepStatic(decoder, policy, prefill_bench.indexes_of(policy), shards)
+                inputs = prefill_bench.ChunkInputs(params, given, *placed(shards, operands))
+                logits, cache, _ = prefill_bench.prefill_step(static, inputs)
             found[mesh_sizes, policy] = np.asarray(logits)
     for policy in on_mesh:
         one, several = found[(1, 1), policy], found[sizes, policy]

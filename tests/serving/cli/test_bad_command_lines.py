@@ -24,11 +24,11 @@ FIT = "cost fit {run}"
 PREDICT = "cost predict"
 CALIBRATE = "cost fit --model {model}"
 CHOOSE = "cost choose --model {model}"
-EVIDENCE = "cost evidence {panel} --into {out}"
+EVIDENCE = "cost evidence {evaluation} --into {out}"
 REGIME = "cost regimes --out {out}.png"
-ECHO = "echo --model {model}"
+RECALL = "recall --model {model}"
 SERVE = "serve --model {model}"
-FIDELITY = "fidelity --model {model} --out {out}"
+EVALUATE = "evaluate --model {model} --out {out}"
 
 WRONG = [
     # no command, and none that exists
@@ -109,7 +109,7 @@ WRONG = [
     (BATCH + " --prefill oracle:99999999999", "99999999999"),
     (BATCH + " --prefill top:8", "top:8"),
     (BATCH + " --prefill auto:sure", "'sure'"),
-    ("cost fit {run} {panel}", "is missing from"),
+    ("cost fit {run} {evaluation}", "is missing from"),
     ("cost fit {binary}", "not UTF-8"),
     ("cost evidence {none} --into {out}", "there is no file"),
     ("cost choose --prefill --model {model} --lengths 8k --level sure", "'sure'"),
@@ -271,7 +271,7 @@ WRONG = [
     (PREDICT + " --bandwidth 0", "got 0"),
     (PREDICT + " --fit {none}", "none"),
     (PREDICT + " --fit {in}", "in.jsonl"),
-    (PREDICT + " --fit {panel}", "panel.json"),
+    (PREDICT + " --fit {evaluation}", "evaluation.json"),
     (CALIBRATE + " --seconds nan", "nan"),
     (CALIBRATE + " --seconds 0", "got 0"),
     (CALIBRATE + " --policies auto", "auto"),
@@ -281,7 +281,7 @@ WRONG = [
     (CHOOSE + " --lengths 0", "lengths '0'"),
     ("cost evidence --into {out}", "RESULT.json"),
     ("cost evidence {text} --into {out}", "text.txt"),
-    (EVIDENCE, "panel.json"),
+    (EVIDENCE, "evaluation.json"),
     ("cost regimes --out {none}.jpgx", "'none.jpgx' must end in .png"),
     (REGIME + " --shape big", "qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny"),
     (REGIME + " --lengths 4k", "--lengths"),
@@ -299,50 +299,50 @@ WRONG = [
     (REGIME + " --measured {text}", "text.txt is not JSON"),
     (REGIME + " --measured {none}", "none"),
     ("cost regimes --out {folder}", "is a directory"),
-    # echo
-    (ECHO + " --prefill best", "best"),
-    (ECHO + " --prefill momo:{long}/8", "characters)"),
-    (ECHO + " --lengths 8q", "8q"),
-    (ECHO + " --lengths {long}", "characters)"),
-    (ECHO + " --facts 0", "0"),
-    (ECHO + " --facts {long}", "characters)"),
-    (ECHO + " --passages -1", "-1"),
-    (ECHO + " --passage-tokens 0", "0"),
-    (ECHO + " --run-in -1", "-1"),
-    (ECHO + " --control best", "best"),
-    (ECHO + " --seed -1", "-1"),
-    (ECHO + " --page-size 0", "got 0"),
-    (ECHO + " --text {none}", "no file"),
-    (ECHO + " --json {folder}", "is not a file"),
+    # recall
+    (RECALL + " --prefill best", "best"),
+    (RECALL + " --prefill momo:{long}/8", "characters)"),
+    (RECALL + " --lengths 8q", "8q"),
+    (RECALL + " --lengths {long}", "characters)"),
+    (RECALL + " --facts 0", "0"),
+    (RECALL + " --facts {long}", "characters)"),
+    (RECALL + " --passages -1", "-1"),
+    (RECALL + " --passage-tokens 0", "0"),
+    (RECALL + " --run-in -1", "-1"),
+    (RECALL + " --control best", "best"),
+    (RECALL + " --seed -1", "-1"),
+    (RECALL + " --page-size 0", "got 0"),
+    (RECALL + " --text {none}", "no file"),
+    (RECALL + " --json {folder}", "is not a file"),
     # policies of one's own
     (BATCH + " --policy {none}.py:Mine", "none.py"),
     (BATCH + " --policy {text}:Mine", "text.txt"),
     (BATCH + " --prefill {none}.py:Mine", "none.py"),
-    # fidelity
-    (FIDELITY + " --policies best", "best"),
-    (FIDELITY + " --policies top:{long}", "characters)"),
-    (FIDELITY + " --policies ,", "policies"),
-    (FIDELITY + " --lengths 8q", "8q"),
-    (FIDELITY + " --lengths {long}", "characters)"),
-    (FIDELITY + " --lengths 512 --steps 512", "512"),
-    (FIDELITY + " --tasks poetry", "poetry"),
-    (FIDELITY + " --haystacks barn", "barn"),
-    (FIDELITY + " --text {none}", "none"),
-    (FIDELITY + " --text {binary}", "UTF-8"),
-    (FIDELITY + " --text {empty}", "is empty"),
-    (FIDELITY + " --trials 1", "got 1"),
-    (FIDELITY + " --trials {long}", "characters)"),
-    (FIDELITY + " --windows 0", "got 0"),
-    (FIDELITY + " --steps 0", "got 0"),
-    (FIDELITY + " --free-steps 2000", "2000"),
-    (FIDELITY + " --distractors -1", "-1"),
-    (FIDELITY + " --max-batch 1", "got 1"),
-    (FIDELITY + " --seed -1", "-1"),
-    (FIDELITY + " --page-size 0", "got 0"),
-    (FIDELITY + " --prefill-chunk 100 --lengths 256 --steps 8 --free-steps 4", "100"),
-    (FIDELITY + " --dtype int8", "int8"),
-    ("fidelity --model {model} --out {in}", "is a file."),
-    ("fidelity --model {none} --out {out}", "none"),
+    # evaluate
+    (EVALUATE + " --policies best", "best"),
+    (EVALUATE + " --policies top:{long}", "characters)"),
+    (EVALUATE + " --policies ,", "policies"),
+    (EVALUATE + " --lengths 8q", "8q"),
+    (EVALUATE + " --lengths {long}", "characters)"),
+    (EVALUATE + " --lengths 512 --steps 512", "512"),
+    (EVALUATE + " --tasks poetry", "poetry"),
+    (EVALUATE + " --haystacks barn", "barn"),
+    (EVALUATE + " --text {none}", "none"),
+    (EVALUATE + " --text {binary}", "UTF-8"),
+    (EVALUATE + " --text {empty}", "is empty"),
+    (EVALUATE + " --trials 1", "got 1"),
+    (EVALUATE + " --trials {long}", "characters)"),
+    (EVALUATE + " --windows 0", "got 0"),
+    (EVALUATE + " --steps 0", "got 0"),
+    (EVALUATE + " --free-steps 2000", "2000"),
+    (EVALUATE + " --distractors -1", "-1"),
+    (EVALUATE + " --max-batch 1", "got 1"),
+    (EVALUATE + " --seed -1", "-1"),
+    (EVALUATE + " --page-size 0", "got 0"),
+    (EVALUATE + " --prefill-chunk 100 --lengths 256 --steps 8 --free-steps 4", "100"),
+    (EVALUATE + " --dtype int8", "int8"),
+    ("evaluate --model {model} --out {in}", "is a file."),
+    ("evaluate --model {none} --out {out}", "none"),
 ]
 
 
@@ -355,9 +355,9 @@ def places(model_folder, tmp_path_factory):
     (folder / "empty").write_text("")
     (folder / "text.txt").write_text("Call me Ishmael. " * 20)
     (folder / "binary").write_bytes(b"\xff\xfe\x00")
-    (folder / "panel.json").write_text("{}")
+    (folder / "evaluation.json").write_text("{}")
     (folder / "run.json").write_text(json.dumps({"bench": "decode", "provenance": {"date": "2026", "device": "x"}, "rows": []}))
-    names = {"in": "in.jsonl", "text": "text.txt", "panel": "panel.json", "run": "run.json"}
+    names = {"in": "in.jsonl", "text": "text.txt", "evaluation": "evaluation.json", "run": "run.json"}
     names |= {name: name for name in ("folder", "empty", "binary")}
     return {name: str(folder / file) for name, file in names.items()} | {"model": str(model_folder), "long": LONG}
 

@@ -51,11 +51,11 @@ def test_help_is_quick_and_imports_nothing_heavy():
     seconds = time.monotonic() - started
     assert done.stderr.strip() == "[]"
     assert seconds < 2
-    for command in ("batch", "generate", "score", "plan", "serve", "needle", "echo", "demo"):
+    for command in ("batch", "generate", "score", "plan", "serve", "needle", "recall", "demo"):
         assert re.search(rf"^\s+{command} ", done.stdout, re.MULTILINE), command
 
 
-@pytest.mark.parametrize("command", ["batch", "generate", "score", "plan", "serve", "needle", "echo", "demo"])
+@pytest.mark.parametrize("command", ["batch", "generate", "score", "plan", "serve", "needle", "recall", "demo"])
 def test_every_option_has_a_help_text(kvjax, command):
     status, out, _ = kvjax(command, "--help")
     assert status == 0
@@ -373,20 +373,20 @@ def test_echo_sets_prefill_policies_beside_dense_and_a_control(kvjax, model_fold
 
     monkeypatch.setattr(SinkWindow, "attend", broken)
     arguments = ("--model", model_folder, "--lengths", "480", "--facts", 4, "--facts-per-prompt", 2, "--passages", 1, *PAGES)
-    arguments = (*arguments, "--passage-tokens", 8, "--run-in", 4, "--control", "window:4+8", "--json", tmp_path / "echo.json")
+    arguments = (*arguments, "--passage-tokens", 8, "--run-in", 4, "--control", "window:4+8", "--json", tmp_path / "recall.json")
     for wrong, said in (
         (("--facts", 5), "use a multiple of 2"),
         (("--prefill", "nothing:4"), "nothing:4"),
         (("--prefill", "oracle:1"), "choose a page_size"),  # its blocks of 64 tokens do not fit the pages of this test
         (("--lengths", "100"), "use longer prompts"),
     ):
-        status, _, err = kvjax("echo", *arguments, *wrong)
+        status, _, err = kvjax("recall", *arguments, *wrong)
         assert (status, said in err) == (2, True), err
-    status, out, err = kvjax("echo", *arguments, "--prefill", "window:4+16", "--prefill", "window:4+20")
+    status, out, err = kvjax("recall", *arguments, "--prefill", "window:4+16", "--prefill", "window:4+20")
     assert status == 1, err
     assert "window:4+20 failed and was left out: NotImplementedError: no such kernel" in out
     assert "invalid, facts at 480 tokens: dense predicts 0 of 4 facts, fewer than 90%" in out
-    figures = json.loads((tmp_path / "echo.json").read_text())
+    figures = json.loads((tmp_path / "recall.json").read_text())
     assert (figures["bench"], figures["settings"]["control"], figures["settings"]["lengths"]) == ("prefill-echo", "window:4+8", [480])
     assert [row["policy"] for row in figures["rows"]] == ["dense", "window:4+8", "window:4+16", "dense again"]
     assert all(f" {row['policy']} " in out and row["facts"] == 4 for row in figures["rows"])

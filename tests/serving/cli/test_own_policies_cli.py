@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvjax.fidelity.panel import Panel, Plan
+from kvjax.evaluation.run import EvaluationRun, Plan
 from kvjax.models.loading import load
 from kvjax.policies.decode import Window, parse
 
@@ -96,7 +96,7 @@ def test_a_plan_of_policy_objects_runs(model_folder):
     text = "The lantern by the harbor went out, and nobody on the island knew why. " * 80
     own = Window(1, 41)
     sizes = {"trials": 2, "windows": 2, "steps": 4, "free_steps": 2, "batch": 2, "page_size": 16, "prefill_chunk": 64, "distractors": 0}
-    panel = Panel(load(model_folder), text, Plan(policies=("dense", own), lengths=(192,), **sizes))
-    records = [panel.measure(unit) for unit in panel.units()]
+    run = EvaluationRun(load(model_folder), text, Plan(policies=("dense", own), lengths=(192,), **sizes))
+    records = [run.measure(unit) for unit in run.units()]
     assert list(records[0]["beside"]) == ["window:1+41", "dense again"]
-    assert parse(panel.plan.others[0]) == own
+    assert parse(run.plan.others[0]) == own

@@ -83,6 +83,6 @@ def test_batch_jobs_run_on_packed_weights(tmp_path):
     assert len(out.read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", ["score", "needle", "fidelity", "echo"])
+@pytest.mark.parametrize("command", ["score", "needle", "evaluate", "recall"])
 def test_other_commands_take_weights(command):
     assert "--weights" in run(command, "--help").output
