@@ -1,7 +1,7 @@
 """What a kernel needs from before its launch, and gets from before the loop where it is launched in one.
 
-Kernels that exchange arrays between devices prepare rooms (`pallas_kernels.collectives.peer_buffers`), for which all devices meet. Inside a
-loop they would do so in every turn.
+Kernels that exchange arrays between devices prepare buffers (`pallas_kernels.collectives.peer_buffers`), for which all devices meet. Inside
+a loop they would do so in every turn.
 """
 
 from __future__ import annotations

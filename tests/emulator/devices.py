@@ -4,8 +4,8 @@ Each CTA is a thread, and one of them runs at a time, until its next access to s
 on (`Adversary`). Memory is as weak as a GPU's: lines and signals arrive at any later time, in any order. Of a line, a word and its number
 arrive together, and nothing else.
 
-Each device runs a stream of programs. Between them the memory of a room belongs to other work, which notices if it is written to. A
-program opens the rooms, then calls the kernel that exchanges, several times. Before the first of its kernels, as XLA does it, semaphores
+Each device runs a stream of programs. Between them the memory of a buffer belongs to other work, which notices if it is written to. A
+program opens the buffers, then calls the kernel that exchanges, several times. Before the first of its kernels, as XLA does it, semaphores
 are zeroed, then all devices meet at a barrier.
 """
 
@@ -28,7 +28,7 @@ from emulator.values import Fault
 from pallas_kernels.collectives import peer_buffers
 
 OTHER_WORK = 1
-"""What the memory of a room holds between programs: the number of a first call."""
+"""What the memory of a buffer holds between programs: the number of a first call."""
 
 
 class Deadlock(Fault):
@@ -233,37 +233,37 @@ class Cta:
         self.thread.pause(lambda: self.semaphores[self.device, self.number] >= value)
         self.semaphores[self.device, self.number] -= value
 
-    def clear(self, room: np.ndarray, start: int, words: int) -> None:
+    def clear(self, buffer: np.ndarray, start: int, words: int) -> None:
         for index in (self.number, slice(start, start + words // 2), slice(start + words // 2, start + words)):
             self.thread.pause()
-            room[index] = 0
+            buffer[index] = 0
 
-    def send(self, rooms: Sequence[np.ndarray], place: int, words: np.ndarray, call: int) -> None:
+    def send(self, buffers: Sequence[np.ndarray], place: int, words: np.ndarray, call: int) -> None:
         """To all devices, its own included; every pair by itself."""
         self.thread.pause()
-        for device in range(len(rooms)):
+        for device in range(len(buffers)):
             for number, word in enumerate(words):
-                self.send_pair(rooms[device], place + 2 * number, word, call)
+                self.send_pair(buffers[device], place + 2 * number, word, call)
 
-    def send_pair(self, room: np.ndarray, place: int, word: int, call: int) -> None:
-        self.machine.messages.append(_Message(lambda: room.__setitem__(slice(place, place + 2), (word, call))))
+    def send_pair(self, buffer: np.ndarray, place: int, word: int, call: int) -> None:
+        self.machine.messages.append(_Message(lambda: buffer.__setitem__(slice(place, place + 2), (word, call))))
 
-    def receive(self, room: np.ndarray, places: Sequence[int], call: int) -> np.ndarray:
+    def receive(self, buffer: np.ndarray, places: Sequence[int], call: int) -> np.ndarray:
         """The words of pairs, one pair loaded after the other; all of them again, if one was not there."""
         while True:
-            self.thread.pause(lambda: bool((room[np.add(places, 1)] == call).all()))
-            pairs = [self.load_pair(room, place) for place in places]
+            self.thread.pause(lambda: bool((buffer[np.add(places, 1)] == call).all()))
+            pairs = [self.load_pair(buffer, place) for place in places]
             if all(number == call for _, number in pairs):
                 return np.array([word for word, _ in pairs], np.int32)
 
-    def load_pair(self, room: np.ndarray, place: int) -> np.ndarray:
+    def load_pair(self, buffer: np.ndarray, place: int) -> np.ndarray:
         self.thread.pause()
-        return room[place : place + 2].copy()
+        return buffer[place : place + 2].copy()
 
 
 @contextlib.contextmanager
 def _names(module: Any, ctas: int) -> Iterator[None]:
-    """In place of Pallas in the module of a kernel and in that of rooms, and of its stages by single threads. Rooms are small."""
+    """In place of Pallas in the module of a kernel and in that of buffers, and of its stages by single threads. Buffers are small."""
     lax = SimpleNamespace(axis_index=lambda name: _current.cta.axis_index(name), rem=lambda a, b: a % b)
     pl = SimpleNamespace(
         ds=lambda start, size: slice(start, start + size),
@@ -273,22 +273,22 @@ def _names(module: Any, ctas: int) -> Iterator[None]:
     )
     plgpu = SimpleNamespace(remote_ref=lambda ref, device_id: _current.cta.remote_ref(ref, device_id))
 
-    def clear(num_devices: int, room: Ref, cta: int) -> None:
+    def clear(num_devices: int, buffer: Ref, cta: int) -> None:
         words = peer_buffers.part_words(num_devices)
-        _current.cta.clear(room.memory[room.device], peer_buffers.MAX_CTAS + cta * words, words)
+        _current.cta.clear(buffer.memory[buffer.device], peer_buffers.MAX_CTAS + cta * words, words)
 
     def note_addresses(table: Ref, opened: Sequence[Ref], me: int) -> None:
-        table.memory[table.device][:] = [word for room in opened for word in (room.device, 0)] + [me]
+        table.memory[table.device][:] = [word for buffer in opened for word in (buffer.device, 0)] + [me]
 
     def send(s: Any, x: _At, table: Ref, place: int, call: int) -> None:
-        known = [_current.rooms[device] for device in table.memory[table.device][: 2 * s.num_devices : 2]]
+        known = [_current.buffers[device] for device in table.memory[table.device][: 2 * s.num_devices : 2]]
         _current.cta.send(known, place, x.ref[x.index].view(np.int32), call)
 
-    def receive(s: Any, room: Ref, place: int, call: int, received: Ref) -> None:
+    def receive(s: Any, buffer: Ref, place: int, call: int, received: Ref) -> None:
         out = received.memory[received.device]
         count = out.nbytes // len(out) // 4
         places = [place + device * peer_buffers.LINES * 4 + 2 * number for device in range(len(out)) for number in range(count)]
-        out[...] = _current.cta.receive(room.memory[room.device], places, call).view(out.dtype).reshape(out.shape)
+        out[...] = _current.cta.receive(buffer.memory[buffer.device], places, call).view(out.dtype).reshape(out.shape)
 
     stages = {"clear": clear, "note_addresses": note_addresses, "send": send, "receive": receive}
     both = {"lax": lax, "pl": pl, "plgpu": plgpu}
@@ -300,7 +300,7 @@ def _names(module: Any, ctas: int) -> Iterator[None]:
 
 
 class _Streams:
-    """All devices, each with its stream of programs, and the memory of its room, the same for every program."""
+    """All devices, each with its stream of programs, and the memory of its buffer, the same for every program."""
 
     def __init__(self, body, shape, calls, outs, *, per_program: int, adversary, cta_type: type[Cta], barrier: bool, resident: int | None):
         self.body, self.shape, self.calls, self.outs, self.per_program = body, shape, calls, outs, per_program
@@ -310,7 +310,7 @@ class _Streams:
         self.tables = [np.zeros(2 * devices + 1, np.int32) for _ in range(devices)]
         self.machine = Machine(adversary)
         with _names(sys.modules[body.__module__], shape.ctas):
-            self.rooms = [np.full(peer_buffers.room_words(devices), OTHER_WORK, np.int32) for _ in range(devices)]
+            self.buffers = [np.full(peer_buffers.buffer_words(devices), OTHER_WORK, np.int32) for _ in range(devices)]
             for device in range(devices):
                 self.machine.start(device, functools.partial(self._stream, device))
             self.machine.run()
@@ -331,13 +331,13 @@ class _Streams:
         self._other_work(device, thread)
 
     def _other_work(self, device: int, thread: _Thread) -> None:
-        self.rooms[device][...] = OTHER_WORK
+        self.buffers[device][...] = OTHER_WORK
         thread.pause()
-        if (self.rooms[device] != OTHER_WORK).any():
+        if (self.buffers[device] != OTHER_WORK).any():
             raise Overwritten(f"memory of device {device} is written to between programs")
 
     def _launch(self, device: int, call: int | None, thread: _Thread) -> None:
-        """Run a kernel. With less room than CTAs, devices begin with different ones."""
+        """Run a kernel. With less buffer than CTAs, devices begin with different ones."""
         started: list[_Thread] = []
         running = lambda: sum(not cta.ended for cta in started)  # noqa: E731
         for number in range(self.shape.ctas)[:: -1 if device % 2 else 1]:
@@ -347,14 +347,14 @@ class _Streams:
         thread.pause(lambda: not running())
 
     def _cta(self, device: int, number: int, call: int | None, thread: _Thread) -> None:
-        _current.cta, _current.rooms = self.cta_type(self.machine, thread, device, number, self.semaphores), self.rooms
-        room, table = Ref(self.rooms, device), Ref(self.tables, device)
+        _current.cta, _current.buffers = self.cta_type(self.machine, thread, device, number, self.semaphores), self.buffers
+        buffer, table = Ref(self.buffers, device), Ref(self.tables, device)
         if call is None:
-            peer_buffers.open_room(self.shape.axis_name, self.shape.num_devices, room, table, None)
+            peer_buffers.open_buffer(self.shape.axis_name, self.shape.num_devices, buffer, table, None)
             return
         given = self.calls[call]
         received = Ref([np.zeros((len(given[0]), self.shape.piece), given[0].dtype)] * len(given[0]), device)
-        self.body(self.shape, room, table, *(Ref(list(x), device) for x in given), Ref(list(self.outs[call]), device), received)
+        self.body(self.shape, buffer, table, *(Ref(list(x), device) for x in given), Ref(list(self.outs[call]), device), received)
 
 
 def run_calls(
@@ -369,7 +369,7 @@ def run_calls(
     barrier: bool = True,
     resident: int | None = None,
 ) -> list[np.ndarray]:
-    """Run `open_room` of `pallas_kernels.collectives.peer_buffers` and the body of a kernel that exchanges on all devices, for several
+    """Run `open_buffer` of `pallas_kernels.collectives.peer_buffers` and the body of a kernel that exchanges on all devices, for several
     calls one after the other.
 
     shape: as the body takes it. calls: of each, what the devices are given, `[devices, size]` each. outs: for each, where they write.

@@ -63,7 +63,7 @@ def _send(s: Shape, folded, worker, parts_s, stats_s) -> None:
 
 
 def merge_sent(s: Shape, row, head, cta, parts_s, stats_s, out_ref, lse_ref) -> None:
-    """By all threads of the cluster, when all have sent. Two columns of one row per thread and turn."""
+    """By all threads of the cluster, when all have sent. Two columns of one row per thread and iteration."""
     lanes.cluster_barrier() if s.splits > 1 else lanes.cta_barrier(s.warpgroups * 128)
     threads, pairs = s.warpgroups * 128, columns(s) // 2
     rows = s.num_queries * s.group

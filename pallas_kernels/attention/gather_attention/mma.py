@@ -27,12 +27,12 @@ from pallas_kernels.hopper.threads import lane_pairs, lanes
 MAX_STAGES = 3
 """Turns that a warp has in flight, if shared memory has room."""
 MAX_PACKED_STAGES = 5
-"""The same over packed pages, whose turns have fewer bytes, if registers have room for their places."""
+"""The same over packed pages, whose key tiles have fewer bytes, if registers have room for their places."""
 
 
 def _sizes(q, pages, *, width: int | None, block_size: int, window, sm_scale: float, splits: int, other_words: int, most=2) -> Shape:
-    """`stages` is 0 if shared memory cannot hold one turn of four warps. More warps, up to four times `most`, are taken where each has two
-    turns."""
+    """`stages` is 0 if shared memory cannot hold one key tile of four warps. More warps, up to four times `most`, are taken where each has
+    two key tiles."""
     batch, num_queries, num_heads, head_dim = q.shape
     dims = (batch, num_queries, num_heads, pages.kv_heads, head_dim, pages.page_size, block_size, width, window, sm_scale, q.dtype, KEYS)
     codes = [format and Codes(format, head_dim) for format in (pages.k_packed, pages.v_packed)]
@@ -135,18 +135,18 @@ def attend(s: Shape, unit, cta, number, pools, outputs, scratch, queries: Callab
     first = lanes.warp() * s.splits + cta
 
     def place(n):
-        turn = first + n * workers
-        return place_listed(s, turn, lanes.minimum(turn * KEYS // s.block_size, s.width - 1), length, scratch)
+        key_tile = first + n * workers
+        return place_listed(s, key_tile, lanes.minimum(key_tile * KEYS // s.block_size, s.width - 1), length, scratch)
 
-    turns = lanes.maximum(total - first + (workers - 1), 0) // workers
-    folded = decode_fold.fold(s, decode_fold.Pools.of(s, pools), scratch, head, length, turns, place, queries or (lambda: None))
+    key_tiles = lanes.maximum(total - first + (workers - 1), 0) // workers
+    folded = decode_fold.fold(s, decode_fold.Pools.of(s, pools), scratch, head, length, key_tiles, place, queries or (lambda: None))
     merge_and_store(s, folded, (row, head, cta), outputs, scratch)
 
 
-def place_listed(s: Shape, turn, entry, length, scratch) -> list:
-    """Where the keys of a turn lie, see `decode_fold.fold`, of an entry of the list that `listed.locate` found."""
+def place_listed(s: Shape, key_tile, entry, length, scratch) -> list:
+    """Where the keys of a key tile lie, see `decode_fold.fold`, of an entry of the list that `listed.locate` found."""
     (block,), (page,) = (lanes.load_shared(scratch[name], entry) for name in ("ids_s", "pages_s"))
-    start = lanes.maximum(block, 0) * s.block_size + turn * KEYS % s.block_size
+    start = lanes.maximum(block, 0) * s.block_size + key_tile * KEYS % s.block_size
     written = lanes.where(page >= 0, lanes.minimum(length - start, KEYS), 0)
     return [lanes.maximum(page, 0), start % s.page_size, start, written]
 
@@ -210,7 +210,7 @@ def span_shape(call, q, pages, *, width: int | None, splits: int, stages: int | 
     """The sizes of a call whose keys are cut into at most `splits` spans."""
     block_size = call.block_size if width is not None or call.return_block_lse else pages.page_size
     fields = {"width": width, "block_size": block_size, "window": call.window, "sm_scale": call.sm_scale}
-    # Unpacking keeps warps busy, and their turns are small. Twelve warps have registers for 8 query rows each.
+    # Unpacking keeps warps busy, and their key tiles are small. Twelve warps have registers for 8 query rows each.
     s = _sizes(
         q, pages, **fields, splits=splits, other_words=0, most=3 if pages.packed and q.shape[1] * q.shape[2] <= 8 * pages.kv_heads else 2
     )
@@ -220,7 +220,8 @@ def span_shape(call, q, pages, *, width: int | None, splits: int, stages: int | 
 
 
 def attend_spans(s: Shape, q, pages, table, lengths, blocks, block_frames=None, *, block_lse: bool):
-    """out, lse, and if asked for the LSE (log2 units) of every 16 keys, `[B, K, turns, T*G]`; of turns without keys it is not written."""
+    """out, lse, and if asked for the LSE (log2 units) of every 16 keys, `[B, K, key tiles, T*G]`; of key tiles without keys it is not
+    written."""
     lanes.check_version()
     words, rows, pool = s.scratch_words(), s.num_queries * s.group, arrays_of(pages)
     most = table.shape[1] * s.page_size // KEYS if s.width is None else s.width * s.block_size // KEYS
@@ -236,7 +237,7 @@ def attend_spans(s: Shape, q, pages, table, lengths, blocks, block_frames=None, 
         @lanes.stage(**{name: lax.axis_index(name) for name in ("split", "head", "row")})
         def run(arrays, scratch, split, head, row):
             (q_ref, *pools), (table_ref, lengths_ref, *blocks_ref) = (arrays[0][: 1 + len(pool)], arrays[0][1 + len(pool) :])
-            out_ref, lse_ref, *turns_ref = arrays[1]
+            out_ref, lse_ref, *key_tiles_ref = arrays[1]
             length = lanes.load_global(lengths_ref, row)
             unit, warp = row * s.num_kv_heads + head, lanes.warp()
             first, count = _span(s, split, length)
@@ -245,14 +246,14 @@ def attend_spans(s: Shape, q, pages, table, lengths, blocks, block_frames=None, 
                 return _place(s, first + warp + n * s.warps, unit, length, table_ref, row, table_width, *blocks_ref)
 
             def report(n, lse):
-                turn = unit * most + first + warp + n * s.warps
+                key_tile = unit * most + first + warp + n * s.warps
                 for tile, pair in enumerate(lse):
                     for j, x in enumerate(pair):
                         r = (lanes.lane() & 3) * 2 + (8 * tile + j)
                         with lanes.when((lanes.lane() < 4) & (r < rows)):
-                            lanes.store_global(turns_ref[0], turn * rows + r, x)
+                            lanes.store_global(key_tiles_ref[0], key_tile * rows + r, x)
 
-            turns = lanes.maximum(count - warp + (s.warps - 1), 0) // s.warps
+            key_tiles = lanes.maximum(count - warp + (s.warps - 1), 0) // s.warps
             queries = functools.partial(decode_fold.load_queries, s, row, head, q_ref, scratch["q_s"])
             told = report if block_lse else None
 
@@ -260,7 +261,9 @@ def attend_spans(s: Shape, q, pages, table, lengths, blocks, block_frames=None, 
                 return lanes.maximum(position // KEYS - first - warp + (s.warps - 1), 0) // s.warps
 
             pools = decode_fold.Pools.of(s, pools)
-            folded = decode_fold.fold(s, pools, scratch, head, length, turns, place, queries, told, first_from if s.width is None else None)
+            folded = decode_fold.fold(
+                s, pools, scratch, head, length, key_tiles, place, queries, told, first_from if s.width is None else None
+            )
             decode_fold.share(s, folded, scratch)
             _store(s, row, head, split, out_ref, lse_ref, scratch)
 
@@ -275,31 +278,31 @@ def attend_spans(s: Shape, q, pages, table, lengths, blocks, block_frames=None, 
         thread_name="warpgroup",
         scratch_types=scratch_types(words),
     )
-    out, lse, *of_turns = kernel(q, *pool, table, lengths, *(() if blocks is None else (blocks,)))
+    out, lse, *of_key_tiles = kernel(q, *pool, table, lengths, *(() if blocks is None else (blocks,)))
     if s.splits > 1:
         out, lse = split_merge.merge(s, out, lse)
-    return out, lse, *of_turns
+    return out, lse, *of_key_tiles
 
 
 def _span(s: Shape, split, length):
-    """First turn of a CTA, and how many it has."""
+    """First key tile of a CTA, and how many it has."""
     total = (length + (KEYS - 1)) // KEYS if s.width is None else lanes.i32(s.width * s.block_size // KEYS)
     per = (total + (s.splits - 1)) // s.splits
     first = lanes.minimum(split * per, total)
     return first, lanes.minimum(total - first, per)
 
 
-def _place(s: Shape, turn, unit, length, table_ref, row, table_width: int | None, blocks_ref=None) -> list:
-    """Where a turn's keys lie, see `decode_fold.fold`. Nothing past the row of the page table is read, whatever the length. table_width:
-    None where the table is `block_frames` `[B, K, W]`, the frames of the listed blocks."""
+def _place(s: Shape, key_tile, unit, length, table_ref, row, table_width: int | None, blocks_ref=None) -> list:
+    """Where a key tile's keys lie, see `decode_fold.fold`. Nothing past the row of the page table is read, whatever the length.
+    table_width: None where the table is `block_frames` `[B, K, W]`, the frames of the listed blocks."""
     in_table = length if table_width is None else lanes.minimum(length, table_width * s.page_size)
     if blocks_ref is None:
-        start = turn * KEYS
+        start = key_tile * KEYS
         there = start < in_table
     else:
-        entry = lanes.minimum(turn * KEYS // s.block_size, s.width - 1)
+        entry = lanes.minimum(key_tile * KEYS // s.block_size, s.width - 1)
         block = lanes.load_global(blocks_ref, unit * s.width + entry)
-        start = lanes.maximum(block, 0) * s.block_size + turn * KEYS % s.block_size
+        start = lanes.maximum(block, 0) * s.block_size + key_tile * KEYS % s.block_size
         there = (block >= 0) & (start < in_table)
     if table_width is None:
         page = lanes.load_global(table_ref, unit * s.width + entry)

@@ -1,4 +1,4 @@
-"""gather_attention in Pallas Mosaic GPU (Hopper; without `wgmma` too, and so over packed pages, see `turns`).
+"""gather_attention in Pallas Mosaic GPU (Hopper; without `wgmma` too, and so over packed pages, see `mma`).
 
 There are two forms. For a list and few query rows (T*G at most 16): one launch with a cluster of CTAs per (row, KV head), made for low
 latency (`listed`). For all other calls, the tiles of a (row, KV head) are cut into equal spans, by the row's own length (dense) or by place
@@ -36,7 +36,7 @@ from pallas_kernels.hopper.threads import lanes
 class Config:
     """How the work is cut; None: chosen from the shapes.
 
-    tile_tokens: keys folded in at once, 64 or 128; only with `wgmma`. stages: tiles in flight; in `turns`, those of a warp. splits:
+    tile_tokens: keys folded in at once, 64 or 128; only with `wgmma`. stages: tiles in flight; in `mma`, those of a warp. splits:
     CTAs per (row, KV head); None: so many that together they give each multiprocessor one CTA. Naming any of them selects the form with
     spans. array_code: use no stages for single threads (`hopper.threads.lanes`). That is slower, but the interpreter of Mosaic GPU kernels
     can run it. multiprocessors: of the GPU, for `splits`; None: this process's GPU has them, or an H200 where there is none.
@@ -126,7 +126,7 @@ def queries_per_tile(num_queries: int, group: int, most: int = tiles.ROWS) -> in
 @functools.partial(jax.jit, static_argnames=("call", "interpret"))
 def _attend(call: Call, q, pages, table, lengths, blocks, block_frames, *, interpret):
     if not multiplies_by_wgmma(pages):
-        return _attend_turns(call, q, pages, table, lengths, blocks, block_frames)
+        return _attend_key_tiles(call, q, pages, table, lengths, blocks, block_frames)
     s = _shape(call, q, pages, blocks)
     width = table.shape[1] * s.page_size // s.block_size if blocks is None else blocks.shape[2]
     launch = _launch(s, width if call.return_block_lse else None, block_frames is not None, call.config.array_code, interpret)
@@ -155,12 +155,12 @@ def _there(s: tiles.Shape, width: int, table, lengths, blocks, block_frames=None
     return there & (ids * s.block_size < lengths[:, None, None])
 
 
-def _attend_turns(call: Call, q, pages, table, lengths, blocks, block_frames):
-    """`_attend` by `turns`."""
+def _attend_key_tiles(call: Call, q, pages, table, lengths, blocks, block_frames):
+    """`_attend` by `mma`."""
     width = None if blocks is None else blocks.shape[2]
     splits = span_splits(call.config, q.shape[0], pages.kv_heads)
     s = mma.span_shape(call, q, pages, width=width, splits=splits, stages=call.config.stages)
-    out, lse, *of_turns = mma.attend_spans(s, q, pages, table, lengths, blocks, block_frames, block_lse=call.return_block_lse)
+    out, lse, *of_key_tiles = mma.attend_spans(s, q, pages, table, lengths, blocks, block_frames, block_lse=call.return_block_lse)
     if not call.return_block_lse:
         return out, lse
     width = table.shape[1] * s.page_size // s.block_size if blocks is None else width
@@ -169,8 +169,8 @@ def _attend_turns(call: Call, q, pages, table, lengths, blocks, block_frames):
     written = _there(s, width, table, lengths, blocks, block_frames)[..., None] & (
         ids[..., None] * s.block_size + starts < lengths[:, None, None, None]
     )
-    per_turn = of_turns[0].reshape(s.batch, s.num_kv_heads, width, -1, s.num_queries * s.group) / tiles.LOG2E
-    of_blocks = jax.nn.logsumexp(jnp.where(written[..., None], per_turn, -jnp.inf), axis=3)
+    per_key_tile = of_key_tiles[0].reshape(s.batch, s.num_kv_heads, width, -1, s.num_queries * s.group) / tiles.LOG2E
+    of_blocks = jax.nn.logsumexp(jnp.where(written[..., None], per_key_tile, -jnp.inf), axis=3)
     return out, lse, _heads_last(s, of_blocks.swapaxes(2, 3))
 
 

@@ -57,7 +57,7 @@ def unsupported(call: Call, q, pages, index, table, lengths, frames, codes) -> s
 
 
 def _no_index_row(chosen: select.Shape, s: decode_fold.Shape) -> str | None:
-    """Why the rings of keys, in which index rows arrive first, cannot hold a turn of them, or None if they can."""
+    """Why the rings of keys, in which index rows arrive first, cannot hold a key tile of them, or None if they can."""
     if dataclasses.replace(chosen, threads=s.threads).with_ring(s.scratch_words()["ring_s"]).depth:
         return None
     return f"the keys of a warp have no room for {chosen.slot_words} words of index rows"
@@ -119,12 +119,12 @@ def _form(call: Call, q, pages, index, table, frames, codes):
         ring, attend = listed.ring_words(s), _attend
     else:
         s = mma.list_shape(_rows(q), pages, **sizes, words=words)
-        ring, attend = s.scratch_words()["ring_s"], _attend_turns
+        ring, attend = s.scratch_words()["ring_s"], _attend_key_tiles
         chosen = dataclasses.replace(chosen, threads=s.threads)
     return chosen.with_ring(ring), s, attend
 
 
-def scratch_of_turns(chosen: select.Shape, s: decode_fold.Shape | refined.Shape) -> dict[str, int]:
+def scratch_of_key_tiles(chosen: select.Shape, s: decode_fold.Shape | refined.Shape) -> dict[str, int]:
     """Words of shared memory of a kernel without `wgmma`, array by array."""
     if isinstance(s, refined.Shape):
         return mma.list_scratch(s.attend, chosen.scratch_words() | s.scratch_words())
@@ -161,9 +161,9 @@ def _attend(chosen: select.Shape, s: listed.Shape, q, pages, index, tables, leng
 
 
 @functools.partial(jax.jit, static_argnames=("chosen", "s"))
-def _attend_turns(chosen: select.Shape, s: decode_fold.Shape, q, pages, index, tables, lengths):
+def _attend_key_tiles(chosen: select.Shape, s: decode_fold.Shape, q, pages, index, tables, lengths):
     """`_attend` without `wgmma`, and over packed pages: all of it is one stage of single threads."""
-    words, pool = scratch_of_turns(chosen, s), mma.arrays_of(pages)
+    words, pool = scratch_of_key_tiles(chosen, s), mma.arrays_of(pages)
 
     def selected_kernel(*refs):
         refs, scratch = refs[: -len(words)], refs[-len(words) :]
@@ -194,7 +194,7 @@ def _attend_refined(chosen: select.Shape, r: refined.Shape, q, pages, index, tab
     """`_attend` of the best of a shortlist: one stage of single threads, too. codes: None: keys of the shortlist are those of pages."""
     s, pool = r.attend, mma.arrays_of(pages)
     index_of_keys = [] if codes is None else [codes]
-    words = scratch_of_turns(chosen, r)
+    words = scratch_of_key_tiles(chosen, r)
 
     def refined_kernel(*refs):
         refs, scratch = refs[: -len(words)], refs[-len(words) :]

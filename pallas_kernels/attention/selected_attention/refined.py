@@ -49,11 +49,11 @@ class Shape:
 
     @property
     def whole_blocks(self) -> bool:
-        """Whether a warp takes all turns of a block, for which it scales the queries once. Of few blocks each warp takes a turn."""
-        return isinstance(self.keys, CodedKeys) and self.keys.turns > 1 and self.each >= self.attend.warps
+        """Whether a warp takes all key tiles of a block, for which it scales the queries once. Of few blocks each warp takes a key tile."""
+        return isinstance(self.keys, CodedKeys) and self.keys.key_tiles > 1 and self.each >= self.attend.warps
 
     def scratch_words(self) -> dict[str, int]:
-        """Words of shared memory: the ring of the shortlist's keys; maximum and sum of each turn, where warps do not take whole blocks;
+        """Words of shared memory: the ring of the shortlist's keys; maximum and sum of each key tile, where warps do not take whole blocks;
         log-sum-exp of this CTA's blocks, and of each block; maximum and sum of each CTA's sink and local keys; total of each head; keys of
         the choice, and the places that it keeps; a word of each warp; queries in the order of codes; page ids of the list, where frames
         are others."""
@@ -69,7 +69,7 @@ class Shape:
             "exchange_s": -(-s.warps // 4) * 4,
         }
         if not self.whole_blocks:
-            sizes["turns_s"] = 2 * self.each * self.keys.turns * s.rows
+            sizes["key_tiles_s"] = 2 * self.each * self.keys.key_tiles * s.rows
         if isinstance(self.keys, CodedKeys):
             sizes["coded_q_s"] = s.rows * s.head_dim // 2
         return sizes | ({"page_ids_s": s.width + 1} if self.framed else {})
@@ -87,7 +87,7 @@ def attend(r: Shape, unit, cta, parts, inputs, outputs, scratch) -> None:
     """By all threads of all CTAs of a cluster: the best of the shortlist, attention over them and over sink and local blocks, the list.
 
     parts: how many sink, distant and local blocks the list in `scratch["ids_s"]` has, for which `listed.locate` has found the frames (and
-    the page ids, if `r.framed`). inputs: codes or None, and `turns.arrays_of` the pages. outputs: out, lse, lists.
+    the page ids, if `r.framed`). inputs: codes or None, and `mma.arrays_of` the pages. outputs: out, lse, lists.
     """
     s, (codes_ref, *pools), (*attended, ids_ref) = r.attend, inputs, outputs
     pools = decode_fold.Pools.of(s, pools)
@@ -128,11 +128,11 @@ def _fold(s: decode_fold.Shape, cta, pools, head, length, scratch, number, entry
     first = lanes.warp() * s.splits + cta
 
     def place(n):
-        turn = first + n * workers
-        return mma.place_listed(s, turn, lanes.minimum(entry_of(turn * KEYS // s.block_size), s.width - 1), length, scratch)
+        key_tile = first + n * workers
+        return mma.place_listed(s, key_tile, lanes.minimum(entry_of(key_tile * KEYS // s.block_size), s.width - 1), length, scratch)
 
     count = lanes.maximum(total - first + (workers - 1), 0) // workers
-    first_from = None if opened else lambda position: count  # none of these turns is read open
+    first_from = None if opened else lambda position: count  # none of these key tiles is read open
     return decode_fold.fold(s, pools, scratch, head, length, count, place, meanwhile, first_from=first_from, before=before)
 
 
@@ -140,23 +140,23 @@ def _fold(s: decode_fold.Shape, cta, pools, head, length, scratch, number, entry
 
 
 def _estimate(r: Shape, cta, head, sinks, found, source, scratch) -> None:
-    """By each warp: the logits of its turns, for every query row. Of whole blocks their log-sum-exp (log2 units) to `scratch["own_s"]`, of
-    other turns maximum and sum to `scratch["turns_s"]`.
+    """By each warp: the logits of its key tiles, for every query row. Of whole blocks their log-sum-exp (log2 units) to `scratch["own_s"]`,
+    of other key tiles maximum and sum to `scratch["key_tiles_s"]`.
 
-    A CTA takes every `splits`-th block of the shortlist. Its warps take their turns one after the other, or whole blocks. source: codes,
-    or the pools.
+    A CTA takes every `splits`-th block of the shortlist. Its warps take their key tiles one after the other, or whole blocks. source:
+    codes, or the pools.
     """
     s, keys, coded = r.attend, r.keys, isinstance(r.keys, CodedKeys)
     ring_s, per_page = scratch["codes_s"], s.page_size // s.block_size
     ids_s, pages_s = scratch["ids_s"], scratch["page_ids_s" if r.framed else "pages_s"]
 
-    def turn_of(n):
+    def key_tile_of(n):
         if r.whole_blocks:
-            return (lanes.warp() + n // keys.turns * s.warps) * keys.turns + n % keys.turns
+            return (lanes.warp() + n // keys.key_tiles * s.warps) * keys.key_tiles + n % keys.key_tiles
         return lanes.warp() + n * s.warps
 
     def locate(n):
-        number = turn_of(n) // keys.turns * s.splits + cta
+        number = key_tile_of(n) // keys.key_tiles * s.splits + cta
         entry = lanes.minimum(sinks + number, s.width - 1)
         (block,), (page,) = (lanes.load_shared(ref, entry) for ref in (ids_s, pages_s))
         of_page = lanes.maximum(block, 0) % per_page
@@ -166,12 +166,12 @@ def _estimate(r: Shape, cta, head, sinks, found, source, scratch) -> None:
         return (lanes.warp() * DEPTH + n % DEPTH) * keys.words
 
     def fetch(n, place):
-        (page, block), turn = place, turn_of(n) % keys.turns
+        (page, block), key_tile = place, key_tile_of(n) % keys.key_tiles
         if coded:
             row = (page * s.num_kv_heads + head) * per_page + block
-            keys.copy(ring_s, slot(n), source, lanes.where(page >= 0, row, -1), turn, turn == 0 if r.whole_blocks else True)
+            keys.copy(ring_s, slot(n), source, lanes.where(page >= 0, row, -1), key_tile, key_tile == 0 if r.whole_blocks else True)
         else:
-            keys.copy(ring_s, slot(n), source, head, page, block, turn)
+            keys.copy(ring_s, slot(n), source, head, page, block, key_tile)
 
     def logits_of(n, scaled):
         """In log2 units, per column tile, of the lane's keys: those of query row 2t, and of 2t + 1."""
@@ -182,46 +182,46 @@ def _estimate(r: Shape, cta, head, sinks, found, source, scratch) -> None:
         return [(logits[::2], logits[1::2]) for logits in tiles]
 
     def scaled_for(n, carry):
-        """Per column tile, queries scaled by the steps of the block of turn n: anew in a block's first turn."""
+        """Per column tile, queries scaled by the steps of the block of key tile n: anew in a block's first key tile."""
 
         def anew(*_):
             tiles = (functools.partial(_query_words, s, scratch["coded_q_s"], tile) for tile in range(s.column_tiles))
             return [x for words in tiles for x in keys.scaled(ring_s, slot(n), words, s.dtype.name, s.sm_scale * LOG2E)]
 
-        first = lanes.where(n % keys.turns == 0, lanes.i32(1), 0)
+        first = lanes.where(n % keys.key_tiles == 0, lanes.i32(1), 0)
         return lanes.loop(first, carry, anew) if r.whole_blocks else anew()
 
-    def consume_turn(n, place, *_):
+    def consume_key_tile(n, place, *_):
         there = place[0] >= 0
         for tile, pair in enumerate(logits_of(n, _tiles_of(s, scaled_for(n, [])) if coded else None)):
             for j, logits in enumerate(pair):
                 m, total = _over_keys(*_folded(logits if coded else [lanes.where(there, x, float("-inf")) for x in logits]))
-                at = turn_of(n) * s.rows + (lanes.lane() & 3) * 2 + (8 * tile + j)
+                at = key_tile_of(n) * s.rows + (lanes.lane() & 3) * 2 + (8 * tile + j)
                 with lanes.when(lanes.lane() < 4):
-                    lanes.store_shared(scratch["turns_s"], at * 2, m, total)
+                    lanes.store_shared(scratch["key_tiles_s"], at * 2, m, total)
         return []
 
     def consume_block(n, _, *carry):
-        before, turn = carry[: 2 * s.rows // 4], n % keys.turns
+        before, key_tile = carry[: 2 * s.rows // 4], n % keys.key_tiles
         scaled = scaled_for(n, carry[len(before) :])
-        fresh = [lanes.where(turn == 0, value, x) for value, x in zip([LOWEST, 0.0] * (len(before) // 2), before, strict=True)]
+        fresh = [lanes.where(key_tile == 0, value, x) for value, x in zip([LOWEST, 0.0] * (len(before) // 2), before, strict=True)]
         pairs = [logits for pair in logits_of(n, _tiles_of(s, scaled)) for logits in pair]
         after = [_folded(logits, *fresh[2 * i :][:2]) for i, logits in enumerate(pairs)]
-        with lanes.when(turn == keys.turns - 1):
+        with lanes.when(key_tile == keys.key_tiles - 1):
             m, total, row = lanes.f32(0.0), lanes.f32(0.0), lanes.lane() >> 2
             for i, pair in enumerate([_over_keys(*pair) for pair in after]):
                 m, total = (lanes.where(row == i, x, y) for x, y in zip(pair, (m, total), strict=True))
             with lanes.when(row < len(after)):
-                at = turn_of(n) // keys.turns * s.rows + (row // 2 * 8 + (lanes.lane() & 3) * 2 + row % 2)
+                at = key_tile_of(n) // keys.key_tiles * s.rows + (row // 2 * 8 + (lanes.lane() & 3) * 2 + row % 2)
                 lanes.store_shared(scratch["own_s"], at, _log_sum(m, total))
         return [x for pair in after for x in pair] + scaled
 
     blocks = lanes.maximum(found - cta + (s.splits - 1), 0) // s.splits
     if not r.whole_blocks:
-        count = lanes.maximum(blocks * keys.turns - lanes.warp() + (s.warps - 1), 0) // s.warps
-        lane_copies.pipeline(count, DEPTH, locate, fetch, consume_turn, [])
+        count = lanes.maximum(blocks * keys.key_tiles - lanes.warp() + (s.warps - 1), 0) // s.warps
+        lane_copies.pipeline(count, DEPTH, locate, fetch, consume_key_tile, [])
         return
-    count = lanes.maximum(blocks - lanes.warp() + (s.warps - 1), 0) // s.warps * keys.turns
+    count = lanes.maximum(blocks - lanes.warp() + (s.warps - 1), 0) // s.warps * keys.key_tiles
     carry = [lanes.f32(0.0)] * (s.rows // 2) + keys.nothing_scaled() * s.column_tiles
     lane_copies.pipeline(count, DEPTH, locate, fetch, consume_block, carry)
 
@@ -260,7 +260,7 @@ def _exchange(r: Shape, cta, found, near: decode_fold.Folded, scratch) -> None:
     decode_fold.share_totals(s, near, scratch)
     lanes.cta_barrier(s.threads)
     if not r.whole_blocks:
-        _fold_turns(r, scratch)
+        _fold_key_tiles(r, scratch)
     for start in range(0, r.each * s.rows // 4 * s.splits, s.threads):
         i = lanes.thread() + start
         local, row = i // s.splits // (s.rows // 4), i // s.splits % (s.rows // 4) * 4
@@ -276,14 +276,14 @@ def _exchange(r: Shape, cta, found, near: decode_fold.Folded, scratch) -> None:
     lanes.cluster_barrier() if s.splits > 1 else lanes.cta_barrier(s.threads)
 
 
-def _fold_turns(r: Shape, scratch) -> None:
-    """By all threads of a CTA: the log-sum-exp of its blocks, from maximum and sum of their turns."""
+def _fold_key_tiles(r: Shape, scratch) -> None:
+    """By all threads of a CTA: the log-sum-exp of its blocks, from maximum and sum of their key tiles."""
     s = r.attend
     for start in range(0, r.each * s.rows, s.threads):
         i = lanes.thread() + start
         with lanes.when(i < r.each * s.rows):
-            turns_of = [(i // s.rows * r.keys.turns + n) * s.rows + i % s.rows for n in range(r.keys.turns)]
-            stats = [lanes.load_shared(scratch["turns_s"], at * 2, "f32", 2) for at in turns_of]
+            key_tiles_of = [(i // s.rows * r.keys.key_tiles + n) * s.rows + i % s.rows for n in range(r.keys.key_tiles)]
+            stats = [lanes.load_shared(scratch["key_tiles_s"], at * 2, "f32", 2) for at in key_tiles_of]
             m = functools.reduce(lanes.maximum, [x for x, _ in stats])
             total = functools.reduce(_add, [lane_math.exp2(x - m) * y for x, y in stats])
             lanes.store_shared(scratch["own_s"], i, _log_sum(m, total))

@@ -2,8 +2,8 @@
 (`pallas_kernels.collectives.peer_buffers`).
 
 All arrays go as one array of 32-bit words, which XLA puts together before the launch and takes apart after it. More words than a launch
-takes go in several of equal size, which use one room, so each takes a part of the one before as an operand: XLA might run them beside each
-other otherwise. Memory traffic of each device: that of the exchange, the words, and n times the words.
+takes go in several of equal size, which use one buffer, so each takes a part of the one before as an operand: XLA might run them beside
+each other otherwise. Memory traffic of each device: that of the exchange, the words, and n times the words.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def all_gather(call: Call, *arrays):
     count, size, piece = launches_of(sum(sizes))
     words = jnp.concatenate([*map(_as_words, arrays), jnp.zeros(count * size - sum(sizes), jnp.int32)])
     s = peer_buffers.Shape(call.axis_name, call.num_devices, size, piece)
-    room, table = prepared(("all_gather", s, count > 1), functools.partial(_open, s, count > 1))
+    buffer, table = prepared(("all_gather", s, count > 1), functools.partial(_open, s, count > 1))
     if count == 1:
-        found = _collect(s, room, table, words, None)
+        found = _collect(s, buffer, table, words, None)
     else:
         launches, before = [], words[:size]
         for each in jnp.split(words, count):
-            launches.append(_collect(s, room, table, each, before))
+            launches.append(_collect(s, buffer, table, each, before))
             before = launches[-1][:size]
         found = jnp.concatenate([each.reshape(s.num_devices, size) for each in launches], axis=1)
     found = found.reshape(s.num_devices, count * size)
@@ -101,11 +101,11 @@ def _open(s: peer_buffers.Shape, several: bool):
 
 
 @functools.partial(jax.jit, static_argnames="s")
-def _collect(s: peer_buffers.Shape, room, table, words, before):
+def _collect(s: peer_buffers.Shape, buffer, table, words, before):
     """before: what has to be there first, of the launch before, or None; not read."""
 
-    def kernel(room_ref, table_ref, words_ref, *others):
-        collect_pieces(s, room_ref, table_ref, words_ref, *others[-2:])
+    def kernel(buffer_ref, table_ref, words_ref, *others):
+        collect_pieces(s, buffer_ref, table_ref, words_ref, *others[-2:])
 
     return plgpu.kernel(
         kernel,
@@ -113,16 +113,16 @@ def _collect(s: peer_buffers.Shape, room, table, words, before):
         grid=(s.ctas,),
         grid_names=("cta",),
         scratch_types=[plgpu.SMEM((s.num_devices, s.piece), jnp.int32)],
-    )(room, table, words, *([] if before is None else [before]))[0]
+    )(buffer, table, words, *([] if before is None else [before]))[0]
 
 
-def collect_pieces(s: peer_buffers.Shape, room_ref, table_ref, words_ref, out_ref, received_ref) -> None:
+def collect_pieces(s: peer_buffers.Shape, buffer_ref, table_ref, words_ref, out_ref, received_ref) -> None:
     """By one CTA: exchange its piece, and write those of all devices. Of a closed table: nothing."""
 
     @pl.when(peer_buffers.is_open(s, table_ref))
     def _():
-        call = peer_buffers.send_piece(s, room_ref, table_ref, words_ref)
-        peer_buffers.receive_pieces(s, room_ref, call, received_ref)
+        call = peer_buffers.send_piece(s, buffer_ref, table_ref, words_ref)
+        peer_buffers.receive_pieces(s, buffer_ref, call, received_ref)
         start = lax.axis_index("cta") * s.piece
         for device in range(s.num_devices):
             out_ref[pl.ds(device * s.size + start, s.piece)] = received_ref[device]

@@ -39,8 +39,8 @@ def all_reduce(call: Call, x, residual):
         raise NotImplementedError(f"all_reduce 'mosaic_gpu': {reason}")
     s = peer_buffers.Shape(call.axis_name, call.num_devices, x.size, peer_buffers.piece_of(x.size, x.dtype.itemsize))
     residual = jnp.full_like(x, -0.0) if residual is None else residual  # so that a program has one kernel; -0.0 changes no bit
-    room, table = prepared(("all_reduce", s, x.dtype.name), functools.partial(_open, s, x.dtype))
-    return _add(s, room, table, x.reshape(-1), residual.reshape(-1)).reshape(x.shape)
+    buffer, table = prepared(("all_reduce", s, x.dtype.name), functools.partial(_open, s, x.dtype))
+    return _add(s, buffer, table, x.reshape(-1), residual.reshape(-1)).reshape(x.shape)
 
 
 # A step calls both for every layer: they are traced and lowered once, and all calls' kernels are the same to XLA.
@@ -54,25 +54,25 @@ def _open(s: peer_buffers.Shape, dtype):
 
 
 @functools.partial(jax.jit, static_argnames="s")
-def _add(s: peer_buffers.Shape, room, table, x, residual):
+def _add(s: peer_buffers.Shape, buffer, table, x, residual):
     return plgpu.kernel(
         functools.partial(add_piece, s),
         out_type=[jax.ShapeDtypeStruct((s.size,), x.dtype)],
         grid=(s.ctas,),
         grid_names=("cta",),
         scratch_types=[plgpu.SMEM((s.num_devices, s.piece), x.dtype)],
-    )(room, table, x, residual)[0]
+    )(buffer, table, x, residual)[0]
 
 
-def add_piece(s: peer_buffers.Shape, room_ref, table_ref, x_ref, residual_ref, out_ref, received_ref) -> None:
+def add_piece(s: peer_buffers.Shape, buffer_ref, table_ref, x_ref, residual_ref, out_ref, received_ref) -> None:
     """By one CTA: exchange its piece, and add those of all devices in their order. Of a closed table: nothing."""
 
     @pl.when(peer_buffers.is_open(s, table_ref))
     def _():
         piece = pl.ds(lax.axis_index("cta") * s.piece, s.piece)
-        call = peer_buffers.send_piece(s, room_ref, table_ref, x_ref)
+        call = peer_buffers.send_piece(s, buffer_ref, table_ref, x_ref)
         residual = residual_ref[piece].astype(jnp.float32)
-        peer_buffers.receive_pieces(s, room_ref, call, received_ref)
+        peer_buffers.receive_pieces(s, buffer_ref, call, received_ref)
         total = received_ref[0].astype(jnp.float32)
         for device in range(1, s.num_devices):
             total = total + received_ref[device].astype(jnp.float32)

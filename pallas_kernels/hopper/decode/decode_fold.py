@@ -1,11 +1,11 @@
 """Folding listed keys into an online softmax without `wgmma`: what decode kernels run on GPUs that do not have it (Blackwell).
 
-Each warp of a CTA takes turns of 16 keys. It copies their K and V ahead into a ring of its own. In `mma.m16n8k16` the 16 keys are the rows
-and 8 queries the columns, so little of a product is padding. The weights, turned round in registers (`movmatrix`), are an operand of the
-product with the values. In the end the CTA merges what its warps found. All of it runs on `hopper.threads.lanes`.
+Each warp of a CTA takes key tiles of 16 keys. It copies their K and V ahead into a ring of its own. In `mma.m16n8k16` the 16 keys are the
+rows and 8 queries the columns, so little of a product is padding. The weights, turned round in registers (`movmatrix`), are an operand of
+the product with the values. In the end the CTA merges what its warps found. All of it runs on `hopper.threads.lanes`.
 
 Packed pages are read so on every GPU: `packed_operands` makes operands of codes. Where pages are open beside them, each warp folds the
-turns of its queries' own pages last, from there; the first of them is copied while it folds the others.
+key tiles of its queries' own pages last, from there; the first of them is copied while it folds the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def most_rows(head_dim: int, windowed: bool) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Shape(wgmma_fold.Shape):
-    """`tile` is `KEYS`, `stages` the turns that a warp has in flight, `warpgroups` counts four warps each.
+    """`tile` is `KEYS`, `stages` the key tiles that a warp has in flight, `warpgroups` counts four warps each.
 
     k_codes, v_codes: of packed pages; None: pages hold the numbers. opened: whether queries read their own pages open.
     """
@@ -60,19 +60,19 @@ class Shape(wgmma_fold.Shape):
         return self.rows // 8
 
     @property
-    def turn_words(self) -> int:
+    def key_tile_words(self) -> int:
         """Words of 16 keys, or of their values, as numbers."""
         return KEYS * self.head_dim // 2
 
     @property
     def slot_words(self) -> tuple[int, int]:
-        """Words of the keys and of the values of a turn in the ring."""
-        return tuple(self.turn_words if codes is None else codes.words for codes in (self.k_codes, self.v_codes))
+        """Words of the keys and of the values of a key tile in the ring."""
+        return tuple(self.key_tile_words if codes is None else codes.words for codes in (self.k_codes, self.v_codes))
 
     @property
     def open_words(self) -> int:
-        """Words that a warp has for a turn of open pages, behind the slots of its ring."""
-        return 2 * self.turn_words * self.opened
+        """Words that a warp has for a key tile of open pages, behind the slots of its ring."""
+        return 2 * self.key_tile_words * self.opened
 
     @property
     def query_orders(self) -> tuple[bool, ...]:
@@ -183,24 +183,25 @@ def fold(
     scratch,
     head: Scalar,
     length: Scalar,
-    turns: Scalar,
+    key_tiles: Scalar,
     place: Callable,
     queries: Callable,
     report: Callable | None = None,
     first_from: Callable | None = None,
     before: Folded | None = None,
 ) -> Folded:
-    """By each warp: fold turns 0 to `turns` - 1 of its own, in order; then those of its queries' own pages that are open.
+    """By each warp: fold key tiles 0 to `key_tiles` - 1 of its own, in order; then those of its queries' own pages that are open.
 
-    scratch: `Shape.scratch_words`. place: a turn -> its page, its first token there, the position of its first key, and how many of its
-    keys are written (0 or less: none). It may be called with turns past the last. queries: makes the queries available to the CTA; all its
-    warps call it once, after their first copies have started. report: called with a turn and, per column tile, the LSE (log2 units) of its
-    keys for the two query rows of the lane, the same in all g; of a turn of an open page a second time, which counts. first_from: a
-    position -> the first turn with keys from there on; None: they are in any order. before: what this warp has folded before.
+    scratch: `Shape.scratch_words`. place: a key tile -> its page, its first token there, the position of its first key, and how many of its
+    keys are written (0 or less: none). It may be called with key tiles past the last. queries: makes the queries available to the CTA; all
+    its warps call it once, after their first copies have started. report: called with a key tile and, per column tile, the LSE (log2 units)
+    of its keys for the two query rows of the lane, the same in all g; of a key tile of an open page a second time, which counts.
+    first_from: a position -> the first key tile with keys from there on; None: they are in any order. before: what this warp has folded
+    before.
     """
     ring_s = scratch["ring_s"]
     own = _own_start(s, length - 1)
-    opened = _Opened(s, pools, ring_s, head, length, turns, place) if s.opened else None
+    opened = _Opened(s, pools, ring_s, head, length, key_tiles, place) if s.opened else None
 
     def packed_place(n):
         """Of it what is not read open by the last query."""
@@ -220,18 +221,18 @@ def fold(
         start, written = found[2:]
         seen = [_seen(s, tile, start, written, length, **({"own": False} if s.opened else {})) for tile in range(s.column_tiles)]
         found = logits(s, ring_s, slot(n), scratch["q_s"], s.k_codes)
-        return _fold_turn(s, Folded.of_flat(s, carry), n, found, seen, ring_s, slot(n) + s.slot_words[0], s.v_codes, written, report)
+        return _fold_key_tile(s, Folded.of_flat(s, carry), n, found, seen, ring_s, slot(n) + s.slot_words[0], s.v_codes, written, report)
 
     def meanwhile():
         if opened is not None:
             opened.begin(first_from)
         queries()
 
-    closed_turns = turns if opened is None or first_from is None else lanes.minimum(turns, first_from(own))
+    closed_key_tiles = key_tiles if opened is None or first_from is None else lanes.minimum(key_tiles, first_from(own))
     carry = Folded.empty(s) if before is None else before.to_go_on()
     if before is not None and s.v_codes is not None:
         carry.acc = [packed_operands.coded_order(tile) for tile in carry.acc]
-    carry = lane_copies.pipeline(closed_turns, s.stages, packed_place, fetch, consume, carry.flat(), meanwhile=meanwhile)
+    carry = lane_copies.pipeline(closed_key_tiles, s.stages, packed_place, fetch, consume, carry.flat(), meanwhile=meanwhile)
     folded = Folded.of_flat(s, carry)
     if s.v_codes is not None:
         folded.acc = [packed_operands.natural_order(tile) for tile in folded.acc]
@@ -242,8 +243,8 @@ def fold(
 
 
 def copy_side(s: Shape, ring_s, at: Scalar, side, place, head: Scalar) -> None:
-    """By one warp: start copying the keys, or the values, of a turn to word `at`. side: numbers or codes, their scales, their `Codes`; of
-    numbers the last two are None. place: page, token there, how many tokens are written."""
+    """By one warp: start copying the keys, or the values, of a key tile to word `at`. side: numbers or codes, their scales, their `Codes`;
+    of numbers the last two are None. place: page, token there, how many tokens are written."""
     ref, scales, codes = side
     if codes is None:
         _copy_numbers(s, ring_s, at, ref, *place, head)
@@ -259,10 +260,11 @@ def _copy_numbers(s: Shape, ring_s, at: Scalar, ref, block: Scalar, token: Scala
 
 
 class _Opened:
-    """The turns of a warp that are read open: in the own page of the first query, or behind it."""
+    """The key tiles of a warp that are read open: in the own page of the first query, or behind it."""
 
-    def __init__(self, s: Shape, pools: Pools, ring_s, head: Scalar, length: Scalar, turns: Scalar, place: Callable):
-        self.s, self.pools, self.ring_s, self.head, self.length, self.turns, self.place = s, pools, ring_s, head, length, turns, place
+    def __init__(self, s: Shape, pools: Pools, ring_s, head: Scalar, length: Scalar, key_tiles: Scalar, place: Callable):
+        self.s, self.pools, self.ring_s, self.head, self.length = s, pools, ring_s, head, length
+        self.key_tiles, self.place = key_tiles, place
         self.start = _own_start(s, lanes.maximum(length - s.num_queries, 0))
         per_warp = s.stages * sum(s.slot_words) + s.open_words
         self.slot = lanes.warp() * per_warp + s.stages * sum(s.slot_words)
@@ -274,38 +276,38 @@ class _Opened:
         self._fetch(self.first)
 
     def _next(self, n: Scalar) -> list[Scalar]:
-        """The next of them from turn n on, and its place."""
+        """The next of them from key tile n on, and its place."""
 
         def other(n, page, token, start, written):
-            return (n < self.turns) & ((start < self.start) | (written <= 0))
+            return (n < self.key_tiles) & ((start < self.start) | (written <= 0))
 
         return lanes.while_loop(other, lambda n, *_: [n + 1, *self.place(n + 1)], [n, *self.place(n)])
 
     def _fetch(self, found) -> None:
         n, page, token, _, written = found
-        with lanes.when(n < self.turns):
+        with lanes.when(n < self.key_tiles):
             row = lanes.load_global(self.pools.row_of, page)
             written = lanes.where(row >= 0, written, 0)
             for i, ref in enumerate((self.pools.open_k, self.pools.open_v)):
-                at = self.slot + i * self.s.turn_words
+                at = self.slot + i * self.s.key_tile_words
                 _copy_numbers(self.s, self.ring_s, at, ref, lanes.maximum(row, 0), token, written, self.head)
 
     def fold(self, folded: Folded, q_s, report: Callable | None) -> Folded:
         """Fold them after the others."""
         s = self.s
 
-        def turn(n, page, token, start, written, *carry):
+        def key_tile(n, page, token, start, written, *carry):
             lane_copies.commit_copies()
             lane_copies.wait_for_copies(0)
             seen = [_seen(s, tile, start, written, self.length, own=True) for tile in range(s.column_tiles)]
             keys = logits(s, self.ring_s, self.slot, q_s, None)
-            values = self.slot + s.turn_words
-            after = _fold_turn(s, Folded.of_flat(s, carry), n, keys, seen, self.ring_s, values, None, written, report)
+            values = self.slot + s.key_tile_words
+            after = _fold_key_tile(s, Folded.of_flat(s, carry), n, keys, seen, self.ring_s, values, None, written, report)
             found = self._next(n + 1)
             self._fetch(found)
             return [*found, *after]
 
-        carry = lanes.while_loop(lambda n, *_: n < self.turns, turn, [*self.first, *folded.flat()])
+        carry = lanes.while_loop(lambda n, *_: n < self.key_tiles, key_tile, [*self.first, *folded.flat()])
         return Folded.of_flat(s, carry[len(self.first) :])
 
 
@@ -314,10 +316,10 @@ def _own_start(s: Shape, position: Scalar) -> Scalar:
     return position // s.page_size * s.page_size
 
 
-def _fold_turn(
+def _fold_key_tile(
     s: Shape, folded: Folded, n: Scalar, logits, seen, ring_s, values_at: Scalar, codes, written: Scalar, report
 ) -> list[Scalar]:
-    """Add a turn to what was folded, from its unscaled logits and its values at a word of the ring."""
+    """Add a key tile to what was folded, from its unscaled logits and its values at a word of the ring."""
     for tile, x in enumerate(logits):
         logits[tile] = [lanes.where(a, b * (s.sm_scale * LOG2E), float("-inf")) for a, b in zip(seen[tile], x, strict=True)]
     if report is not None:
@@ -331,7 +333,7 @@ def _fold_turn(
 
 
 def logits(s: Shape, ring_s, slot: Scalar, q_s, codes: Codes | None) -> list[list[Scalar]]:
-    """Of the keys of a turn at word `slot`. Per column tile, unscaled: keys g, g, g + 8, g + 8 by query rows 2t, 2t + 1, 2t, 2t + 1."""
+    """Of the keys of a key tile at word `slot`. Per column tile, unscaled: keys g, g, g + 8, g + 8 by query rows 2t, 2t + 1, 2t, 2t + 1."""
     lane = lanes.lane()
     sums = [[lanes.f32(0.0)] * 4 for _ in range(s.column_tiles)]
     if codes is not None:
@@ -375,7 +377,7 @@ def _logits_of_codes(s: Shape, ring_s, slot: Scalar, q_s, codes: Codes) -> list[
 
 def _seen(s: Shape, tile: int, start: Scalar, written: Scalar, length: Scalar, own: bool | None = None) -> list[Scalar]:
     """Which of the four logits count, in the order of `logits`. own: only those in the query's own page, or only those before it; with one
-    query, none of a turn before its page lies there, nor the other way round."""
+    query, none of a key tile before its page lies there, nor the other way round."""
     lane = lanes.lane()
     found = []
     for i in range(4):

@@ -37,7 +37,7 @@ def unsupported(kind: str, head_dim: int) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class CodedKeys:
-    """A turn of one warp: up to 32 keys of a block. In shared memory their codes, 16-byte pieces swizzled, then the block's levels."""
+    """A key tile of one warp: up to 32 keys of a block. In shared memory their codes, 16-byte pieces swizzled, then the block's levels."""
 
     kind: str
     block_size: int
@@ -50,11 +50,11 @@ class CodedKeys:
 
     @property
     def keys(self) -> int:
-        """Keys of a turn."""
+        """Keys of a key tile."""
         return min(32, self.block_size)
 
     @property
-    def turns(self) -> int:
+    def key_tiles(self) -> int:
         """Turns of a block."""
         return self.block_size // self.keys
 
@@ -65,22 +65,22 @@ class CodedKeys:
 
     @property
     def code_words(self) -> int:
-        """Words of a turn's codes."""
+        """Words of a key tile's codes."""
         return self.keys * self.row_bytes // 4
 
     @property
     def words(self) -> int:
-        """Words of a turn: codes, lowest levels, distances."""
+        """Words of a key tile: codes, lowest levels, distances."""
         return self.code_words + self.head_dim
 
-    def copy(self, ring_s, at: Scalar, ref, place: Scalar, turn: Scalar, levels: Scalar | bool = True) -> None:
-        """By one warp: start copying a turn of a block to word `at`. place: number of the block in the index `[N, K, nb, R, W]`; zeros
+    def copy(self, ring_s, at: Scalar, ref, place: Scalar, key_tile: Scalar, levels: Scalar | bool = True) -> None:
+        """By one warp: start copying a key tile of a block to word `at`. place: number of the block in the index `[N, K, nb, R, W]`; zeros
         where it is -1. levels: whether the block's levels come, too."""
         rows, row_bytes = index_shape(self.kind, self.block_size, self.head_dim)
         block_bytes, there, place = rows * row_bytes, place >= 0, lanes.maximum(place, 0)
 
         def row_place(row):
-            return ref, place, block_bytes, (turn * self.keys + row) * row_bytes, there
+            return ref, place, block_bytes, (key_tile * self.keys + row) * row_bytes, there
 
         lane_copies.copy_rows_async(ring_s, at, row_place, rows=self.keys, row_bytes=row_bytes)
         start, size = lanes.i32(self.block_size * row_bytes), 4 * self.head_dim
@@ -89,7 +89,7 @@ class CodedKeys:
 
     def scaled(self, ring_s, at: Scalar, query_words, dtype: str, factor: float = 1.0) -> list[Scalar]:
         """What all keys of a block share: per 16 channels the high and the low bytes of q * step; then of the query rows 2t and 2t + 1 what
-        these whole numbers count, and q . low, both times `factor`. `at` is a turn whose levels came.
+        these whole numbers count, and q . low, both times `factor`. `at` is a key tile whose levels came.
 
         query_words: a block of 16 channels -> two words of 16-bit numbers of the lane's query g: channels e, e + 2 and e + 1, e + 3, where
         e is 16 * block + 4t. dtype: of these numbers.
@@ -115,7 +115,7 @@ class CodedKeys:
         return [lanes.i32(0)] * (self.head_dim // 8) + [lanes.f32(0.0)] * 4
 
     def logits(self, ring_s, at: Scalar, scaled: list[Scalar]) -> list[list[Scalar]]:
-        """Logits of a turn at word `at`, per 16 keys: keys g, g, g + 8, g + 8 by query rows 2t, 2t + 1, 2t, 2t + 1 of a tile.
+        """Logits of a key tile at word `at`, per 16 keys: keys g, g, g + 8, g + 8 by query rows 2t, 2t + 1, 2t, 2t + 1 of a tile.
         scaled: of its block."""
         *words, unit, next_unit, base, next_base = scaled
         sums = [[[lanes.i32(0)] * 4 for _ in range(2)] for _ in range(self.keys // 16)]

@@ -15,7 +15,7 @@ from pallas_kernels.hopper.threads import lane_codes, lane_copies, lane_pairs, l
 from pallas_kernels.hopper.threads.lanes import Scalar
 
 KEYS = 16
-"""Keys of a turn: rows of a product."""
+"""Keys of a key tile: rows of a product."""
 
 NUMBERS = "bfloat16"
 """What codes become. Its 8 bits of precision hold every code. float16 would lose small weights times small scales."""
@@ -36,7 +36,7 @@ def unsupported(name: str, format: PageFormat) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Codes:
-    """The packed keys or values of a turn: 16 rows of codes, 16-byte pieces swizzled, then their scales as in global memory."""
+    """The packed keys or values of a key tile: 16 rows of codes, 16-byte pieces swizzled, then their scales as in global memory."""
 
     format: PageFormat
     head_dim: int
@@ -64,7 +64,7 @@ class Codes:
 
     @property
     def code_words(self) -> int:
-        """Words of the turn's codes."""
+        """Words of the key tile's codes."""
         return KEYS * self.row_bytes // 4
 
     @property
@@ -84,7 +84,7 @@ class Codes:
         return 16 * block // size
 
     def copy(self, ring_s, at: Scalar, refs, place, head: Scalar, *, num_kv_heads: int, page_size: int) -> None:
-        """By one warp: start copying a turn to word `at`. refs: codes, scales or None. place: page, token there, how many tokens are
+        """By one warp: start copying a key tile to word `at`. refs: codes, scales or None. place: page, token there, how many tokens are
         written. What is not written is zero in the end, but for scales of tokens behind a written one, which may be anything."""
         page, token, written = place
         rows, of_row = num_kv_heads * page_size, self.row_bytes
@@ -111,7 +111,7 @@ class Codes:
             )
 
     def token_scales(self, ring_s, at: Scalar, key: Scalar) -> list[Scalar]:
-        """The scales of a token of the turn at word `at`, one for each group."""
+        """The scales of a token of the key tile at word `at`, one for each group."""
         first = at + self.code_words
         if self.groups == 1:
             (word,) = lanes.load_shared(ring_s, first + (key >> 1))

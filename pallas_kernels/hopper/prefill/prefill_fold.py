@@ -2,8 +2,8 @@
 
 A CTA has two folding warpgroups with 64 query rows each. A third warpgroup copies keys and values by TMA, straight from their pages, into a
 ring in shared memory. Per tile of keys, each folding warpgroup multiplies q.k, folds it into an online softmax in registers (base 2), and
-multiplies p.v. A barrier makes the two take turns, so that the softmax of one runs during the matrix work of the other (FlashAttention-3,
-arXiv 2407.08608). The op decides which keys a tile of queries meets, and in which order: a `Walk`.
+multiplies p.v. By a barrier the two take turns (ping-pong scheduling), so that the softmax of one runs during the matrix work of the other
+(FlashAttention-3, arXiv 2407.08608). The op decides which keys a tile of queries meets, and in which order: a `Walk`.
 
 Tiles are folded in the order of the walk. A tile that a row may not see leaves that row's bits unchanged. So a row's bits depend only on
 its own keys and their order, not on the other rows of its tile.
@@ -76,7 +76,7 @@ class Shape:
         return self.tile // self.piece
 
     @property
-    def turns(self) -> bool:
+    def ping_pong(self) -> bool:
         """Whether the folding warpgroups take turns at the tensor cores. With head dim 64 softmax takes longer than the matrix work."""
         return self.head_dim > 64
 
@@ -105,7 +105,7 @@ class Shape:
             "k_free": plgpu.Barrier(num_arrivals=FOLDERS, num_barriers=self.stages),
             "v_free": plgpu.Barrier(num_arrivals=FOLDERS, num_barriers=self.stages),
             "partial_bar": plgpu.Barrier(num_arrivals=self.pieces),
-            "turn": plgpu.Barrier(num_arrivals=FOLDERS),
+            "ping_pong": plgpu.Barrier(num_arrivals=FOLDERS),
         }
 
 
@@ -301,9 +301,9 @@ def fold(s: Shape, walk: Walk, warpgroup, first, scratch, aside: Aside | None = 
     """
     weigh = aside.weigh if aside else functools.partial(weigh_plainly, s)
     q_s, k_s, v_s = scratch["q_s"].at[warpgroup], scratch["k_s"], scratch["v_s"]
-    offer_turn, await_turn = turns(s, scratch)
+    offer_turn, await_turn = ping_pong_barrier(s, scratch)
 
-    def take_turns():
+    def change_over():
         offer_turn()
         await_turn()
 
@@ -314,7 +314,7 @@ def fold(s: Shape, walk: Walk, warpgroup, first, scratch, aside: Aside | None = 
 
         def scores(acc_ref):
             plgpu.wgmma(acc_ref, q_s, k_s.at[slot].transpose((1, 0)))
-            take_turns()
+            change_over()
             after_last = aside.beside(n - 1, report, state) if aside else state
             return acc_ref[...], after_last
 
@@ -347,11 +347,11 @@ def fold(s: Shape, walk: Walk, warpgroup, first, scratch, aside: Aside | None = 
     def _():
         plgpu.barrier_wait(scratch["k_bar"].at[0])
 
-    pl.when(warpgroup == 1)(take_turns)
+    pl.when(warpgroup == 1)(change_over)
     first_aside = (aside.report, aside.state) if aside else ((), ())
     begin = (*(no_keys(s) if before is None else before), walk.starts(jnp.int32(0)), *first_aside)
     acc, m, total, _, report, state = lax.fori_loop(0, walk.steps, step, begin)
-    pl.when(warpgroup == 0)(take_turns)
+    pl.when(warpgroup == 0)(change_over)
     if aside:
         aside.finish(aside.beside(walk.steps - 1, report, state))
     return acc, m, total
@@ -555,7 +555,7 @@ def launch(
                 aside = aside_of(walk, row, head, first_row, first, more_refs) if aside_of else None
 
                 def passing():
-                    pass_by(s, walk.steps, warpgroup, scratch)
+                    idle_fold(s, walk.steps, warpgroup, scratch)
                     return no_keys(s)
 
                 place = others_refs, row, head, first_row
@@ -592,32 +592,32 @@ def launch(
     return run
 
 
-def turns(s: Shape, scratch) -> tuple[Callable, Callable]:
+def ping_pong_barrier(s: Shape, scratch) -> tuple[Callable, Callable]:
     """How a folding warpgroup offers the other one its turn, and awaits its own."""
 
     def offer():
-        if s.turns:
-            plgpu.barrier_arrive(scratch["turn"])
+        if s.ping_pong:
+            plgpu.barrier_arrive(scratch["ping_pong"])
 
     def await_own():
-        if s.turns:
-            plgpu.barrier_wait(scratch["turn"])
+        if s.ping_pong:
+            plgpu.barrier_wait(scratch["ping_pong"])
 
     return offer, await_own
 
 
-def pass_by(s: Shape, steps, warpgroup, scratch) -> None:
+def idle_fold(s: Shape, steps, warpgroup, scratch) -> None:
     """By a folding warpgroup of whose rows none is needed: wait and arrive as `fold` does over so many tiles of keys, without
     which the other warpgroups would wait for ever."""
-    offer_turn, await_turn = turns(s, scratch)
+    offer_turn, await_turn = ping_pong_barrier(s, scratch)
 
-    def take_turns():
+    def change_over():
         offer_turn()
         await_turn()
 
     def step(n, nothing):
         slot = lax.rem(n, jnp.int32(s.stages))
-        take_turns()
+        change_over()
         plgpu.barrier_arrive(scratch["k_free"].at[slot])
         offer_turn()
         plgpu.barrier_wait(scratch["v_bar"].at[slot])
@@ -634,6 +634,6 @@ def pass_by(s: Shape, steps, warpgroup, scratch) -> None:
     def _():
         plgpu.barrier_wait(scratch["k_bar"].at[0])
 
-    pl.when(warpgroup == 1)(take_turns)
+    pl.when(warpgroup == 1)(change_over)
     lax.fori_loop(0, steps, step, ())
-    pl.when(warpgroup == 0)(take_turns)
+    pl.when(warpgroup == 0)(change_over)

@@ -48,14 +48,14 @@ class HalfTile:
         return self.row_bytes // 16
 
     @property
-    def turn_rows(self) -> int:
+    def pass_rows(self) -> int:
         """Tokens of which the warpgroup loads all pieces at once."""
         return THREADS // self.pieces
 
     @property
-    def turns(self) -> int:
+    def passes(self) -> int:
         """Pieces per thread."""
-        return self.rows // self.turn_rows
+        return self.rows // self.pass_rows
 
     @property
     def of_codes(self) -> packed_operands.Codes:
@@ -77,7 +77,7 @@ class HalfTile:
     @property
     def registers(self) -> int:
         """Words that a thread holds of half a tile."""
-        return self.turns * (4 + self.token_scales) + self.channel_words
+        return self.passes * (4 + self.token_scales) + self.channel_words
 
     def bring(self, refs, page, head, token):
         """`load` in a Pallas kernel, by the threads of a warpgroup: what its threads hold, one array."""
@@ -123,7 +123,7 @@ class HalfTile:
         codes, (row, piece) = self.of_codes, self.place()
         of_page, first = self.num_kv_heads * self.page_size, head * self.page_size + token + row
         ref = lanes.part(refs[0], first * self.row_bytes + piece * 16, page, of_page * self.row_bytes)
-        found = [word for n in range(self.turns) for word in lanes.load_ahead(ref, n * self.turn_rows * self.row_bytes, 16)]
+        found = [word for n in range(self.passes) for word in lanes.load_ahead(ref, n * self.pass_rows * self.row_bytes, 16)]
         if codes.per_channel:
             ref = lanes.part(refs[1], (head * self.head_dim + piece * 16) * 2, page, 2 * self.num_kv_heads * self.head_dim)
             ends = [32 * block + 16 * n for block in codes.blocks(0) for n in range(2)]
@@ -132,12 +132,12 @@ class HalfTile:
         for block in codes.blocks(0)[: self.token_scales]:
             group = (piece * self.blocks_apart + block) // (self.head_dim // 16 // codes.groups)
             ref = lanes.part(refs[1], first * of_token + group * 2, page, of_page * of_token)
-            found += [word for n in range(self.turns) for word in lanes.load_ahead(ref, n * self.turn_rows * of_token, 2)]
+            found += [word for n in range(self.passes) for word in lanes.load_ahead(ref, n * self.pass_rows * of_token, 2)]
         return found
 
     def store(self, ring_s, slot: Scalar, half: int, words: list[Scalar]) -> None:
         """Store what `load` gave to half 0 or 1 of a slot of a ring of tiles, as bfloat16."""
-        codes, scales = words[: 4 * self.turns], words[4 * self.turns :]
+        codes, scales = words[: 4 * self.passes], words[4 * self.passes :]
         (row, piece), lines = self.place(), self.head_dim // 64  # a line: 8 tokens of 64 channels, 1024 bytes
         targets = []
         for block in self.of_codes.blocks(0):
@@ -145,9 +145,9 @@ class HalfTile:
                 number = (piece * self.blocks_apart + block) * 2 + n
                 at = ((row >> 3) * lines + (number >> 3)) * 64 + (row & 7) * 8 + ((number & 7) ^ (row & 7))
                 targets.append(lanes.part(ring_s, slot * (2 * self.tile * self.head_dim) + at * 16))
-        for turn in range(self.turns):
-            offset = (half * self.rows + turn * self.turn_rows) // 8 * lines * 1024
-            numbers = self._numbers(codes[4 * turn :][:4], scales, turn)
+        for number in range(self.passes):
+            offset = (half * self.rows + number * self.pass_rows) // 8 * lines * 1024
+            numbers = self._numbers(codes[4 * number :][:4], scales, number)
             for place, target in enumerate(targets):
                 lanes.store_shared(target, offset // 4, *numbers[4 * place :][:4])
 
@@ -156,21 +156,21 @@ class HalfTile:
         """How many blocks of 16 channels lie between the first ones of two neighbouring pieces."""
         return 2 if self.format.codes == "q4_0" else 1
 
-    def _numbers(self, words: list[Scalar], scales: list[Scalar], turn: int) -> list[Scalar]:
+    def _numbers(self, words: list[Scalar], scales: list[Scalar], number: int) -> list[Scalar]:
         """The numbers of a piece of codes as pairs, in their order, those of its second block of channels last."""
         if self.format.codes == "q8_0":
-            return _of_q8_0(words, scales[turn])
+            return _of_q8_0(words, scales[number])
         parts = zip(*(packed_operands.numbers(self.format, lane_pairs.permuted(word, word, 0x3120)) for word in words), strict=True)
         blocks = [[pair for of_word in part for pair in of_word] for part in parts]
-        return [x for n, block in enumerate(blocks) for x in self._scaled(block, n, scales, turn)]
+        return [x for n, block in enumerate(blocks) for x in self._scaled(block, n, scales, number)]
 
-    def _scaled(self, pairs: list[Scalar], block: int, scales: list[Scalar], turn: int) -> list[Scalar]:
+    def _scaled(self, pairs: list[Scalar], block: int, scales: list[Scalar], number: int) -> list[Scalar]:
         """Pairs of numbers times their scales, each product rounded once."""
         if self.channel_words:
             return [lane_pairs.multiply_pairs(x, y, packed_operands.NUMBERS) for x, y in zip(pairs, scales[8 * block :][:8], strict=True)]
         if not self.token_scales:
             return pairs
-        scale = scales[min(block, self.token_scales - 1) * self.turns + turn]
+        scale = scales[min(block, self.token_scales - 1) * self.passes + number]
         if self.format.codes not in GGML:
             both = scale | scale << 16
             return [lane_pairs.multiply_pairs(x, both, packed_operands.NUMBERS) for x in pairs]

@@ -75,7 +75,7 @@ class Shape:
         return -(-self.num_pieces // self.folders)
 
     @property
-    def turns(self) -> bool:
+    def ping_pong(self) -> bool:
         """Whether warpgroups take turns at the tensor cores. With head dim 64, exponentials take twice as long as the products."""
         return self.head_dim > 64
 
@@ -89,7 +89,7 @@ class Shape:
             "k_bar": plgpu.Barrier(num_barriers=self.folders),
             "q_bar": plgpu.Barrier(num_arrivals=2, num_barriers=self.stages),
             "q_free": plgpu.Barrier(num_arrivals=self.folders, num_barriers=self.stages),
-            "turn": plgpu.Barrier(num_barriers=self.folders),
+            "ping_pong": plgpu.Barrier(num_barriers=self.folders),
         }
 
 
@@ -194,7 +194,7 @@ def _fetch(s: Shape, walk: Walk, row, head, q_ref, k_ref, lse_ref, scratch) -> N
 
 def _fold(s: Shape, walk: Walk, warpgroup, scratch):
     """By a folding warpgroup: the masses of its 64 keys, float32."""
-    turn, next_one = scratch["turn"], lax.rem(warpgroup + 1, jnp.int32(s.folders))
+    turn, next_one = scratch["ping_pong"], lax.rem(warpgroup + 1, jnp.int32(s.folders))
     key = walk.key + warpgroup * KEYS
 
     @pl.when(walk.steps > 0)
@@ -206,12 +206,12 @@ def _fold(s: Shape, walk: Walk, warpgroup, scratch):
     def step(n, sums):
         slot, first = lax.rem(n, jnp.int32(s.stages)), walk.start + (walk.begin + n) * QUERIES
         plgpu.barrier_wait(scratch["q_bar"].at[slot])
-        if s.turns:
+        if s.ping_pong:
             pl.when((n > 0) | (warpgroup > 0))(lambda: plgpu.barrier_wait(turn.at[warpgroup]))
 
         def products(acc_ref):
             plgpu.wgmma(acc_ref, keys, scratch["q_s"].at[slot].transpose((1, 0)))
-            if s.turns:
+            if s.ping_pong:
                 plgpu.barrier_arrive(turn.at[next_one])
             return acc_ref[...]
 
@@ -224,7 +224,7 @@ def _fold(s: Shape, walk: Walk, warpgroup, scratch):
         return sums
 
     sums = lax.fori_loop(0, walk.steps, step, plgpu.layout_cast(jnp.zeros((KEYS,), jnp.float32), BY_ROW))
-    if s.turns:  # the turn that the last warpgroup passed on
+    if s.ping_pong:  # the turn that the last warpgroup passed on
         pl.when((walk.steps > 0) & (warpgroup == 0))(lambda: plgpu.barrier_wait(turn.at[warpgroup]))
     return sums
 

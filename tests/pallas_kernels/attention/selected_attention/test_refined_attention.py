@@ -345,7 +345,7 @@ def test_what_is_taken_fits_into_shared_memory(monkeypatch, capability):
             continue
         taken += 1
         chosen, s, _ = mosaic_gpu._form(call, *given[:4], *given[5:])
-        words = mosaic_gpu.scratch_of_turns(chosen, s)
+        words = mosaic_gpu.scratch_of_key_tiles(chosen, s)
         assert sum(-(-count // 256) * 1024 for count in words.values()) <= room, (form, fields)
         assert chosen.depth > 0, (form, fields)
     assert taken > 50

@@ -87,7 +87,7 @@ def test_gpu_form_lowers(case):
 
 
 def test_a_launch_waits_for_the_one_before():
-    """They use one room. XLA sees that only by an operand that is a part of the result before."""
+    """They use one buffer. XLA sees that only by an operand that is a part of the result before."""
     text = lowered(KERNEL, STEPS["2 devices, batch 1, logits"])
     launches = re.findall(r"(%\d+) = func.call @_collect\((.*?)\)", text)
     parts = dict(re.findall(r"(%\d+) = stablehlo.slice (%\d+) ", text))
@@ -132,7 +132,7 @@ def test_gpu_form_compiles_without_spilling_and_meets_the_others_once(tmp_path, 
         kernels, meet = cuda_kernels.kernels_that_meet(program)
         assert len(meet) == 1, name
         assert len(kernels) - 2 == launches.get(name, CALLS), "one more does nothing, before"
-        assert not re.search(rf"s32\[{peer_buffers.room_words(num_devices)}\]\S* copy", program)
+        assert not re.search(rf"s32\[{peer_buffers.buffer_words(num_devices)}\]\S* copy", program)
 
 
 @pytest.mark.parametrize("words", [1, 127, 128, 129, 511, 512, 513, 20_000, 32_768, 32_769, 38_016, 76_032, 2**18])
@@ -149,7 +149,7 @@ def test_launches_hold_all_words(words):
 
 def in_launches(monkeypatch):
     """The form for GPUs, whose launches XLA runs here."""
-    monkeypatch.setattr(mosaic_gpu, "_collect", lambda s, room, table, words, *_: jax.lax.all_gather(words, s.axis_name).reshape(-1))
+    monkeypatch.setattr(mosaic_gpu, "_collect", lambda s, buffer, table, words, *_: jax.lax.all_gather(words, s.axis_name).reshape(-1))
     monkeypatch.setattr(mosaic_gpu, "prepared", lambda key, make: (None, None))
     monkeypatch.setattr(peer_buffers, "unsuitable", lambda mesh: None)
     return KERNEL

@@ -73,7 +73,7 @@ def compiled(devices: int) -> dict[str, tuple]:
 @pytest.mark.parametrize("gpu", some_long(["H200", "B200", "B300"], "B300"))
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_gpu_form_compiles_without_spilling_and_meets_the_others_once(tmp_path, capsys, devices, gpu):
-    """Every call asks for a room and a table. XLA keeps one pair of a program, before its loop, and copies neither."""
+    """Every call asks for a buffer and a table. XLA keeps one pair of a program, before its loop, and copies neither."""
     found = cuda_kernels.check_spills(gpu, tmp_path, capsys, compiled(devices), (), 2, devices=devices)
     assert max(kernel["registers"] for kernels in found.values() for kernel in kernels) <= MAX_REGISTERS
     programs = pickle.loads((tmp_path / "found.programs").read_bytes())
@@ -82,7 +82,7 @@ def test_gpu_form_compiles_without_spilling_and_meets_the_others_once(tmp_path, 
         assert len(meet) == 1, name
         assert len(kernels) - 2 == (CALLS if name in ("several", "a loop") else 1), "one more adds nothing, before"
         assert name == "a loop" or [line in meet for line in kernels[:3]] == [False, True, False]
-        assert not re.search(rf"s32\[{peer_buffers.room_words(devices)}\]\S* copy", program)
+        assert not re.search(rf"s32\[{peer_buffers.buffer_words(devices)}\]\S* copy", program)
 
 
 @pytest.mark.parametrize("rows", range(1, 9))
@@ -103,7 +103,7 @@ def on_threads(emulated, stage, arrays, scratch_words=None):
 
 
 @pytest.mark.parametrize("size", [256, 512, 1024, 2048])
-def test_on_emulated_threads_a_piece_is_sent_to_every_room_and_comes_back(emulated, size):
+def test_on_emulated_threads_a_piece_is_sent_to_every_buffer_and_comes_back(emulated, size):
     """Two words of a line, each followed by the call's number; nothing else is written, and every word arrives in its place."""
     x, place, call = np.random.default_rng(size).integers(0, 2**31, size // 4, np.int32), 64, 7
     lines = size // 8 * peer_buffers.LINE_WORDS
@@ -113,15 +113,17 @@ def test_on_emulated_threads_a_piece_is_sent_to_every_room_and_comes_back(emulat
         peer_buffers.send_lines(size, *arrays, lanes.i32(place), lanes.i32(call))
 
     on_threads(emulated, send, (x, several))
-    for room in several:
-        assert sorted(room[place : place + lines : 2]) == sorted(x)
-        assert (room[place + 1 : place + lines : 2] == call).all()
-        assert (room[:place] == -1).all()
-        assert (room[place + lines :] == -1).all()
-    whole = np.concatenate([several[0][:place], *(room[place : place + peer_buffers.LINES * peer_buffers.LINE_WORDS] for room in several)])
+    for buffer in several:
+        assert sorted(buffer[place : place + lines : 2]) == sorted(x)
+        assert (buffer[place + 1 : place + lines : 2] == call).all()
+        assert (buffer[:place] == -1).all()
+        assert (buffer[place + lines :] == -1).all()
+    whole = np.concatenate(
+        [several[0][:place], *(buffer[place : place + peer_buffers.LINES * peer_buffers.LINE_WORDS] for buffer in several)]
+    )
 
-    def receive(room, scratch):
-        peer_buffers.receive_lines(size, 3, room, scratch["received"], lanes.i32(place), lanes.i32(call))
+    def receive(buffer, scratch):
+        peer_buffers.receive_lines(size, 3, buffer, scratch["received"], lanes.i32(place), lanes.i32(call))
 
     found = on_threads(emulated, receive, whole, {"received": 3 * size // 4})["received"]
     assert found.ravel().tolist() == [*x] * 3
@@ -130,34 +132,34 @@ def test_on_emulated_threads_a_piece_is_sent_to_every_room_and_comes_back(emulat
 @pytest.mark.parametrize("late", [1, 3, 4 * 64 + 1, 4 * 127 + 3])
 def test_on_emulated_threads_a_piece_is_not_taken_before_each_number_is_there(emulated, late):
     """Threads wait for ever if one number of a line is missing."""
-    room = np.zeros(2 * peer_buffers.LINES * peer_buffers.LINE_WORDS, np.int32)
-    room[1::2] = 7
-    room[late] = 6
+    buffer = np.zeros(2 * peer_buffers.LINES * peer_buffers.LINE_WORDS, np.int32)
+    buffer[1::2] = 7
+    buffer[late] = 6
 
-    def receive(room, scratch):
-        peer_buffers.receive_lines(1024, 2, room, scratch["received"], lanes.i32(0), lanes.i32(7))
+    def receive(buffer, scratch):
+        peer_buffers.receive_lines(1024, 2, buffer, scratch["received"], lanes.i32(0), lanes.i32(7))
 
     with mock.patch.object(emulated, "MAX_TURNS", 20), pytest.raises(Fault, match="has not ended"):
-        on_threads(emulated, receive, room, {"received": 512})
+        on_threads(emulated, receive, buffer, {"received": 512})
 
 
-def test_on_emulated_threads_a_part_of_a_room_is_cleared(emulated):
+def test_on_emulated_threads_a_part_of_a_buffer_is_cleared(emulated):
     words = peer_buffers.part_words(2)
-    room = np.full(peer_buffers.MAX_CTAS + 4 * words, -1, np.int32)
-    on_threads(emulated, lambda room, _: peer_buffers.clear_part(words, room, lanes.i32(2)), room)
+    buffer = np.full(peer_buffers.MAX_CTAS + 4 * words, -1, np.int32)
+    on_threads(emulated, lambda buffer, _: peer_buffers.clear_part(words, buffer, lanes.i32(2)), buffer)
     start = peer_buffers.MAX_CTAS + 2 * words
-    assert np.flatnonzero(room == 0).tolist() == [2, *range(start, start + words)]
-    assert room.min() == -1
+    assert np.flatnonzero(buffer == 0).tolist() == [2, *range(start, start + words)]
+    assert buffer.min() == -1
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_places_of_lines_are_apart(devices):
-    """Every CTA, half and sender has its own, and they fill the room behind the counts."""
+    """Every CTA, half and sender has its own, and they fill the buffer behind the counts."""
     shape = peer_buffers.MAX_CTAS, 2, devices
     found = sorted(peer_buffers.lines_at(devices, *at) for at in np.ndindex(*shape))
     size = peer_buffers.LINES * peer_buffers.LINE_WORDS
     assert found == [peer_buffers.MAX_CTAS + n * size for n in range(len(found))]
-    assert found[-1] + size == peer_buffers.room_words(devices)
+    assert found[-1] + size == peer_buffers.buffer_words(devices)
     part = peer_buffers.part_words(devices)
     for cta, half, sender in np.ndindex(*shape):
         assert (peer_buffers.lines_at(devices, cta, half, sender) - peer_buffers.MAX_CTAS) // part == cta
@@ -248,7 +250,7 @@ def run_orders(s: Setting, interrupts: int, **options) -> int:
 SMALL = Setting(devices=2, ctas=1, calls=3, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("calls", rest_long([2, 3], 2))  # from the third call on, a half of a room is used again
+@pytest.mark.parametrize("calls", rest_long([2, 3], 2))  # from the third call on, a half of a buffer is used again
 def test_wherever_one_thread_is_interrupted(calls):
     assert run_orders(dataclasses.replace(SMALL, calls=calls), 1) > 100
 
@@ -262,43 +264,43 @@ def test_wherever_two_threads_are_interrupted():
 
 
 class TakesWhatIsThere(devices.Cta):
-    def receive(self, room, places, call):
-        return np.array([self.load_pair(room, place)[0] for place in places], np.int32)
+    def receive(self, buffer, places, call):
+        return np.array([self.load_pair(buffer, place)[0] for place in places], np.int32)
 
 
 class LooksAtOneNumberOfALine(devices.Cta):
-    def receive(self, room, places, call):
-        super().receive(room, places[::2], call)
-        return np.array([self.load_pair(room, place)[0] for place in places], np.int32)
+    def receive(self, buffer, places, call):
+        super().receive(buffer, places[::2], call)
+        return np.array([self.load_pair(buffer, place)[0] for place in places], np.int32)
 
 
 class DoesNotWaitForTheLast(devices.Cta):
-    def receive(self, room, places, call):
-        super().receive(room, places[: -len(places) // 3], call)
-        return np.array([self.load_pair(room, place)[0] for place in places], np.int32)
+    def receive(self, buffer, places, call):
+        super().receive(buffer, places[: -len(places) // 3], call)
+        return np.array([self.load_pair(buffer, place)[0] for place in places], np.int32)
 
 
 class NumbersComeFirst(devices.Cta):
     """Of a pair."""
 
-    def send_pair(self, room, place, word, call):
+    def send_pair(self, buffer, place, word, call):
         for part, value in ((place + 1, call), (place, word)):
-            self.machine.messages.append(devices._Message(lambda part=part, value=value: room.__setitem__(part, value)))
+            self.machine.messages.append(devices._Message(lambda part=part, value=value: buffer.__setitem__(part, value)))
 
 
 class DoesNotSendToTheLast(devices.Cta):
-    def send(self, rooms, *rest):
-        super().send(rooms[:2], *rest)
+    def send(self, buffers, *rest):
+        super().send(buffers[:2], *rest)
 
 
 class DoesNotSendToItself(devices.Cta):
-    def send(self, rooms, *rest):
-        super().send([room for device, room in enumerate(rooms) if device != self.device], *rest)
+    def send(self, buffers, *rest):
+        super().send([buffer for device, buffer in enumerate(buffers) if device != self.device], *rest)
 
 
 class SendsToOneDevice(devices.Cta):
-    def send(self, rooms, *rest):
-        super().send([rooms[0]] * len(rooms), *rest)
+    def send(self, buffers, *rest):
+        super().send([buffers[0]] * len(buffers), *rest)
 
 
 class DoesNotCount(devices.Cta):
@@ -315,14 +317,14 @@ class CountsByTwo(devices.Cta):
 class DoesNotClear(devices.Cta):
     """Anything but the count."""
 
-    def clear(self, room, start, words):
-        super().clear(room, 0, 0)
-        room[self.number] = 0
+    def clear(self, buffer, start, words):
+        super().clear(buffer, 0, 0)
+        buffer[self.number] = 0
 
 
 class ClearsHalf(devices.Cta):
-    def clear(self, room, start, words):
-        super().clear(room, start, words // 2)
+    def clear(self, buffer, start, words):
+        super().clear(buffer, start, words // 2)
 
 
 class NoWait(devices.Cta):
@@ -363,11 +365,11 @@ class SignalsTwice(devices.Cta):
 
 
 class SignalsBeforeItClears(devices.Cta):
-    def clear(self, room, start, words):
+    def clear(self, buffer, start, words):
         for device in range(3):
             if device != self.device:
                 super().signal({AXIS: device})
-        super().clear(room, start, words)
+        super().clear(buffer, start, words)
 
     def signal(self, device_id):
         pass
@@ -387,15 +389,15 @@ def other_places(change):
     return mock.patch.object(peer_buffers, "lines_at", lambda *args, original=peer_buffers.lines_at: original(*change(*args)))
 
 
-class HasNoRooms(devices.Cta):
+class HasNoBuffers(devices.Cta):
     def load(self, ref, index):
         found = super().load(ref, index)
         return np.int32(peer_buffers.CLOSED) if len(ref.memory[0]) == 2 * len(ref.memory) + 1 else found
 
 
-def test_without_rooms_nothing_is_sent_awaited_or_written():
+def test_without_buffers_nothing_is_sent_awaited_or_written():
     case, shape = Case(3, (8,)), peer_buffers.Shape(AXIS, 3, 8, 4)
-    found = added(shape, [parts_of(case, 0)] * 2, per_program=2, adversary=devices.Adversary(0), cta_type=HasNoRooms)
+    found = added(shape, [parts_of(case, 0)] * 2, per_program=2, adversary=devices.Adversary(0), cta_type=HasNoBuffers)
     assert np.isnan(found).all()
 
 
@@ -409,8 +411,8 @@ MUTANTS = {
     "all is sent to one device": {"cta_type": SendsToOneDevice},
     "calls are not counted": {"cta_type": DoesNotCount},
     "calls are counted by two": {"cta_type": CountsByTwo},
-    "rooms are not cleared": {"cta_type": DoesNotClear},
-    "half of a room is cleared": {"cta_type": ClearsHalf},
+    "buffers are not cleared": {"cta_type": DoesNotClear},
+    "half of a buffer is cleared": {"cta_type": ClearsHalf},
     "no wait": {"cta_type": NoWait},
     "one signal less is waited for": {"cta_type": WaitsForOneLess},
     "one signal more is waited for": {"cta_type": WaitsForOneMore},
@@ -423,7 +425,7 @@ MUTANTS = {
     "one half for all calls": {"places": lambda n, cta, call, sender: (n, cta, 0, sender)},
     "one place for all devices": {"places": lambda n, cta, call, sender: (n, cta, call, 0)},
     "one part for all CTAs": {"places": lambda n, cta, call, sender: (n, 0, call, sender)},
-    "no barrier before the rooms are opened": {"barrier": False},
+    "no barrier before the buffers are opened": {"barrier": False},
     "room for one CTA at once": {"resident": 1},
 }
 
@@ -444,7 +446,7 @@ def test_mutant_of_the_protocol_fails(mutant):
     pytest.fail("the protocol survives this mutant")
 
 
-LOST = ("no wait for lines", "rooms are not cleared", "no wait")
+LOST = ("no wait for lines", "buffers are not cleared", "no wait")
 
 
 @pytest.mark.parametrize("mutant", LOST)

@@ -39,15 +39,15 @@ def errors(emulated, case: str) -> np.ndarray:
             words = [lanes.load_global(arrays["q"], (g * head_dim + 16 * block + 4 * t) // 2 + i) for i in range(2)]
             return packed_operands.interleaved(*words)
 
-        for turn in range(keys.turns):
-            at = lanes.i32(turn % 2 * keys.words)
-            keys.copy(scratch["ring_s"], at, arrays["codes"], lanes.i32(2), lanes.i32(turn))
+        for key_tile in range(keys.key_tiles):
+            at = lanes.i32(key_tile % 2 * keys.words)
+            keys.copy(scratch["ring_s"], at, arrays["codes"], lanes.i32(2), lanes.i32(key_tile))
             lane_copies.commit_copies()
             lane_copies.wait_for_copies(0)
             scaled = keys.scaled(scratch["ring_s"], at, query_words, dtype)
             for tile, four in enumerate(keys.logits(scratch["ring_s"], at, scaled)):
                 for i, x in enumerate(four):
-                    row = g + (turn * keys.keys + tile * 16 + i // 2 * 8)
+                    row = g + (key_tile * keys.keys + tile * 16 + i // 2 * 8)
                     lanes.store_global(arrays["out"], row * 8 + t * 2 + i % 2, x)
 
     words = {"ring_s": 2 * keys.words}

@@ -66,7 +66,7 @@ def test_8_threads_store_to_all_banks_and_a_warp_loads_whole_rows(case):
     thread = np.arange(128)
     row, piece = (sum((thread >> n & 1) << bit for n, (name, bit) in enumerate(sizes.order) if name == of) for of in ("row", "piece"))
     assert len({*zip(row, piece, strict=True)}) == 128
-    assert (row < sizes.turn_rows).all()
+    assert (row < sizes.pass_rows).all()
     assert (piece < sizes.pieces).all()
     pieces_of_places = 4 if format.codes == "q4_0" else 2
     places = (piece * pieces_of_places % 8) ^ (row % 8)
@@ -84,7 +84,9 @@ def _order_of_bytes(patch):
 
 
 def _scales_of_the_next_turn(patch):
-    patch.setattr(HalfTile, "_scaled", lambda self, pairs, block, scales, turn: SCALED(self, pairs, block, scales, (turn + 1) % self.turns))
+    patch.setattr(
+        HalfTile, "_scaled", lambda self, pairs, block, scales, number: SCALED(self, pairs, block, scales, (number + 1) % self.passes)
+    )
 
 
 def _rounded_twice(patch):
