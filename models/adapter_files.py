@@ -18,8 +18,8 @@ from typing import Any
 from kvjax.checks import file_path
 from kvjax.models.checkpoint import ADAPTER_CONFIG, file_tensors, find_folder, sampled_digest
 from kvjax.models.fields import BELOW, LARGEST
-from kvjax.models.tensors import DTYPES, Stored
 from kvjax.models.patterns import compiled
+from kvjax.models.tensors import DTYPES, Stored
 from kvjax.text.checkpoint_files import is_file, read_json
 
 WEIGHTS = "adapter_model.safetensors"

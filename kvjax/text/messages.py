@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kvjax.text.plain_texts import PlainTexts, tokenized, tokenized
+from kvjax.text.plain_texts import PlainTexts, tokenized
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXTS = ("name", "reasoning_content", "tool_call_id")

@@ -50,6 +50,8 @@ COLORS = {
     "mean:8": "#cc79a7",
     "mean:16": "#a8447f",
     "mean:32": "#7a1f55",
+    "cascade:8": "#00a6a6",
+    "cascade:32": "#006d77",
     "quest:64": "#009e73",
     "quest:256": "#00573f",
     "window:640": "#e6b400",

@@ -294,5 +294,6 @@ def _content(path: Path, option: str) -> bytes:
     except OSError as error:
         raise typer.BadParameter(f"{path} cannot be read: {error.strerror}", param_hint=option) from None
     if len(content) > MAX_FILE_BYTES:
-        raise typer.BadParameter(f"{path} holds more than {MAX_FILE_BYTES:,} bytes: it is no file of tokens, certificates or a key", param_hint=option)
+        said = f"{path} holds more than {MAX_FILE_BYTES:,} bytes: it is no file of tokens, certificates or a key"
+        raise typer.BadParameter(said, param_hint=option)
     return content

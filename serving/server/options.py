@@ -65,7 +65,8 @@ class ServerOptions:
             raise ValueError(f"--port and --http-port are both {self.port}: gRPC and HTTP need a port each")
         for number, token in enumerate(self.tokens, 1):
             if not 16 <= len(token) <= MAX_TOKEN or not token.isascii():
-                raise ValueError(f"a bearer token must have 16 to {MAX_TOKEN:,} characters, all of them ASCII: token {number} has {len(token):,}")
+                said = f"a bearer token must have 16 to {MAX_TOKEN:,} characters, all of them ASCII"
+                raise ValueError(f"{said}: token {number} has {len(token):,}")
         if not is_loopback(self.host) and not self.tokens:
             raise ValueError(f"{self.host} is not a loopback address, so calls must carry a bearer token: give --token-file")
         if self.certificate is not None:

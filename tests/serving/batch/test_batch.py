@@ -184,6 +184,20 @@ def test_messages_need_a_chat_template(engine, model, monkeypatch):
     assert "no system messages here" in answers(engine, record)["chat"]["error"]
 
 
+def test_what_a_tokenizer_raises_concerns_its_record_alone(engine, model, monkeypatch):
+    said = [{"role": "user", "content": "x"}]
+    records = [{"id": "chat", "messages": said}, RECORDS[0]]
+    monkeypatch.setattr(model.tokenizer, "chat_template", "{{ messages[0].content }}{{ '\\ud800' }}")
+    found = answers(engine, records)
+    assert "half of a surrogate pair" in found["chat"]["error"]
+    assert found["short"]["error"] is None
+    monkeypatch.setattr(model.tokenizer, "chat_template", "{{ messages[0].content }}")
+    monkeypatch.setattr(model.tokenizer, "model_max_length", "x")
+    found = answers(engine, records)
+    assert "the tokenizer cannot read this text: '>' not supported between" in found["chat"]["error"]
+    assert "the tokenizer cannot read this text" in found["short"]["error"]
+
+
 def test_options_reach_the_chat_template(engine, model, monkeypatch):
     monkeypatch.setattr(model.tokenizer, "chat_template", "{{ messages[0].content }}{% if loud %} coral{% endif %}")
     messages = [{"role": "user", "content": "amber basil"}]
