@@ -79,8 +79,9 @@ PAGES = {
     "platforms": [Tables(["cpu/transformers-*.json", "h200/platform-*.json", "cpu/cpu-smollm2.json"])],
     "prefill": [Tables(["*/*prefill*.json", "*/block-mass.json"])],
     "real-checkpoints": [
-        *(_panels(part, "h200/real-*.json", "h200/passage-*.json") for part in ("overview", "real")),
+        *(_panels(part, "h200/real*-*.json", "h200/passage-*.json") for part in ("overview", "real")),
         _panels("smollm2", "h200/smollm2-*.json"),
+        _panels("echo", "h200/echo-*.json"),
     ],
     "selectors": [Tables(["h200/designs-block-scores.json"], _scores)],
     "sessions": [Tables([f"{name}.json" for name in (*SESSIONS, "h200/session-turn", "h200/session-turn-128")])],

@@ -1,8 +1,9 @@
 """Logits of keys that an index holds in few bits (`page_index.codes`), by the threads of `hopper.lanes`.
 
-A key is low + step * code in each channel, so its logit is q . low + (q * step) . code. Codes are whole numbers below 16, which bfloat16
-holds exactly. Those of 16 keys are the rows of `mma.m16n8k16`, made in registers from the bytes of the index. The other operand is q * step
-as the sum of two bfloat16, which keeps 16 bits of it. q . low is summed in float32, once for all keys of a turn.
+A key is low + step * code in each channel, so its logit is q . low + (q * step) . code. Codes are whole numbers below 16. Those of 16 keys
+are the rows of `mma.m16n8k32`, made in registers from the bytes of the index, 8 codes by three instructions. The other operand is q * step
+in whole numbers of 16 bits, of which the largest of a query row has the largest. Their high and low bytes are multiplied apart, and these
+sums are exact. q . low is summed in float32, once for all keys of a block.
 
 Source of the logits' use: a shortlist chosen by low-bit keys, Twilight (arXiv 2502.02770), HISA (arXiv 2603.28458).
 """
@@ -10,19 +11,20 @@ Source of the logits' use: a shortlist chosen by low-bit keys, Twilight (arXiv 2
 from __future__ import annotations
 
 import dataclasses
+import functools
 
-from pallas_kernels.hopper import lane_copies, lane_pairs, lanes
+from pallas_kernels.hopper import lane_copies, lane_math, lane_pairs, lanes
 from pallas_kernels.hopper.lanes import Scalar
 from pallas_kernels.page_index import CODED, index_shape
 
-NUMBERS = "bfloat16"
-"""What codes and the two parts of q * step become."""
-
 MOST_BITS = 4
-"""Of a code. Wider ones do not fit into the mantissa beside `_WHOLE`."""
+"""Of a code."""
 
-_WHOLE = 0x43004300
-"""128, twice: the neighbours of this bfloat16 are 1 apart."""
+_LARGEST = 32760.0
+"""What the largest q * step of a query row becomes."""
+
+_ROUNDING = 1.5 * 2**23
+"""Added to a number below 2^22, it leaves the nearest whole number in the low bits."""
 
 
 def unsupported(kind: str, head_dim: int) -> str | None:
@@ -85,55 +87,63 @@ class CodedKeys:
         there = there if levels is True else there & levels
         lane_copies.copy_bytes_async(ring_s, at + self.code_words, ref, start, size, block=place, block_bytes=block_bytes, there=there)
 
-    def scaled(self, ring_s, at: Scalar, query_words, dtype: str) -> list[Scalar]:
-        """What all keys of a block share: per 16 channels four words of q * step, two rounded ones and the remainders; then q . low
-        of the query rows 2t and 2t + 1. `at` is a turn whose levels came.
+    def scaled(self, ring_s, at: Scalar, query_words, dtype: str, factor: float = 1.0) -> list[Scalar]:
+        """What all keys of a block share: per 16 channels the high and the low bytes of q * step; then of the query rows 2t and 2t + 1 what
+        these whole numbers count, and q . low, both times `factor`. `at` is a turn whose levels came.
 
         query_words: a block of 16 channels -> two words of 16-bit numbers of the lane's query g: channels e, e + 2 and e + 1, e + 3, where
         e is 16 * block + 4t. dtype: of these numbers.
         """
-        base, words = lanes.f32(0.0), []
+        base, products = lanes.f32(0.0), []
         for block in range(self.head_dim // 16):
             q = [x for word in query_words(block) for x in lane_pairs.unpack(word, dtype)]
             low, step = self._levels(ring_s, at, block)
             for a, b in zip(q, low, strict=True):
                 base = lanes.fma(a, b, base)
-            words += [word for part in _in_two([a * b for a, b in zip(q, step, strict=True)]) for word in part]
-        for distance in (1, 2):
+            products.append([a * b for a, b in zip(q, step, strict=True)])
+        largest = functools.reduce(lanes.maximum, [lanes.maximum(x, 0.0 - x) for four in products for x in four], lanes.f32(1e-30))
+        for distance in (1, 2):  # over the lanes of the same query
             base = base + lanes.shuffle_xor(base, distance)
-        return words + [lanes.bits(lanes.shuffle(lanes.bits(base), (lanes.lane() & 3) * 8 + 4 * j)) for j in range(2)]
+            largest = lanes.maximum(largest, lanes.shuffle_xor(largest, distance))
+        count = lane_math.reciprocal(largest) * _LARGEST
+        words = [word for four in products for word in _bytes_of([lanes.bits(lanes.fma(x, count, _ROUNDING)) for x in four])]
+        of_row = (largest * (factor / _LARGEST), base * factor)
+        return words + [lanes.bits(lanes.shuffle(lanes.bits(x), (lanes.lane() & 3) * 8 + 4 * j)) for x in of_row for j in range(2)]
 
     def nothing_scaled(self) -> list[Scalar]:
         """Values of the types of `scaled`."""
-        return [lanes.i32(0)] * (self.head_dim // 4) + [lanes.f32(0.0)] * 2
+        return [lanes.i32(0)] * (self.head_dim // 8) + [lanes.f32(0.0)] * 4
 
     def logits(self, ring_s, at: Scalar, scaled: list[Scalar]) -> list[list[Scalar]]:
-        """Unscaled logits of a turn at word `at`, per 16 keys: keys g, g, g + 8, g + 8 by query rows 2t, 2t + 1, 2t, 2t + 1 of a tile.
+        """Logits of a turn at word `at`, per 16 keys: keys g, g, g + 8, g + 8 by query rows 2t, 2t + 1, 2t, 2t + 1 of a tile.
         scaled: of its block."""
-        of_rows = scaled[-2:]
-        sums = [[[lanes.f32(0.0)] * 4 for _ in range(2)] for _ in range(self.keys // 16)]
-        for block, tiles in self._operands(ring_s, at):
-            for n in range(2):
+        *words, unit, next_unit, base, next_base = scaled
+        sums = [[[lanes.i32(0)] * 4 for _ in range(2)] for _ in range(self.keys // 16)]
+        for blocks, tiles in self._operands(ring_s, at):
+            for n, kind in enumerate(("s8", "u8")):
+                numbers = [words[2 * block + n] for block in blocks]
                 for tile, keys in enumerate(tiles):
-                    sums[tile][n] = lane_pairs.mma(sums[tile][n], keys, scaled[4 * block + 2 * n :][:2], NUMBERS)
-        return [[high + less + of_rows[i % 2] for i, (high, less) in enumerate(zip(*both, strict=True))] for both in sums]
+                    sums[tile][n] = lane_pairs.mma_int8(sums[tile][n], keys, numbers, kind)
+        rows = [(unit, base), (next_unit, next_base)]
+        return [
+            [lanes.fma(lanes.number(high * 256 + low), *rows[i % 2]) for i, (high, low) in enumerate(zip(*both, strict=True))]
+            for both in sums
+        ]
 
     def _operands(self, ring_s, at: Scalar):
-        """(block of 16 channels, per 16 keys the operand). Columns are channels in the order of `query_words`."""
-        lane = lanes.lane()
-        for piece in range(self.row_bytes // 16):
+        """(two blocks of 16 channels, per 16 keys the operand)."""
+        lane, pieces = lanes.lane(), self.row_bytes // 16
+        for piece in range(pieces):
             words = lane_pairs.load_matrices(ring_s, at + lane_copies.swizzled(lane & (self.keys - 1), lanes.i32(piece), self.row_bytes))
-            for field in range(8 // self.bits):
-                numbers = [self._numbers(word, field) for word in words[: self.keys // 8]]
-                tiles = [[a, c, b, d] for (a, b), (c, d) in zip(numbers[::2], numbers[1::2], strict=True)]
-                yield piece + field * (self.row_bytes // 16), tiles
+            words = words[: self.keys // 8]
+            for field in range(0, 8 // self.bits, 2):
+                first, second = ([self._numbers(word, field + n) for word in words] for n in range(2))
+                tiles = [[*first[i : i + 2], *second[i : i + 2]] for i in range(0, len(words), 2)]
+                yield (piece + field * pieces, piece + (field + 1) * pieces), tiles
 
-    def _numbers(self, word: Scalar, field: int) -> list[Scalar]:
-        """Codes number `field` of four bytes, as pairs: those of bytes 0 and 2, of bytes 1 and 3."""
-        mask = (2**self.bits - 1) * 0x10001
-        shifts = self.bits * field, self.bits * field + 8
-        wide = [lanes.masked_or(word >> n if n else word, mask, _WHOLE) for n in shifts]
-        return [lane_pairs.subtract_pairs(x, lanes.i32(_WHOLE), NUMBERS) for x in wide]
+    def _numbers(self, word: Scalar, field: int) -> Scalar:
+        """Codes number `field` of four bytes."""
+        return (word >> self.bits * field if field else word) & ((2**self.bits - 1) * 0x01010101)
 
     def _levels(self, ring_s, at: Scalar, block: int) -> list[list[Scalar]]:
         """The lowest levels and the distances of four channels, in the order of `query_words`."""
@@ -145,9 +155,8 @@ class CodedKeys:
         return found
 
 
-def _in_two(numbers: list[Scalar]) -> list[list[Scalar]]:
-    """Four float32 as two words, rounded, and as two words what rounding took away."""
-    high = [lane_pairs.pack(*numbers[i : i + 2], NUMBERS) for i in (0, 2)]
-    rounded = [x for word in high for x in lane_pairs.unpack(word, NUMBERS)]
-    less = [a - b for a, b in zip(numbers, rounded, strict=True)]
-    return [high, [lane_pairs.pack(*less[i : i + 2], NUMBERS) for i in (0, 2)]]
+def _bytes_of(numbers: list[Scalar]) -> list[Scalar]:
+    """Of channels e, e + 2, e + 1, e + 3, whole numbers in 16 bits: the high bytes of the channels in order, and the low bytes."""
+    a, c, b, d = numbers
+    first, second = lane_pairs.permuted(a, b, 0x5140), lane_pairs.permuted(c, d, 0x5140)
+    return [lane_pairs.permuted(first, second, order) for order in (0x7632, 0x5410)]

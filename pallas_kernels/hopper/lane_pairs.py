@@ -25,11 +25,11 @@ def mma(acc: Sequence[lanes.Scalar], a: Sequence[lanes.Scalar], b: Sequence[lane
     return lanes.ptx(code, *a, *b, *acc, result=["f32"] * 4, convergent=True)
 
 
-def mma_int8(acc: Sequence[lanes.Scalar], a: Sequence[lanes.Scalar], b: Sequence[lanes.Scalar]) -> list[lanes.Scalar]:
+def mma_int8(acc: Sequence[lanes.Scalar], a: Sequence[lanes.Scalar], b: Sequence[lanes.Scalar], kind: str = "s8") -> list[lanes.Scalar]:
     """`mma.m16n8k32` of a warp: 4 int32 accumulators, 4 words of A (16 x 32 of int8), 2 words of B (32 x 8). Lane (g, t) has rows g, g + 8
-    and columns 4t and on, 4t + 16 and on, of A, the same rows of column g of B, and accumulators as in `mma`."""
+    and columns 4t and on, 4t + 16 and on, of A, the same rows of column g of B, and accumulators as in `mma`. kind: of B, s8 or u8."""
     registers = "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13}"
-    code = f"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {registers};"
+    code = f"mma.sync.aligned.m16n8k32.row.col.s32.s8.{kind}.s32 {registers};"
     return lanes.ptx(code, *a, *b, *acc, result=["i32"] * 4, convergent=True)
 
 

@@ -52,20 +52,23 @@ class Shape:
         return isinstance(self.keys, CodedKeys) and self.keys.turns > 1 and self.each >= self.attend.warps
 
     def scratch_words(self) -> dict[str, int]:
-        """Words of shared memory: the ring of the shortlist's keys; maximum and sum of each turn; log-sum-exp of each block; maximum and
-        sum of each CTA's sink and local keys; total of each head; keys of the choice, and the places that it keeps; a word of each warp;
-        queries in the order of codes; page ids of the list, where frames are others."""
+        """Words of shared memory: the ring of the shortlist's keys; maximum and sum of each turn, where warps do not take whole blocks;
+        log-sum-exp of this CTA's blocks, and of each block; maximum and sum of each CTA's sink and local keys; total of each head; keys of
+        the choice, and the places that it keeps; a word of each warp; queries in the order of codes; page ids of the list, where frames
+        are others."""
         s = self.attend
         sizes = {
             "codes_s": s.warps * DEPTH * self.keys.words,
-            "turns_s": 2 * self.each * self.keys.turns * s.rows,
+            "own_s": self.each * s.rows,
             "blocks_s": self.shortlist * s.rows,
             "near_s": 2 * s.splits * s.rows,
             "totals_s": s.rows,
-            "shares_s": -(-self.shortlist // 4) * 4,
+            "shares_s": -(-self.shortlist // 32) * 32,
             "chosen_s": max(self.k, 1),
             "exchange_s": -(-s.warps // 4) * 4,
         }
+        if not self.whole_blocks:
+            sizes["turns_s"] = 2 * self.each * self.keys.turns * s.rows
         if isinstance(self.keys, CodedKeys):
             sizes["coded_q_s"] = s.rows * s.head_dim // 2
         return sizes | ({"page_ids_s": s.width + 1} if self.framed else {})
@@ -136,7 +139,8 @@ def _fold(s: decode_turns.Shape, cta, pools, head, length, scratch, number, entr
 
 
 def _estimate(r: Shape, cta, head, sinks, found, source, scratch) -> None:
-    """By each warp: maximum and sum (log2 units) of the logits of its turns, for every query row, to `scratch["turns_s"]`.
+    """By each warp: the logits of its turns, for every query row. Of whole blocks their log-sum-exp (log2 units) to `scratch["own_s"]`, of
+    other turns maximum and sum to `scratch["turns_s"]`.
 
     A CTA takes every `splits`-th block of the shortlist. Its warps take their turns one after the other, or whole blocks. source: codes,
     or the pools.
@@ -169,41 +173,62 @@ def _estimate(r: Shape, cta, head, sinks, found, source, scratch) -> None:
             keys.copy(ring_s, slot(n), source, head, page, block, turn)
 
     def logits_of(n, scaled):
-        """Per column tile, and per 16 keys."""
-        if not coded:
-            return [[four] for four in keys.logits(ring_s, slot(n), scratch["q_s"])]
-        return [keys.logits(ring_s, slot(n), each) for each in scaled]
+        """In log2 units, per column tile, of the lane's keys: those of query row 2t, and of 2t + 1."""
+        if coded:
+            tiles = ([x for four in keys.logits(ring_s, slot(n), each) for x in four] for each in scaled)
+        else:
+            tiles = ([x * (s.sm_scale * LOG2E) for x in four] for four in keys.logits(ring_s, slot(n), scratch["q_s"]))
+        return [(logits[::2], logits[1::2]) for logits in tiles]
 
     def scaled_for(n, carry):
         """Per column tile, queries scaled by the steps of the block of turn n: anew in a block's first turn."""
 
         def anew(*_):
             tiles = (functools.partial(_query_words, s, scratch["coded_q_s"], tile) for tile in range(s.column_tiles))
-            return [x for words in tiles for x in keys.scaled(ring_s, slot(n), words, s.dtype.name)]
+            return [x for words in tiles for x in keys.scaled(ring_s, slot(n), words, s.dtype.name, s.sm_scale * LOG2E)]
 
         first = lanes.where(n % keys.turns == 0, lanes.i32(1), 0)
         return lanes.loop(first, carry, anew) if r.whole_blocks else anew()
 
-    def consume(n, place, *carry):
+    def consume_turn(n, place, *_):
         there = place[0] >= 0
-        carry = scaled_for(n, carry) if coded else []
-        each = len(carry) // s.column_tiles
-        for tile, logits in enumerate(logits_of(n, [carry[i * each :][:each] for i in range(s.column_tiles)])):
-            for j in range(2):
-                found = [x[i] * (s.sm_scale * LOG2E) for x in logits for i in (j, j + 2)]
-                m, total = _folded(found if coded else [lanes.where(there, x, float("-inf")) for x in found])
+        for tile, pair in enumerate(logits_of(n, _tiles_of(s, scaled_for(n, [])) if coded else None)):
+            for j, logits in enumerate(pair):
+                m, total = _over_keys(*_folded(logits if coded else [lanes.where(there, x, float("-inf")) for x in logits]))
                 at = turn_of(n) * s.rows + (lanes.lane() & 3) * 2 + (8 * tile + j)
                 with lanes.when(lanes.lane() < 4):
                     lanes.store_shared(scratch["turns_s"], at * 2, m, total)
-        return carry if r.whole_blocks else []
+        return []
+
+    def consume_block(n, _, *carry):
+        before, turn = carry[: 2 * s.rows // 4], n % keys.turns
+        scaled = scaled_for(n, carry[len(before) :])
+        fresh = [lanes.where(turn == 0, value, x) for value, x in zip([LOWEST, 0.0] * (len(before) // 2), before, strict=True)]
+        pairs = [logits for pair in logits_of(n, _tiles_of(s, scaled)) for logits in pair]
+        after = [_folded(logits, *fresh[2 * i :][:2]) for i, logits in enumerate(pairs)]
+        with lanes.when(turn == keys.turns - 1):
+            m, total, row = lanes.f32(0.0), lanes.f32(0.0), lanes.lane() >> 2
+            for i, pair in enumerate([_over_keys(*pair) for pair in after]):
+                m, total = (lanes.where(row == i, x, y) for x, y in zip(pair, (m, total), strict=True))
+            with lanes.when(row < len(after)):
+                at = turn_of(n) // keys.turns * s.rows + (row // 2 * 8 + (lanes.lane() & 3) * 2 + row % 2)
+                lanes.store_shared(scratch["own_s"], at, _log_sum(m, total))
+        return [x for pair in after for x in pair] + scaled
 
     blocks = lanes.maximum(found - cta + (s.splits - 1), 0) // s.splits
-    if r.whole_blocks:
-        count = lanes.maximum(blocks - lanes.warp() + (s.warps - 1), 0) // s.warps * keys.turns
-    else:
+    if not r.whole_blocks:
         count = lanes.maximum(blocks * keys.turns - lanes.warp() + (s.warps - 1), 0) // s.warps
-    carry = keys.nothing_scaled() * s.column_tiles if r.whole_blocks else []
-    lane_copies.pipeline(count, DEPTH, locate, fetch, consume, carry)
+        lane_copies.pipeline(count, DEPTH, locate, fetch, consume_turn, [])
+        return
+    count = lanes.maximum(blocks - lanes.warp() + (s.warps - 1), 0) // s.warps * keys.turns
+    carry = [lanes.f32(0.0)] * (s.rows // 2) + keys.nothing_scaled() * s.column_tiles
+    lane_copies.pipeline(count, DEPTH, locate, fetch, consume_block, carry)
+
+
+def _tiles_of(s: decode_turns.Shape, numbers: list) -> list[list]:
+    """What `CodedKeys.scaled` found, per column tile."""
+    each = len(numbers) // s.column_tiles
+    return [numbers[i * each :][:each] for i in range(s.column_tiles)]
 
 
 def _query_words(s: decode_turns.Shape, q_s, tile: int, block: int) -> list:
@@ -212,11 +237,17 @@ def _query_words(s: decode_turns.Shape, q_s, tile: int, block: int) -> list:
     return lanes.load_shared(q_s, at, count=2)
 
 
-def _folded(logits) -> tuple:
-    """Maximum and sum of a lane's logits and those of the lanes with the same query rows."""
-    m = functools.reduce(lanes.maximum, logits, lanes.f32(LOWEST))
-    m = _over(m, lanes.maximum, (4, 8, 16))
-    return m, _over(sum((lane_math.exp2(x - m) for x in logits), lanes.f32(0.0)), _add, (4, 8, 16))
+def _folded(logits, before=None, total=0.0) -> tuple:
+    """Maximum and sum of logits of a lane, and of what it had before."""
+    m = functools.reduce(lanes.maximum, logits, lanes.f32(LOWEST) if before is None else before)
+    parts = [lane_math.exp2(x - m) for x in logits]
+    return m, functools.reduce(_add, parts if before is None else [total * lane_math.exp2(before - m), *parts])
+
+
+def _over_keys(m, total) -> tuple:
+    """Maximum and sum of the lanes with the same query rows, from those of each."""
+    most = _over(m, lanes.maximum, (4, 8, 16))
+    return most, _over(total * lane_math.exp2(m - most), _add, (4, 8, 16))
 
 
 # 2. Exchange.
@@ -227,22 +258,35 @@ def _exchange(r: Shape, cta, found, near: decode_turns.Folded, scratch) -> None:
     s = r.attend
     decode_turns.share_totals(s, near, scratch)
     lanes.cta_barrier(s.threads)
-    for start in range(0, r.each * s.rows * s.splits, s.threads):
+    if not r.whole_blocks:
+        _fold_turns(r, scratch)
+    for start in range(0, r.each * s.rows // 4 * s.splits, s.threads):
         i = lanes.thread() + start
-        local, row = i // s.splits // s.rows, i // s.splits % s.rows
+        local, row = i // s.splits // (s.rows // 4), i // s.splits % (s.rows // 4) * 4
         number = local * s.splits + cta
-        with lanes.when((i < r.each * s.rows * s.splits) & (number < found)):
-            turns_of = [(local * r.keys.turns + n) * s.rows + row for n in range(r.keys.turns)]
-            stats = [lanes.load_shared(scratch["turns_s"], at * 2, "f32", 2) for at in turns_of]
-            m = functools.reduce(lanes.maximum, [x for x, _ in stats])
-            total = functools.reduce(_add, [lane_math.exp2(x - m) * y for x, y in stats])
-            lanes.store_cluster(i % s.splits, scratch["blocks_s"], number * s.rows + row, _log_sum(m, total))
+        with lanes.when((i < r.each * s.rows // 4 * s.splits) & (number < found)):
+            logs = lanes.load_shared(scratch["own_s"], local * s.rows + row, "f32", 4)
+            lanes.store_cluster(i % s.splits, scratch["blocks_s"], number * s.rows + row, *logs)
     for start in range(0, s.rows * s.splits, s.threads):
         i = lanes.thread() + start
         with lanes.when(i < s.rows * s.splits):
             m, _, total = decode_turns.merged_total(s, i // s.splits, scratch)
             lanes.store_cluster(i % s.splits, scratch["near_s"], (cta * s.rows + i // s.splits) * 2, m, total)
     lanes.cluster_barrier() if s.splits > 1 else lanes.cta_barrier(s.threads)
+
+
+def _fold_turns(r: Shape, scratch) -> None:
+    """By all threads of a CTA: the log-sum-exp of its blocks, from maximum and sum of their turns."""
+    s = r.attend
+    for start in range(0, r.each * s.rows, s.threads):
+        i = lanes.thread() + start
+        with lanes.when(i < r.each * s.rows):
+            turns_of = [(i // s.rows * r.keys.turns + n) * s.rows + i % s.rows for n in range(r.keys.turns)]
+            stats = [lanes.load_shared(scratch["turns_s"], at * 2, "f32", 2) for at in turns_of]
+            m = functools.reduce(lanes.maximum, [x for x, _ in stats])
+            total = functools.reduce(_add, [lane_math.exp2(x - m) * y for x, y in stats])
+            lanes.store_shared(scratch["own_s"], i, _log_sum(m, total))
+    lanes.cta_barrier(s.threads)
 
 
 # 3. Choose.
@@ -278,13 +322,20 @@ def _choose(r: Shape, found, scratch):
 
 
 def _better(size: int, i, shares_s):
-    """How many of `size` keys are chosen before key number i."""
+    """How many of `size` keys are chosen before key number i: larger ones, and equal ones that come before it.
+
+    The numbers of a warp are 32 that follow one another. So of 32 others the whole warp knows whether equal ones count, but for its own.
+    """
     (key,) = lanes.load_shared(shares_s, lanes.minimum(i, size - 1))
-    better = lanes.i32(0)
-    for start in range(0, size, 4):
-        for j, other in enumerate(lanes.load_shared(shares_s, start, count=4)):
-            ahead = (other > key) | ((other == key) & (i > start + j))
-            better = better + lanes.where(ahead, lanes.i32(1), 0)
+    own, better = i - lanes.lane(), lanes.i32(0)
+    for start in range(0, size, 32):
+        least = lanes.where(own > start, key, key + 1)
+        for at in range(start, start + 32, 4):
+            for other in lanes.load_shared(shares_s, at, count=4):
+                better = better + lanes.where(other >= least, lanes.i32(1), 0)
+    for at in range(0, 32, 4):
+        for j, other in enumerate(lanes.load_shared(shares_s, lanes.minimum(own, size - 32) + at, count=4)):
+            better = better + lanes.where((other == key) & (lanes.lane() > at + j), lanes.i32(1), 0)
     return better
 
 

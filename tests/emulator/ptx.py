@@ -482,16 +482,17 @@ def _multiply_matrices(machine, *words, kind):
 
 
 @code(
-    rf"mma\.sync\.aligned\.m16n8k32\.row\.col\.s32\.s8\.s8\.s32 {_REGISTERS}, "
+    rf"mma\.sync\.aligned\.m16n8k32\.row\.col\.s32\.s8\.(?P<kind>[su])8\.s32 {_REGISTERS}, "
     r"\{\$4, \$5, \$6, \$7\}, \{\$8, \$9\}, \{\$10, \$11, \$12, \$13\};",
     convergent=True,
 )
-def _multiply_integers(machine, *words):
-    """acc + A [16, 32] @ B [32, 8] of int8, per warp. The words of lane (g, t): of A rows g, g + 8 of columns 4t and on, the same of
-    columns 4t + 16 and on; of B rows 4t and on, 4t + 16 and on, of column g; of acc as above."""
+def _multiply_integers(machine, *words, kind):
+    """acc + A [16, 32] of int8 @ B [32, 8] of int8 or uint8, per warp. The words of lane (g, t): of A rows g, g + 8 of columns 4t and on,
+    the same of columns 4t + 16 and on; of B rows 4t and on, 4t + 16 and on, of column g; of acc as above."""
     machine.whole_warps("a matrix product")
     spread = [np.broadcast_to(x.data, machine.size).astype(np.int32).reshape(-1, 8, 4) for x in words]  # [warps, g, t]
-    of_bytes = [np.ascontiguousarray(x).view(np.int8).reshape(-1, 8, 16).astype(np.int64) for x in spread[:6]]  # 4t and on
+    kinds = [np.int8] * 4 + [np.int8 if kind == "s" else np.uint8] * 2
+    of_bytes = [np.ascontiguousarray(x).view(of).reshape(-1, 8, 16).astype(np.int64) for x, of in zip(spread[:6], kinds, strict=True)]
     a = np.concatenate([np.concatenate(of_bytes[0:2], 1), np.concatenate(of_bytes[2:4], 1)], 2)
     b = np.concatenate(of_bytes[4:6], 2).swapaxes(1, 2)
     acc = np.zeros((len(a), 16, 8), np.int64)
