@@ -3,9 +3,9 @@
 bin := .venv/bin
 
 # One fast file of every room: kernels, cache, engine, scheduler, policies, models, serving. tests/test_house.py checks the list.
-quick_tests := tests/test_house.py tests/pallas_kernels/select_blocks/test_select_blocks.py tests/kvjax/cache/test_allocator.py \
+quick_tests := tests/test_house.py tests/pallas_kernels/selection/select_blocks/test_select_blocks.py tests/kvjax/cache/test_allocator.py \
 	tests/kvjax/engine/test_engine.py tests/kvjax/scheduler/test_scheduler.py tests/kvjax/policies/test_policies.py \
-	tests/models/test_decoder.py tests/serving/test_pace.py
+	tests/models/test_decoder.py tests/serving/sessions/test_throttle.py
 
 .PHONY: help demo quick test long real lint docs venv node lock clean
 

@@ -23,17 +23,17 @@ import typer
 from jaxtyping import Array, Float
 
 from benchmarks.run import exit_if_failed, main
-from pallas_kernels import dispatch
+from pallas_kernels.attention.flash_attention import flash_attention
 from pallas_kernels.bench import checks
 from pallas_kernels.bench.cases import PAGE_SIZE, SHAPES, Shape
 from pallas_kernels.bench.inputs import QUERY_SCALE, pool_pages, random_pages
 from pallas_kernels.bench.timing import device_time
-from pallas_kernels.block_mass import block_mass
+from pallas_kernels.core import dispatch
 from pallas_kernels.core.options import JsonOption
+from pallas_kernels.core.pages import Pages
 from pallas_kernels.core.results import write_result
 from pallas_kernels.core.tables import markdown, stages, tokens_text
-from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.pages import Pages
+from pallas_kernels.selection.block_mass import block_mass
 
 BLOCK_SIZE = 64
 SPAN = 2048

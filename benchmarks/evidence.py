@@ -1,7 +1,7 @@
-"""The marked part of a document, from committed panels and from files of `kvjax echo` and of `kvjax needle` with several prefills.
+"""The marked part of a document, from committed runs, and from files of `kvjax recall` and `kvjax needle`.
 
-`rendered` replaces the part between `<!-- fidelity:evidence -->` and `<!-- /fidelity -->`, or the part of another name; `overview` holds
-one table of all cells. Figures of another model than the embedded one say whose they are.
+`rendered` replaces the part between `<!-- evaluation:evidence -->` and `<!-- /evaluation -->`, or the part of another name; `overview`
+holds one table of all cells. Figures of another model than the embedded one say whose they are.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.certificates import lists_rows
+from benchmarks.recall_tables import markdown, needles_table, recall_table
 from benchmarks.report import source
-from kvjax.fidelity.echo_tables import echo_table, needles_table
-from kvjax.fidelity.report import found_of, kinds_rows, lists_rows, panel_rows, points, policy_and_keys, remarks
-from pallas_kernels.core.tables import markdown
+from kvjax.evaluation.report import found_of, kinds_rows, points, policy_and_keys, remarks, table_rows
 
 
-def evidence(panels: Sequence[dict[str, Any]]) -> str:
-    """The Markdown of all panels, one after the other: for each its tables, the remarks, and its source. Without panels it says so."""
-    return "\n\n".join(map(_made, panels)) or "*Not measured yet.*"
+def evidence(runs: Sequence[dict[str, Any]]) -> str:
+    """The Markdown of all runs, one after the other: for each its tables, the remarks, and its source. Without runs it says so."""
+    return "\n\n".join(map(_made, runs)) or "*Not measured yet.*"
 
 
-def overview(panels: Sequence[dict[str, Any]]) -> str:
-    """One table of all cells of all panels: what dense finds, and for each policy the difference from dense, in points, with its 95%
-    interval. Where dense cannot, counts of the policies stand in brackets. Without panels it says so."""
-    if not panels:
+def overview(runs: Sequence[dict[str, Any]]) -> str:
+    """One table of all cells of all runs: what dense finds, and for each policy the difference from dense, in points, with its 95%
+    interval. Where dense cannot, counts of the policies stand in brackets. Without runs it says so."""
+    if not runs:
         return "*Not measured yet.*"
-    names = list(dict.fromkeys(row["policy"] for figures in panels for row in figures["retrieval"] if row["policy"] != "dense"))
+    names = list(dict.fromkeys(row["policy"] for figures in runs for row in figures["retrieval"] if row["policy"] != "dense"))
     lines = []
-    for figures in sorted(panels, key=_model_and_length):
+    for figures in sorted(runs, key=_model_and_length):
         for cell in dict.fromkeys((row["length"], row["task"], row["haystack"]) for row in figures["retrieval"]):
             rows = {row["policy"]: row for row in figures["retrieval"] if (row["length"], row["task"], row["haystack"]) == cell}
             found = [_beside_dense(rows[name]) if name in rows else "" for name in names]
@@ -49,9 +49,9 @@ def _beside_dense(row: dict[str, Any]) -> str:
 
 def _made(figures: dict[str, Any]) -> str:
     if "retrieval" in figures:
-        return _panel(figures)
+        return _run(figures)
     if figures.get("bench") == "prefill-echo":
-        title, table = f"**facts and passages repeated in a prompt{_model(figures['settings'])}**", echo_table([figures])
+        title, table = f"**facts and passages repeated in a prompt{_model(figures['settings'])}**", recall_table([figures])
     else:
         title, table = f"**needles found by dense decoding after each prefill{_model(figures)}**", needles_table([figures])
     return "\n\n".join((title, table, source(figures)))
@@ -61,9 +61,9 @@ def _model(settings: dict[str, Any]) -> str:
     return "" if settings["model"] == "needle" else f"; model `{settings['model']}`"
 
 
-def _panel(figures: dict[str, Any]) -> str:
+def _run(figures: dict[str, Any]) -> str:
     settings = figures["settings"]
-    columns, rows = panel_rows(figures)
+    columns, rows = table_rows(figures)
     what = f"{settings['tasks'][0]} in {settings['haystacks'][0]}, {settings['trials']} trials"
     title = f"**{what}; {settings['steps']:,} forced steps{_model(settings)}**"
     parts = [title, markdown(("tokens", *columns), [(f"{length:,}", *cells) for length, cells in rows])]
@@ -71,24 +71,24 @@ def _panel(figures: dict[str, Any]) -> str:
     return "\n\n".join((*parts, "\n".join(f"* {line}" for line in remarks(figures)), source(figures)))
 
 
-def rendered(text: str, panels: Sequence[dict[str, Any]], part: str = "evidence") -> str:
+def rendered(text: str, runs: Sequence[dict[str, Any]], part: str = "evidence") -> str:
     """A document with the marked part of this name written anew. ValueError if it has none."""
-    mark = re.compile(rf"(<!-- fidelity:{re.escape(part)} -->\n).*?(<!-- /fidelity -->)", re.DOTALL)
+    mark = re.compile(rf"(<!-- evaluation:{re.escape(part)} -->\n).*?(<!-- /evaluation -->)", re.DOTALL)
     if not mark.search(text):
-        raise ValueError(f"there is no part between <!-- fidelity:{part} --> and <!-- /fidelity -->")
-    made = (overview if part == "overview" else evidence)(panels)
+        raise ValueError(f"there is no part between <!-- evaluation:{part} --> and <!-- /evaluation -->")
+    made = (overview if part == "overview" else evidence)(runs)
     return mark.sub(lambda found: f"{found[1]}{made}\n{found[2]}", text)
 
 
 def load(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """The figures in `files`, sorted: panels first, those of most lengths before others, then fewest tasks and haystacks, then most forced
-    steps; then echo and needles, by length."""
-    panels = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(files)]
-    return sorted(panels, key=_place)
+    """The figures in `files`, sorted: runs first, those of most lengths before others, then fewest tasks and haystacks, then most forced
+    steps; then prompt recall and needles, by length."""
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(files)]
+    return sorted(runs, key=_place)
 
 
-def _place(panel: dict[str, Any]) -> tuple[int, ...]:
-    if "retrieval" not in panel:
-        return 1, "bench" not in panel, panel["length"] if "length" in panel else panel["settings"]["lengths"][0]
-    settings = panel["settings"]
+def _place(run: dict[str, Any]) -> tuple[int, ...]:
+    if "retrieval" not in run:
+        return 1, "bench" not in run, run["length"] if "length" in run else run["settings"]["lengths"][0]
+    settings = run["settings"]
     return 0, -len(settings["lengths"]), len(settings["tasks"]) * len(settings["haystacks"]), -settings["steps"]

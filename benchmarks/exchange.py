@@ -24,9 +24,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from benchmarks.run import exit_if_failed, main
-from pallas_kernels import dispatch
-from pallas_kernels.all_reduce import all_reduce
 from pallas_kernels.bench.timing import Timing, device_time
+from pallas_kernels.collectives.all_reduce import all_reduce
+from pallas_kernels.core import dispatch
 from pallas_kernels.core.options import JsonOption
 from pallas_kernels.core.results import write_result
 from pallas_kernels.core.tables import markdown, stages

@@ -21,8 +21,8 @@ from kvjax.model.config import ModelConfig, uniform_config
 from kvjax.models import CausalLM
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.serving.bench.random_model import random_params
-from pallas_kernels.pack_pages.pool import put_pages
-from pallas_kernels.page_index import page_index
+from pallas_kernels.cache.pack_pages.pool import put_pages
+from pallas_kernels.selection.page_index import page_index
 
 
 class HollowEngine(Engine):

@@ -30,7 +30,7 @@ def recorded_row(tokens: int, steps: int, k: int) -> dict[str, Any]:
     """The distant pages that the embedded model lists under `top:K` in `steps` steps after `tokens` tokens of text: `lists`
     `[layers][steps][KV heads][K]`, ascending."""
     import kvjax
-    from kvjax.fidelity.needle import documentation_text
+    from kvjax.evaluation.needle import documentation_text
 
     model = kvjax.load("needle")
     ids = model.tokenizer.encode(documentation_text())[: tokens + steps]

@@ -25,14 +25,14 @@ from benchmarks.top_k.report import overlap_table, plot_overlap
 from benchmarks.top_k.score_rows import overlap, top_indices
 from kvjax.engine.engine import Engine
 from kvjax.engine.sampling import NotFinite, all_finite
-from kvjax.fidelity.needle import encode_text
+from kvjax.evaluation.needle import encode_text
 from kvjax.model.protocols import Model
 from kvjax.policies.decode import Stateless, select_and_attend
 from kvjax.serving.cli.options import JsonOption, ModelOption, parse_lengths, png, read_texts, whole
 from pallas_kernels.core.optional import needs_extras
 from pallas_kernels.core.results import write_result
+from pallas_kernels.core.soft_cap import Scale, scaled
 from pallas_kernels.core.tables import stages
-from pallas_kernels.soft_cap import Scale, scaled
 
 KINDS = ("relu", "logits")
 AGES = (1, 2, 4, 8, 16, 32)

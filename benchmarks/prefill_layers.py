@@ -20,18 +20,18 @@ from jaxtyping import Array, Float
 from benchmarks import prefill_tables as prefill_report
 from benchmarks.run import main, read_prompt, run, sparse_of
 from kvjax.cache import PagedKV
-from kvjax.fidelity.measures import output_error, record_prefill
+from kvjax.evaluation.measures import output_error, record_prefill
 from kvjax.model.protocols import Model
 from kvjax.policies.prefill import DensePrefill, PrefillContext, PrefillPolicy, indexes_of
 from kvjax.policies.prefill.lists import TileLists
 from kvjax.serving.bench.prefill import dense_at
 from kvjax.serving.cli.bench import BenchDtypeOption, check_dtype, exit_unless_timed
 from kvjax.serving.cli.options import ImplementationOption, JsonOption, TextOption, forced_to, parse_lengths
-from pallas_kernels import dispatch
 from pallas_kernels.bench.cases import PAGE_SIZE
 from pallas_kernels.bench.timing import device_time
-from pallas_kernels.page_index import page_index
-from pallas_kernels.pages import Pages
+from pallas_kernels.core import dispatch
+from pallas_kernels.core.pages import Pages
+from pallas_kernels.selection.page_index import page_index
 
 CALLS = 5
 """Timed runs of every policy."""

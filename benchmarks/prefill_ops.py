@@ -37,22 +37,22 @@ from kvjax.policies.prefill import BoundsBlocks, MeasureOnceMaskOnce, PrefillCon
 from kvjax.policies.prefill.lists import TileLists
 from kvjax.serving.cli.bench import BenchDtypeOption, check_dtype, exit_unless_timed
 from kvjax.serving.cli.options import ImplementationOption, JsonOption, forced_to, parse_lengths
-from pallas_kernels import dispatch
+from pallas_kernels.attention.flash_attention import flash_attention
+from pallas_kernels.attention.query_sparse_attention import query_sparse_attention
 from pallas_kernels.bench import torch_sdpa
 from pallas_kernels.bench.cases import PAGE_SIZE, SHAPES, Shape
 from pallas_kernels.bench.checks import row_error
 from pallas_kernels.bench.inputs import QUERY_SCALE, pool_pages, random_pages
 from pallas_kernels.bench.timing import Kernel, Timing, device_time, kernel_timing, record
+from pallas_kernels.core import dispatch
+from pallas_kernels.core.pages import Pages
 from pallas_kernels.core.tables import stages
-from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.page_index import page_index
-from pallas_kernels.pages import Pages
-from pallas_kernels.query_sparse_attention import query_sparse_attention
+from pallas_kernels.selection.page_index import page_index
 
 SAMPLES = 8
 """Number of queries whose attention is computed in float32."""
-SHORT_SECONDS, TIMED_SECONDS, MOST_CALLS = 1.0, 0.5, 20
-"""A call shorter than SHORT_SECONDS is timed again, for about TIMED_SECONDS and at most MOST_CALLS calls."""
+SHORT_SECONDS, TIMED_SECONDS, MAX_CALLS = 1.0, 0.5, 20
+"""A call shorter than SHORT_SECONDS is timed again, for about TIMED_SECONDS and at most MAX_CALLS calls."""
 PEAK_SIZES = {"gpu": 8192, "cpu": 512}
 BASELINES = {"gpu": ("cudnn",), "cpu": ("xla",)}
 """Implementations of `jax.nn.dot_product_attention`."""
@@ -288,7 +288,7 @@ def _timed(prompt: Prompt, op: str, policy: str, function: Callable, *arrays: An
     if timing.median_s < SHORT_SECONDS:
         run()
         fields["same_bits"] = bool(jax.jit(_same_bits)(*kept))
-        calls = max(2, min(MOST_CALLS, math.ceil(TIMED_SECONDS / max(timing.median_s, 1e-4))))
+        calls = max(2, min(MAX_CALLS, math.ceil(TIMED_SECONDS / max(timing.median_s, 1e-4))))
         timing = device_time(run, [()], calls=calls, warmup=0)
     temp = call.memory_analysis().temp_size_in_bytes
     return _fields(prompt, op, policy) | {"path": path, "temp_bytes": temp} | fields | timing.figures(), kept[-1]

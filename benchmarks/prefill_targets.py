@@ -21,12 +21,12 @@ BY_MEASUREMENT, BY_BOUNDS = "momo:128/8", "bounds:32"
 BOUNDS_LAYER_S = {2**15: 0.0045, 2**17: 0.025, 2**19: 0.125, 2**20: 0.330}
 """Seconds of one layer's attention over a prompt, 28/4 heads."""
 BOUNDS_FIRST_TOKEN_S = {2**17: 3.6, 2**19: 14.5, 2**20: 33.0}
-FIRST_TOKEN_S, FIRST_TOKEN_TOKENS, MOST_BYTES = 90.0, 2**20, 6e9
+FIRST_TOKEN_S, FIRST_TOKEN_TOKENS, MAX_BYTES = 90.0, 2**20, 6e9
 WITHIN_ORACLE = 0.015
 MEASURED = tuple((f"momo:{k}/8{how}", tokens) for tokens in (2**14, 2**15) for k in (32, 128) for how in ("", "+quantile"))
 NEEDLES_ABOVE = -0.03
-ECHOED = (("momo:32/8", 2**14), ("momo:64/8", 2**15), *((f"{BY_BOUNDS}+sparse", tokens) for tokens in (2**13, 2**14, 2**15)))
-ECHO_ABOVE = -0.01
+RECALLED = (("momo:32/8", 2**14), ("momo:64/8", 2**15), *((f"{BY_BOUNDS}+sparse", tokens) for tokens in (2**13, 2**14, 2**15)))
+RECALL_ABOVE = -0.01
 
 
 def targets_table(
@@ -35,10 +35,10 @@ def targets_table(
     measures: Sequence[Row],
     needles: Sequence[dict[str, Any]],
     designs: Sequence[dict[str, Any]],
-    echoes: Sequence[dict[str, Any]],
+    recalls: Sequence[dict[str, Any]],
 ) -> str:
     """One line for each target. ops, times, measures: rows of the three forms of `kvjax bench prefill`; needles: whole runs of
-    `kvjax needle` with a sparse prefill; designs: figures measured while kernels were written; echoes: whole runs of `kvjax echo`."""
+    `kvjax needle` with a sparse prefill; designs: figures measured while kernels were written; recalls: whole runs of `kvjax recall`."""
     lines = (
         *_dense(ops),
         *_dense_elsewhere(designs),
@@ -47,7 +47,7 @@ def targets_table(
         *_first_token(times),
         *_bounds_first_token(times),
         *_captured(measures),
-        *_echo(echoes),
+        *_recalled(recalls),
         *_needles(needles),
         *_corrected(measures),
     )
@@ -106,7 +106,7 @@ def _first_token(times: Sequence[Row]) -> Iterator[Line]:
     else:
         yield f"{place}, sparse: at most {FIRST_TOKEN_S:g} s", f"{sparse['median_s']:.2f} s", _yes(sparse["median_s"] <= FIRST_TOKEN_S)
         most = sparse["peak_bytes"] - sparse["held_bytes"]
-        yield "its peak memory beyond weights and cache: under 6 GB", f"{most / 1e9:.2f} GB", _yes(most < MOST_BYTES)
+        yield "its peak memory beyond weights and cache: under 6 GB", f"{most / 1e9:.2f} GB", _yes(most < MAX_BYTES)
     dense = here.get("dense")
     yield f"{place}, dense: reported", *((f"{dense['median_s']:.2f} s", "yes") if dense else ("not run", "not measured"))
 
@@ -143,18 +143,18 @@ def _captured(measures: Sequence[Row]) -> Iterator[Line]:
         yield what, f"{mean:.2%} short in the mean, {found[worst]:.2%} in layer {worst}{over}", said
 
 
-def _echo(runs: Sequence[dict[str, Any]]) -> Iterator[Line]:
+def _recalled(runs: Sequence[dict[str, Any]]) -> Iterator[Line]:
     rows = {(row["policy"], row["length"]): row for run in runs for row in run["rows"]}
     invalid = {cell["length"]: cell["facts_invalid"] for run in runs for cell in run["cells"]}
-    for policy, tokens in ECHOED:
-        what = f"echo, facts recalled inside the prompt after {policy}, {tokens_text(tokens)}: at most 1 point below dense"
+    for policy, tokens in RECALLED:
+        what = f"facts recalled inside the prompt after {policy}, {tokens_text(tokens)}: at most 1 point below dense"
         row = rows.get((policy, tokens))
         if row is None or invalid[tokens]:
             yield what, "not run" if row is None else "invalid: " + "; ".join(invalid[tokens]), "not measured"
             continue
         pair, dense = row["against_dense"], rows["dense", tokens]["hits"]
         spread = estimate(pair["difference"])
-        yield what, f"{row['hits']}/{row['facts']}, dense {dense}; {spread}", _yes(round(pair["difference"]["value"], 9) >= ECHO_ABOVE)
+        yield what, f"{row['hits']}/{row['facts']}, dense {dense}; {spread}", _yes(round(pair["difference"]["value"], 9) >= RECALL_ABOVE)
 
 
 def _needles(runs: Iterable[dict[str, Any]]) -> Iterator[Line]:

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import block_mass, exchange, prefill_targets, tables
+from benchmarks import block_mass, exchange, prefill_targets, recall_tables, tables
 from benchmarks import prefill_tables as prefill_report
 from benchmarks.top_k import report as top_k_report
-from kvjax.fidelity import echo_tables as echo_report
 from kvjax.serving.bench.tables import DRAFT_COLUMNS, STEP_COLUMNS, draft_cells, line_name, split_table, step_cells, time_table
 from pallas_kernels.bench.report import COLUMNS, cells, micro_text, speedup_text
 from pallas_kernels.core import pictures
@@ -151,7 +150,7 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         return [run for run in kind if run.get("implementation") in paths]
 
     needles = [run for run in runs if run["bench"].startswith("sparse-prefill-needles")]
-    echoes = [run for run in runs if run["bench"] == "prefill-echo"]
+    recalls = [run for run in runs if run["bench"] == "prefill-echo"]
     masses = [run for run in runs if run["bench"] == "block-mass"]
     drafts = [run for run in runs if run["bench"] == "drafts"]
     exchanges = [run for run in runs if run["bench"] == "exchange"]
@@ -160,7 +159,7 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
     def targets() -> str:
         designs = [run for run in runs if run["bench"] == "designs-prefill"]
         ops_rows = prefill_report.merged_ops(prefill_ops)
-        return prefill_targets.targets_table(ops_rows, *map(merged, (prefills, measures)), needles, designs, echoes)
+        return prefill_targets.targets_table(ops_rows, *map(merged, (prefills, measures)), needles, designs, recalls)
 
     def of_ops(make: Callable[[list[Row]], str]) -> Callable[[], str]:
         return sourced(prefill_ops, lambda: make(prefill_report.merged_ops(prefill_ops)))
@@ -204,8 +203,8 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         "prefill-layers": of(layers, prefill_report.layers_table),
         "exchange": sourced(exchanges, lambda: exchange.table([row for run in exchanges for row in run["rows"]])),
         "block-mass": sourced(masses, lambda: block_mass.table([row for run in masses for row in run["rows"]])),
-        "prefill-needles": sourced(needles, lambda: echo_report.needles_table(needles)),
-        "prefill-echo": sourced(echoes, lambda: echo_report.echo_table(echoes)),
+        "prefill-needles": sourced(needles, lambda: recall_tables.needles_table(needles)),
+        "prefill-echo": sourced(recalls, lambda: recall_tables.recall_table(recalls)),
     }
 
 
@@ -298,7 +297,7 @@ def plot_timeline(rows: Sequence[Row], file: Path) -> None:
                 if (last - first) * 1e-6 >= NAMED_SECONDS:
                     place = {"ha": "center", "va": "center", "rotation": 0 if (last - first) * 1e-6 >= 3 * NAMED_SECONDS else 90}
                     ink = "white" if name in ("span", "selected") else "black"
-                    axis.text((first + last) / 2, line, name, color=ink, size=pictures.LEAST_POINTS, **place)
+                    axis.text((first + last) / 2, line, name, color=ink, size=pictures.MIN_POINTS, **place)
         axis.set(xlim=(0, TIMELINE_SECONDS * 1e6), xlabel="us from the first product of the step")
         axis.set_yticks(range(len(rows)), [f"{row['shape']}\n{line_name(row)}" for row in rows])
         axis.invert_yaxis()

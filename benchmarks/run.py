@@ -11,7 +11,7 @@ import typer
 
 import kvjax
 from benchmarks import tables
-from kvjax.fidelity.needle import encode_text
+from kvjax.evaluation.needle import encode_text
 from kvjax.policies.prefill import DensePrefill
 from kvjax.serving.bench.decode import config_of
 from kvjax.serving.bench.prefill import policies_of

@@ -23,7 +23,7 @@ from benchmarks.sessions import PAGE_SIZE, ServerProcess, check_chunk, page_of
 from kvjax.client import Client, Session
 from kvjax.policies.decode import parse
 from kvjax.serving.cli.bench import BenchDtypeOption
-from kvjax.serving.cli.options import LARGEST_BATCH, JsonOption, token_count, whole
+from kvjax.serving.cli.options import MAX_BATCH, JsonOption, token_count, whole
 from pallas_kernels.core.optional import needs_extras
 from pallas_kernels.core.results import device_here, provenance
 
@@ -267,10 +267,10 @@ def _engine_round(plan: Tokens, engine: Any, number: int, heard: Compiled) -> di
 
 def _serve(pipe: Any, engine: Any, slots: int, words: dict[str, Callable[[Any], Any]], idle: int = 0) -> None:
     """Serve sessions until "end". words: what is answered to others; the functions take the runtime. idle: sessions beside."""
-    from kvjax.serving.session.desk import ServerOptions
-    from kvjax.serving.session.metrics import Metrics
-    from kvjax.serving.session.runtime import SessionRuntime
-    from kvjax.serving.session.server import Server, freeze_live_objects
+    from kvjax.serving.server.grpc_server import Server, freeze_live_objects
+    from kvjax.serving.server.metrics import Metrics
+    from kvjax.serving.server.options import ServerOptions
+    from kvjax.serving.sessions.runtime import SessionRuntime
 
     metrics = Metrics()
     runtime = SessionRuntime(engine, slots=slots, capacity=slots + idle + 8, observe=metrics.observe)
@@ -437,7 +437,7 @@ def collections_of_garbage() -> list[float]:
 
 def tokens_command(
     shape: ShapeOption = "tiny",
-    sessions: Annotated[int, typer.Option(help="Sessions that generate at once, with a slot for each.", **whole(most=LARGEST_BATCH))] = 64,
+    sessions: Annotated[int, typer.Option(help="Sessions that generate at once, with a slot for each.", **whole(most=MAX_BATCH))] = 64,
     prompt: Annotated[int, typer.Option(help="Tokens of each history.", **token_count())] = 64,
     answer: Annotated[int, typer.Option(help="Tokens that each generates.", **whole(2))] = 129,
     rounds: Annotated[int, typer.Option(help="Timed rounds, of the engine alone and through gRPC.", **whole())] = 3,

@@ -25,7 +25,7 @@ from benchmarks.run import BenchChunkOption, LayersOption, main, plan_of, run
 from kvjax.client import Client
 from kvjax.policies.decode import parse
 from kvjax.serving.cli.bench import check_dtype
-from kvjax.serving.cli.options import LARGEST_BATCH, JsonOption, number, parse_lengths, token_count, whole
+from kvjax.serving.cli.options import MAX_BATCH, JsonOption, number, parse_lengths, token_count, whole
 from pallas_kernels.core.optional import needs_extras
 from pallas_kernels.core.results import device_here, provenance
 
@@ -203,10 +203,10 @@ def serve(pipe: Any, load: Load, agents: int) -> None:
     from kvjax.engine.engine import Engine
     from kvjax.models.loading import load as load_model
     from kvjax.serving.bench.decode import config_of
-    from kvjax.serving.session.desk import ServerOptions
-    from kvjax.serving.session.metrics import Metrics
-    from kvjax.serving.session.runtime import SessionRuntime
-    from kvjax.serving.session.server import Server
+    from kvjax.serving.server.grpc_server import Server
+    from kvjax.serving.server.metrics import Metrics
+    from kvjax.serving.server.options import ServerOptions
+    from kvjax.serving.sessions.runtime import SessionRuntime
     from pallas_kernels.bench.cases import SHAPES
 
     made = (
@@ -350,7 +350,7 @@ def _drifts(peaks: dict[str, list[float]]) -> dict[str, list[float]]:
 def _checks(server: Watched) -> dict[str, Any]:
     """G3 and G6, after the run: equal tokens however a history came in, for three of them, and from the shim.
 
-    G6 is one answer here. tests/serving/test_http.py is its whole evidence.
+    G6 is one answer here. tests/serving/server/test_http.py is its whole evidence.
     """
     random, equal = np.random.default_rng(3), []
     with Client(server.address) as client:
@@ -381,7 +381,7 @@ def sessions_command(
     tokens: Annotated[float, typer.Option(help="Factor of the trace's numbers of tokens.", **number(above=0))] = 1 / 16,
     times: Annotated[float, typer.Option(help="Factor of the trace's waits for tools and people.", **number(least=0))] = 1.0,
     longest_wait: Annotated[float, typer.Option(help="The longest wait, in seconds, after that.", **number(above=0))] = 30.0,
-    max_batch: Annotated[int, typer.Option(help="Generations at once.", **whole(most=LARGEST_BATCH))] = 8,
+    max_batch: Annotated[int, typer.Option(help="Generations at once.", **whole(most=MAX_BATCH))] = 8,
     pages: Annotated[int | None, typer.Option(help="Pages in the pool. [default: enough]", show_default=False, **whole())] = None,
     chunk: BenchChunkOption = 512,
     dtype: Annotated[str, typer.Option(help="Type of weights and cache: bfloat16, float16 or float32.")] = "float32",

@@ -30,7 +30,7 @@ from kvjax.serving.bench.decode import PAGE_SIZE
 from kvjax.serving.bench.prefill import longest
 from kvjax.serving.cli.bench import BenchDtypeOption
 from kvjax.serving.cli.options import JsonOption, byte_counts, parse_lengths
-from kvjax.serving.flags import allow_host_pages
+from kvjax.serving.xla_flags import allow_host_pages
 from pallas_kernels.bench.timing import record
 
 MOST = 0.93

@@ -18,11 +18,11 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import cost_model_docs, echo_pictures, evidence, overview, report
+from benchmarks import cost_model_docs, evidence, overview, recall_pictures, report
 from benchmarks.designs import block_scores
 from benchmarks.run import main
 from benchmarks.top_k import report as top_k_report
-from kvjax.fidelity import plots
+from kvjax.evaluation import plots
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
@@ -46,8 +46,8 @@ class Tables:
         return list(dict.fromkeys(file for files in found.values() for file in files))
 
 
-def _panels(part: str, *patterns: str) -> Tables:
-    """A part of that name, of panels of `kvjax fidelity`."""
+def _runs(part: str, *patterns: str) -> Tables:
+    """A part of that name, of runs of `kvjax evaluate`."""
     return Tables(patterns, lambda text, files: evidence.rendered(text, evidence.load(files), part))
 
 
@@ -63,25 +63,25 @@ PAGES = {
     "benchmarks": [Tables([f"h200/{kind}*.json" for kind in KINDS])],
     "cache-formats": [
         Tables(["*/packed-attention*.json", "*/packed-chunks*.json"]),
-        _panels("cache-formats", "cpu/fidelity-cache-formats.json", "h200/pages-fidelity-*.json"),
+        _runs("cache-formats", "cpu/fidelity-cache-formats.json", "h200/pages-fidelity-*.json"),
     ],
     "cost-model": [Tables(["nvidia-h200.json", "nvidia-h200-packed.json"], cost_model_docs.rendered, FITTED)],
     "devices": [Tables(["*/exchange*.json", "*/mesh-*.json"])],
-    "fidelity": [
-        _panels("evidence", "h200/fidelity-*.json"),
-        *(_panels(part, f"cpu/fidelity-{part}.json") for part in ("released", "baselines", "near-miss")),
+    "evaluation": [
+        _runs("evidence", "h200/fidelity-*.json"),
+        *(_runs(part, f"cpu/fidelity-{part}.json") for part in ("released", "baselines", "near-miss")),
     ],
     "formats": [
         Tables(["*/packed-matrices*.json", "*/packed-steps*.json", "*/packed-prompts*.json"]),
-        _panels("weights", "h200/weights-fidelity*.json"),
+        _runs("weights", "h200/weights-fidelity*.json"),
     ],
-    "long-model": [_panels("long", "h200/long-*.json")],
+    "long-model": [_runs("long", "h200/long-*.json")],
     "platforms": [Tables(["cpu/transformers-*.json", "h200/platform-*.json", "cpu/cpu-smollm2.json"])],
     "prefill": [Tables(["*/*prefill*.json", "*/block-mass.json"])],
     "real-checkpoints": [
-        *(_panels(part, "h200/real*-*.json", "h200/passage-*.json") for part in ("overview", "real")),
-        _panels("smollm2", "h200/smollm2-*.json"),
-        _panels("echo", "h200/echo-*.json"),
+        *(_runs(part, "h200/real*-*.json", "h200/passage-*.json") for part in ("overview", "real")),
+        _runs("smollm2", "h200/smollm2-*.json"),
+        _runs("recall", "h200/echo-*.json"),
     ],
     "selectors": [Tables(["h200/designs-block-scores.json"], _scores)],
     "sessions": [Tables([f"{name}.json" for name in (*SESSIONS, "h200/session-turn", "h200/session-turn-128")])],
@@ -106,7 +106,7 @@ def draw(folder: Path) -> None:
         return report.merged([run for run in runs if run["bench"] == kind])
 
     ops, steps, layers = map(rows_of, ("ops", "decode", "prefill-layers"))
-    echoes = [run for run in runs if run["bench"] == "prefill-echo"]
+    recalls = [run for run in runs if run["bench"] == "prefill-echo"]
     overview.plot(ops, steps, folder / "step-time.png")
     report.plot(ops, folder / "decode-op.png", scale=1e6, unit="us")
     report.plot(steps, folder / "decode-step.png", scale=1e3, unit="ms")
@@ -115,10 +115,10 @@ def draw(folder: Path) -> None:
     report.plot_timeline(report.merged([mesh]), folder / "mesh-timeline.png")
     top_k_report.plot(top_k_report.merged([run for run in runs if run["bench"] == "top-k"]), folder / "top-k.png")
     top_k_report.plot_overlap([run for run in runs if run["bench"] == "overlap"][-1]["rows"], folder / "top-k-overlap.png")
-    echo_pictures.plot(echoes, folder / "prefill-echo.png")
-    echo_pictures.plot_against_time(echoes, layers, folder / "prefill-echo-time.png")
-    (folder / "fidelity").mkdir(exist_ok=True)
-    plots.draw(evidence.load(PAGES["fidelity"][0].files)[0], folder / "fidelity")
+    recall_pictures.plot(recalls, folder / "prefill-echo.png")
+    recall_pictures.plot_against_time(recalls, layers, folder / "prefill-echo-time.png")
+    (folder / "evaluation").mkdir(exist_ok=True)
+    plots.draw(evidence.load(PAGES["evaluation"][0].files)[0], folder / "evaluation")
 
 
 def update_command(

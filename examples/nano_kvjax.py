@@ -33,9 +33,9 @@ from kvjax.compilation import program
 from kvjax.model.layers import AttentionLayer
 from kvjax.model.protocols import Decoder, Heads, Model, Params
 from kvjax.text.tokenization import encode
-from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.gather_attention import gather_attention
-from pallas_kernels.selected_attention import selected_attention
+from pallas_kernels.attention.flash_attention import flash_attention
+from pallas_kernels.attention.gather_attention import gather_attention
+from pallas_kernels.attention.selected_attention import selected_attention
 
 PAGE = 128
 """P, tokens of a page: the unit of memory. A block, the unit that `top:K` chooses, is as large here."""

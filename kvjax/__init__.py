@@ -15,10 +15,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvjax.registry import lives_in
+from pallas_kernels.core.renamed import answer
 
 if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax import cost_model as cost_model
-    from kvjax import fidelity as fidelity
+    from kvjax import evaluation as evaluation
     from kvjax import models as models
     from kvjax import policies as policies
     from kvjax import serving as serving
@@ -28,7 +29,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax.engine.engine import Engine
     from kvjax.engine.sampling import NotFinite, Sampling
     from kvjax.engine.sequence import CachedSequence
-    from kvjax.fidelity.oracle_blocks import OracleBlocks
+    from kvjax.evaluation.oracle_blocks import OracleBlocks
     from kvjax.generation import generate, run
     from kvjax.model.config import ModelConfig
     from kvjax.models import CausalLM, load, save
@@ -41,8 +42,8 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax.scheduler.scheduler import Scheduler
     from kvjax.scheduler.scoring import Score, score
     from kvjax.serving import run_batch
-    from kvjax.serving.session.runtime import Session, SessionRuntime
-    from pallas_kernels.dispatch import forced as dispatch
+    from kvjax.serving.sessions.runtime import Session, SessionRuntime
+    from pallas_kernels.core.dispatch import forced as dispatch
 
 __version__ = "0.2.0"
 
@@ -98,19 +99,19 @@ _HOMES = {
     "MeasureOnceMaskOnce": "kvjax.policies.prefill",
     "ModelConfig": "kvjax.model.config",
     "NotFinite": "kvjax.engine.sampling",
-    "OracleBlocks": "kvjax.fidelity.oracle_blocks",
+    "OracleBlocks": "kvjax.evaluation.oracle_blocks",
     "OutOfPages": "kvjax.cache",
     "ProcessLost": "kvjax.scheduler.lockstep",
     "Request": "kvjax.scheduler.request",
     "Sampling": "kvjax.engine.sampling",
     "Scheduler": "kvjax.scheduler.scheduler",
     "Score": "kvjax.scheduler.scoring",
-    "Session": "kvjax.serving.session.runtime",
-    "SessionRuntime": "kvjax.serving.session.runtime",
+    "Session": "kvjax.serving.sessions.runtime",
+    "SessionRuntime": "kvjax.serving.sessions.runtime",
     "SinkWindow": "kvjax.policies.prefill",
     "TopBlocks": "kvjax.policies.decode",
     "Window": "kvjax.policies.decode",
-    "dispatch": "pallas_kernels.dispatch:forced",
+    "dispatch": "pallas_kernels.core.dispatch:forced",
     "generate": "kvjax.generation",
     "load": "kvjax.models",
     "memory_plan": "kvjax.engine.capacity_plan",
@@ -122,13 +123,23 @@ _HOMES = {
     "score": "kvjax.scheduler.scoring",
     "start_processes": "kvjax.scheduler.processes",
 }
-_PACKAGES = ("cost_model", "fidelity", "models", "policies", "serving")
+_PACKAGES = ("cost_model", "evaluation", "models", "policies", "serving")
+
+_FORMER = ("bill", "fidelity")
+"""Modules that only say which one took their place."""
 
 # `auto` measures with an engine, so it is defined above the engine. Policies and engines find it by name only.
 lives_in("policy", "auto", "kvjax.cost_model.auto", "Auto")
 lives_in("prefill policy", "auto", "kvjax.cost_model.auto", "AutoPrefill")
 # The oracle is for measuring, so it lives with the measures.
-lives_in("prefill policy", "oracle", "kvjax.fidelity.oracle_blocks", "oracle")
+lives_in("prefill policy", "oracle", "kvjax.evaluation.oracle_blocks", "oracle")
+
+answer(
+    {
+        "kvjax.bill": "kvjax.cost_model: a Bill is a CostModel, known_bill is known_cost_model (docs/cost-model.md)",
+        "kvjax.engine.decode_runner": "part of kvjax.engine.engine: DRAFTS is in kvjax.engine.step_plan",
+    }
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -137,6 +148,11 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(module), attribute or name)
     if name in _PACKAGES:
         return importlib.import_module(f"kvjax.{name}")
+    if name in _FORMER:
+        try:
+            importlib.import_module(f"kvjax.{name}")
+        except ImportError as error:
+            raise AttributeError(error.msg) from None
     raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
 
 

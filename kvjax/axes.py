@@ -19,11 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from kvjax.checks import whole_number
-from pallas_kernels.all_gather import all_gather
-from pallas_kernels.all_reduce import all_reduce
+from pallas_kernels.collectives.all_gather import all_gather
+from pallas_kernels.collectives.all_reduce import all_reduce
+from pallas_kernels.core.matrices import PackedMatrix, is_packed, take_rows
+from pallas_kernels.core.merge import merge_attention
 from pallas_kernels.core.messages import shown
-from pallas_kernels.matrices import PackedMatrix, is_packed, take_rows
-from pallas_kernels.merge import merge_attention
 
 CONTEXT, TENSOR = "context", "tensor"
 """The axes of a mesh."""

@@ -24,7 +24,7 @@ program = functools.partial(jax.jit, compiler_options=FIXED)
 """`jax.jit` with these options. They are of a whole program: inside another jitted function, `grad` or `scan`, JAX raises ValueError."""
 
 
-MOST_THREADS = 8
+MAX_THREADS = 8
 """How many programs are compiled beside each other at most, because each compilation takes memory."""
 
 
@@ -79,7 +79,7 @@ def compile_together(calls: Generator[functools.partial], between: Callable[[], 
     calls: as `CompileAhead.begin` takes them. Calls that run the same program compile it once. between: called in this thread after each
     program. If it raises, no other program is begun, and those that were begun are waited for.
     """
-    threads = min(MOST_THREADS, os.cpu_count() or 1)
+    threads = min(MAX_THREADS, os.cpu_count() or 1)
     with contextlib.closing(calls), ThreadPoolExecutor(max_workers=threads, thread_name_prefix=NAMED) as pool:
         try:
             begun = []
@@ -96,7 +96,7 @@ def compile_together(calls: Generator[functools.partial], between: Callable[[], 
 
 def compiled(lowered: Iterable[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
     """Compile several programs beside each other. Each is lowered in this thread, when the iterable yields it."""
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix=NAMED) as pool:
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix=NAMED) as pool:
         return list(pool.map(jax.stages.Lowered.compile, lowered))
 
 

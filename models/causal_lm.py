@@ -13,7 +13,7 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.protocols import Params
 from kvjax.models.checkpoint import MAX_SHARD_BYTES
 from kvjax.models.decoder import TransformerDecoder
-from pallas_kernels.matrices import is_packed
+from pallas_kernels.core.matrices import is_packed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ parameters are a plain pytree. Matrices are stored [out, in], as in checkpoints;
            reads another's keys and values
     Gated DeltaNet: see `kvjax.model.layers.DeltaLayer.shapes`; latent attention: see `kvjax.model.layers.LatentLayer.shapes`
 
-Matrices are arrays or packed (`pallas_kernels.matrices`). Arrays and activations have the model's compute_dtype; norms and RoPE are
+Matrices are arrays or packed (`pallas_kernels.core.matrices`). Arrays and activations have the model's compute_dtype; norms and RoPE are
 computed in float32 and rounded once; logits are float32.
 """
 
@@ -37,9 +37,9 @@ from kvjax.models.mixers.latent import attend_latents, causal_latents
 from kvjax.models.mixers.tokens import Tokens
 from kvjax.models.mlp.gated import gate_tokens
 from kvjax.models.products import biases_of, project
-from pallas_kernels.elementwise import layer_norm, rms_norm
-from pallas_kernels.matrices import take_rows
-from pallas_kernels.soft_cap import SoftCap, scaled
+from pallas_kernels.core.matrices import take_rows
+from pallas_kernels.core.rope_norm import layer_norm, rms_norm
+from pallas_kernels.core.soft_cap import SoftCap, scaled
 
 MIXERS = {AttentionLayer: attend_heads, DeltaLayer: recall_states, LatentLayer: attend_latents}
 """Functions by the kind of a layer's mixer: `mixer(config, params, x, tokens, mix, state) -> (out, state)`.

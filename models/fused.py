@@ -18,7 +18,7 @@ from kvjax.model.config import ModelConfig
 from kvjax.models.checkpoint import Wanted, wanted_tensors
 from kvjax.models.families import FAMILIES
 from kvjax.models.tensors import RowsOf, RowsPacked, Tensor
-from pallas_kernels.matrices import MatrixFormat, PackedMatrix, is_packed
+from pallas_kernels.core.matrices import MatrixFormat, PackedMatrix, is_packed
 
 
 class Source(Protocol):

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from kvjax.model.layers import AttentionLayer, Mixer
 from kvjax.models.tensors import RowsOf, Tensor, View
-from pallas_kernels.matrices import PackedMatrix, is_packed
+from pallas_kernels.core.matrices import PackedMatrix, is_packed
 
 
 @dataclasses.dataclass(frozen=True)

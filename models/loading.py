@@ -36,8 +36,8 @@ from kvjax.models.quantization.reading import PackedSource, Widened, sources
 from kvjax.models.quantization.rules import REMEDY, Published
 from kvjax.models.quantization.schemes import split
 from kvjax.models.tensors import DTYPES, RowsPacked, Tensor
-from pallas_kernels.dispatch import compute_capability
-from pallas_kernels.matrices import MatrixFormat, PackedMatrix, pack
+from pallas_kernels.core.dispatch import compute_capability
+from pallas_kernels.core.matrices import MatrixFormat, PackedMatrix, pack
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from jaxtyping import Array, DTypeLike, Float
 
 from kvjax.model.protocols import Matrix, Params
 from kvjax.models.mixers.tokens import Tokens
-from pallas_kernels.matrices import is_packed, unpack
-from pallas_kernels.project_tokens import project_tokens
+from pallas_kernels.core.matrices import is_packed, unpack
+from pallas_kernels.matmul.project_tokens import project_tokens
 
 
 def project(

@@ -24,7 +24,7 @@ from kvjax.models.fused import outline, stored_parts, whole
 from kvjax.models.interleaving import blocks_in_order, rearranged, unmoved
 from kvjax.models.quantization.writing import check_writable, fields_of, tensors_of
 from kvjax.models.save_targets import check_target, hidden_beside
-from pallas_kernels.matrices import MatrixFormat, PackedMatrix, is_packed
+from pallas_kernels.core.matrices import MatrixFormat, PackedMatrix, is_packed
 
 
 def save(model: Model, folder: str | Path, *, overwrite: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.text.checkpoint_files import named
-from pallas_kernels.matrices import MatrixFormat, PackedMatrix
+from pallas_kernels.core.matrices import MatrixFormat, PackedMatrix
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types of numbers that are not packed: safetensors' name -> numpy's name."""

@@ -5,6 +5,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from pallas_kernels.core.renamed import answer
+
 if TYPE_CHECKING:
     from kvjax.serving.batch.job import run_batch, run_file
     from kvjax.serving.batch.records import Defaults
@@ -14,6 +16,13 @@ if TYPE_CHECKING:
 __all__ = ["Defaults", "KvjaxLM", "Summary", "run_batch", "run_file"]
 
 _HOMES = {"Defaults": "batch.records", "KvjaxLM": "harness", "Summary": "batch.results", "run_batch": "batch.job", "run_file": "batch.job"}
+
+answer(
+    {
+        "kvjax.serving.session": "kvjax.serving.sessions: the servers are in kvjax.serving.server",
+        "kvjax.serving.flags": "kvjax.serving.xla_flags",
+    }
+)
 
 
 def __getattr__(name: str) -> Any:

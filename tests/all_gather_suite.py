@@ -13,7 +13,7 @@ import paging
 from all_reduce_suite import mesh_of
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels.preparation import before_loop
+from pallas_kernels.collectives.preparation import before_loop
 
 AXIS = "tensor"
 

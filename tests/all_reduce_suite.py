@@ -13,7 +13,7 @@ import paging
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels.preparation import before_loop
+from pallas_kernels.collectives.preparation import before_loop
 
 AXIS = "tensor"
 

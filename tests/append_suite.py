@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from paging import append_tokens
 
-from pallas_kernels.page_index import CODED, coded_keys, index_dtype, index_shape, page_index
+from pallas_kernels.selection.page_index import CODED, coded_keys, index_dtype, index_shape, page_index
 
 XLA = functools.partial(append_tokens, implementation="xla")
 """The base of the mutants."""

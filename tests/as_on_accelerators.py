@@ -13,15 +13,16 @@ import jax
 import jax.numpy as jnp
 import paging
 
-from pallas_kernels import dispatch, tiles
-from pallas_kernels.flash_attention import cudnn
-from pallas_kernels.pages import unlike
+from pallas_kernels.attention.flash_attention import cudnn
+from pallas_kernels.core import dispatch
+from pallas_kernels.core.pages import unlike
+from pallas_kernels.xla import key_tiles
 
 
 @contextlib.contextmanager
 def small_tiles(first: int = 16, largest: int = 32, stride: int = 32) -> Iterator[None]:
     """Sizes in tokens. The op must be called without a config."""
-    with mock.patch.multiple(tiles, on_cpu=mock.Mock(return_value=False), FIRST=first, LARGEST=largest, STRIDE=stride):
+    with mock.patch.multiple(key_tiles, on_cpu=mock.Mock(return_value=False), FIRST=first, LARGEST=largest, STRIDE=stride):
         yield
 
 

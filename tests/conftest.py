@@ -46,7 +46,7 @@ DEVICES = "--xla_force_host_platform_device_count=8"
 
 MAPS = Path("/proc/self/maps")
 """A line for each piece of memory that this process has mapped."""
-MOST_MAPS = 40_000
+MAX_MAPS = 40_000
 
 
 def pytest_addoption(parser):
@@ -94,7 +94,7 @@ def compiled_programs_go_with_their_module():
 def compiled_programs_stay_few(request):
     """Optimized programs have so many parts that those of one module can pass the kernel's limit."""
     yield
-    if request.config.getoption("--optimized") and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+    if request.config.getoption("--optimized") and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MAX_MAPS:
         jax.clear_caches()
 
 
@@ -155,7 +155,7 @@ def emulated_kernels():
 @pytest.fixture(scope="session")
 def hopper() -> None:
     """For tests marked `gpu` that run the Mosaic GPU kernels: skips where there is no GPU that can run all of them, in all forms."""
-    from pallas_kernels import dispatch
+    from pallas_kernels.core import dispatch
 
     if "mosaic_gpu" not in dispatch.available("flash_attention"):
         pytest.skip("needs an NVIDIA GPU of compute capability 9.0")

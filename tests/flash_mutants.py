@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import merge
+from pallas_kernels.core import merge
 
 
 def _zeros(base, *arrays, **keywords):

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.append_tokens import append_tokens
-from pallas_kernels.page_format import CODES, PageFormat
-from pallas_kernels.page_index import index_dtype, index_shape
-from pallas_kernels.pages import OpenPages, Pages
+from pallas_kernels.cache.append_tokens import append_tokens
+from pallas_kernels.core.page_format import CODES, PageFormat
+from pallas_kernels.core.pages import OpenPages, Pages
+from pallas_kernels.selection.page_index import index_dtype, index_shape
 
 XLA = functools.partial(append_tokens, implementation="xla")
 FORMATS = {

@@ -12,10 +12,10 @@ import packed_suite
 import paging
 from jax.experimental import pallas as pl
 
-from pallas_kernels.hopper.lane_halves import HalfTile
-from pallas_kernels.pack_pages import pack_pages
-from pallas_kernels.page_format import unpack
-from pallas_kernels.pages import OpenPages, Pages
+from pallas_kernels.cache.pack_pages import pack_pages
+from pallas_kernels.core.page_format import unpack
+from pallas_kernels.core.pages import OpenPages, Pages
+from pallas_kernels.hopper.prefill.unpack import HalfTile
 
 BASE = {
     "lengths": (0, 1, 127, 128, 129, 500, 700, 768),

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import paging
 
-from pallas_kernels.pack_pages import pack_pages
-from pallas_kernels.page_format import PageFormat
-from pallas_kernels.pages import OpenPages, Pages
+from pallas_kernels.cache.pack_pages import pack_pages
+from pallas_kernels.core.page_format import PageFormat
+from pallas_kernels.core.pages import OpenPages, Pages
 
 
 def _format(codes: str, scale: str | None = None, group: int | None = None) -> PageFormat:

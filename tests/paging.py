@@ -10,12 +10,12 @@ import importlib
 from collections.abc import Callable
 from unittest import mock
 
-from pallas_kernels import dispatch
-from pallas_kernels.pages import Pages
+from pallas_kernels.core import dispatch
+from pallas_kernels.core.pages import Pages
 
 
 def _public(op: str) -> Callable:
-    return getattr(importlib.import_module(f"pallas_kernels.{op}"), op)
+    return getattr(importlib.import_module(dispatch.MODULES[op]), op)
 
 
 def _attention(op: str) -> Callable:
@@ -87,7 +87,7 @@ def unsupported(op: str, name: str, *arrays, **keywords) -> str | None:
     def asked(_op, _implementation, _signature, operands):
         raise _Asked(operands)
 
-    says = getattr(importlib.import_module(f"pallas_kernels.{op}.{name}"), "unsupported", None)
+    says = getattr(importlib.import_module(f"{dispatch.MODULES[op]}.{name}"), "unsupported", None)
     with mock.patch.object(dispatch, "choose", asked):
         try:
             public(op)(*arrays, **keywords)

@@ -10,8 +10,8 @@ import numpy as np
 from kvjax.cache import PagedKV
 from kvjax.policies.prefill import PrefillContext, parse_prefill
 from kvjax.policies.prefill.naming import PEERS
-from pallas_kernels.page_index import page_index
-from pallas_kernels.pages import Pages
+from pallas_kernels.core.pages import Pages
+from pallas_kernels.selection.page_index import page_index
 
 SIZES = {"chi": 8, "key_block": 8, "sink_tokens": 8, "window_tokens": 12}
 PAGE_WINDOW = {"window_tokens": 16}

@@ -10,7 +10,7 @@ import numpy as np
 from kvjax.cache import WHOLE, RecurrentSpec
 from kvjax.engine import recurrent
 from kvjax.model.protocols import Recurrence
-from pallas_kernels.gated_delta import causal_convolution, delta_page
+from pallas_kernels.recurrent.gated_delta import causal_convolution, delta_page
 
 PAGE, CHUNK = 16, 48
 SPEC = RecurrentSpec(

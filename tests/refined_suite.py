@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import packed_suite
 
-from pallas_kernels.page_index import page_index
-from pallas_kernels.pages import Pages
-from pallas_kernels.selected_attention import selected_attention
+from pallas_kernels.attention.selected_attention import selected_attention
+from pallas_kernels.core.pages import Pages
+from pallas_kernels.selection.page_index import page_index
 
 SIZES = {"kind": "bounds", "block_size": 16, "shortlist": 8, "budget": 3, "sink": 1, "local": 2, "codes_kind": "keys4"}
 """Of a selection."""

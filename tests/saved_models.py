@@ -12,7 +12,7 @@ import numpy as np
 from kvjax.model.weight_formats import SCHEMES, WeightScheme, place_of
 from kvjax.models import CausalLM, config_json, load
 from kvjax.models.decoder import TransformerDecoder, causal_mix, is_shape, param_shapes
-from pallas_kernels.matrices import DTYPES, LARGEST, MatrixFormat, PackedMatrix
+from pallas_kernels.core.matrices import DTYPES, LARGEST, MatrixFormat, PackedMatrix
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_5_text", "gemma3_text", "deepseek_v32")
 DENSE = ("mistral", "ministral", "smollm3", "granite", "seed_oss", "internlm3", "olmo2", "olmo3", "phi3")

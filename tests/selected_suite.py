@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from paging import gather_attention, selected_attention
 
-from pallas_kernels.page_index import page_index
-from pallas_kernels.select_blocks import selection_width
+from pallas_kernels.selection.page_index import page_index
+from pallas_kernels.selection.select_blocks import selection_width
 
 SIZES = {"kind": "bounds", "block_size": 16, "budget": 5, "sink": 1, "local": 2}
 """Of a selection."""

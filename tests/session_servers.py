@@ -4,9 +4,9 @@ import contextlib
 import time
 
 from kvjax import SessionRuntime
-from kvjax.serving.session.desk import ServerOptions
-from kvjax.serving.session.metrics import Metrics
-from kvjax.serving.session.server import Server
+from kvjax.serving.server.grpc_server import Server
+from kvjax.serving.server.metrics import Metrics
+from kvjax.serving.server.options import ServerOptions
 
 WAIT = 60.0
 """Seconds after which a test fails."""

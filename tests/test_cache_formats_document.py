@@ -1,4 +1,4 @@
-"""The tables of docs/cache-formats.md, computed again, and what it and docs/formats.md say of the model beside the panels."""
+"""The tables of docs/cache-formats.md, computed again, and what it and docs/formats.md say of the model beside the runs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from benchmarks import report
 from benchmarks.evidence import load
 from kvjax.cache.formats import parse_cache_format
-from pallas_kernels.pack_pages import pack_pages
-from pallas_kernels.page_format import PageFormat, unpack
+from pallas_kernels.cache.pack_pages import pack_pages
+from pallas_kernels.core.page_format import PageFormat, unpack
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "cache-formats.md"
@@ -60,7 +60,7 @@ def test_the_table_holds(name):
 
 
 RESULTS = DOCUMENT.parents[1] / "benchmarks" / "results"
-PANELS = {
+RUNS = {
     "cache-formats": [RESULTS / "cpu/fidelity-cache-formats.json", *RESULTS.glob("h200/pages-fidelity-*.json")],
     "formats": [*RESULTS.glob("h200/weights-fidelity*.json")],
 }
@@ -92,9 +92,9 @@ def said(document):
 def measured(document="cache-formats"):
     """(needles in codes, forced text) on GPUs, by policy and length. Runs over one length agree about the policies that they share."""
     found = {}
-    for panel in load([file for file in PANELS[document] if file.parent.name == "h200"]):
-        forced = {(row["policy"], row["length"]): row for row in panel["forced"]}
-        for row in panel["retrieval"]:
+    for run in load([file for file in RUNS[document] if file.parent.name == "h200"]):
+        forced = {(row["policy"], row["length"]): row for row in run["forced"]}
+        for row in run["retrieval"]:
             if row["haystack"] == "codes":
                 place = row["policy"], row["length"]
                 needles, text = found.setdefault(place, (row, forced[place]))
@@ -122,7 +122,7 @@ def within(policy, length):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_row_of_a_format_is_what_the_panels_say(name):
+def test_the_row_of_a_format_is_what_the_runs_say(name):
     format = parse_cache_format(name, "bfloat16")
     smaller = 2 * 256 * 128 / sum(each.bytes_per_page(128, 128) for each in (format.k, format.v))
     dense, found = f"dense @ {name}", measured()
@@ -138,7 +138,7 @@ def test_every_format_that_ran_has_a_row():
     assert {policy.partition(" @ ")[2] for policy, _ in measured() if "@" in policy} == set(FORMATS)
 
 
-def test_what_packed_pages_lose_is_what_the_panels_say():
+def test_what_packed_pages_lose_is_what_the_runs_say():
     text, found = said("cache-formats"), measured()
     assert [found["dense", length][0]["hits"] for length in LENGTHS] == [200, 198, 195]
     assert "finds 200 of them at 8K, 198 at 16K and 195 at 32K" in text
@@ -221,10 +221,10 @@ def test_the_targets_are_met_or_missed_as_the_page_says():
     assert all(whole <= mixed for whole, mixed in zip(ends[" @ int8"], values, strict=True)), "no larger KL"
     tried = {}
     for name in ("channel", "none", "boundary"):
-        (panel,) = load([RESULTS / "h200" / f"designs-fp8-{name}.json"])
-        (row,) = (row for row in panel["retrieval"] if row["policy"].startswith("top:32 @"))
+        (run,) = load([RESULTS / "h200" / f"designs-fp8-{name}.json"])
+        (row,) = (row for row in run["retrieval"] if row["policy"].startswith("top:32 @"))
         assert (row["length"], row["against_dense"]["lost"]) == (16384, 1)
-        tried[name] = next(each["kl"]["high"] for each in panel["forced"] if each["policy"] == row["policy"])
+        tried[name] = next(each["kl"]["high"] for each in run["forced"] if each["policy"] == row["policy"])
     said_of = "a scale per channel for keys ends at {channel:.4f}, no scale at {none:.4f}, and two layers that are not packed "
     assert (said_of + "(`fp8,boundary=1`) at {boundary:.4f}; each loses one needle").format(**tried) in text
     hits = {policy: [found[policy, at][0]["hits"] for at in LENGTHS if (policy, at) in found] for policy, _ in found}
@@ -239,10 +239,10 @@ def test_the_targets_are_met_or_missed_as_the_page_says():
 
 
 def test_near_miss_needles_are_invalid_at_each_length():
-    for document in PANELS:
+    for document in RUNS:
         dense = {}
-        for panel in load([file for file in PANELS[document] if file.parent.name == "h200"]):
-            for row in panel["retrieval"]:
+        for run in load([file for file in RUNS[document] if file.parent.name == "h200"]):
+            for row in run["retrieval"]:
                 if (row["haystack"], row["policy"]) == ("near-miss", "dense"):
                     assert row["invalid_trials"] == 200
                     dense[row["length"]] = sum(cell["hits"] for cell in row["by_depth"])
@@ -250,7 +250,7 @@ def test_near_miss_needles_are_invalid_at_each_length():
         assert f"dense finds {', '.join(map(str, first))} and {last} of 200" in said(document)
 
 
-def test_what_packed_weights_lose_is_what_the_panels_say():
+def test_what_packed_weights_lose_is_what_the_runs_say():
     text, found = said("formats"), measured("formats")
     assert [found["dense", length][0]["hits"] for length in (8192, 32768)] == [200, 195]
     names = [f"dense @ weights {name}" for name in ("int8", "fp8", "int4")]

@@ -21,7 +21,7 @@ def named_paths(text: str) -> list[str]:
 def missing(text: str) -> list[str]:
     """Paths that are neither in the repository nor, where they name a file alone, in a folder of an op."""
     found = [path for path in named_paths(text) if not (ROOT / path).exists()]
-    return [path for path in found if "/" in path or not list((ROOT / "pallas_kernels").glob(f"*/{path}"))]
+    return [path for path in found if "/" in path or not list((ROOT / "pallas_kernels").rglob(path))]
 
 
 def test_every_path_exists():

@@ -1,4 +1,4 @@
-"""Every table of evidence has a row that must fail, and it does, or the page says what the table cannot show (docs/fidelity.md)."""
+"""Every table of evidence has a row that must fail, and it does, or the page says what the table cannot show (docs/evaluation.md)."""
 
 import json
 import re
@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from kvjax.cost_model.evidence import parse_level, qualified, recorded_evidence
-from kvjax.fidelity.report import CONTROL_LOSS, KEPT_KL, controls
+from kvjax.evaluation.report import CONTROL_LOSS, KEPT_KL, controls
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
 REGISTER = PAGE[PAGE.index("## What must fail, and does") : PAGE.index("## One command per figure")]
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MARKED = sorted({name for file in DOCUMENTS for name in re.findall(r"<!-- (\w+:[\w-]+) -->", file.read_text(encoding="utf-8"))})
@@ -29,7 +29,7 @@ def prefill_text():
 def test_every_marked_table_names_what_must_fail():
     assert len(MARKED) > 20
     assert sorted(set(re.findall(r"`(\w+:[a-z][\w-]+)`", REGISTER)) & set(MARKED)) == MARKED
-    assert [name for name in re.findall(r"`((?:bench|cost|fidelity):[\w-]+)`", REGISTER) if name not in MARKED] == []
+    assert [name for name in re.findall(r"`((?:bench|cost|evaluation):[\w-]+)`", REGISTER) if name not in MARKED] == []
 
 
 @pytest.mark.parametrize("name", ["fidelity-panel", "fidelity-haystacks"])
@@ -47,16 +47,16 @@ def test_a_window_fails_wherever_dense_answers(name):
 
 
 @pytest.mark.parametrize("name", ["fidelity-budgets", "fidelity-tasks", "fidelity-long"])
-def test_a_panel_without_a_window_that_fails_says_so(name):
+def test_a_run_without_a_window_that_fails_says_so(name):
     (line,) = controls(result(f"h200/{name}"))
     assert line in PAGE
     assert line.startswith("no control: ") or "too few" in line
 
 
-def test_budgets_were_asked_what_the_window_of_the_panel_failed():
-    panel, budgets = (result(f"h200/fidelity-{name}")["settings"] for name in ("panel", "budgets"))
+def test_budgets_were_asked_what_the_window_of_the_run_failed():
+    run, budgets = (result(f"h200/fidelity-{name}")["settings"] for name in ("panel", "budgets"))
     same = ("text", "text with SHA-256", "seed", "trials", "distractors", "lengths", "tasks", "haystacks", "page_size")
-    assert {name: panel[name] for name in same} == {name: budgets[name] for name in same}
+    assert {name: run[name] for name in same} == {name: budgets[name] for name in same}
 
 
 def test_the_window_fails_echo_in_every_cell_that_is_not_marked_invalid():
@@ -152,7 +152,8 @@ def test_a_fit_without_a_term_is_worse_and_so_is_always_dense():
 def test_mutants_that_the_pages_name_are_there():
     """Of the ops whose errors stand in tables, and of the token-sparse step."""
     for op in ("flash_attention", "query_sparse_attention", "block_sparse_attention", "union_blocks", "gather_attention", "select_blocks"):
-        suite = (ROOT / "tests" / "pallas_kernels" / op / f"test_{op}.py").read_text(encoding="utf-8")
+        (path,) = (ROOT / "tests" / "pallas_kernels").rglob(f"test_{op}.py")
+        suite = path.read_text(encoding="utf-8")
         assert re.search(r"def test_.*mutant", suite), op
     assert "def test_mutant_fails(" in (ROOT / "tests" / "models" / "test_latent_attention.py").read_text(encoding="utf-8")
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import update_docs
 from kvjax.cost_model import known_cost_model, known_cost_models, known_prefill_times, recorded_evidence, recorded_prefill_evidence
-from kvjax.cost_model.evidence import with_panel, with_results
+from kvjax.cost_model.evidence import with_evaluation, with_results
 from kvjax.cost_model.exchanges import prompt_exchanges
 from kvjax.cost_model.fitting import Key, checks, fit, read_cells
 from kvjax.cost_model.predict import to_json
@@ -216,7 +216,7 @@ def test_recorded_evidence_is_what_the_committed_panels_make():
     """After new measurements: the command under "Evidence" in docs/cost-model.md."""
     rows = ()
     for source in sorted({row.source for row in recorded_evidence()}):
-        rows = with_panel(rows, json.loads((ROOT / source).read_text()), source)
+        rows = with_evaluation(rows, json.loads((ROOT / source).read_text()), source)
     assert rows
     assert set(rows) == set(recorded_evidence())
 

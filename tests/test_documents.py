@@ -16,7 +16,7 @@ def test_the_tables_are_what_the_results_make():
 
 def test_every_document_with_tables_is_made():
     texts = {file.stem: file.read_text(encoding="utf-8") for file in update_docs.DOCS.glob("*.md")}
-    marked = {name for name, text in texts.items() if re.search(r"<!-- (bench|cost|fidelity):", text)}
+    marked = {name for name, text in texts.items() if re.search(r"<!-- (bench|cost|evaluation):", text)}
     assert marked - set(update_docs.PAGES) == set()
 
 
@@ -36,7 +36,7 @@ def test_a_wrong_figure_is_noticed_and_mended(monkeypatch, tmp_path, capsys):
 
 
 def test_a_page_without_a_part_and_results_that_are_not_there_are_refused():
-    with pytest.raises(ValueError, match="there is no part between <!-- fidelity:other -->"):
-        rendered("<!-- fidelity:one -->", [], "other")
+    with pytest.raises(ValueError, match="there is no part between <!-- evaluation:other -->"):
+        rendered("<!-- evaluation:one -->", [], "other")
     with pytest.raises(ValueError, match="no file of benchmarks/results is called h200/none"):
         update_docs.Tables(["h200/none*.json"]).files  # noqa: B018

@@ -10,7 +10,7 @@ import pytest
 from kvjax.serving.cli import app as cli
 from pallas_kernels.core.optional import EXTRAS, MissingExtra, needs_extras
 
-BLOCKED = ["IPython", "ipykernel", "nbclient", "nbformat", "pandas", "patsy", *(name for names in EXTRAS.values() for name in names)]
+BLOCKED = ["IPython", "ipykernel", "nbclient", "nbformat", *(name for names in EXTRAS.values() for name in names)]
 """Packages that only extras bring."""
 
 IMPORTS = f"""
@@ -19,7 +19,8 @@ sys.modules |= dict.fromkeys({BLOCKED!r})  # an import of one fails as if it wer
 import kvjax
 for name in kvjax.__all__:
     getattr(kvjax, name)
-import kvjax.fidelity.statistics, kvjax.fidelity.echo_report, kvjax.fidelity.report, kvjax.cost_model.fitting, kvjax.cost_model.regimes
+import kvjax.evaluation.statistics, kvjax.evaluation.recall_report, kvjax.evaluation.report
+import kvjax.cost_model.fitting, kvjax.cost_model.regimes
 from kvjax.serving import cli
 """
 NONE_CAME = f"assert not [name for name in {BLOCKED!r} if sys.modules[name]]"
@@ -54,12 +55,7 @@ def test_loading_generating_and_batches_need_no_extra(tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("fidelity", "kvjax fidelity needs statsmodels and matplotlib, not installed here: pip install 'kvjax[eval,plots]'"),
-        ("echo", "kvjax echo needs statsmodels, not installed here: pip install 'kvjax[eval]'"),
-        (
-            "needle --prefill dense --prefill bounds:32",
-            "kvjax needle with several --prefill needs statsmodels, not installed here: pip install 'kvjax[eval]'",
-        ),
+        ("evaluate", "kvjax evaluate needs pandas and tabulate and matplotlib, not installed here: pip install 'kvjax[eval]'"),
         ("cost regimes", "kvjax cost regimes needs matplotlib, not installed here: pip install 'kvjax[plots]'"),
         (
             "batch in.jsonl --out out.jsonl --model needle --ray",
@@ -91,14 +87,13 @@ def test_a_command_that_needs_an_extra_says_so_at_once_in_one_line(line, said, t
 
 
 def test_functions_of_the_library_say_it_too(monkeypatch):
-    from kvjax.fidelity.statistics import paired, proportion
+    from kvjax.evaluation.report import frame
     from pallas_kernels.core.pictures import picture
 
     for name in BLOCKED:
         monkeypatch.setitem(sys.modules, name, None)
     calls = [
-        ("eval", lambda: proportion(1, 2)),
-        ("eval", lambda: paired([True], [False])),
+        ("eval", lambda: frame({})),
         ("plots", lambda: picture(Path("a.png"), height=1.0).__enter__()),
     ]
     for extra, call in calls:
@@ -108,6 +103,6 @@ def test_functions_of_the_library_say_it_too(monkeypatch):
 
 def test_only_the_extra_that_lacks_something_is_named(monkeypatch):
     needs_extras("everything", *EXTRAS)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingExtra, match=r"^everything needs matplotlib, not installed here: pip install 'kvjax\[plots\]'$"):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(MissingExtra, match=r"^everything needs pandas, not installed here: pip install 'kvjax\[eval\]'$"):
         needs_extras("everything", *EXTRAS)

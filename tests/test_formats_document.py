@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvjax.model.weight_formats import scheme_of
-from pallas_kernels.matrices import MatrixFormat, pack
-from pallas_kernels.project_tokens import project_tokens
-from pallas_kernels.project_tokens.shape import Shape
+from pallas_kernels.core.matrices import MatrixFormat, pack
+from pallas_kernels.matmul.project_tokens import project_tokens
+from pallas_kernels.matmul.project_tokens.shape import Shape
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "formats.md"

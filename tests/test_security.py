@@ -21,7 +21,7 @@ from kvjax.cache.stores.sequence_file import write_sequence
 from kvjax.cost_model import Evidence, Price, recorded_evidence
 from kvjax.cost_model.evidence import read_evidence
 from kvjax.cost_model.predict import interpolated
-from kvjax.fidelity.report import policy_and_keys
+from kvjax.evaluation.report import policy_and_keys
 from kvjax.models.checkpoint import stored_tensors
 from kvjax.policies.decode import parse as parse_policy
 from kvjax.policies.decode import parse_recorded, register
@@ -67,7 +67,7 @@ ROADS = {
     "a name of prefill in data": parse_recorded_prefill,
     "a row of evidence": evidence,
     "a price of a cost model": lambda name: interpolated(parse_policy("top:8"), {name: Price(0.0)}),
-    "a panel": policy_and_keys,
+    "a run": policy_and_keys,
 }
 
 
@@ -85,18 +85,18 @@ TYPED = {
     "kvjax/cost_model/predict.py": "arguments; prices and rows are looked up",
     "kvjax/cost_model/regimes.py": "arguments",
     "kvjax/engine/policy_set.py": "arguments of an engine",
-    "kvjax/fidelity/echo.py": "a plan",
-    "kvjax/fidelity/echo_report.py": "a plan",
-    "kvjax/fidelity/panel.py": "a plan",
-    "kvjax/fidelity/retrieval.py": "arguments",
+    "kvjax/evaluation/prompt_recall.py": "a plan",
+    "kvjax/evaluation/recall_report.py": "a plan",
+    "kvjax/evaluation/run.py": "a plan",
+    "kvjax/evaluation/retrieval.py": "arguments",
     "kvjax/policies/decode/__init__.py": "exports it",
     "kvjax/policies/prefill/__init__.py": "exports it",
-    "serving/batch/continuing.py": "arguments of a job",
+    "serving/batch/resume.py": "arguments of a job",
     "serving/batch/job.py": "arguments of a job",
     "serving/bench/decode.py": "options",
     "serving/bench/prefill.py": "options",
     "serving/cli/doctor.py": "built-in names",
-    "serving/cli/fidelity.py": "options",
+    "serving/cli/evaluate.py": "options",
     "serving/cli/needle.py": "options",
     "serving/cli/plan.py": "options",
     "serving/harness.py": "arguments of an adapter",

@@ -16,7 +16,7 @@ import pytest
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu import query_tiles, tile_copies
+from pallas_kernels.tpu import prefill_fold, tile_copies
 
 INTERPRET = pltpu.InterpretParams(detect_races=True)
 RACE = "RACE DETECTED"
@@ -96,12 +96,12 @@ def _not_rescaled(fold):
 
 
 def _short_weights(weighted_sum):
-    return lambda weights, values, terms: query_tiles.product(weights.astype("bfloat16"), values, contract=0)
+    return lambda weights, values, terms: prefill_fold.product(weights.astype("bfloat16"), values, contract=0)
 
 
 IN_TILES = {
     "NaN of tokens never written": (tile_copies.TileCopies, "clean", _positions_only),
-    "weighted values not rescaled": (query_tiles, "fold", _not_rescaled),
-    "weights of 8 bits": (query_tiles, "weighted_sum", _short_weights),
+    "weighted values not rescaled": (prefill_fold, "fold", _not_rescaled),
+    "weights of 8 bits": (prefill_fold, "weighted_sum", _short_weights),
 }
 """Mutants of kernels that fold tiles of keys: whose attribute, its name, and what makes the mutant of it."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
-PROTO = ROOT / "serving" / "session" / "proto"
+PROTO = ROOT / "serving" / "server" / "proto"
 
 
 def main(target: Path) -> None:

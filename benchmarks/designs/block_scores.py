@@ -36,8 +36,8 @@ import kvjax
 from benchmarks.designs.loose_bounds import looseness
 from benchmarks.designs.score_kinds import BLOCK, SCORES, Layer, Score, combined, true_lse
 from benchmarks.report import source
-from kvjax.fidelity.needle import NeedleTask, Trial, documentation_text, encode_text, vocabulary_words
-from kvjax.fidelity.retrieval import prompt_start
+from kvjax.evaluation.needle import NeedleTask, Trial, documentation_text, encode_text, vocabulary_words
+from kvjax.evaluation.retrieval import prompt_start
 from kvjax.model.identity import fingerprint
 from kvjax.model.protocols import Heads
 from pallas_kernels.core.results import write_result

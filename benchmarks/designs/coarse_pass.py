@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 import kvjax
-from kvjax.fidelity.measures import record_prefill
-from kvjax.fidelity.needle import encode
+from kvjax.evaluation.measures import record_prefill
+from kvjax.evaluation.needle import encode
 from pallas_kernels.core.results import write_result
 
 PAGE, GROUP, QUERIES, TILE, K, SINK, WINDOW = 128, 8, 16, 128, 32, 128, 1024

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
+from pallas_kernels.core.matrices import MatrixFormat, PackedMatrix, pack, unpack
 from pallas_kernels.core.results import write_result
-from pallas_kernels.matrices import MatrixFormat, PackedMatrix, pack, unpack
-from pallas_kernels.project_tokens.cpu_codes import codes_product
+from pallas_kernels.matmul.project_tokens.cpu_codes import codes_product
 
 SHAPES = ((1536, 576), (576, 1536), (49_152, 576))
 CALLS = 200

@@ -1,6 +1,6 @@
 """A design that was measured against `bounds:K`: one list for all query heads of a KV head, so that keys could be loaded once for all.
 
-    kvjax echo --prefill bounds:32+sparse --prefill benchmarks/designs/group_lists.py:GroupLists:32
+    kvjax recall --prefill bounds:32+sparse --prefill benchmarks/designs/group_lists.py:GroupLists:32
 
 It takes the scores of each head's own walk, adds them up over the heads of a group, and lists the best for all. Only what it recalls is
 measured with it: it attends through the same kernel, head by head.
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from kvjax.policies.prefill import BoundsBlocks
 from kvjax.policies.prefill.lists import best_blocks, distant_blocks
-from pallas_kernels.select_tiles import mosaic_gpu, xla
+from pallas_kernels.selection.select_tiles import mosaic_gpu, xla
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class GroupLists(BoundsBlocks):
         sizes = (*query.shape[:3], bounds.shape[1], query.shape[3], rows.shape[2] // mosaic_gpu.TILE)
         shape = mosaic_gpu.Shape(*sizes, self.key_block, self.pooling, ctx.sm_scale, query.dtype)
         sealed = jnp.minimum(ctx.lengths // page_size, ctx.page_table.shape[1]) * bounds.shape[2]
-        padded = mosaic_gpu.query_tiles.padded(query)
+        padded = mosaic_gpu.prefill_fold.padded(query)
         admitted = mosaic_gpu.admitted_blocks(there, self.sink_tokens // self.key_block, rows.shape[2])
         paid = mosaic_gpu.launch(shape)(padded, rows, admitted, ctx.starts, ctx.lengths, sealed)[..., : there.shape[1]]
         window = {"sink_tokens": self.sink_tokens, "window_tokens": self.window_tokens}

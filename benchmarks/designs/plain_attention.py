@@ -19,9 +19,9 @@ import numpy as np
 import typer
 from jax import lax
 
-from pallas_kernels import online_softmax
 from pallas_kernels.bench.timing import device_time
 from pallas_kernels.core.results import write_result
+from pallas_kernels.xla import online_softmax
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 8192, 28, 4, 128
 SCALE = HEAD_DIM**-0.5

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from kvjax.policies.decode import TopBlocks
 from kvjax.policies.decode.base import Blocks, Stateless, select_and_attend
 from kvjax.policies.decode.candidates import always_read, ascending, ranked
-from pallas_kernels.gather_attention import gather_attention
-from pallas_kernels.select_blocks import block_shares
+from pallas_kernels.attention.gather_attention import gather_attention
+from pallas_kernels.selection.select_blocks import block_shares
 
 BLOCK = 128
 

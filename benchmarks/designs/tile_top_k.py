@@ -17,8 +17,8 @@ import typer
 
 from pallas_kernels.bench.timing import device_time
 from pallas_kernels.core.results import write_result
-from pallas_kernels.top_k import top_k
-from pallas_kernels.top_k.plan import Config
+from pallas_kernels.selection.top_k import top_k
+from pallas_kernels.selection.top_k.plan import Config
 
 ROWS, SCORES, K = 229_376, 8192, 32
 

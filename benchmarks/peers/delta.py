@@ -6,7 +6,7 @@ import dataclasses
 
 from kvjax.policies.prefill import SinkWindow, delta_correction
 from kvjax.policies.prefill.lists import DenseWhereCovered, check_sizes
-from pallas_kernels.query_sparse_attention import query_sparse_attention
+from pallas_kernels.attention.query_sparse_attention import query_sparse_attention
 
 
 @dataclasses.dataclass(frozen=True)

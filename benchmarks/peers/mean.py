@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.fidelity.estimates import mean_keys, mean_queries
+from kvjax.evaluation.estimates import mean_keys, mean_queries
 from kvjax.policies.prefill.lists import BestBlocks, best_blocks
 
 

@@ -7,11 +7,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.fidelity.estimates import ranked_until, share_text
-from kvjax.fidelity.key_walk import padded_tokens, tile_tokens, walk_keys
+from kvjax.evaluation.estimates import ranked_until, share_text
+from kvjax.evaluation.key_walk import padded_tokens, tile_tokens, walk_keys
 from kvjax.policies.prefill.lists import TileLists, check_sizes
-from pallas_kernels import online_softmax
-from pallas_kernels.soft_cap import divided
+from pallas_kernels.core.soft_cap import divided
+from pallas_kernels.xla import online_softmax
 
 
 @dataclasses.dataclass(frozen=True)

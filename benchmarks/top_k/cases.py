@@ -40,7 +40,7 @@ COUNTED_LENGTHS = (131072, 1048576)
 FROM_HINT = "top_k:start=hint"
 """The op, started from the mean of the hinted scores. Its default reads no hint, so only this form distinguishes hints."""
 
-FEWER_SCORES, FEWEST_SCORES = 2**22, 2**24
+FEWER_SCORES, MIN_SCORES = 2**22, 2**24
 """Above these numbers of scores per input, a place has two inputs, and one."""
 
 
@@ -198,7 +198,7 @@ def load_captured(file: Path) -> Captured:
 def copies_of(place: Place) -> int:
     """How many inputs a place has: fewer if they are large, and only one if its rows are captured."""
     scores = place.batch * place.n
-    return 1 if place.captured or scores > FEWEST_SCORES else 2 if scores > FEWER_SCORES else 4
+    return 1 if place.captured or scores > MIN_SCORES else 2 if scores > FEWER_SCORES else 4
 
 
 def make_inputs(place: Place, hints: Sequence[str], files: dict[str, Captured]) -> list[tuple[np.ndarray, dict[str, np.ndarray | None]]]:

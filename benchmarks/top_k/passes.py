@@ -1,7 +1,7 @@
 """`python -m benchmarks.top_k.passes`: how many passes over a row `top_k` takes, by kind of row, without a GPU.
 
-The kernel's decisions are replayed (`pallas_kernels.top_k.replay`). They depend only on scores, hint and sizes, so the counts are the
-kernel's, on any machine. Rows are those of `benchmarks.top_k`, but more of them, one row at a time.
+The kernel's decisions are replayed (`pallas_kernels.selection.top_k.replay`). They depend only on scores, hint and sizes, so the counts are
+the kernel's, on any machine. Rows are those of `benchmarks.top_k`, but more of them, one row at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.top_k import score_rows
 from benchmarks.top_k.cases import Captured
 from pallas_kernels.core.options import JsonOption
 from pallas_kernels.core.results import write_result
-from pallas_kernels.top_k import plan, replay
+from pallas_kernels.selection.top_k import plan, replay
 
 LENGTH, K = 131072, 2048
 SHARE = 0.4

@@ -15,12 +15,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from benchmarks.top_k import cases as top_k_cases
 from benchmarks.top_k import radix_select
 from benchmarks.top_k.cases import Case, Place
-from pallas_kernels import dispatch
 from pallas_kernels.bench import inputs
-from pallas_kernels.hopper import lanes
-from pallas_kernels.top_k import top_k
+from pallas_kernels.core import dispatch
+from pallas_kernels.hopper.threads import lanes
+from pallas_kernels.selection.top_k import top_k
 
-LEAST_OPS = 4
+MIN_OPS = 4
 """Fewest ops of a program."""
 
 FLUSH_GRID, FLUSH_THREADS = 264, 512
@@ -44,7 +44,7 @@ def _config(case: Case) -> Any:
     """The op's `Config` that the case names, None for the default."""
     if not case.config:
         return None
-    from pallas_kernels.top_k.plan import Config
+    from pallas_kernels.selection.top_k.plan import Config
 
     return Config(**case.config)
 
@@ -164,7 +164,7 @@ def reads_hint(op: Callable, place: Place) -> bool:
 
 
 def ops_of(place: Place) -> int:
-    return max(top_k_cases.copies_of(place), LEAST_OPS)
+    return max(top_k_cases.copies_of(place), MIN_OPS)
 
 
 def on_gpu() -> bool:

@@ -29,14 +29,15 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.hopper import clusters, lanes
-from pallas_kernels.select_blocks import choose
+from pallas_kernels.hopper.decode import clusters
+from pallas_kernels.hopper.threads import lanes
+from pallas_kernels.selection.select_blocks import choose
 
 DIGITS = (11, 11, 10)
 """Bits of each digit, the highest first."""
 
 BINS = 2048
-MOST_K = 4096
+MAX_K = 4096
 
 LOADS, LONE_LOADS = 4, 8
 """Loads of 16 bytes that a thread has in flight: if several CTAs share a row, and if one CTA has it alone."""
@@ -85,12 +86,12 @@ def radix_top_k(scores: Float[Array, "B N"], k: int, ctas: int | None = None) ->
     """The k largest of each row and their indices, in no particular order; see the top of this file for ties and what scores may be.
 
     scores: float32, N a multiple of 4. ctas: that share a row, 1 to 16; None: as many as let all rows run at once.
-    Raises ValueError for other arrays, for k outside 1 to N, for k above `MOST_K`, and for other ctas.
+    Raises ValueError for other arrays, for k outside 1 to N, for k above `MAX_K`, and for other ctas.
     """
     if scores.ndim != 2 or scores.dtype != jnp.float32 or scores.shape[1] % 4:
         raise ValueError(f"scores must be float32 [B, N] with N a multiple of 4, got {scores.dtype}{list(scores.shape)}")
-    if not 1 <= k <= min(scores.shape[1], MOST_K):
-        raise ValueError(f"k must be 1 to {min(scores.shape[1], MOST_K)} (N, and at most {MOST_K}), got {k}")
+    if not 1 <= k <= min(scores.shape[1], MAX_K):
+        raise ValueError(f"k must be 1 to {min(scores.shape[1], MAX_K)} (N, and at most {MAX_K}), got {k}")
     if ctas is not None and not 1 <= ctas <= 16:
         raise ValueError(f"ctas must be 1 to 16 (a cluster's most), or None, got {ctas}")
     return _radix_top_k(shape_of(*scores.shape, k, ctas), scores)

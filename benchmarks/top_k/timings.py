@@ -29,11 +29,11 @@ from benchmarks.top_k import earlier as top_k_earlier
 from benchmarks.top_k import score_rows, torch_top_k
 from benchmarks.top_k.cases import Captured, Case, Place
 from benchmarks.top_k.programs import compiled, flush_words, hinted, key_of, on_gpu, op_of, ops_of
-from pallas_kernels import dispatch
 from pallas_kernels.bench import inputs, timing
 from pallas_kernels.bench.checks import same_bits
 from pallas_kernels.bench.measure import copy_rate
 from pallas_kernels.bench.timing import Kernel, Timing
+from pallas_kernels.core import dispatch
 from pallas_kernels.core.options import JsonOption
 from pallas_kernels.core.results import write_result
 from pallas_kernels.core.tables import stages

@@ -17,8 +17,8 @@ from kvjax.axes import WHOLE_COPY, Shards, spec_of
 from kvjax.cache.host_pool import mapped_memory
 from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.cache.index_spec import IndexSpec, over_packed
-from pallas_kernels.indexer_scores.api import FP8
-from pallas_kernels.pages import CODES, PageFormat, Pages
+from pallas_kernels.core.pages import CODES, PageFormat, Pages
+from pallas_kernels.selection.indexer_scores.api import FP8
 
 
 @flax.struct.dataclass

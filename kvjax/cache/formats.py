@@ -7,7 +7,7 @@ import dataclasses
 from kvjax.cache.spec import CacheSpec, LatentSpec, PagedSpec
 from kvjax.checks import whole_number
 from pallas_kernels.core.messages import shown
-from pallas_kernels.page_format import LARGEST, LATTICES, PACKED, SCALES, PageFormat
+from pallas_kernels.core.page_format import LARGEST, LATTICES, PACKED, SCALES, PageFormat
 
 LEVELS = 38
 """Of a lattice whose name does not say them."""

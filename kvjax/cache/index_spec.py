@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.page_index import CODED, INDEX_KINDS, index_dtype, index_shape
-from pallas_kernels.pages import PageFormat
+from pallas_kernels.core.pages import PageFormat
+from pallas_kernels.selection.page_index import CODED, INDEX_KINDS, index_dtype, index_shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class IndexSpec:
         return same and self.unless_packed <= other.unless_packed and other.every % self.every == 0
 
     def shape(self, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of the array: `N K P/bs R W` with R rows of W elements per block (`pallas_kernels.page_index.index_shape`)."""
+        """Shape of the array: `N K P/bs R W` with R rows of W elements per block (`pallas_kernels.selection.page_index.index_shape`)."""
         if page_size % self.block_size:
             raise ValueError(
                 f"block_size {self.block_size} does not divide page_size {page_size}: use a page_size that is a "

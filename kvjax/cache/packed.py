@@ -13,9 +13,9 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.arrays import OpenRows, PagedKV
 from kvjax.cache.index_spec import IndexSpec, kept_in
 from kvjax.cache.writes import seal
-from pallas_kernels.append_tokens import append_tokens
-from pallas_kernels.pack_pages.pool import put_pages
-from pallas_kernels.pages import OpenPages, physical
+from pallas_kernels.cache.append_tokens import append_tokens
+from pallas_kernels.cache.pack_pages.pool import put_pages
+from pallas_kernels.core.pages import OpenPages, physical
 
 NOWHERE = jnp.iinfo(jnp.int32).max
 """A page id or row beyond every pool: writes to it are dropped."""

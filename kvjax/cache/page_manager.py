@@ -19,7 +19,7 @@ from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.cache.index_spec import IndexSpec
 from kvjax.cache.page_tables import page_table
 from kvjax.cache.spec import MOST_TOKENS, WHOLE, CacheSpec, GroupSpec
-from pallas_kernels.place_tiles import WAYS
+from pallas_kernels.cache.place_tiles import WAYS
 
 HOT_SHARE = 0.75
 """Share of the device's frames that holds copies of the host's tiles, where pages lie in host memory."""

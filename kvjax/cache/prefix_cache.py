@@ -32,7 +32,7 @@ from kvjax.cache.spec import OPEN
 from kvjax.cache.stores.blocks import PIECE, Block, read_blocks, write_blocks
 from kvjax.cache.stores.disk import DiskStore
 from kvjax.cache.stores.host import HostStore
-from pallas_kernels import dispatch
+from pallas_kernels.core import dispatch
 
 AHEAD = 3
 """Pieces that are read from disk ahead of their copies to the device, the current one included."""

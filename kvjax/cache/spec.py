@@ -15,7 +15,7 @@ from jaxtyping import Int
 from kvjax.cache.arrays import LayerCache, PagedKV, SlotLayer, empty_latents, empty_layer, empty_packed
 from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.cache.index_spec import IndexSpec
-from pallas_kernels.page_format import PageFormat
+from pallas_kernels.core.page_format import PageFormat
 
 WHOLE = 1 << 30
 """Page size, in tokens, of a group in which one page holds a whole sequence: the state of recurrent layers."""

@@ -15,12 +15,12 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.arrays import INDEXER, INDEXER_SCALES, LatentPages, LayerCache, PagedKV, kept_cut
 from kvjax.cache.index_spec import IndexSpec
 from kvjax.compilation import program
-from pallas_kernels import dispatch
-from pallas_kernels.append_tokens import append_tokens
-from pallas_kernels.copy_tiles import copy_tiles
-from pallas_kernels.indexer_scores import quantize_keys
-from pallas_kernels.page_index import page_index
-from pallas_kernels.pages import CODES, physical
+from pallas_kernels.cache.append_tokens import append_tokens
+from pallas_kernels.cache.copy_tiles import copy_tiles
+from pallas_kernels.core import dispatch
+from pallas_kernels.core.pages import CODES, physical
+from pallas_kernels.selection.indexer_scores import quantize_keys
+from pallas_kernels.selection.page_index import page_index
 
 if TYPE_CHECKING:
     from kvjax.axes import Shards

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-MOST_OF_A_FIELD = 80
+MAX_PER_FIELD = 80
 """Characters of a field's name in an error."""
 
 
@@ -20,7 +20,7 @@ class SessionError(Exception):
     def __init__(self, message: str, *, field: str = "", reason: str = ""):
         super().__init__(message)
         # A name that a client made up may be megabytes long, and is logged and sent back.
-        self.field, self.reason = field if len(field) <= MOST_OF_A_FIELD else f"{field[: MOST_OF_A_FIELD - 3]}...", reason
+        self.field, self.reason = field if len(field) <= MAX_PER_FIELD else f"{field[: MAX_PER_FIELD - 3]}...", reason
 
 
 class SessionNotFound(SessionError):

@@ -241,7 +241,7 @@ def _choose(auto: Auto, mean: int, longest: int, batch: int, frames: FrameCounts
         another = "without --weights" if packed else "in another (--dtype bfloat16, say)"
         advice = (
             f"evidence holds for one dtype and one packing of weights, and this model runs in {bound.dtype}{packed}: load it {another}, or "
-            "measure it with kvjax fidelity and kvjax cost evidence"
+            "measure it with kvjax evaluate and kvjax cost evidence"
         )
         return Choice(
             Dense(), f"no evidence is recorded for this model (fingerprint {bound.fingerprint}), so no budget can be trusted; {advice}"
@@ -425,7 +425,7 @@ def _unusable(names, page_size: int) -> tuple[tuple[str, str], ...]:
 def _choose_prefill(auto: AutoPrefill, start: int, end: int) -> Choice:
     bound, level = auto._bound(), auto.level
     if not bound.evidence:
-        advice = "measure it with kvjax echo and record it with kvjax cost evidence"
+        advice = "measure it with kvjax recall and record it with kvjax cost evidence"
         what = f"this model as it is loaded, in {bound.sizes.dtype} (fingerprint {bound.fingerprint})"
         return _dense(f"no prefill evidence is recorded for {what}; {advice}")
     met = qualified(bound.evidence, auto.fidelity, end)

@@ -24,7 +24,7 @@ from kvjax.model.weight_formats import FormatOf, format_function, table_shape, w
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.cascade import Cascade
 from kvjax.policies.decode.top_tokens import TopTokens
-from pallas_kernels.page_format import CODES
+from pallas_kernels.core.page_format import CODES
 
 TIERS = ("device", "host", "disk")
 """Where keys and values may be stored. Weights and indexes are always on the device (BRL-2026-07, section 10)."""
@@ -95,7 +95,7 @@ def step_bytes(
     them; on other devices, and for inputs that this kernel refuses, plain XLA reads them twice. In layers of latents, the indexer's key of
     every token is counted, if the policy ranks by it.
 
-    measured_keys: what a KV head of a layer with lists attended to per step (`keys_per_step` of a panel), in place of what the policy says.
+    measured_keys: what a KV head of a layer with lists attended to per step (`keys_per_step` of a run), in place of what the policy says.
     `Cascade` with a share says only the most that it may read.
 
     frames: those of an engine with pages in host memory (`kvjax.engine.capacity_plan.pool_frames`). The pages that the device has no frames

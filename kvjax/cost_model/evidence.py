@@ -1,6 +1,6 @@
 """Evidence: how well a policy agrees with dense, for one model. `auto` chooses only budgets that have evidence.
 
-The table is `evidence.json` in this folder, written by `kvjax cost evidence` from the panel.json of `kvjax fidelity`. Its format:
+The table is `evidence.json` in this folder, written by `kvjax cost evidence` from the evaluation.json of `kvjax evaluate`. Its format:
 
     {"rows": [{"model": "needle", "fingerprint": "0123456789abcdef", "policy": "top:32", "length": 8192, "kl": 0.0123,
                "task": "needle", "haystack": "codes", "valid": 200, "lost": 1, "source": "benchmarks/results/h200/fidelity-8192.json"}]}
@@ -11,8 +11,8 @@ interval, over windows of text, of the mean KL divergence of dense from the poli
 dense answered. lost: those of them that the policy did not answer. Both are null if dense itself fails at any depth. kl is null for a task
 without a KL measurement; such a task alone qualifies no policy.
 
-Evidence about prefill policies is `prefill_evidence.json`, in the same format, written by the same command from the JSON of `kvjax echo`
-and of `kvjax needle --prefill ...`. Echo measures what later tokens of a prompt recall of its earlier ones. Its facts and its KL can
+Evidence about prefill policies is `prefill_evidence.json`, in the same format, written by the same command from the JSON of `kvjax recall`
+and of `kvjax needle --prefill ...`. The first measures what later tokens of a prompt recall of its earlier ones. Its facts and its KL can
 qualify a policy. Needles are looked for by dense decoding after the prefill, which finds them after nearly any prefill. So their rows have
 no KL: they can refuse a policy, but never qualify one.
 """
@@ -37,10 +37,10 @@ from kvjax.policies.prefill.naming import built_in_name
 from pallas_kernels.core.files import read_list, replacing
 
 MIN_WINDOWS, MIN_STEPS = 5, 256
-"""A panel with fewer windows or steps is not evidence."""
+"""A run with fewer windows or steps is not evidence."""
 
 VALID_SHARE = 0.9
-"""A needle result counts only if at least this share of the needles is found after dense prefill. Echo asks the same of its facts."""
+"""A needle result counts only if at least this share of the needles is found after dense prefill. So with facts of prompt recall."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Evidence:
             whole_number(f"valid of {where}", self.valid, 1)
             if whole_number(f"lost of {where}", self.lost) > self.valid:
                 raise ValueError(f"lost of {where} must be at most valid, {self.valid}, got {self.lost}")
-        check_fingerprint(self.fingerprint, where, "measure it again with kvjax fidelity")
+        check_fingerprint(self.fingerprint, where, "measure it again with kvjax evaluate")
 
     def _check_policy(self) -> None:
         if isinstance(parse_recorded(self.policy), ChoosesDecode):
@@ -185,25 +185,25 @@ def recorded_prefill_evidence() -> tuple[PrefillEvidence, ...]:
     return read_evidence(importlib.resources.files(__package__) / "prefill_evidence.json", PrefillEvidence)
 
 
-def with_panel(rows: Sequence[Evidence], panel: Mapping[str, Any], source: str, fingerprint: str | None = None) -> tuple[Evidence, ...]:
-    """The table with a panel's measurements, which replace rows of the same fingerprint, policy and length.
+def with_evaluation(rows: Sequence[Evidence], run: Mapping[str, Any], source: str, fingerprint: str | None = None) -> tuple[Evidence, ...]:
+    """The table with a run's measurements, which replace rows of the same fingerprint, policy and length.
 
-    panel: the JSON of `kvjax fidelity` (kvjax.fidelity.report.summarize and its settings). source: the panel's file. fingerprint: that of
-    the model, if the panel's settings have none. If dense fails a task at some depth, the task is left out at that length. If dense fails
-    every task so, their rows have no counts. ValueError for a panel with too little forced text, and for a missing field, which it names.
+    run: the JSON of `kvjax evaluate` (kvjax.evaluation.report.summarize and its settings). source: the run's file. fingerprint: that of
+    the model, if the run's settings have none. If dense fails a task at some depth, the task is left out at that length. If dense fails
+    every task so, their rows have no counts. ValueError for a run with too little forced text, and for a missing field, which it names.
     """
     try:
-        settings, added = panel["settings"], []
+        settings, added = run["settings"], []
         mark = settings.get("fingerprint", fingerprint)
         if mark is None:
             raise ValueError(f"{source} does not say which weights it ran: its settings have no fingerprint; name the model (--model)")
         if settings["windows"] < MIN_WINDOWS or settings["steps"] < MIN_STEPS:
             few = f"{settings['windows']} windows of {settings['steps']} steps"
             raise ValueError(f"{source}: {few} are too little to trust a budget; it takes {MIN_WINDOWS} of {MIN_STEPS}")
-        names = {entry["policy"] for entry in panel["policies"]} - {"dense"}
-        kl = {(row["length"], row["policy"]): row["kl"]["high"] for row in panel["forced"] if row["policy"] in names}
-        places = [(row["length"], row["task"], row["haystack"]) for row in panel["retrieval"]]
-        cells = {(*place, row["policy"]): row for place, row in zip(places, panel["retrieval"], strict=True)}
+        names = {entry["policy"] for entry in run["policies"]} - {"dense"}
+        kl = {(row["length"], row["policy"]): row["kl"]["high"] for row in run["forced"] if row["policy"] in names}
+        places = [(row["length"], row["task"], row["haystack"]) for row in run["retrieval"]]
+        cells = {(*place, row["policy"]): row for place, row in zip(places, run["retrieval"], strict=True)}
         tested = {length for (length, *_, policy), row in cells.items() if policy == "dense" and _is_whole(row)}
         for (length, task, haystack, policy), row in cells.items():
             dense = cells[length, task, haystack, "dense"]
@@ -214,9 +214,9 @@ def with_panel(rows: Sequence[Evidence], panel: Mapping[str, Any], source: str, 
             same = _name_to_record(policy), length, kl[length, policy], task, haystack
             added.append(Evidence(settings["model"], mark, *same, valid, lost, source))
     except KeyError as error:
-        raise ValueError(f"{source} has no {error}, so it is no panel.json of kvjax fidelity") from None
+        raise ValueError(f"{source} has no {error}, so it is no evaluation.json of kvjax evaluate") from None
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"{source} is no panel.json of kvjax fidelity ({error})") from None
+        raise ValueError(f"{source} is no evaluation.json of kvjax evaluate ({error})") from None
     replaced = {(row.fingerprint, row.policy, row.length) for row in added}
     kept = [row for row in rows if (row.fingerprint, row.policy, row.length) not in replaced]
     return tuple(sorted((*kept, *added), key=lambda row: (row.model, row.fingerprint, row.policy, row.length, row.task, row.haystack)))
@@ -226,7 +226,7 @@ def _name_to_record(name: str) -> str:
     """The name of a built-in policy. ValueError for other policies, because another process could not make them from their names."""
     policy = parse_recorded(name)
     if not type(policy).__module__.startswith("kvjax.policies"):
-        raise ValueError(f"policy {name!r} is not built in, and auto chooses among built-in policies: leave it out of the panel")
+        raise ValueError(f"policy {name!r} is not built in, and auto chooses among built-in policies: leave it out of the run")
     return str(policy)
 
 
@@ -247,19 +247,19 @@ def with_results(
     table = {(row.fingerprint, row.policy, row.length, row.task): row for row in rows}
     added: list[tuple[str, PrefillEvidence]] = []
     for source, result in results:
-        of_result = _of_echo if result.get("bench") == "prefill-echo" else _of_needles
+        of_result = _of_recall if result.get("bench") == "prefill-echo" else _of_needles
         try:
             added += [(result["provenance"]["date"], row) for row in of_result(result, source, model)]
         except KeyError as error:
-            raise ValueError(f"{source} has no {error}, so it is no JSON of kvjax echo or of kvjax needle --prefill") from None
+            raise ValueError(f"{source} has no {error}, so it is no JSON of kvjax recall or of kvjax needle --prefill") from None
         except (TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"{source} is no JSON of kvjax echo or of kvjax needle --prefill ({error})") from None
+            raise ValueError(f"{source} is no JSON of kvjax recall or of kvjax needle --prefill ({error})") from None
     for _, row in sorted(added, key=lambda pair: pair[0]):
         table[row.fingerprint, row.policy, row.length, row.task] = row
     return tuple(sorted(table.values(), key=lambda row: (row.model, row.fingerprint, row.policy, row.length, row.task)))
 
 
-def _of_echo(report: Mapping[str, Any], source: str, model: tuple[str, str] | None) -> Iterator[PrefillEvidence]:
+def _of_recall(report: Mapping[str, Any], source: str, model: tuple[str, str] | None) -> Iterator[PrefillEvidence]:
     settings = report["settings"]
     mark = _mark(settings, source, model)
     names = {entry["policy"]: built_in_name(entry["policy"]) for entry in report["policies"] if entry["policy"] != "dense"}

@@ -34,9 +34,9 @@ from kvjax.policies.decode.top_blocks import TopBlocks
 from kvjax.policies.decode.top_tokens import TopTokens
 from kvjax.policies.decode.window import Window
 from kvjax.policies.prefill import BoundsBlocks, DensePrefill, MeasureOnceMaskOnce, PrefillPolicy, SinkWindow, indexes_of, query_tile_of
-from pallas_kernels.all_gather.api import KERNEL_BYTES
-from pallas_kernels.all_reduce.xla import GATHERED_BYTES
-from pallas_kernels.select_blocks import selection_width
+from pallas_kernels.collectives.all_gather.api import KERNEL_BYTES
+from pallas_kernels.collectives.all_reduce.xla import GATHERED_BYTES
+from pallas_kernels.selection.select_blocks import selection_width
 
 ALL_REDUCE, ALL_GATHER = "all_reduce", "all_gather"
 KINDS = (ALL_REDUCE, ALL_GATHER)

@@ -17,7 +17,7 @@ from kvjax.engine.capacity_plan import memory_plan
 from kvjax.model.config import ModelConfig
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.naming import name_of, parse
-from pallas_kernels.core.pictures import LEAST_POINTS, grid_of, log_ticks, picture, token_ticks
+from pallas_kernels.core.pictures import MIN_POINTS, grid_of, log_ticks, picture, token_ticks
 from pallas_kernels.core.results import packed_text
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def draw(found: RegimeMap, axis: Axes, measured: Sequence[tuple[int, int]] = ())
             widths = [2 if level == 1 else 0.6 for level in marked]
             lines = axis.contour(found.lengths, found.batches, shown, levels=marked, colors="black", linewidths=widths)
             # Not inline: an inline label cuts a gap into the line, and hides a short line.
-            for label in axis.clabel(lines, fmt=lambda level: f"{level:g}x", fontsize=LEAST_POINTS, inline=False, colors="black"):
+            for label in axis.clabel(lines, fmt=lambda level: f"{level:g}x", fontsize=MIN_POINTS, inline=False, colors="black"):
                 label.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5})
         border = np.ma.array(found.projected.astype(float), mask=~found.fits)
         if projected.any() and border.min() == 0:

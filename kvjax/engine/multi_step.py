@@ -20,7 +20,7 @@ from kvjax.engine.decode_batch import name_pages
 from kvjax.engine.sampling import Sampled, count_tokens, sample
 from kvjax.engine.step_output import Reads, pack, packed_width
 from kvjax.engine.steps import StepInputs, StepStatic, decode, decode_program
-from pallas_kernels.preparation import before_loop
+from pallas_kernels.collectives.preparation import before_loop
 
 STOP_IDS = 4
 """How many stop tokens a row has room for, if no row needs more."""

@@ -23,8 +23,8 @@ from kvjax.model.protocols import Heads, Latents, Recurrence
 from kvjax.policies.decode import Blocks, Cascade, DecodePolicy, IndexerQuery, SelectContext, Stateless, TopBlocks, TopTokens, Window
 from kvjax.policies.decode.base import attend_listed
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy, query_tile_of
-from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.pages import OpenPages, Pages
+from pallas_kernels.attention.flash_attention import flash_attention
+from pallas_kernels.core.pages import OpenPages, Pages
 
 
 def write(

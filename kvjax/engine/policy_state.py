@@ -21,8 +21,8 @@ from kvjax.model.layers import DeltaLayer, LatentLayer
 from kvjax.policies.decode import DecodePolicy, LearnsFromPrefill, MassContext, PrefillMass, StateSpec
 from kvjax.policies.decode.mass import fitted
 from kvjax.policies.prefill import DensePrefill, PrefillContext, PrefillPolicy
-from pallas_kernels.block_mass import block_mass
-from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.attention.flash_attention import flash_attention
+from pallas_kernels.selection.block_mass import block_mass
 
 if TYPE_CHECKING:
     from kvjax.engine.sequence import CachedSequence

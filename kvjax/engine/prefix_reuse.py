@@ -32,7 +32,7 @@ from kvjax.engine.store_options import Stores
 from kvjax.model.identity import fingerprint
 from kvjax.model.protocols import Model
 from kvjax.policies.prefill import identity
-from pallas_kernels import dispatch
+from pallas_kernels.core import dispatch
 
 if TYPE_CHECKING:
     from kvjax.engine.prefill_runner import ChunkRun, Prefiller

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.arrays import SlotLayer
 from kvjax.model.protocols import Recurrence
-from pallas_kernels.gated_delta import causal_convolution, delta_fold, delta_page, delta_step
+from pallas_kernels.recurrent.gated_delta import causal_convolution, delta_fold, delta_page, delta_step
 
 
 def prefill(

@@ -44,7 +44,7 @@ from kvjax.model.protocols import Decoder, LayerInput, Params, Recurrence
 from kvjax.policies.decode import Blocks, DecodePolicy, KeepsByMass, SelectContext
 from kvjax.policies.decode.base import keys_listed
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy, indexes_of
-from pallas_kernels import pages
+from pallas_kernels.core import pages
 
 
 class StepStatic(NamedTuple):

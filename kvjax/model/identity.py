@@ -19,7 +19,7 @@ from kvjax.model.config import ModelConfig, uniform_fields
 from kvjax.model.layers import RopeScaling
 from kvjax.model.placement import whole_params
 from kvjax.model.protocols import Model
-from pallas_kernels.matrices import is_packed
+from pallas_kernels.core.matrices import is_packed
 
 CHUNK_BYTES = 4 << 20
 """Bytes of a tensor that are hashed at a time. Fixed, so that a fingerprint does not depend on the machine."""

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 from kvjax.axes import Cut, cut, even, even_or_copied
 from kvjax.cache.spec import LatentSpec, PagedSpec, RecurrentSpec
 from kvjax.checks import whole_number
-from pallas_kernels.soft_cap import Scale, SoftCap
+from pallas_kernels.core.soft_cap import Scale, SoftCap
 
 Shapes = dict[str, tuple[int, ...]]
 """Parameters by name, each with its shape."""

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Float32, Int
 from kvjax.axes import Shards
 from kvjax.model.config import ModelConfig
 from kvjax.model.layers import Rope
-from pallas_kernels.matrices import PackedMatrix
-from pallas_kernels.soft_cap import Scale
+from pallas_kernels.core.matrices import PackedMatrix
+from pallas_kernels.core.soft_cap import Scale
 
 Params = Any
 """A pytree of weights; the decoder that made it knows its structure. Its matrices may be packed."""

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from kvjax.model.layers import LongRope, Rope, RopeScaling
-from pallas_kernels.elementwise import rotate
+from pallas_kernels.core.rope_norm import rotate
 
 
 @functools.lru_cache(maxsize=64)

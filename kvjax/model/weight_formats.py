@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from kvjax.model.config import ModelConfig
 from kvjax.model.layers import LayerConfig
 from kvjax.model.protocols import Params
-from pallas_kernels.matrices import MatrixFormat, is_packed, pack
+from pallas_kernels.core.matrices import MatrixFormat, is_packed, pack
 
 UNPACKED = frozenset({"a", "b", "index_weights", "q_norm", "k_norm"})
 """Matrices that are never packed: decays and rates of Gated DeltaNet, the weights of an indexer's heads, and norms with weights for each
@@ -67,7 +67,7 @@ def scheme_of(name: str) -> WeightScheme:
 
 def pack_params(params: Params, weights: str) -> Params:
     """Parameters with their matrices packed by a scheme. The given arrays stay as they are. ValueError for matrices that are packed
-    already, or cannot be (`pallas_kernels.matrices.pack`)."""
+    already, or cannot be (`pallas_kernels.core.matrices.pack`)."""
     scheme = scheme_of(weights)
     leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_packed)
     if any(is_packed(leaf) for _, leaf in leaves):

@@ -27,7 +27,7 @@ from kvjax.model.protocols import Model
 from kvjax.policies.decode import DecodePolicy
 from kvjax.scheduler.request import Completion, OnToken, Request
 from kvjax.scheduler.scheduler import Scheduler
-from pallas_kernels import dispatch
+from pallas_kernels.core import dispatch
 from pallas_kernels.core.messages import shown
 
 END = object()

@@ -15,7 +15,7 @@ from gguf import quants
 from gguf.constants import GGMLQuantizationType as Type
 
 from kvjax.models.gguf.header import Entry
-from pallas_kernels.matrices import MatrixFormat, PackedMatrix
+from pallas_kernels.core.matrices import MatrixFormat, PackedMatrix
 
 FLOATS = {Type.F32: "F32", Type.F16: "F16", Type.BF16: "BF16"}
 """Types that are not packed, with safetensors' names."""

@@ -12,7 +12,7 @@ from kvjax.model.layers import AttentionLayer
 from kvjax.model.protocols import Heads, Params
 from kvjax.models.mixers.tokens import MixHere, Tokens
 from kvjax.models.products import biases_of, norm_before, project
-from pallas_kernels.elementwise import rms_norm, rotate
+from pallas_kernels.core.rope_norm import rms_norm, rotate
 
 
 def attend_heads(

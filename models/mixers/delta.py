@@ -12,7 +12,7 @@ from kvjax.model.layers import DeltaLayer
 from kvjax.model.protocols import Params, Recurrence
 from kvjax.models.mixers.tokens import MixHere, Tokens
 from kvjax.models.products import norm_before, project
-from pallas_kernels.elementwise import rms_norm
+from pallas_kernels.core.rope_norm import rms_norm
 
 
 def recall_states(

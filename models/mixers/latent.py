@@ -20,7 +20,7 @@ from kvjax.model.layers import LatentLayer
 from kvjax.model.protocols import Indexer, Latents, Params
 from kvjax.models.mixers.tokens import MixHere, Rotation, Tokens
 from kvjax.models.products import project, widened
-from pallas_kernels.elementwise import layer_norm, rms_norm, rotate
+from pallas_kernels.core.rope_norm import layer_norm, rms_norm, rotate
 
 NORM_EPS = 1e-6
 """Epsilon of the three norms inside the layer. config.json's rms_norm_eps is for the norms between layers."""

@@ -12,7 +12,7 @@ from kvjax.axes import Shards
 from kvjax.model import rope
 from kvjax.model.layers import Rope
 from kvjax.model.protocols import LayerInput
-from pallas_kernels.elementwise import layer_norm, rms_norm
+from pallas_kernels.core.rope_norm import layer_norm, rms_norm
 
 Rotation = tuple[Float32[Array, "B T 1 D2"], Float32[Array, "B T 1 D2"]]
 """Cosine and sine of the angle of each pair."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvjax.model.weight_formats import TABLES
 from kvjax.models.quantization.rules import Fields, Published, Rule, are_names, group_columns, is_block, skipped, unsupported
-from pallas_kernels.matrices import MatrixFormat
+from pallas_kernels.core.matrices import MatrixFormat
 
 _FORMATS = {
     "float-quantized": {("float", 8)},

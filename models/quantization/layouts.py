@@ -34,7 +34,7 @@ import numpy as np
 
 from kvjax.models.quantization.rules import Rule
 from kvjax.models.tensors import Stored, mapped
-from pallas_kernels.matrices import ZERO, MatrixFormat, PackedMatrix
+from pallas_kernels.core.matrices import ZERO, MatrixFormat, PackedMatrix
 
 AGAIN = "download the model again"
 

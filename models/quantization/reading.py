@@ -17,7 +17,7 @@ from kvjax.models.quantization.nested import Bnb4
 from kvjax.models.quantization.rules import Published
 from kvjax.models.quantization.torchao import TorchAo
 from kvjax.models.tensors import Tensor, read_whole
-from pallas_kernels.matrices import MatrixFormat, PackedMatrix, check_packed
+from pallas_kernels.core.matrices import MatrixFormat, PackedMatrix, check_packed
 
 LAYOUTS: Mapping[str, Layout] = {**_LAYOUTS, "bnb4": Bnb4(), "torchao": TorchAo()}
 """Every layout, by name."""

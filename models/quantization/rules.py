@@ -8,7 +8,7 @@ from typing import Any
 
 from kvjax.model.weight_formats import TABLES, UNPACKED
 from kvjax.models.fields import BELOW
-from pallas_kernels.matrices import MatrixFormat
+from pallas_kernels.core.matrices import MatrixFormat
 
 Fields = Mapping[str, Any]
 

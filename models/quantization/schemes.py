@@ -13,7 +13,7 @@ from typing import Any
 from kvjax.model.weight_formats import TABLES
 from kvjax.models.quantization.compressed_tensors import published_of
 from kvjax.models.quantization.rules import REMEDY, Fields, Published, Rule, group_columns, is_block, skipped, unsupported
-from pallas_kernels.matrices import MatrixFormat
+from pallas_kernels.core.matrices import MatrixFormat
 
 logger = logging.getLogger(__name__)
 

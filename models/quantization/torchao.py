@@ -20,7 +20,7 @@ import numpy as np
 from kvjax.models.quantization.layouts import AGAIN, FLOATS, Affine, Layout, StoredMatrix, codes_of_bytes
 from kvjax.models.quantization.rules import REMEDY, is_block
 from kvjax.models.tensors import header_of
-from pallas_kernels.matrices import MatrixFormat, PackedMatrix
+from pallas_kernels.core.matrices import MatrixFormat, PackedMatrix
 
 _KINDS = ("Float8Tensor", "Int4Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
 _QDATA, _SCALE, _ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from kvjax.models.family import TENSORS
-from pallas_kernels.matrices import MatrixFormat, PackedMatrix, is_packed, unpack
+from pallas_kernels.core.matrices import MatrixFormat, PackedMatrix, is_packed, unpack
 
 _FORMATS = {"int8": "int-quantized", "fp8_e4m3": "float-quantized", "int4": "pack-quantized"}
 EMBED, HEAD = TENSORS["embed"].removesuffix(".weight"), TENSORS["lm_head"].removesuffix(".weight")

@@ -49,8 +49,8 @@ def bench(
 
     from pallas_kernels.bench.report import table
     from pallas_kernels.bench.session import run
+    from pallas_kernels.core.dispatch import forced
     from pallas_kernels.core.tables import show
-    from pallas_kernels.dispatch import forced
 
     if implementation not in (None, "reference"):
         try:

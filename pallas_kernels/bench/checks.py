@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.page_format import PageFormat, unpack
-from pallas_kernels.pages import Pages
+from pallas_kernels.core.page_format import PageFormat, unpack
+from pallas_kernels.core.pages import Pages
 
 SPAN = 4096
 """Tokens of every row and KV head that are converted to float32 at a time."""

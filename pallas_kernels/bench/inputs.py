@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int, UInt8
 
 from pallas_kernels.bench.cases import CHUNK_LISTED, CHUNK_WINDOW, PAGE_SIZE, Case
-from pallas_kernels.pack_pages import pack_pages
-from pallas_kernels.page_index import INDEX_ROWS, index_shape, page_index
-from pallas_kernels.pages import OpenPages, PageFormat, Pages
+from pallas_kernels.cache.pack_pages import pack_pages
+from pallas_kernels.core.pages import OpenPages, PageFormat, Pages
+from pallas_kernels.selection.page_index import INDEX_ROWS, index_shape, page_index
 
 L2_BYTES = {"NVIDIA H200": 60 * 2**20, "NVIDIA H100 80GB HBM3": 50 * 2**20}
 """Size of the last-level cache by `device_kind`."""

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import dispatch
 from pallas_kernels.bench import checks, inputs, projections, torch_sdpa
 from pallas_kernels.bench.cases import ATTENDING, CHUNK_WINDOW, PAGE_SIZE, Case
 from pallas_kernels.bench.inputs import Pool
 from pallas_kernels.bench.ops import chained, contiguous_attention, in_place, op_of, poison
 from pallas_kernels.bench.timing import Kernel, Timing, device_time, kernel_timing
-from pallas_kernels.page_index import INDEX_ROWS
-from pallas_kernels.select_blocks import select_blocks
+from pallas_kernels.core import dispatch
+from pallas_kernels.selection.page_index import INDEX_ROWS
+from pallas_kernels.selection.select_blocks import select_blocks
 
 MEMORY_SHARE = 0.8
 """Share of the memory that the arrays of a case may use."""
@@ -28,7 +28,7 @@ MEMORY_SHARE = 0.8
 COPY_BYTES = (2**33, 2**27)
 """Bytes of the array that is copied: on a device, on a CPU."""
 
-TIMED_SECONDS, MOST_CALLS, LEAST_CALLS = 0.5, 40, 5
+TIMED_SECONDS, MAX_CALLS, MIN_CALLS = 0.5, 40, 5
 """Calls are repeated for about this long; their number stays within these bounds."""
 
 
@@ -315,13 +315,13 @@ def _torch_request(case: Case) -> dict[str, Any]:
     sizes = {"heads": case.sizes.num_heads, "kv_heads": case.sizes.num_kv_heads, "head_dim": case.sizes.head_dim}
     request = {"name": case.name, "backend": case.policy.removeprefix("torch-"), "batch": case.batch, "tokens": case.tokens} | sizes
     request["queries"] = 1
-    return request | {"copies": copies, "chain": max(copies, inputs.MIN_OPS), "calls": 2 * LEAST_CALLS}
+    return request | {"copies": copies, "chain": max(copies, inputs.MIN_OPS), "calls": 2 * MIN_CALLS}
 
 
 def _timed(program: Callable, pool: Any, own: tuple, chain: int) -> Timing:
     """Time the program. A first measurement decides how often to repeat."""
     once = device_time(program, [(pool, own)], calls=2, chain=chain)
-    calls = int(np.clip(math.ceil(TIMED_SECONDS / (once.period_s * chain)), LEAST_CALLS, MOST_CALLS))
+    calls = int(np.clip(math.ceil(TIMED_SECONDS / (once.period_s * chain)), MIN_CALLS, MAX_CALLS))
     return device_time(program, [(pool, own)], calls=calls, chain=chain, warmup=0)
 
 

@@ -9,15 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.append_tokens import append_tokens
+from pallas_kernels.attention.block_sparse_attention import block_sparse_attention
+from pallas_kernels.attention.flash_attention import flash_attention
+from pallas_kernels.attention.gather_attention import gather_attention
+from pallas_kernels.attention.selected_attention import selected_attention
 from pallas_kernels.bench.cases import CHUNK_WINDOW, PAGE_SIZE, Case
 from pallas_kernels.bench.inputs import Pool
-from pallas_kernels.block_sparse_attention import block_sparse_attention
-from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.gather_attention import gather_attention
-from pallas_kernels.page_index import page_index
-from pallas_kernels.select_blocks import select_blocks
-from pallas_kernels.selected_attention import selected_attention
+from pallas_kernels.cache.append_tokens import append_tokens
+from pallas_kernels.selection.page_index import page_index
+from pallas_kernels.selection.select_blocks import select_blocks
 
 Own = tuple[Any, ...]
 """The arguments that differ between two ops of one program: q, page table, lengths and, for lists, the list; for `append` the tokens,

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.bench import inputs
 from pallas_kernels.bench.cases import Case
-from pallas_kernels.matrices import MatrixFormat, is_packed, pack, unpack
-from pallas_kernels.project_tokens import project_tokens
+from pallas_kernels.core.matrices import MatrixFormat, is_packed, pack, unpack
+from pallas_kernels.matmul.project_tokens import project_tokens
 
 NORM_EPS = 1e-6
 

@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pallas_kernels.bench.cases import BASELINES, Case
 from pallas_kernels.bench.cases import baselines as baselines_of
 from pallas_kernels.bench.measure import Skipped, add_speedups, copy_rate, read_rate, row_of, torch_rows
+from pallas_kernels.core.dispatch import forced
 from pallas_kernels.core.results import write_result
-from pallas_kernels.dispatch import forced
 
 
 def run(
@@ -31,7 +31,7 @@ def run(
     """Measure every case and return the rows, baselines first. A case that cannot run here has `skipped`, one that raised has `failed`.
     Rows of `project` have the fraction of the rate of reads too, since they write next to nothing.
 
-    implementation: the path to force (`pallas_kernels.dispatch.forced`), or "reference"; None takes the usual one.
+    implementation: the path to force (`pallas_kernels.core.dispatch.forced`), or "reference"; None takes the usual one.
     baseline_names: which baselines; None takes this backend's.
     """
     names = BASELINES.get(jax.default_backend(), ()) if baseline_names is None else baseline_names

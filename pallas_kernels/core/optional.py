@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 
 EXTRAS = {
-    "eval": ("statsmodels",),
+    "eval": ("pandas", "tabulate", "matplotlib"),
     "plots": ("matplotlib",),
     "ray": ("ray", "pyarrow"),
     "server": ("grpc", "grpc_health", "grpc_reflection", "google", "prometheus_client", "starlette", "uvicorn"),
@@ -25,7 +25,7 @@ def needs_extras(what: str, *extras: str) -> None:
     """Raise MissingExtra if a package of these extras is not installed. The message names the packages and the command that installs them.
 
     Args:
-        what: what needs them, as the message begins: "kvjax echo".
+        what: what needs them, as the message begins: "kvjax evaluate".
         extras: names in `EXTRAS`.
     """
     missing = {extra: [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None] for extra in extras}

@@ -22,16 +22,16 @@ PAGE_INCHES = 7.0
 """Width of every picture. A page shows it about 700 pixels wide, so text keeps about its size."""
 
 DPI = 150
-LEAST_POINTS = 8.0
+MIN_POINTS = 8.0
 """Size of the smallest text."""
 
 STYLE = {
     "font.size": 9.0,
     "axes.titlesize": 9.0,
     "axes.labelsize": 9.0,
-    "xtick.labelsize": LEAST_POINTS,
-    "ytick.labelsize": LEAST_POINTS,
-    "legend.fontsize": LEAST_POINTS,
+    "xtick.labelsize": MIN_POINTS,
+    "ytick.labelsize": MIN_POINTS,
+    "legend.fontsize": MIN_POINTS,
     "lines.linewidth": 1.3,
     "lines.markersize": 4.0,
     "axes.axisbelow": True,

@@ -1,1 +1,1 @@
-"""Code that the kernels for Mosaic GPU (Hopper and newer) share: lanes and their helpers, clusters, tiles of decoding and of queries."""
+"""Code that the kernels for Mosaic GPU (Hopper and newer) share: for single threads, for decode and for prefill."""

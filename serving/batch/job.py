@@ -33,10 +33,10 @@ from kvjax.policies.decode import DecodePolicy, identity, parse
 from kvjax.policies.prefill import identity as prefill_identity
 from kvjax.scheduler.data_parallel import engines_of
 from kvjax.scheduler.request import OnToken, Request
-from kvjax.serving.batch.continuing import CHECKPOINT, SAID, checkpoint_of, of_defaults
 from kvjax.serving.batch.file_jobs import FileJob, complete, work_of
 from kvjax.serving.batch.records import Defaults, Record, read, request_of
 from kvjax.serving.batch.results import Result, Summary, answered, named, refused
+from kvjax.serving.batch.resume import CHECKPOINT, SAID, checkpoint_of, of_defaults
 from kvjax.serving.progress import JobProgress
 from kvjax.text.token_bounds import LONG
 

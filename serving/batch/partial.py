@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvjax.serving.batch.continuing import EARLIER_SLOTS, SLOTS, check_same
 from kvjax.serving.batch.files import write_outputs
 from kvjax.serving.batch.journal import CONTINUED, RUNNING, Journal, sync_folder
 from kvjax.serving.batch.results import Result, named
+from kvjax.serving.batch.resume import EARLIER_SLOTS, SLOTS, check_same
 from pallas_kernels.core.files import replacing
 
 COUNTS = ("failed", "prompt_tokens", "generated_tokens", "blocks_per_step", "keys_per_step", "samples")

@@ -33,8 +33,8 @@ from kvjax.serving.batch.job import answer_records, describe_job
 from kvjax.serving.batch.records import Defaults, Record, parse, read
 from kvjax.serving.batch.results import Result, Summary, refused
 from kvjax.serving.batch.setup import Setup
-from kvjax.serving.flags import share_device
 from kvjax.serving.progress import JobProgress
+from kvjax.serving.xla_flags import share_device
 from pallas_kernels.core.optional import needs_extras
 
 DEATHS = 3

@@ -15,7 +15,7 @@ from kvjax.engine.sampling import Sampling
 from kvjax.generation import pages_needed
 from kvjax.scheduler.data_parallel import meshes_of, replicas
 from kvjax.serving.batch.records import Record, request_of
-from kvjax.serving.flags import allow_host_pages, allow_pinned
+from kvjax.serving.xla_flags import allow_host_pages, allow_pinned
 from kvjax.text.token_bounds import LONG, check_text
 
 if TYPE_CHECKING:

@@ -51,12 +51,12 @@ from kvjax.models.loading import read_config
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import Cascade, DecodePolicy, Watched, name_of, parse
 from kvjax.serving.bench.random_model import dealt_out, packed_layer, placed, random_params
-from pallas_kernels import dispatch
 from pallas_kernels.bench.cases import PAGE_SIZE
 from pallas_kernels.bench.inputs import memory_bytes, pool_pages, random_pages
 from pallas_kernels.bench.timing import Timing, kernel_timing, record, timeline
-from pallas_kernels.page_index import page_index
-from pallas_kernels.pages import Pages
+from pallas_kernels.core import dispatch
+from pallas_kernels.core.pages import Pages
+from pallas_kernels.selection.page_index import page_index
 
 PROFILED_STEPS = 4
 MEMORY_SHARE = 0.95

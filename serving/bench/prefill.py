@@ -40,9 +40,9 @@ from kvjax.policies.choice import ChoosesPrefill
 from kvjax.policies.prefill import BoundsBlocks, PrefillPolicy, indexes_of, name_of, parse_prefill
 from kvjax.serving.bench.decode import MEMORY_SHARE, PAGE_SIZE, bytes_of, pages_of
 from kvjax.serving.bench.random_model import dealt_out, placed, random_params
-from pallas_kernels import dispatch
 from pallas_kernels.bench.inputs import memory_bytes, pool_pages
 from pallas_kernels.bench.timing import Kernel, plain_name, record
+from pallas_kernels.core import dispatch
 
 PROFILED_CHUNKS = 4
 """Number of chunks, evenly spaced, that are run once more under the profiler."""

@@ -22,10 +22,10 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.protocols import Params
 from kvjax.model.weight_formats import pack_params
 from kvjax.models.decoder import TransformerDecoder, init_params
-from pallas_kernels.pack_pages import pack_pages
-from pallas_kernels.page_format import unpack
-from pallas_kernels.page_index import page_index
-from pallas_kernels.pages import Pages
+from pallas_kernels.cache.pack_pages import pack_pages
+from pallas_kernels.core.page_format import unpack
+from pallas_kernels.core.pages import Pages
+from pallas_kernels.selection.page_index import page_index
 
 
 def random_params(config: ModelConfig, shards: Shards | None = None, weights: str | None = None) -> Params:

@@ -1,4 +1,4 @@
-"""The command line, one file per command. `kvjax` runs `main`."""
+"""The command line, one file per group of commands. `kvjax` runs `main`."""
 
 from kvjax.serving.cli.app import main
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax.serving.cli.options import (
-    LARGEST_BATCH,
+    MAX_BATCH,
     CacheFormatOption,
     ChunkOption,
     ContextOption,
@@ -84,7 +84,7 @@ def batch_command(
     policy: PolicyOption = None,
     max_missed: MaxMissedOption = None,
     prefill: PrefillOption = None,
-    max_batch: Annotated[int, typer.Option(help="Sequences decoded together.", **whole(most=LARGEST_BATCH))] = 8,
+    max_batch: Annotated[int, typer.Option(help="Sequences decoded together.", **whole(most=MAX_BATCH))] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens to generate, for records that do not say.", **whole())] = 128,
     temperature: Annotated[
         float | None,
@@ -156,9 +156,9 @@ def batch_command(
     """
     from rich.console import Console
 
-    from kvjax.serving.batch.continuing import WITH_DEFAULT
-    from kvjax.serving.batch.paths import check_paths, partial_path
+    from kvjax.serving.batch.file_jobs import check_paths, partial_path
     from kvjax.serving.batch.records import Defaults
+    from kvjax.serving.batch.resume import WITH_DEFAULT
     from kvjax.serving.batch.setup import Setup
 
     if ray:

@@ -9,8 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.serving.cli.help_pages import WholeSentences
-from kvjax.serving.cli.options import LARGEST_BATCH, ImplementationOption, JsonOption, forced_to, named_run, parse_lengths, whole
+from kvjax.serving.cli.options import (
+    MAX_BATCH,
+    ImplementationOption,
+    JsonOption,
+    WholeSentences,
+    forced_to,
+    named_run,
+    parse_lengths,
+    whole,
+)
 
 PackedWeightsOption = Annotated[
     str,
@@ -97,7 +105,7 @@ def decode_command(
     ] = "qwen2.5-7b",
     lengths: Annotated[str, typer.Option(help="Tokens in the cache, separated by commas.")] = "8k,32k,128k,512k,1m",
     policies: Annotated[str, typer.Option(help="Decode policies, separated by commas; they take turns.")] = "dense,cascade:8,top:32",
-    batch: Annotated[int, typer.Option(help="Sequences decoded together, all of the same length.", **whole(most=LARGEST_BATCH))] = 1,
+    batch: Annotated[int, typer.Option(help="Sequences decoded together, all of the same length.", **whole(most=MAX_BATCH))] = 1,
     steps: Annotated[int, typer.Option(help="Steps per round; the host waits only at the end of a round.", **whole())] = 64,
     rounds: Annotated[int, typer.Option(help="Timed rounds of every policy, after one warm-up round.", **whole())] = 5,
     drafts: Annotated[

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.serving.cli.cost_fit import cells_of, evidence_command, fit_command, kinds_of, steps_text
-from kvjax.serving.cli.cost_mesh import (
-    DevicesOption,
-    LatencyOption,
-    LinkBandwidthOption,
-    MemoryOption,
-    PrefillsOption,
-    device_counts,
-    show_meshes,
-    show_prefill,
-    with_exchanges,
-)
-from kvjax.serving.cli.help_pages import WholeSentences
 from kvjax.serving.cli.options import (
     CacheFormatOption,
     ChunkOption,
@@ -33,6 +21,7 @@ from kvjax.serving.cli.options import (
     TensorOption,
     Weights,
     WeightsOption,
+    WholeSentences,
     byte_count,
     check_context,
     gibibytes,
@@ -42,15 +31,383 @@ from kvjax.serving.cli.options import (
     one_of,
     parse_lengths,
     png,
+    read_json,
     refuse_given,
+    whole,
 )
 from pallas_kernels.core.optional import needs_extras
 
 if TYPE_CHECKING:
     from kvjax.cache.host_pool.mapped_memory import FrameCounts
     from kvjax.cost_model import CostModel
+    from kvjax.cost_model.fitting import Cell, Key
     from kvjax.model.config import ModelConfig
     from kvjax.policies.decode import DecodePolicy
+
+
+DevicesOption = Annotated[
+    str | None,
+    typer.Option(help="Rank all meshes of so many devices, the fastest first, as 8,16 or 8..64 (8, 16, 32 and 64).", show_default=False),
+]
+MemoryOption = Annotated[
+    float | None,
+    typer.Option(
+        help="With --devices: memory of each for weights and pages, in GiB or as 80GB; meshes that need more are refused.",
+        show_default=False,
+        **gibibytes(),
+    ),
+]
+LatencyOption = Annotated[
+    float | None,
+    typer.Option(
+        "--exchange-latency-us",
+        help="Microseconds of an exchange between devices. Assumed, not measured; with --link-bandwidth.",
+        show_default=False,
+        **number(least=0),
+    ),
+]
+LinkBandwidthOption = Annotated[
+    float | None,
+    typer.Option(
+        "--link-bandwidth", help="GB/s that a device receives from others. Assumed, not measured.", show_default=False, **number(above=0)
+    ),
+]
+PrefillsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--prefill",
+        help="With --tensor and --context: what prompts of these lengths exchange by these prefill policies, separated by commas, in place "
+        "of a step.",
+        show_default=False,
+    ),
+]
+
+
+def with_exchanges(cost: CostModel, latency: float | None, link: float | None) -> CostModel:
+    """The cost model with a term of exchanges set by hand, where its options were given."""
+    from kvjax.cost_model.exchanges import assumed_exchanges
+
+    if latency is not None and link is None:
+        raise typer.BadParameter("needs --link-bandwidth", param_hint="--exchange-latency-us")
+    if latency is not None:
+        return dataclasses.replace(cost, exchanges=assumed_exchanges(latency, link))
+    if link is None:
+        return cost
+    if (term := cost.exchanges) is None:
+        said = "needs --exchange-latency-us: this cost model has no latency of an exchange"
+        raise typer.BadParameter(said, param_hint="--link-bandwidth")
+    assumed = (*term.assumed, f"links of {link:g} GB/s")
+    return dataclasses.replace(cost, exchanges=dataclasses.replace(term, link_per_s=link * 1e9, assumed=assumed))
+
+
+def device_counts(text: str) -> tuple[int, ...]:
+    """Counts of `--devices`: "8,16", or "8..64", which doubles. ValueError for anything else."""
+    low, dots, high = text.partition("..")
+    if dots and not (low.strip() and high.strip()):
+        raise ValueError(f"devices {text!r} lack an end: write both, as 8..64")
+    if not dots:
+        if "-" in text:
+            raise ValueError(f"devices {text!r} are no counts: write 8,16, or 8..64 for 8, 16, 32 and 64")
+        return parse_lengths(text, "devices")
+    (first,), (last,) = parse_lengths(low, "devices"), parse_lengths(high, "devices")
+    if last < first:
+        raise ValueError(f"devices {text!r} begin with more than they end with: write the smaller number first, as {last}..{first}")
+    return tuple(first << power for power in range((last // first).bit_length()))
+
+
+PREFILL_COLUMNS = ("tokens", "prefill", "exchange", "axis", "count", "GB received", "s")
+
+
+def show_prefill(
+    cost: CostModel, config: ModelConfig, policies: str, lengths: Sequence[int], chunk: int, *, tensor: int, context: int, page_size: int
+) -> None:
+    """Print what a prompt of each length exchanges on a mesh, and for how long by the term of steps. policies: names, separated by
+    commas."""
+    from kvjax.cost_model.exchanges import PREFILL_PARTS, prompt_exchanges
+    from kvjax.serving.bench.prefill import policies_of
+    from pallas_kernels.core.tables import show, table
+
+    if tensor * context == 1:
+        raise typer.BadParameter("needs --tensor or --context: one device exchanges nothing", param_hint="--prefill")
+    if chunk % page_size:
+        said = f"is {chunk}, and must be a multiple of the page size {page_size} (--page-size)"
+        raise typer.BadParameter(said, param_hint="--prefill-chunk")
+    rows = []
+    for length, policy in itertools.product(lengths, policies_of(policies)):
+        found = prompt_exchanges(config, policy, length, chunk, tensor=tensor, context=context, page_size=page_size)
+        groups = {(PREFILL_PARTS[each.part], each.axis): [] for each in found} | {("all", ""): list(found)}
+        for each in found:
+            groups[PREFILL_PARTS[each.part], each.axis].append(each)
+        for (name, axis), some in groups.items():
+            seconds = "" if cost.exchanges is None else f"{cost.exchanges.seconds(some):.3f}"
+            figures = f"{sum(each.count for each in some):,}", f"{sum(each.received for each in some) / 1e9:,.3f}", seconds
+            rows.append((f"{length:,}", str(policy), name, axis, *figures))
+    typer.echo(str(cost))
+    show(table(PREFILL_COLUMNS, rows, left=4, title=f"exchanges of one device in chunks of {chunk:,} tokens"))
+    typer.echo("not counted: what a device computes; exchanges beside which it goes on computing")
+    typer.echo("projection: seconds are by the term of decode steps, whose exchanges are smaller, and may be much too long")
+
+
+MESH_COLUMNS = (
+    "devices", "tensor", "context", "tokens", "batch", "policy", "ms", "tokens/s", "of each", "ms exchanging", "GiB each", "from"
+)  # fmt: skip
+SHOWN = 4
+"""Reasons that an error gives, where no mesh can be."""
+
+
+def show_meshes(
+    cost: CostModel,
+    config: ModelConfig,
+    named: Sequence[DecodePolicy],
+    cells: Sequence[tuple[int, int]],
+    counts: Sequence[int],
+    memory: float | None,
+    **options: Any,
+) -> None:
+    """Print all meshes of each number of devices, the fastest first, why others are refused, and why figures are projections. cells:
+    (length, batch). memory: GiB. options: as for `rank_meshes`."""
+    from kvjax.cost_model import rank_meshes
+    from kvjax.policies.decode import name_of
+    from pallas_kernels.core.tables import show, table
+
+    limit = None if memory is None else int(memory * 2**30)
+    rows, reasons, refused = [], {}, {}
+    for count, (length, batch), policy in itertools.product(counts, cells, named):
+        for each in rank_meshes(cost, config, policy, length, batch, count, memory_bytes=limit, **options):
+            if each.found is None:
+                refused[f"tensor {each.tensor} x context {each.context}: {each.refused}"] = None
+                continue
+            seconds, exchanging = each.found.seconds, dict(each.found.parts).get("exchanges", 0.0)
+            reasons |= dict.fromkeys(each.found.projection)
+            place = str(count), str(each.tensor), str(each.context), f"{length:,}", str(batch), name_of(policy)
+            rates = f"{seconds * 1e3:.3f}", f"{batch / seconds:,.0f}", f"{batch / seconds / count:,.1f}", f"{exchanging * 1e3:.3f}"
+            known = "projection" if each.found.projection else "measurements"
+            rows.append((*place, *rates, f"{each.device_bytes / 2**30:.1f}", known))
+    if not rows:
+        why = "; ".join(list(refused)[:SHOWN]) + (f"; and {len(refused) - SHOWN} more" if len(refused) > SHOWN else "")
+        below = max(1, max(counts)).bit_length() - 1
+        more = "" if memory is None else ", more of them, or a greater --memory"
+        said = f"no mesh of {' or '.join(map(str, counts))} devices can run this ({why}): give powers of two, as {1 << below},{2 << below}"
+        raise typer.BadParameter(said + more, param_hint="--devices")
+    typer.echo(str(cost))
+    show(table(MESH_COLUMNS, rows, left=6))
+    if limit is None:
+        typer.echo("memory of the devices was not looked at: --memory")
+    for mesh in refused:
+        typer.echo(f"refused: {mesh}")
+    for reason in reasons:
+        typer.echo(f"projection: {reason}")
+
+
+ResultsArgument = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="[RESULT.json...]", help="Results of kvjax bench decode, benchmarks.tiers or benchmarks.prefill_ops."),
+]
+LaunchOption = Annotated[
+    int,
+    typer.Option(
+        "--steps-per-launch",
+        help="Take rows of one device with so many steps per launch; those of several devices have their own rule.",
+        **whole(),
+    ),
+]
+NoResultsModel = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="Without results: time this model's own steps on this device, in seconds.", show_default=False),
+]
+
+
+def fit_command(
+    results: ResultsArgument = None,
+    steps_per_launch: LaunchOption = 1,
+    model: NoResultsModel = None,
+    policies: Annotated[str, typer.Option(help="With --model: policies to time besides dense, separated by commas.")] = "top:8,top:32",
+    seconds: Annotated[float, typer.Option(help="With --model: how long it may take.", **number(above=0))] = 20.0,
+    json_out: JsonOption = None,
+) -> None:
+    """Fit cost models to measured steps, and print their error on steps that they have not seen.
+
+    There is one for each device, model, dtype, and format of packed weights and pages in the results. Bandwidth and c0 are fitted to dense
+    rows of one device, of --steps-per-launch; how many others are left out is printed. Rows of benchmarks.tiers give the term of the bus,
+    and rows of several devices that of exchanges. Results of benchmarks.prefill_ops give times of prefill. With --model, steps are timed
+    here: auto does this itself where there is no built-in cost model.
+    """
+    from pallas_kernels.core.results import write_result
+
+    if bool(results) == (model is not None):
+        raise typer.BadParameter("give results, or --model to time steps here", param_hint="RESULT.json...")
+    if model is not None:
+        figures = _calibrated(model, policies, seconds)
+    else:
+        runs = [read_json(file, "a result of kvjax bench") for file in results]
+        of_prefill = [run.get("bench") in ("prefill-ops", "prefill-layers") for run in runs]
+        figures = _fit_prefill(results, runs) if all(of_prefill) else _fit_steps(results, steps_per_launch)
+    if json_out is not None:
+        write_result(json_out, figures)
+
+
+def _calibrated(model: str, policies: str, seconds: float) -> dict[str, Any]:
+    from kvjax.cost_model.auto import calibrate
+    from kvjax.cost_model.predict import to_json
+
+    cost = calibrate(load_model(model, None, None), policies.split(","), seconds=seconds)
+    typer.echo(f"{cost}; mean held-out error {cost.error:.1%}")
+    return {"cost_models": [to_json(cost)]}
+
+
+def _fit_prefill(results: Sequence[Path], runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    from kvjax.cost_model.prefill_times import fit_prefill, to_json
+
+    tables = fit_prefill([(in_repository(file), run) for file, run in zip(results, runs, strict=True)])
+    for times in tables:
+        typer.echo(f"{times.device}, {times.shape}, {times.sizes}; times within {times.error:.1%}")
+        for name, points in times.seconds:
+            typer.echo(f"  {name}: " + ", ".join(f"{tokens:,} tokens {seconds * 1e3:.3f} ms" for tokens, seconds in points))
+    return {"prefill_times": [to_json(times) for times in tables]}
+
+
+def _fit_steps(results: Sequence[Path], steps_per_launch: int) -> dict[str, Any]:
+    from kvjax.cost_model.fitting import checks, error_table, fit, launches_in, term_table
+    from kvjax.cost_model.predict import to_json
+    from kvjax.serving.bench.decode import config_of
+    from pallas_kernels.core.tables import show, table
+
+    groups = cells_of(results, steps_per_launch)
+    one_device = {key for key, cells in groups.items() if any(cell.kind == "device" for cell in cells)}
+    launches = {file: launches_in(run) for file, run in zip(results, _opened(results), strict=True)}
+    if not groups or set(groups) - one_device:
+        there, named = sorted(set().union(*launches.values())), ", ".join(map(str, results))
+        if there and steps_per_launch not in there:
+            options = " or ".join(f"--steps-per-launch {each}" for each in there)
+            found = f"they have {' and '.join(map(str, there))}; give {options}"
+            said = f"no row of one device in {named} has {steps_text(steps_per_launch)}: {found}"
+            raise typer.BadParameter(said, param_hint="--steps-per-launch")
+        said = "of one device has a time to fit: measure --tensor 1 --context 1, too" if groups else "has a time to fit"
+        raise typer.BadParameter(f"no row of {named} {said}", param_hint="RESULT.json...")
+    for file, counts in launches.items():
+        for steps, rows in sorted(counts.items()):
+            if steps != steps_per_launch:
+                some = f"{rows} row{'s' * (rows != 1)} of {steps_text(steps)} {'is' if rows == 1 else 'are'} left out"
+                takes = f"--steps-per-launch {steps} takes {'it' if rows == 1 else 'these'}"
+                typer.echo(f"{in_repository(file)}: {some}: {takes}")
+    figures: dict[str, Any] = {"cost_models": [], "held_out": []}
+    source = " ".join(map(in_repository, results))
+    for key, cells in groups.items():
+        cost, checked = fit(cells, config_of(key.shape, key.layers), key, source=source), checks(cells)
+        typer.echo(str(cost))
+        if checked["regret"]:
+            typer.echo(
+                "choosing by it loses {mean:.2%} against the best choice, always dense {always dense:.1%}".format(**checked["regret"])
+            )
+        figures["cost_models"].append(to_json(cost))
+        figures["held_out"].append(checked)
+    show(*(table(*make(figures), title=name, left=3) for name, make in (("terms", term_table), ("errors", error_table))))
+    sentences = (both for each in figures["held_out"] for by in each["errors"].values() for both in by.values() if isinstance(both, str))
+    for why in dict.fromkeys(sentences):  # the tables have the beginning
+        typer.echo(f"cannot be held out: {why}")
+    return figures
+
+
+def cells_of(files: Sequence[Path], steps_per_launch: int) -> dict[Key, list[Cell]]:
+    """The cells of several results, by what a cost model is fitted to (`read_cells`)."""
+    from kvjax.cost_model.fitting import read_cells
+    from kvjax.serving.bench.decode import config_of
+
+    runs = _opened(files)
+    try:
+        return read_cells(runs, config_of, steps_per_launch)
+    except (KeyError, TypeError, AttributeError) as error:
+        said = f"{error} is missing from" if isinstance(error, KeyError) else f"a field is of another kind ({error}) in"
+        names = ", ".join(map(str, files))
+        raise typer.BadParameter(f"{said} a result of kvjax bench decode or tiers; look at {names}") from None
+
+
+def _opened(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """The results of these files. BadParameter for one of another benchmark, and for launches of no number of steps."""
+    from kvjax.cost_model.fitting import launch_of
+
+    runs = [read_json(file, "a result of kvjax bench decode or tiers") for file in files]
+    for file, run in zip(files, runs, strict=True):
+        if "bench" in run and run["bench"] not in ("decode", "tiers"):
+            raise typer.BadParameter(f"{file} is of kvjax bench {run['bench']}; give results of kvjax bench decode or tiers")
+        for place, row in enumerate(_rows(run), 1):
+            try:
+                launch_of(row)
+            except ValueError as error:
+                raise typer.BadParameter(f"{file}, row {place}: {error}") from None
+    return runs
+
+
+def _rows(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a result, as far as they are some: what reads them says what is wrong with others."""
+    rows = run.get("rows")
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
+def steps_text(steps: int) -> str:
+    """A number of steps per launch, in words."""
+    return f"{steps} step{'s' * (steps != 1)} per launch"
+
+
+def kinds_of(files: Sequence[Path]) -> list[str]:
+    """What timed rows of these results are of: model, device, formats, launches and mesh, each kind once."""
+    from kvjax.cost_model.fitting import launch_of
+    from pallas_kernels.core.results import mesh_text, packed_text
+
+    kinds: dict[str, None] = {}
+    for run in _opened(files):
+        for row in _rows(run):
+            if "median_s" in row:
+                kind = f"{row['shape']}, {row['layers']} layers, {run['provenance']['device']}, {row['dtype']}{packed_text(row)}"
+                kinds[f"{kind}, {steps_text(launch_of(row))}{mesh_text(row)}"] = None
+    return list(kinds) or ["no timed row"]
+
+
+def in_repository(file: Path) -> str:
+    """A file's name in reports: its path from the current folder, or only its name."""
+    path = file.resolve()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
+
+
+def evidence_command(
+    results: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RESULT.json...", help="The evaluation.json of kvjax evaluate; or, of prefill, JSON of kvjax recall and needle."
+        ),
+    ],
+    into: Annotated[
+        Path,
+        typer.Option(dir_okay=False, help="The table: kvjax/cost_model/evidence.json or prefill_evidence.json in a checkout, or new."),
+    ],
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="The model that was run, for results without its fingerprint.", show_default=False)
+    ] = None,
+    dtype: DtypeOption = None,
+    max_positions: MaxPositionsOption = None,
+) -> None:
+    """Record how well policies agree with dense on a model, for `auto`. Replaces rows of the same model, policy, length and task."""
+    from kvjax.cost_model.evidence import Evidence, PrefillEvidence, read_evidence, with_evaluation, with_results, write_evidence
+
+    ran = None
+    if model is not None:
+        from kvjax.model.identity import fingerprint
+
+        loaded = load_model(model, dtype, max_positions)
+        ran = fingerprint(loaded), loaded.config.compute_dtype
+    opened = [(in_repository(file), read_json(file, "the JSON of kvjax evaluate, recall or needle")) for file in results]
+    runs = ["forced" in run or "retrieval" in run for _, run in opened]
+    if any(runs) and not all(runs):
+        raise typer.BadParameter("are of decoding and of prefill: record them in two tables", param_hint="RESULT.json...")
+    rows = read_evidence(into, Evidence if all(runs) else PrefillEvidence) if into.is_file() else ()
+    if all(runs):
+        for source, run in opened:
+            rows = with_evaluation(rows, run, source, None if ran is None else ran[0])
+    else:
+        rows = with_results(rows, opened, ran)
+    write_evidence(rows, into)
+    typer.echo(f"{into}: {len(rows)} rows of {len({row.fingerprint for row in rows})} models")
+
 
 cost_app = typer.Typer(
     cls=WholeSentences,

@@ -15,7 +15,7 @@ from pallas_kernels.core.pictures import color_of, picture
 from pallas_kernels.core.tables import table as terminal_table
 
 if TYPE_CHECKING:
-    from kvjax.fidelity.retrieval import NeedleResult
+    from kvjax.evaluation.retrieval import NeedleResult
 
 POLICIES = ("dense", "window:64+4544", "cascade:8", "top:8")
 COLUMNS = ("policy", "blocks/step", "keys/step", "needles found", "seconds")
@@ -28,8 +28,8 @@ def run_demo(file: Path, *, prompts: int = 16, length: int = 8192, seed: int = 0
     and saves it as a picture (PNG). length counts haystack, question and answer, in tokens.
     """
     import kvjax
-    from kvjax.fidelity.needle import documentation_text
-    from kvjax.fidelity.retrieval import needle_panel
+    from kvjax.evaluation.needle import documentation_text
+    from kvjax.evaluation.retrieval import find_needles
 
     console = Console()
     model = kvjax.load("needle")
@@ -38,7 +38,7 @@ def run_demo(file: Path, *, prompts: int = 16, length: int = 8192, seed: int = 0
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     with bar(console, *columns, transient=False) as progress:
         task = progress.add_task("prefill", total=prompts * length)
-        results = needle_panel(
+        results = find_needles(
             model,
             documentation_text(),
             POLICIES,

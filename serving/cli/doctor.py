@@ -12,7 +12,7 @@ import typer
 from kvjax.serving.cli.options import ImplementationOption, JsonOption, forced_to, named_run
 
 if TYPE_CHECKING:
-    from pallas_kernels.selftest import Check
+    from kvjax.serving.cli.ops_selftest import Check
 
 SHAPE, LENGTHS, POLICIES = "qwen2.5-7b", (8192, 131_072), ("dense", "top:32")
 """Of the decode steps whose time is said: batch 1, bfloat16."""
@@ -24,10 +24,10 @@ def doctor_command(json_out: JsonOption = None, implementation: ImplementationOp
     Every implementation runs a small example and is compared with the op's definition. Exits with status 1 if one of them is wrong. Takes
     about a minute, most of it compiling.
     """
+    from kvjax.serving.cli.ops_selftest import check_ops, dtype_here
     from pallas_kernels.bench.measure import copy_rate
     from pallas_kernels.core.results import write_result
     from pallas_kernels.core.tables import stages
-    from pallas_kernels.selftest import check_ops, dtype_here
 
     checks: list[Check] = []
     typer.echo("\n".join(_machine()))
@@ -64,7 +64,7 @@ def _machine() -> list[str]:
 
 
 def _show_ops(checks: Sequence[Check], dtype: str) -> None:
-    from pallas_kernels import dispatch
+    from pallas_kernels.core import dispatch
     from pallas_kernels.core.tables import show, table
 
     lines = [

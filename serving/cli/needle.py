@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax.serving.cli.options import (
-    LARGEST_BATCH,
+    MAX_BATCH,
     POLICIES,
     PREFILLS,
     CacheFormatOption,
@@ -27,10 +27,9 @@ from kvjax.serving.cli.options import (
     token_count,
     whole,
 )
-from pallas_kernels.core.optional import needs_extras
 
 if TYPE_CHECKING:
-    from kvjax.fidelity.retrieval import NeedleResult
+    from kvjax.evaluation.retrieval import NeedleResult
 
 
 def needle_command(
@@ -50,11 +49,9 @@ def needle_command(
     text: TextOption = None,
     json_out: JsonOption = None,
     length: Annotated[int, typer.Option(help="Tokens of haystack, question and answer, as 8192 or 8k.", **token_count())] = 8192,
-    trials: Annotated[int, typer.Option(help="Needles to look for.", **whole(most=LARGEST_BATCH))] = 16,
-    distractors: Annotated[
-        int, typer.Option(help="Additional needles of the same template in each haystack.", **whole(0, LARGEST_BATCH))
-    ] = 16,
-    max_batch: Annotated[int, typer.Option(help="Haystacks held and decoded together.", **whole(most=LARGEST_BATCH))] = 8,
+    trials: Annotated[int, typer.Option(help="Needles to look for.", **whole(most=MAX_BATCH))] = 16,
+    distractors: Annotated[int, typer.Option(help="Additional needles of the same template in each haystack.", **whole(0, MAX_BATCH))] = 16,
+    max_batch: Annotated[int, typer.Option(help="Haystacks held and decoded together.", **whole(most=MAX_BATCH))] = 8,
     seed: SeedOption = 0,
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
@@ -70,14 +67,12 @@ def needle_command(
     With several prefill policies everything runs once for each, and paired differences from the first are printed.
     """
     prefills = list(dict.fromkeys(prefill or ["dense"]))
-    if len(prefills) > 1:
-        needs_extras("kvjax needle with several --prefill", "eval")
     haystack, names = read_texts(text)
     policies = policy or ["dense", "cascade:8"]
 
     from rich.console import Console
 
-    from kvjax.fidelity.retrieval import needle_panel
+    from kvjax.evaluation.retrieval import find_needles
     from kvjax.policies.decode import parse
     from kvjax.policies.prefill import parse_prefill
     from kvjax.serving.cli.demo import table
@@ -95,7 +90,7 @@ def needle_command(
     with bar(Console(stderr=True)) as progress:
         task = progress.add_task("prefill", total=trials * length * len(prefills))
         for name in prefills:
-            found[name] = needle_panel(
+            found[name] = find_needles(
                 loaded,
                 haystack,
                 policies,
@@ -143,7 +138,7 @@ def _beside(first: str, other: str, reference: NeedleResult, result: NeedleResul
     """Needles found after one prefill policy compared with another, trial by trial, under one decode policy."""
     import dataclasses
 
-    from kvjax.fidelity.statistics import paired
+    from kvjax.evaluation.statistics import paired
 
     pair = paired(*([answer.hit for answer in each.answers] for each in (reference, result)))
     return {"prefill": other, "beside": first, "policy": result.policy, **dataclasses.asdict(pair)}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from kvjax.registry import DECODE_FORMS as POLICIES
 from kvjax.registry import PREFILL_FORMS as PREFILLS
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
     from kvjax.model.protocols import Model
     from kvjax.scheduler.processes import Processes
 
+
 LARGEST = 2**31 - 1
 """Largest count: tokens, pages and token ids are 32-bit integers on the device."""
 
-LARGEST_BATCH = 2**16
+MAX_BATCH = 2**16
 """The most sequences decoded together: far more than any device holds, but few enough for a quick error."""
 
 
@@ -354,7 +356,7 @@ ImplementationOption = Annotated[
 
 def forced_to(implementation: str | None) -> AbstractContextManager[None]:
     """The path of `--implementation`, for as long as the block runs; None: the usual one."""
-    from pallas_kernels.dispatch import forced
+    from pallas_kernels.core.dispatch import forced
 
     try:
         return nullcontext() if implementation is None else forced(implementation)
@@ -488,7 +490,7 @@ def read_texts(paths: Sequence[Path] | None) -> tuple[str, list[str]]:
         if empty := [str(path) for path, text in texts.items() if not text.strip()]:
             raise typer.BadParameter(f"{empty[0]} is empty", param_hint="--text")
         return "\n\n".join(texts[path] for path in paths), [path.name for path in paths]
-    from kvjax.fidelity.needle import documentation_text
+    from kvjax.evaluation.needle import documentation_text
 
     return documentation_text(), ["pydoc_data.topics"]
 
@@ -501,3 +503,17 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
         return read_object(path, f"give {what}")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+class WholeSentences(TyperGroup):
+    """Commands that lists others with the whole first sentence of each, over several lines where it is long."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of commands."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [
+            (name, command.get_short_help_str(limit=10_000)) for name, command in commands if command is not None and not command.hidden
+        ]
+        if rows:
+            with formatter.section("Commands"):
+                formatter.write_dl(rows)

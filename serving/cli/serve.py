@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax.serving.cli.options import (
-    LARGEST_BATCH,
+    MAX_BATCH,
     CacheFormatOption,
     ChunkOption,
     ContextOption,
@@ -33,14 +33,14 @@ from kvjax.serving.cli.options import (
     watched,
     whole,
 )
-from kvjax.serving.session.limits import MAX_HISTORY, MAX_POLICIES
-from kvjax.serving.session.pace import MESSAGES_PER_SECOND
+from kvjax.serving.sessions.limits import MAX_HISTORY, MAX_POLICIES
+from kvjax.serving.sessions.throttle import MESSAGES_PER_SECOND
 from pallas_kernels.core.optional import needs_extras
 
 if TYPE_CHECKING:
     from kvjax.engine.engine import Engine
     from kvjax.model.protocols import Model
-    from kvjax.serving.session.server import Server
+    from kvjax.serving.server.grpc_server import Server
 
 PoliciesOption = Annotated[
     list[str] | None,
@@ -137,7 +137,7 @@ def serve_command(
     capacity: Annotated[
         int, typer.Option(help="Sessions at once. At capacity, a new one ends the idle one used longest ago.", **whole())
     ] = 64,
-    max_batch: Annotated[int, typer.Option(help="Generations at once; more wait.", **whole(most=LARGEST_BATCH))] = 8,
+    max_batch: Annotated[int, typer.Option(help="Generations at once; more wait.", **whole(most=MAX_BATCH))] = 8,
     max_gap_ms: Annotated[
         float | None,
         typer.Option(
@@ -198,10 +198,10 @@ def serve_command(
     named = policy or [None]
     policies = [each if each == "dense" and len(named) > 1 else watched(each, max_missed) for each in named]
     from kvjax.serving.batch.setup import mesh_of
-    from kvjax.serving.session.desk import ServerOptions
-    from kvjax.serving.session.metrics import Metrics
-    from kvjax.serving.session.runtime import SessionRuntime
-    from kvjax.serving.session.server import Server
+    from kvjax.serving.server.grpc_server import Server
+    from kvjax.serving.server.metrics import Metrics
+    from kvjax.serving.server.options import ServerOptions
+    from kvjax.serving.sessions.runtime import SessionRuntime
 
     name = "+".join([model, *(lora or [])])
     options = ServerOptions(
@@ -247,7 +247,7 @@ def _engine(
 
 def _until_told(server: Server, drain_seconds: float) -> None:
     """Serve until SIGTERM or Ctrl-C, and then end well; at once after a second one."""
-    from kvjax.serving.session.server import allow_open_files, freeze_live_objects
+    from kvjax.serving.server.grpc_server import allow_open_files, freeze_live_objects
 
     log = logging.getLogger("kvjax.server")
     log.addHandler(logging.StreamHandler(sys.stderr))

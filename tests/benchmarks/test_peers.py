@@ -29,8 +29,8 @@ from scipy.spatial import distance
 from tiny_models import VOCAB, make_model
 
 from kvjax import Engine
-from kvjax.fidelity.measures import measure_prefill
-from kvjax.fidelity.missed import drawn_positions
+from kvjax.evaluation.measures import measure_prefill
+from kvjax.evaluation.missed import drawn_positions
 from kvjax.policies.prefill import BoundsBlocks, DensePrefill, identity, name_of, parse_prefill
 from kvjax.policies.prefill.naming import PEERS, built_in_name, parse_recorded_prefill
 

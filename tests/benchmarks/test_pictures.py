@@ -13,12 +13,12 @@ from matplotlib.contour import ContourSet
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from benchmarks import echo_pictures, report
 from benchmarks import evidence as documents
+from benchmarks import recall_pictures, report
 from benchmarks.top_k import report as top_k_report
 from kvjax.cost_model import known_cost_model
 from kvjax.cost_model.regimes import regime_map, save
-from kvjax.fidelity import plots
+from kvjax.evaluation import plots
 from kvjax.models.loading import read_config
 from kvjax.serving.bench.decode import SHAPES
 from pallas_kernels.core import pictures
@@ -47,7 +47,7 @@ def check(figure):
     """Page width, text of at least 8 points, three ticks on every logarithmic axis, and the colours of the table."""
     assert figure.get_figwidth() == pictures.PAGE_INCHES
     texts = [text for text in figure.findobj(Text) if text.get_text().strip()]
-    small = {text.get_text(): text.get_fontsize() for text in texts if text.get_visible() and text.get_fontsize() < pictures.LEAST_POINTS}
+    small = {text.get_text(): text.get_fontsize() for text in texts if text.get_visible() and text.get_fontsize() < pictures.MIN_POINTS}
     assert small == {}
     for axes in figure.axes:
         for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
@@ -173,14 +173,14 @@ def test_a_picture_of_echoes(drawn, tmp_path):
         for length in (8192, 16_384)
         for name, kl in (("dense", 0.0), ("momo:64/8", 0.003), ("window:64+1024", 0.2))
     ]
-    echo_pictures.plot([{"rows": rows}], tmp_path / "echo.png")
+    recall_pictures.plot([{"rows": rows}], tmp_path / "recall.png")
     (figure,) = drawn
     check(figure)
     assert legends(figure) == {"8K tokens", "16K tokens"}
 
 
 def test_a_picture_of_echoes_against_time(drawn, tmp_path):
-    """A panel where something was timed at the echo's own length; who was timed nowhere is named, who was measured nowhere is not."""
+    """A panel where something was timed at prompt recall's own length; who was timed nowhere is named, who was measured nowhere is not."""
     shares = {"dense": 1.0, "bounds:32": 0.9, "momo:64/8": 0.4, "oracle:32": 0.95, "dense again": 1.0}
     rows = [
         {"length": length, "policy": name, "share": {"value": value, "low": value - 0.05, "high": min(1.0, value + 0.05)}}
@@ -194,8 +194,8 @@ def test_a_picture_of_echoes_against_time(drawn, tmp_path):
         timed | {"policy": "momo:64/8", "tokens": 32_768, "median_s": 0.032},
         timed | {"policy": "momo:64/8", "failed": "out of memory"},
     ]
-    assert echo_pictures.layer_times(ops, 16_384) == {"dense": 0.003, "bounds:32": 0.002, "momo:128/8": 0.005}
-    echo_pictures.plot_against_time([{"rows": rows}], ops, tmp_path / "time.png")
+    assert recall_pictures.layer_times(ops, 16_384) == {"dense": 0.003, "bounds:32": 0.002, "momo:128/8": 0.005}
+    recall_pictures.plot_against_time([{"rows": rows}], ops, tmp_path / "time.png")
     (figure,) = drawn
     check(figure)
     assert legends(figure) == {"dense", "bounds:32", "momo:64/8", "oracle:32: not timed"}
@@ -205,7 +205,7 @@ def test_a_picture_of_echoes_against_time(drawn, tmp_path):
         assert {name: tuple(line.get_xydata()[0]) for name, line in found.items()} == expected
         assert {name: to_hex(line.get_color()) for name, line in found.items()} == {name: pictures.color_of(name) for name in expected}
     with pytest.raises(ValueError, match="no sparse policy has both a time and facts"):
-        echo_pictures.plot_against_time([{"rows": rows}], ops[:1], tmp_path / "time.png")
+        recall_pictures.plot_against_time([{"rows": rows}], ops[:1], tmp_path / "time.png")
 
 
 def test_a_name_without_an_entry_has_one_colour_too():

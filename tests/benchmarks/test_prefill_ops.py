@@ -27,7 +27,7 @@ BOUNDS = BoundsBlocks(k=2, window_tokens=128)
 def few_calls():
     """Calls are timed twice, not for half a second."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill_ops, "MOST_CALLS", 2)
+        patch.setattr(prefill_ops, "MAX_CALLS", 2)
         yield
 
 

@@ -11,7 +11,7 @@ import pytest
 from quick_cases import in_turn
 
 from benchmarks.top_k import radix_select
-from pallas_kernels.hopper import lanes
+from pallas_kernels.hopper.threads import lanes
 
 
 def emulate(emulated, scores, k, ctas, threads=512):

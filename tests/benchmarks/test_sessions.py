@@ -18,9 +18,9 @@ from benchmarks.agents import TRACE, Spread, Turn, Work, drawn, token_count
 from benchmarks.session_costs import SPARE, Tokens, Turns, counted, idle_rows, tokens_row, turn_rows
 from benchmarks.sessions import BUCKET_S, Load, Polled, Watched, _buckets, gates, load_row, note, page_of
 from kvjax import Engine, SessionRuntime
-from kvjax.serving.session.desk import ServerOptions
-from kvjax.serving.session.metrics import Metrics
-from kvjax.serving.session.server import Server
+from kvjax.serving.server.grpc_server import Server
+from kvjax.serving.server.metrics import Metrics
+from kvjax.serving.server.options import ServerOptions
 from pallas_kernels.core.results import device_here, provenance
 
 SIZES = {"history": 200, "tokens": 1 / 64, "times": 0.0, "longest_wait_s": 1.0, "max_batch": 4, "pages": None, "chunk": 128}

@@ -12,8 +12,8 @@ from rich.console import Console
 from benchmarks import report
 from benchmarks.top_k import report as top_k_report
 from kvjax.cost_model import regimes
-from kvjax.fidelity import echo_tables as echo_report
-from kvjax.fidelity import report as fidelity_report
+from kvjax.evaluation import recall_report
+from kvjax.evaluation import report as evaluation_report
 from kvjax.serving.cli import demo
 from pallas_kernels.core import tables
 
@@ -36,7 +36,7 @@ def test_a_table_keeps_its_columns_apart():
 
 
 def test_no_two_columns_of_a_table_have_one_name():
-    columns = [fidelity_report.COLUMNS, echo_report.COLUMNS, report.COLUMNS, report.STEP_COLUMNS, top_k_report.ROW_COLUMNS]
+    columns = [evaluation_report.COLUMNS, recall_report.COLUMNS, report.COLUMNS, report.STEP_COLUMNS, top_k_report.ROW_COLUMNS]
     for names in (*columns, demo.COLUMNS, regimes.CROSSINGS):
         assert all(names)
         assert len(set(names)) == len(names), names

@@ -93,7 +93,7 @@ def test_a_hint_that_is_read_is_seen(op, reads):
 
 
 def test_the_kernel_reads_a_hint_where_it_starts_from_one():
-    from pallas_kernels.top_k import plan
+    from pallas_kernels.selection.top_k import plan
 
     kernel = paging.implementation("top_k", "mosaic_gpu")
 

@@ -25,7 +25,7 @@ from unittest import mock
 import numpy as np
 
 from emulator.values import Fault
-from pallas_kernels.hopper import rooms
+from pallas_kernels.collectives import peer_buffers
 
 OTHER_WORK = 1
 """What the memory of a room holds between programs: the number of a first call."""
@@ -274,8 +274,8 @@ def _names(module: Any, ctas: int) -> Iterator[None]:
     plgpu = SimpleNamespace(remote_ref=lambda ref, device_id: _current.cta.remote_ref(ref, device_id))
 
     def clear(num_devices: int, room: Ref, cta: int) -> None:
-        words = rooms.part_words(num_devices)
-        _current.cta.clear(room.memory[room.device], rooms.MOST_CTAS + cta * words, words)
+        words = peer_buffers.part_words(num_devices)
+        _current.cta.clear(room.memory[room.device], peer_buffers.MAX_CTAS + cta * words, words)
 
     def note_addresses(table: Ref, opened: Sequence[Ref], me: int) -> None:
         table.memory[table.device][:] = [word for room in opened for word in (room.device, 0)] + [me]
@@ -287,13 +287,13 @@ def _names(module: Any, ctas: int) -> Iterator[None]:
     def receive(s: Any, room: Ref, place: int, call: int, received: Ref) -> None:
         out = received.memory[received.device]
         count = out.nbytes // len(out) // 4
-        places = [place + device * rooms.LINES * 4 + 2 * number for device in range(len(out)) for number in range(count)]
+        places = [place + device * peer_buffers.LINES * 4 + 2 * number for device in range(len(out)) for number in range(count)]
         out[...] = _current.cta.receive(room.memory[room.device], places, call).view(out.dtype).reshape(out.shape)
 
     stages = {"clear": clear, "note_addresses": note_addresses, "send": send, "receive": receive}
     both = {"lax": lax, "pl": pl, "plgpu": plgpu}
     with (
-        mock.patch.multiple(rooms, **both, **stages, MOST_CTAS=ctas, LINES=2),
+        mock.patch.multiple(peer_buffers, **both, **stages, MAX_CTAS=ctas, LINES=2),
         mock.patch.multiple(module, **both, jnp=SimpleNamespace(float32=np.float32)),
     ):
         yield
@@ -310,7 +310,7 @@ class _Streams:
         self.tables = [np.zeros(2 * devices + 1, np.int32) for _ in range(devices)]
         self.machine = Machine(adversary)
         with _names(sys.modules[body.__module__], shape.ctas):
-            self.rooms = [np.full(rooms.room_words(devices), OTHER_WORK, np.int32) for _ in range(devices)]
+            self.rooms = [np.full(peer_buffers.room_words(devices), OTHER_WORK, np.int32) for _ in range(devices)]
             for device in range(devices):
                 self.machine.start(device, functools.partial(self._stream, device))
             self.machine.run()
@@ -350,7 +350,7 @@ class _Streams:
         _current.cta, _current.rooms = self.cta_type(self.machine, thread, device, number, self.semaphores), self.rooms
         room, table = Ref(self.rooms, device), Ref(self.tables, device)
         if call is None:
-            rooms.open_room(self.shape.axis_name, self.shape.num_devices, room, table, None)
+            peer_buffers.open_room(self.shape.axis_name, self.shape.num_devices, room, table, None)
             return
         given = self.calls[call]
         received = Ref([np.zeros((len(given[0]), self.shape.piece), given[0].dtype)] * len(given[0]), device)
@@ -369,8 +369,8 @@ def run_calls(
     barrier: bool = True,
     resident: int | None = None,
 ) -> list[np.ndarray]:
-    """Run `open_room` of `pallas_kernels.hopper.rooms` and the body of a kernel that exchanges on all devices, for several calls one after
-    the other.
+    """Run `open_room` of `pallas_kernels.collectives.peer_buffers` and the body of a kernel that exchanges on all devices, for several
+    calls one after the other.
 
     shape: as the body takes it. calls: of each, what the devices are given, `[devices, size]` each. outs: for each, where they write.
     per_program: calls of a program. barrier: False leaves XLA's barrier out. resident: CTAs that a device has room for at once; None: all

@@ -1,4 +1,4 @@
-"""Whole Mosaic GPU kernels on emulated threads: those whose bodies are nothing but a stage of `pallas_kernels.hopper.lanes`."""
+"""Whole Mosaic GPU kernels on emulated threads: those whose bodies are nothing but a stage of `pallas_kernels.hopper.threads.lanes`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from emulator import lanes as emulated_lanes
-from pallas_kernels.hopper import lanes
+from pallas_kernels.hopper.threads import lanes
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
-"""GPU threads emulated by numpy: stage functions of `pallas_kernels.hopper.lanes` run unchanged, all threads of a cluster in lockstep.
+"""GPU threads emulated by numpy: stage functions of `pallas_kernels.hopper.threads.lanes` run unchanged, all threads of a cluster in
+lockstep.
 
 `run_cluster` puts stand-ins for the MLIR bindings into `lanes` while it runs: a value is an array with a number per thread, and inline PTX
 is looked up in `emulated_ptx.CODES`. So the functions of `lanes` itself are under test. What a GPU would leave undefined is a `Fault`
@@ -48,12 +49,12 @@ from emulator.values import (
     select,
     spread,
 )
-from pallas_kernels.hopper import lanes
+from pallas_kernels.hopper.threads import lanes
 
 FAULTS = (Divergence, Misaligned, NotArrived, OutOfBounds, Race, Undefined, UnknownCode, Unwritten)
 """What an emulated program can be told."""
 
-MOST_TURNS = 1_000_000
+MAX_TURNS = 1_000_000
 """A loop that runs longer is taken to be endless."""
 
 NOWHERE = -(2**50)
@@ -172,7 +173,7 @@ class Machine(Copies):
     def _repeat(self, condition, body, carry: Sequence[lanes.Scalar]) -> list[lanes.Scalar]:
         carry, outer = list(carry), self.mask
         try:
-            for _ in range(MOST_TURNS):
+            for _ in range(MAX_TURNS):
                 test = condition(*carry).value
                 with self.when(test):
                     running = self.mask
@@ -188,7 +189,7 @@ class Machine(Copies):
                 carry = after
         finally:
             self.mask = outer
-        raise Fault(f"a loop has not ended after {MOST_TURNS} turns")
+        raise Fault(f"a loop has not ended after {MAX_TURNS} turns")
 
     # Memory.
 

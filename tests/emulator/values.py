@@ -1,4 +1,4 @@
-"""Values of emulated GPU threads, and what `pallas_kernels.hopper.lanes` takes for MLIR's types and arithmetic while they run."""
+"""Values of emulated GPU threads, and what `pallas_kernels.hopper.threads.lanes` takes for MLIR's types and arithmetic while they run."""
 
 from __future__ import annotations
 

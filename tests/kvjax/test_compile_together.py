@@ -17,7 +17,7 @@ from tiny_models import TINY, TinyModel, altered, init_params, make_family, shal
 import kvjax
 import kvjax.engine.warmup
 from kvjax import Engine
-from kvjax.compilation import MOST_THREADS, compile_together
+from kvjax.compilation import MAX_THREADS, compile_together
 from kvjax.engine.capacity_plan import memory_plan
 from kvjax.models.decoder import TransformerDecoder
 
@@ -54,9 +54,9 @@ class Slow:
 
 @pytest.mark.parametrize("cores", [1, 3, 64])
 def test_as_many_programs_beside_each_other_as_there_are_cores(monkeypatch, cores):
-    """But not more than `MOST_THREADS`."""
+    """But not more than `MAX_THREADS`."""
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    threads = min(cores, MOST_THREADS)
+    threads = min(cores, MAX_THREADS)
     slow = Slow(threads)
     together(*(functools.partial(slow, str(number)) for number in range(3 * threads)))
     assert slow.most == threads

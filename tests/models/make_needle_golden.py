@@ -33,7 +33,7 @@ PROMPTS = (
     (3072, 0, 0.2),
     (4096, 1, 0.4),
 )
-# Needle, question: the templates of kvjax.fidelity.needle.
+# Needle, question: the templates of kvjax.evaluation.needle.
 TEMPLATES = (
     ("\nThe pass key for {key} is {value}.\n", "\nQuestion: what was the pass key? Answer: The pass key for {key} is"),
     (" Remember that the number of the {key} house was {value}.", " And the number of the {key} house was"),

@@ -14,7 +14,7 @@ from kvjax.engine.capacity_plan import memory_plan
 from kvjax.model.protocols import Heads
 from kvjax.models import decoder, products
 from kvjax.models.decoder import TransformerDecoder, causal_mix, init_params, param_shapes
-from pallas_kernels.project_tokens import project_tokens
+from pallas_kernels.matmul.project_tokens import project_tokens
 
 CONFIG = altered(
     TINY, family="qwen3", vocab_size=50, hidden_size=24, intermediate_size=40, tie_embeddings=False, max_positions=64, qk_norm=True

@@ -22,7 +22,7 @@ from kvjax.models import checkpoint, config_json, fused, load
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode import parse
 from kvjax.text.transformers_import import import_transformers
-from pallas_kernels.matrices import pack
+from pallas_kernels.core.matrices import pack
 
 GOLDEN = np.load(Path(__file__).with_name("golden") / "family_cases.npz")
 QUICK = tuple((family, number) for family in FAMILIES for number in (0, 5))

@@ -18,7 +18,7 @@ from kvjax.model.identity import fingerprint
 from kvjax.models import gemma3, load
 from kvjax.models.config_json import parse, to_fields
 from kvjax.models.decoder import TransformerDecoder, init_params
-from pallas_kernels.project_tokens import xla
+from pallas_kernels.matmul.project_tokens import xla
 
 pytestmark = pytest.mark.bits
 

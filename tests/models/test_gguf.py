@@ -20,7 +20,7 @@ from kvjax import Engine
 from kvjax.model.weight_formats import weights_bytes
 from kvjax.models import load, read_config
 from kvjax.models.loading import read_packing
-from pallas_kernels.matrices import is_packed, pack, unpack
+from pallas_kernels.core.matrices import is_packed, pack, unpack
 
 GOLDEN = load_file(Path(__file__).with_name("golden") / "gguf.safetensors")
 TOLERANCE = 1e-4

@@ -15,7 +15,7 @@ from tiny_models import TinyModel
 from kvjax.model.weight_formats import weights_bytes
 from kvjax.models import load, loading, read_config
 from kvjax.models.loading import read_packing
-from pallas_kernels.matrices import is_packed, unpack
+from pallas_kernels.core.matrices import is_packed, unpack
 
 IDS = [5, 250, 17, 99, 3, 260, 41, 8, 12, 77, 301, 4]
 

@@ -26,8 +26,8 @@ from kvjax.models.mixers.latent import attend_latents, causal_latents
 from kvjax.models.mixers.tokens import Tokens
 from kvjax.policies.decode import Dense, TopTokens, top_tokens
 from kvjax.policies.prefill import DensePrefill, TopTokensPrefill
-from pallas_kernels import elementwise
-from pallas_kernels.indexer_scores import indexer_scores
+from pallas_kernels.core import rope_norm
+from pallas_kernels.selection.indexer_scores import indexer_scores
 
 GOLDEN = Path(__file__).with_name("golden")
 CASES = ("latent-default", "latent-yarn")
@@ -304,13 +304,13 @@ def indexer_rotated(wrong):
     """Its heads alone are longer than what is rotated."""
 
     def rotate(x, cos, sin):
-        return wrong(x, (cos, sin)) if x.shape[-1] > 2 * cos.shape[-1] else elementwise.rotate(x, cos, sin)
+        return wrong(x, (cos, sin)) if x.shape[-1] > 2 * cos.shape[-1] else rope_norm.rotate(x, cos, sin)
 
     return patch("rotate", rotate)
 
 
 def rotate_last(x, rotation):
-    return jnp.concatenate([x[..., :-8], elementwise.rotate(x[..., -8:], *rotation)], axis=-1)
+    return jnp.concatenate([x[..., :-8], rope_norm.rotate(x[..., -8:], *rotation)], axis=-1)
 
 
 def no_relu(q, weights, keys, *arrays, **options):
@@ -392,8 +392,8 @@ def test_absorbed_attention_is_attention_with_every_head_expanded():
     found = run(mixer, params, hidden, Dense(), AT_ONCE)
     rotation = Tokens(jnp.arange(TOKENS, dtype=jnp.int32)[None], 0.03).rotation(mixer.rope)
     with jax.default_matmul_precision("highest"):
-        x = elementwise.rms_norm(jnp.asarray(hidden[:1]), params["attn_norm"], 0.03)
-        q = elementwise.rms_norm(x @ params["q_a"].T, params["q_norm"], 1e-6) @ params["q_b"].T
+        x = rope_norm.rms_norm(jnp.asarray(hidden[:1]), params["attn_norm"], 0.03)
+        q = rope_norm.rms_norm(x @ params["q_a"].T, params["q_norm"], 1e-6) @ params["q_b"].T
         q = q.reshape(1, TOKENS, 3, -1)
         q = jnp.concatenate([q[..., :20], latent._rotate_pairs(q[..., 20:], rotation)], axis=-1)
         rows = latent._rows(mixer, params, x @ params["kv_a"].T, rotation)

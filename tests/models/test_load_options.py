@@ -99,7 +99,7 @@ def run_python(code: str) -> subprocess.CompletedProcess:
 
 
 def test_packages_can_be_reached_by_name():
-    code = "import kvjax; kvjax.policies.decode.parse('top:8'); kvjax.policies.prefill.register; kvjax.serving.run_batch; kvjax.fidelity"
+    code = "import kvjax; kvjax.policies.decode.parse('top:8'); kvjax.policies.prefill.register; kvjax.serving.run_batch; kvjax.evaluation"
     # A configuration whose fields are all known needs no transformers, which takes seconds to import.
     code += "; from kvjax.models import config_json; config_json.parse({'model_type': 'llama'})"
     code += "; import sys; assert 'transformers' not in sys.modules"

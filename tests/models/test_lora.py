@@ -18,9 +18,9 @@ import kvjax
 from kvjax.model.identity import fingerprint
 from kvjax.models import adapter_files, load, loading
 from kvjax.models.checkpoint import wanted_tensors
-from kvjax.serving.batch.continuing import checkpoint_of
+from kvjax.serving.batch.resume import checkpoint_of
 from kvjax.serving.batch.setup import Setup
-from pallas_kernels.matrices import is_packed
+from pallas_kernels.core.matrices import is_packed
 
 TOLERANCE = 1e-4
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.engine.engine import Engine
-from kvjax.fidelity import needle
+from kvjax.evaluation import needle
 from kvjax.generation import generate
 from kvjax.models import load
 from kvjax.models.needle import path

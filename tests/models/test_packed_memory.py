@@ -13,7 +13,7 @@ from kvjax.cache import Cache
 from kvjax.engine.steps import ChunkInputs, StepInputs, StepStatic, decode_step
 from kvjax.model.weight_formats import pack_params
 from kvjax.policies.decode import parse
-from pallas_kernels.project_tokens import xla
+from pallas_kernels.matmul.project_tokens import xla
 
 pytestmark = pytest.mark.optimized
 

@@ -18,7 +18,7 @@ from kvjax.engine.capacity_plan import memory_plan
 from kvjax.model.identity import fingerprint
 from kvjax.model.weight_formats import SCHEMES, pack_params, weights_bytes
 from kvjax.models import load, loading, save
-from pallas_kernels.matrices import is_packed, unpack
+from pallas_kernels.core.matrices import is_packed, unpack
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "qwen3_5_text", "deepseek_v32", "shared")
 STORED = [name for name in SCHEMES if name != "fp8:tokens"]

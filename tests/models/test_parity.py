@@ -14,8 +14,8 @@ from kvjax.models import decoder as decoder_module
 from kvjax.models import load
 from kvjax.models.decoder import TransformerDecoder, causal_mix
 from kvjax.models.mixers import attention as attention_module
-from pallas_kernels import elementwise
-from pallas_kernels.project_tokens import xla
+from pallas_kernels.core import rope_norm
+from pallas_kernels.matmul.project_tokens import xla
 
 TOLERANCE = 1e-4
 GOLDEN = Path(__file__).with_name("golden")
@@ -150,14 +150,14 @@ def interleaved_pairs(model, monkeypatch):
         first, second = x[..., 0::2], x[..., 1::2]
         return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
 
-    for module in (elementwise, attention_module):
+    for module in (rope_norm, attention_module):
         monkeypatch.setattr(module, "rotate", rotate)
     return model.decoder, model.params, None
 
 
 def norm_adds_one(model, monkeypatch):
-    right = elementwise.rms_norm
-    for module in (elementwise, attention_module, decoder_module):
+    right = rope_norm.rms_norm
+    for module in (rope_norm, attention_module, decoder_module):
         monkeypatch.setattr(module, "rms_norm", lambda x, weight, eps, offset=0.0: right(x, weight + 1, eps))
     return model.decoder, model.params, None
 
@@ -171,7 +171,7 @@ def gelu(model, monkeypatch):
 def norm_after_rope(model, monkeypatch):
     def heads(config, params, x, tokens):
         q, k, *others = right(dataclasses.replace(config, qk_norm=False), params, x, tokens)
-        q, k = (elementwise.rms_norm(y, params[name], tokens.norm_eps) for y, name in ((q, "q_norm"), (k, "k_norm")))
+        q, k = (rope_norm.rms_norm(y, params[name], tokens.norm_eps) for y, name in ((q, "q_norm"), (k, "k_norm")))
         return q, k, *others
 
     right = attention_module._heads

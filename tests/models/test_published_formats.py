@@ -19,7 +19,7 @@ from kvjax.models import checkpoint, config_json, load
 from kvjax.models.loading import read_config, read_packing
 from kvjax.models.quantization.schemes import parse, split
 from kvjax.models.tensors import read_whole
-from pallas_kernels.matrices import is_packed, unpack
+from pallas_kernels.core.matrices import is_packed, unpack
 
 CONFIG = altered(LEAST, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16, qkv_bias=True)
 GROUP = 32

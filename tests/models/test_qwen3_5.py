@@ -18,7 +18,7 @@ from kvjax.models.config_json import parse
 from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.models.mixers import attention as attention_module
 from kvjax.models.mixers import delta as delta_module
-from pallas_kernels import elementwise
+from pallas_kernels.core import rope_norm
 
 FAMILY = GoldenFamily("qwen3_5")
 GOLDEN, CASES, golden_case = FAMILY.folder, FAMILY.cases, FAMILY.case
@@ -270,9 +270,9 @@ def test_fresh_weights_are_those_of_the_family():
 
 def test_a_norm_with_an_offset_adds_in_float32():
     x, weight = jnp.ones((1, 256), jnp.bfloat16), jnp.full(256, 2.0**-9, jnp.bfloat16)
-    found = elementwise.rms_norm(x * 256, weight, 0.0, 1.0).astype(jnp.float32)
+    found = rope_norm.rms_norm(x * 256, weight, 0.0, 1.0).astype(jnp.float32)
     assert (found == 1).all()
-    found = elementwise.rms_norm(x.astype(jnp.float32), weight, 0.0, 1.0)
+    found = rope_norm.rms_norm(x.astype(jnp.float32), weight, 0.0, 1.0)
     assert (found == 1 + 2.0**-9).all()
 
 

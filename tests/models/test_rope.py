@@ -10,7 +10,7 @@ import pytest
 from kvjax.model import rope
 from kvjax.model.config import LongRope
 from kvjax.models import config_json
-from pallas_kernels.elementwise import rotate
+from pallas_kernels.core.rope_norm import rotate
 
 BITS = dict(np.load(Path(__file__).with_name("golden") / "rope-bits.npz"))
 CASES = json.loads(Path(__file__).with_name("golden").joinpath("rope.json").read_text())

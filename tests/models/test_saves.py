@@ -26,7 +26,7 @@ from kvjax.model.weight_formats import SCHEMES, pack_params
 from kvjax.models import config_json, families, load, save, saving
 from kvjax.models.partial_rope import rotary_fraction
 from kvjax.text.transformers_import import import_transformers
-from pallas_kernels.matrices import MatrixFormat, pack
+from pallas_kernels.core.matrices import MatrixFormat, pack
 
 GOLDEN = Path(__file__).with_name("golden")
 DIGESTS = json.loads((GOLDEN / "saves.json").read_text())

@@ -21,7 +21,7 @@ from kvjax.models.merged import Merged
 from kvjax.models.quantization.reading import PackedSource, Widened, sources
 from kvjax.models.quantization.schemes import parse
 from kvjax.models.tensors import RowsOf, Stored, header_of, read_whole
-from pallas_kernels.matrices import is_packed, unpack
+from pallas_kernels.core.matrices import is_packed, unpack
 
 GOLDEN = Path(__file__).with_name("golden")
 FILE = GOLDEN / "published-formats.safetensors"

@@ -23,7 +23,7 @@ import paging
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels import dispatch
+from pallas_kernels.core import dispatch
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ import tpu_kernels
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import dispatch
+from pallas_kernels.core import dispatch
 
 ROW_ERROR = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}
 

@@ -12,22 +12,24 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import dispatch
-from pallas_kernels.all_gather import mosaic_gpu as all_gather
-from pallas_kernels.block_mass import mosaic_gpu as block_mass
-from pallas_kernels.copy_tiles import mosaic_gpu as copy_tiles
-from pallas_kernels.fetch_tiles import mosaic_gpu as fetch_tiles
-from pallas_kernels.gather_attention import listed, turns
-from pallas_kernels.gather_attention import mosaic_gpu as gather
-from pallas_kernels.gather_attention.api import Call
-from pallas_kernels.hopper import clusters, query_tiles, rooms
-from pallas_kernels.matrices import MatrixFormat
-from pallas_kernels.project_tokens.shape import Shape as Projection
-from pallas_kernels.select_blocks import mosaic_gpu as select_blocks
-from pallas_kernels.select_tiles import mosaic_gpu as select_tiles
-from pallas_kernels.selected_attention import mosaic_gpu as selected
-from pallas_kernels.top_k import plan
-from pallas_kernels.union_blocks import mosaic_gpu as union_blocks
+from pallas_kernels.attention.gather_attention import listed, mma
+from pallas_kernels.attention.gather_attention import mosaic_gpu as gather
+from pallas_kernels.attention.gather_attention.api import Call
+from pallas_kernels.attention.selected_attention import mosaic_gpu as selected
+from pallas_kernels.cache.copy_tiles import mosaic_gpu as copy_tiles
+from pallas_kernels.cache.fetch_tiles import mosaic_gpu as fetch_tiles
+from pallas_kernels.collectives import peer_buffers
+from pallas_kernels.collectives.all_gather import mosaic_gpu as all_gather
+from pallas_kernels.core import dispatch
+from pallas_kernels.core.matrices import MatrixFormat
+from pallas_kernels.hopper.decode import clusters
+from pallas_kernels.hopper.prefill import prefill_fold
+from pallas_kernels.matmul.project_tokens.shape import Shape as Projection
+from pallas_kernels.selection.block_mass import mosaic_gpu as block_mass
+from pallas_kernels.selection.select_blocks import mosaic_gpu as select_blocks
+from pallas_kernels.selection.select_tiles import mosaic_gpu as select_tiles
+from pallas_kernels.selection.top_k import plan
+from pallas_kernels.selection.union_blocks import mosaic_gpu as union_blocks
 
 GPUS = {"H200": 132, "B200": 148, "H20": 78}
 
@@ -112,7 +114,7 @@ def test_ops_with_clusters_ask_for_them(column):
         _, q, pages, _ = gather_arguments(batch, kv_heads, None)
         sizes = {"width": 37, "block_size": 128, "window": None, "sm_scale": 1.0, "words": {}}
         assert listed.shape_of(q, pages, **sizes).splits == wanted[batch * kv_heads]
-        assert "ctas_per_unit(q.shape[0] * pages.kv_heads)" in inspect.getsource(turns.list_shape)
+        assert "ctas_per_unit(q.shape[0] * pages.kv_heads)" in inspect.getsource(mma.list_shape)
         assert "ctas_per_unit(batch * num_queries * num_kv_heads)" in inspect.getsource(select_blocks.shape_of)
     assert "select.shape_of" in inspect.getsource(selected)
 
@@ -182,11 +184,11 @@ def test_teams_of_project_tokens(case, column):
 
 def test_what_no_number_of_multiprocessors_changes():
     """Sizes that are the same on every GPU: tiles, CTAs of a page's copy, of a look-up, and pieces that devices exchange."""
-    assert (query_tiles.ROWS, query_tiles.FOLDERS, select_tiles.ROWS, select_tiles.TILE) == (64, 2, 64, 128)
-    assert (block_mass.KEYS, block_mass.QUERIES, union_blocks.MOST_ENTRIES) == (64, 128, 64)
-    assert (copy_tiles.SHARES, fetch_tiles.CTAS, rooms.MOST_CTAS, rooms.PIECE_BYTES) == (4, 8, 64, 2048)
-    assert all_gather.MOST_WORDS == 64 * 2048 // 4
-    assert (listed.WARPGROUPS, listed.TILE, plan.LEAST_SHARE, clusters.MOST_SPLITS) == (2, 64, 4096, 32)
+    assert (prefill_fold.ROWS, prefill_fold.FOLDERS, select_tiles.ROWS, select_tiles.TILE) == (64, 2, 64, 128)
+    assert (block_mass.KEYS, block_mass.QUERIES, union_blocks.MAX_ENTRIES) == (64, 128, 64)
+    assert (copy_tiles.SHARES, fetch_tiles.CTAS, peer_buffers.MAX_CTAS, peer_buffers.PIECE_BYTES) == (4, 8, 64, 2048)
+    assert all_gather.MAX_WORDS == 64 * 2048 // 4
+    assert (listed.WARPGROUPS, listed.TILE, plan.MIN_SHARE, clusters.MAX_SPLITS) == (2, 64, 4096, 32)
 
 
 def test_the_number_is_read_from_the_device(monkeypatch):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from paging import flash_attention, gather_attention
 
-from pallas_kernels import tiles
+from pallas_kernels.xla import key_tiles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nvidia")]
 
@@ -82,4 +82,4 @@ def test_temporary_arrays_fit_into_the_bound(batch):
     k = jnp.zeros((64, 4, 128, 128), jnp.bfloat16)
     arrays = jnp.zeros((batch, 1, 28, 128), jnp.bfloat16), k, k, table, jnp.full(batch, 131072, jnp.int32)
     op = jax.jit(functools.partial(gather_attention, sm_scale=0.1, implementation="xla"))
-    assert op.lower(*arrays).compile().memory_analysis().temp_size_in_bytes <= 1.2 * tiles.MEMORY
+    assert op.lower(*arrays).compile().memory_analysis().temp_size_in_bytes <= 1.2 * key_tiles.MEMORY

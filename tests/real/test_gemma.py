@@ -4,9 +4,9 @@ import pytest
 from real_checkpoint import license_text
 
 from kvjax import Engine, generate
-from kvjax.fidelity.needle import encode_text, vocabulary_words
-from kvjax.fidelity.retrieval import ask, forked, prefilled, prompt_start
-from kvjax.fidelity.tasks import make_trials
+from kvjax.evaluation.needle import encode_text, vocabulary_words
+from kvjax.evaluation.retrieval import ask, forked, prefilled, prompt_start
+from kvjax.evaluation.tasks import make_trials
 
 SIZES = {"page_size": 128, "prefill_chunk": 256, "batch_buckets": (2,)}
 LENGTH, WRONG = 1000, "window:160"

@@ -12,7 +12,7 @@ from real_checkpoint import FORCED_TOKENS
 
 from kvjax import Engine
 from kvjax.models import load
-from pallas_kernels.matrices import PackedMatrix
+from pallas_kernels.core.matrices import PackedMatrix
 
 SIZES = {"pages": 48, "page_size": 32, "prefill_chunk": 128, "batch_buckets": (1,)}
 WEIGHTS = {"int8": 0.95, "fp8": 0.83, "int4": 0.55}

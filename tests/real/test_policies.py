@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from kvjax import Engine, generate, memory_plan
-from kvjax.fidelity.forcing import force
-from kvjax.fidelity.retrieval import Arm
+from kvjax.evaluation.retrieval import Arm
+from kvjax.evaluation.teacher_forcing import force
 
 LENGTH, STEPS = 1200, 32
 SIZES = {"prefill_chunk": 256, "batch_buckets": (1,)}

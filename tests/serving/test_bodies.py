@@ -11,8 +11,8 @@ from kvjax.client.errors import SessionError
 from kvjax.engine.sampling import Sampling
 from kvjax.serving.batch.records import CHAT, COMPLETIONS, parse, request_of
 from kvjax.serving.bodies import NEUTRAL, show
-from kvjax.serving.session.desk import ServerOptions
-from kvjax.serving.session.openai_form import asked
+from kvjax.serving.server.openai_form import asked
+from kvjax.serving.server.options import ServerOptions
 from kvjax.text.tokenization import encode
 
 TALK = [{"role": "user", "content": "say it"}]

@@ -1,4 +1,4 @@
-"""Checks needle answers by one forward pass, for the training run. The engine's figures come from `kvjax.fidelity.retrieval`."""
+"""Checks needle answers by one forward pass, for the training run. The engine's figures come from `kvjax.evaluation.retrieval`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.fidelity.needle import NeedleTask, Trial, exact_match_by_depth
+from kvjax.evaluation.needle import NeedleTask, Trial, exact_match_by_depth
 from kvjax.model.protocols import Decoder, Mix, Params
 from train_needle.parallel import batch_mesh, on_each, split, whole
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.fidelity import needle
+from kvjax.evaluation import needle
 
 MAX_DIGITS = 5
 RECORD = needle.Template("\n {key} = {value}", "\n {key} =")

@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from kvjax.fidelity.needle import NeedleTask, vocabulary_words
+from kvjax.evaluation.needle import NeedleTask, vocabulary_words
 from kvjax.model.protocols import Mix, Params
 from kvjax.models.checkpoint import find_folder
 from kvjax.models.decoder import TransformerDecoder, causal_mix, init_params

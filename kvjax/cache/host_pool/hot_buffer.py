@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
-from pallas_kernels.fetch_tiles import fetch_tiles
-from pallas_kernels.pages import Pages
-from pallas_kernels.place_tiles import WAYS
+from pallas_kernels.cache.fetch_tiles import fetch_tiles
+from pallas_kernels.cache.place_tiles import WAYS
+from pallas_kernels.core.pages import Pages
 
 WORD = 30
 """Bits of the lower word of a counter. A step counts fewer than 2 ** WORD tiles of a layer, so their sum fits into 31 bits."""

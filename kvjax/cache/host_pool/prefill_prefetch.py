@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 from kvjax.cache.arrays import LatentPages, PagedKV
 from kvjax.cache.host_pool.mapped_memory import FrameCounts, host_rows
 from kvjax.cache.page_tables import staged_width
-from pallas_kernels.pages import Pages
+from pallas_kernels.core.pages import Pages
 
 SPREAD = 2
 """Pages that lie farther apart in host memory than this, in frames for each page, are copied one by one."""

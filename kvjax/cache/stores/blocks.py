@@ -21,7 +21,7 @@ from kvjax.cache.pool import Pool, first_array, place_beside
 from kvjax.cache.spec import OPEN, CacheSpec, PagedSpec, RecurrentSpec
 from kvjax.cache.writes import seal
 from kvjax.compilation import program
-from pallas_kernels.page_format import unpack
+from pallas_kernels.core.page_format import unpack
 
 IN_FRAMES = ("k", "v", "k_scales", "v_scales")
 """Arrays of pages that lie in frames. Everything else is found by page id."""

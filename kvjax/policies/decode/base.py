@@ -16,9 +16,9 @@ from kvjax.cache.index_spec import IndexSpec
 from kvjax.cache.page_manager import Reach
 from kvjax.model.layers import Rope
 from kvjax.model.rope import turned
-from pallas_kernels.gather_attention import gather_attention
-from pallas_kernels.merge import merge_attention
-from pallas_kernels.soft_cap import Scale
+from pallas_kernels.attention.gather_attention import gather_attention
+from pallas_kernels.core.merge import merge_attention
+from pallas_kernels.core.soft_cap import Scale
 
 State = Any
 """Per-layer state of a policy: a pytree whose leaves have the batch as first axis; `()` for policies without state."""
@@ -306,14 +306,14 @@ def chooses_over_devices(policy: DecodePolicy) -> bool:
     return owner is not None and vars(owner).get("chooses_over_devices", False)
 
 
-LEAST_ROOM = 2**20
+MIN_ROOM = 2**20
 """A policy may always keep so many tokens. On a model with fewer positions it then reads everything."""
 
 
 def check_budgets(policy: DecodePolicy, room: int, page_size: int) -> None:
     """ValueError if a policy keeps more than `room` tokens, the most that an engine's page table can name, or if its blocks do not divide
-    pages of `page_size` tokens. Up to `LEAST_ROOM` any number is allowed."""
-    room = max(room, LEAST_ROOM)
+    pages of `page_size` tokens. Up to `MIN_ROOM` any number is allowed."""
+    room = max(room, MIN_ROOM)
     for name, (value, tokens) in policy.budgets().items() if isinstance(policy, Stateless) else ():
         if page_size % tokens:  # an index says so too, but not every policy has one
             raise ValueError(

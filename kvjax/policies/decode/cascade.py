@@ -21,10 +21,10 @@ from kvjax.checks import whole_number
 from kvjax.policies.decode.base import Blocks, SelectContext, Stateless, select_and_attend
 from kvjax.policies.decode.candidates import always_read, ascending, best_candidates, ranked, rows_of_blocks
 from kvjax.policies.decode.top_blocks import TopBlocks
-from pallas_kernels.gather_attention import gather_attention
-from pallas_kernels.page_index import CODED, index_shape
-from pallas_kernels.select_blocks import block_lse, block_shares, score_listed, select_blocks
-from pallas_kernels.selected_attention import selected_attention
+from pallas_kernels.attention.gather_attention import gather_attention
+from pallas_kernels.attention.selected_attention import selected_attention
+from pallas_kernels.selection.page_index import CODED, index_shape
+from pallas_kernels.selection.select_blocks import block_lse, block_shares, score_listed, select_blocks
 
 BITS = {bits: kind for kind, bits in CODED.items()}
 """Kind of index by bits of a number."""

@@ -17,8 +17,8 @@ from kvjax.cache.index_spec import IndexSpec
 from kvjax.checks import whole_number
 from kvjax.policies.decode.base import Blocks, SelectContext, Stateless, select_and_attend
 from kvjax.policies.decode.candidates import always_read, ascending, best_candidates, rows_of_blocks
-from pallas_kernels.select_blocks import score_blocks, score_listed, select_blocks
-from pallas_kernels.selected_attention import selected_attention
+from pallas_kernels.attention.selected_attention import selected_attention
+from pallas_kernels.selection.select_blocks import score_blocks, score_listed, select_blocks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,10 +16,10 @@ from kvjax.axes import Shards
 from kvjax.cache.arrays import INDEXER, INDEXER_SCALES, LatentPages, LayerCache
 from kvjax.policies.decode.base import Blocks, IndexerQuery, SelectContext, State, Stateless, StateSpec
 from kvjax.policies.decode.candidates import ascending, best_candidates
-from pallas_kernels.gather_attention import gather_attention
-from pallas_kernels.indexer_scores import indexer_scores
-from pallas_kernels.soft_cap import Scale
-from pallas_kernels.top_k import top_k
+from pallas_kernels.attention.gather_attention import gather_attention
+from pallas_kernels.core.soft_cap import Scale
+from pallas_kernels.selection.indexer_scores import indexer_scores
+from pallas_kernels.selection.top_k import top_k
 
 if TYPE_CHECKING:
     from kvjax.policies.prefill.base import PrefillContext

@@ -29,8 +29,8 @@ from kvjax.policies.decode.base import Blocks, DecodePolicy, ScoresBlocks, Selec
 from kvjax.policies.decode.dense import Dense
 from kvjax.policies.decode.top_tokens import TopTokens
 from kvjax.policies.decode.window import Window
+from pallas_kernels.attention.gather_attention import gather_attention
 from pallas_kernels.core.messages import shown
-from pallas_kernels.gather_attention import gather_attention
 
 EVERY = 32
 """A step is measured where its position is a multiple of this."""

@@ -12,7 +12,7 @@ from kvjax.cache.arrays import PagedKV
 from kvjax.cache.index_spec import IndexSpec
 from kvjax.model.layers import Rope
 from kvjax.policies.decode.base import IndexerQuery
-from pallas_kernels.soft_cap import Scale
+from pallas_kernels.core.soft_cap import Scale
 
 
 @flax.struct.dataclass

@@ -8,8 +8,8 @@ from jaxtyping import Array, Int
 
 from kvjax.cache.index_spec import IndexSpec
 from kvjax.policies.prefill.lists import TileLists, check_sizes, covered_tokens
-from pallas_kernels.select_tiles import select_tiles
-from pallas_kernels.select_tiles.api import POOLINGS
+from pallas_kernels.selection.select_tiles import select_tiles
+from pallas_kernels.selection.select_tiles.api import POOLINGS
 
 
 class ByBounds(TileLists):

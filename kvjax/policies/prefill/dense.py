@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Float32
 
 from kvjax.cache.arrays import PagedKV
 from kvjax.policies.prefill.base import PrefillContext
-from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.attention.flash_attention import flash_attention
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.arrays import PagedKV
 from kvjax.policies.prefill.base import PrefillContext
 from kvjax.policies.prefill.dense import DensePrefill
-from pallas_kernels.block_sparse_attention import block_sparse_attention
+from pallas_kernels.attention.block_sparse_attention import block_sparse_attention
 
 logger = logging.getLogger(__name__)
 

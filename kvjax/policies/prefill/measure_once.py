@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from kvjax.policies.prefill.delta import delta_correction
 from kvjax.policies.prefill.lists import TileLists, check_sizes, covered_tokens
-from pallas_kernels.query_sparse_attention import query_sparse_attention
-from pallas_kernels.query_sparse_attention.api import ESTIMATES
-from pallas_kernels.union_blocks import union_blocks
+from pallas_kernels.attention.query_sparse_attention import query_sparse_attention
+from pallas_kernels.attention.query_sparse_attention.api import ESTIMATES
+from pallas_kernels.selection.union_blocks import union_blocks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,9 +10,9 @@ from kvjax.model.rope import turned
 from kvjax.policies.decode.base import cache_positions
 from kvjax.policies.decode.window import check_sinks
 from kvjax.policies.prefill.lists import DenseWhereCovered, check_sizes
+from pallas_kernels.attention.flash_attention import flash_attention
+from pallas_kernels.core.merge import merge_attention
 from pallas_kernels.core.messages import shown
-from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.merge import merge_attention
 
 
 @dataclasses.dataclass(frozen=True)

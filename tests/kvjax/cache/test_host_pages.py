@@ -27,8 +27,8 @@ from kvjax.cache.stores.blocks import block_bytes
 from kvjax.engine import paged_attention
 from kvjax.engine.capacity_plan import host_memory, memory_plan
 from kvjax.engine.prefill_runner import Prefiller
-from kvjax.fidelity.needle import NeedleTask, documentation_text, encode_text, vocabulary_words
-from kvjax.fidelity.retrieval import needle_exact_match, prompt_start
+from kvjax.evaluation.needle import NeedleTask, documentation_text, encode_text, vocabulary_words
+from kvjax.evaluation.retrieval import needle_exact_match, prompt_start
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode import TopBlocks, Window
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvjax.cache.arrays import PagedKV
 from kvjax.cache.host_pool import prefill_prefetch
 from kvjax.cache.host_pool.mapped_memory import FrameCounts
-from pallas_kernels.pages import Pages
+from pallas_kernels.core.pages import Pages
 
 PAGE = 4
 

@@ -21,7 +21,7 @@ from kvjax.cache.stores.blocks import block_bytes, read_blocks, stored_arrays, w
 from kvjax.cache.stores.disk import DiskStore
 from kvjax.cache.stores.lru import Recency
 from kvjax.engine.step_plan import Chunk, StepPlan
-from pallas_kernels import dispatch
+from pallas_kernels.core import dispatch
 
 PAGE = 16
 SIZES = {"page_size": PAGE, "prefill_chunk": PAGE, "batch_buckets": (2,)}

@@ -21,7 +21,7 @@ from kvjax.engine.steps import ChunkInputs, StepInputs, StepProgram, StepStatic,
 from kvjax.policies.decode import SelectContext, TopBlocks, TopTokens, parse
 from kvjax.policies.prefill import BoundsBlocks, PrefillContext, TopTokensPrefill, indexes_of, parse_prefill
 from kvjax.scheduler.batch import Flight, Roster, Sample, read
-from pallas_kernels import pages as pages_of_ops
+from pallas_kernels.core import pages as pages_of_ops
 
 pytestmark = pytest.mark.bits
 

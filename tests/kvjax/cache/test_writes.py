@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from kvjax.cache import Cache, IndexSpec, append, copy_page, empty_layer
 from kvjax.engine.steps import StepInputs, StepStatic, decode_step
 from kvjax.policies.decode import Dense
-from pallas_kernels import dispatch
-from pallas_kernels.page_index import page_index
-from pallas_kernels.pages import Pages
+from pallas_kernels.core import dispatch
+from pallas_kernels.core.pages import Pages
+from pallas_kernels.selection.page_index import page_index
 
 N, K, P, D = 12, 2, 4, 2
 SPECS = (IndexSpec("bounds", 2), IndexSpec("mean", 4))

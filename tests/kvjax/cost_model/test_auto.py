@@ -17,7 +17,7 @@ from kvjax import Engine
 from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.cost_model import Auto, Bound, BusTerm, CostModel, Evidence, ExchangeTerm, Fidelity, Price, parse_level, predict
 from kvjax.cost_model import auto as auto_module
-from kvjax.cost_model.evidence import LEVELS, qualified, read_evidence, with_panel, write_evidence
+from kvjax.cost_model.evidence import LEVELS, qualified, read_evidence, with_evaluation, write_evidence
 from kvjax.cost_model.predict import sizes_of
 from kvjax.engine.sampling import SamplingRows
 from kvjax.engine.steps import decode_step
@@ -112,8 +112,8 @@ def test_every_recorded_task_counts():
     assert qualified(rows[:1], LEVELS["assured"], 100) == ("top:8",)
 
 
-def panel(**settings):
-    """The fields of a panel.json that are read, for one length: dense, a policy, the noise floor."""
+def run(**settings):
+    """The fields of a evaluation.json that are read, for one length: dense, a policy, the noise floor."""
     interval = {"value": 0.011, "low": 0.01, "high": 0.02}
     rows = [
         {"length": 8192, "task": task, "haystack": "codes", "policy": policy, "hits": hits, "trials": trials, "against_dense": pairs}
@@ -138,41 +138,43 @@ def panel(**settings):
     }
 
 
-def test_a_table_is_filled_from_a_panel(tmp_path):
+def test_a_table_is_filled_from_a_run(tmp_path):
     before = [row(kl=0.9), row(length=32_768), row(fingerprint="other")]
-    rows = with_panel(before, panel(), "panel.json")
-    (added,) = [each for each in rows if each.source == "panel.json"]
-    assert added == row(model="needle", kl=0.02, valid=199, lost=3, source="panel.json"), "of the task that dense fails nothing is said"
+    rows = with_evaluation(before, run(), "evaluation.json")
+    (added,) = [each for each in rows if each.source == "evaluation.json"]
+    assert added == row(model="needle", kl=0.02, valid=199, lost=3, source="evaluation.json"), (
+        "of the task that dense fails nothing is said"
+    )
     assert set(rows) == {added, *before[1:]}
     write_evidence(rows, tmp_path / "evidence.json")
     assert read_evidence(tmp_path / "evidence.json") == rows
 
 
-def test_a_panel_in_which_dense_fails_everything_is_on_record_as_saying_nothing():
-    only = panel() | {"retrieval": [each for each in panel()["retrieval"] if each["task"] == "variables"]}
-    ((found),) = with_panel((), only, "panel.json")
+def test_a_run_in_which_dense_fails_everything_is_on_record_as_saying_nothing():
+    only = run() | {"retrieval": [each for each in run()["retrieval"] if each["task"] == "variables"]}
+    ((found),) = with_evaluation((), only, "evaluation.json")
     assert (found.task, found.valid, found.lost) == ("variables", None, None)
 
 
 def test_a_task_that_dense_fails_at_some_depth_is_left_out():
-    made = panel()
+    made = run()
     for each in made["retrieval"]:
         if each["task"] == "needle":
             each["invalid_trials"] = 40
-    assert {each.valid for each in with_panel((), made, "panel.json")} == {None}
+    assert {each.valid for each in with_evaluation((), made, "evaluation.json")} == {None}
 
 
 @pytest.mark.parametrize("settings", [{"windows": 4}, {"steps": 255}])
 def test_too_little_forced_text_is_no_evidence(settings):
     with pytest.raises(ValueError, match="too little to trust a budget"):
-        with_panel((), panel(**settings), "panel.json")
+        with_evaluation((), run(**settings), "evaluation.json")
 
 
 def test_evidence_of_an_earlier_versions_fingerprint_is_refused(tmp_path):
     old, table = "0123456789abcdef", tmp_path / "table.json"
     table.write_text(json.dumps({"rows": [dataclasses.asdict(row()) | {"fingerprint": old}]}))
     with pytest.raises(ValueError, match=r"earlier version of kvjax.*measure it again"):
-        with_panel((), panel(fingerprint=old), "panel.json")
+        with_evaluation((), run(fingerprint=old), "evaluation.json")
     with pytest.raises(ValueError, match=r"earlier version of kvjax.*measure it again"):
         read_evidence(table)
 
@@ -191,15 +193,15 @@ def test_nothing_is_recorded_about_auto():
         row(policy="auto:fast")
 
 
-def test_panels_and_tables_that_lack_something(tmp_path):
-    unmarked, table = panel(), tmp_path / "table.json"
+def test_runs_and_tables_that_lack_something(tmp_path):
+    unmarked, table = run(), tmp_path / "table.json"
     table.write_text(json.dumps({"rows": [{name: value for name, value in dataclasses.asdict(row()).items() if name != "kl"}]}))
     del unmarked["settings"]["fingerprint"]
     with pytest.raises(ValueError, match="does not say which weights"):
-        with_panel((), unmarked, "panel.json")
-    assert with_panel((), unmarked, "panel.json", "abc")[0].fingerprint == "abc"
-    with pytest.raises(ValueError, match=r"has no 'forced', so it is no panel.json"):
-        with_panel((), {name: value for name, value in panel().items() if name != "forced"}, "x.json")
+        with_evaluation((), unmarked, "evaluation.json")
+    assert with_evaluation((), unmarked, "evaluation.json", "abc")[0].fingerprint == "abc"
+    with pytest.raises(ValueError, match=r"has no 'forced', so it is no evaluation.json"):
+        with_evaluation((), {name: value for name, value in run().items() if name != "forced"}, "x.json")
     with pytest.raises(ValueError, match=r"rows\[0\]: .*different here: kl"):
         read_evidence(table)
 
@@ -256,7 +258,7 @@ def test_without_evidence_it_is_dense_and_says_so():
     choice = auto([]).choose([100_000])
     assert choice.policy == Dense()
     assert "no evidence is recorded for this model (fingerprint f)" in choice.why
-    assert "kvjax fidelity" in choice.why
+    assert "kvjax evaluate" in choice.why
     beyond = auto([row()]).choose([100_000])
     assert (beyond.policy, "recorded lengths: 8,192" in beyond.why) == (Dense(), True)
 

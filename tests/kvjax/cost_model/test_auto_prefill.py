@@ -152,8 +152,8 @@ def test_results_and_tables_that_are_none(tmp_path):
 # Evidence
 
 
-def echo(**settings):
-    """The fields of an echo report that are read, for two lengths: dense, the control, a policy, the noise floor."""
+def recall(**settings):
+    """The fields of a recall report that are read, for two lengths: dense, the control, a policy, the noise floor."""
     rows = []
     for length in (8192, 16_384):
         for policy, lost in (("dense", None), ("window:64+1024", 370), ("bounds:32", 4), ("auto", 0), ("dense again", 0)):
@@ -181,7 +181,7 @@ def needles(**changed):
 
 def test_a_table_is_filled_from_echo_and_needles(tmp_path):
     kept = row("bounds:32", 32_768)
-    rows = with_results([kept, row("bounds:32", lost=9)], [("n.json", needles()), ("e.json", echo())])
+    rows = with_results([kept, row("bounds:32", lost=9)], [("n.json", needles()), ("e.json", recall())])
     same = {"model": "needle", "haystack": "a.txt, b.txt", "kl": 0.005}
     assert set(rows) == {
         kept,
@@ -194,27 +194,27 @@ def test_a_table_is_filled_from_echo_and_needles(tmp_path):
 
 
 def test_a_policy_that_loses_every_fact_is_on_record():
-    report = echo()
+    report = recall()
     for each in report["rows"]:
         each.get("against_dense", {}).update(lost=390, design_effect=1.4)
     assert {(each.valid, each.lost) for each in with_results((), [("e.json", report)])} == {(278, 278)}
 
 
 def test_of_what_was_measured_twice_the_later_holds():
-    again = echo() | {"provenance": {"date": "2026-03-01"}}
-    for order in ([("e.json", echo()), ("again.json", again)], [("again.json", again), ("e.json", echo())]):
+    again = recall() | {"provenance": {"date": "2026-03-01"}}
+    for order in ([("e.json", recall()), ("again.json", again)], [("again.json", again), ("e.json", recall())]):
         assert {each.source for each in with_results((), order)} == {"again.json"}
 
 
 @pytest.mark.parametrize(
     ("result", "words"),
     [
-        ({"bench": "decode"}, r"x.json has no 'prefill', so it is no JSON of kvjax echo or of kvjax needle --prefill"),
+        ({"bench": "decode"}, r"x.json has no 'prefill', so it is no JSON of kvjax recall or of kvjax needle --prefill"),
         ({"bench": "prefill-echo"}, "has no 'settings'"),
-        (echo() | {"rows": 5}, "x.json is no JSON of kvjax echo or of kvjax needle --prefill"),
+        (recall() | {"rows": 5}, "x.json is no JSON of kvjax recall or of kvjax needle --prefill"),
         (needles(prefill="oracle:8"), "beside oracle:8, not beside dense"),
-        (echo() | {"cells": [{"length": 8192, "prompts": 4, "facts_invalid": []}]}, "4 prompts of 8,192 tokens are too little"),
-        (echo(fingerprint="0123456789abcdef"), "earlier version of kvjax"),
+        (recall() | {"cells": [{"length": 8192, "prompts": 4, "facts_invalid": []}]}, "4 prompts of 8,192 tokens are too little"),
+        (recall(fingerprint="0123456789abcdef"), "earlier version of kvjax"),
     ],
 )
 def test_results_that_are_no_evidence(result, words):
@@ -223,7 +223,7 @@ def test_results_that_are_no_evidence(result, words):
 
 
 def test_what_was_run_must_be_known():
-    unmarked = echo()
+    unmarked = recall()
     del unmarked["settings"]["fingerprint"]
     with pytest.raises(ValueError, match=r"x.json has no fingerprint of the weights that it ran: name the model"):
         with_results((), [("x.json", unmarked)])
@@ -304,7 +304,7 @@ def test_dense_beyond_the_record_and_without_it():
     assert [str(auto(weak).choose(end - 512, end).policy) for end in (8192, 32_768)] == ["dense", "dense"]
     assert str(auto(weak, "kl=0.02,loss=0.3").choose(32_256, 32_768).policy) == "window:64+1024"
     none = auto([]).choose(32_256, 32_768)
-    assert "recorded for this model as it is loaded, in bfloat16 (fingerprint f); measure it with kvjax echo" in none.why
+    assert "recorded for this model as it is loaded, in bfloat16 (fingerprint f); measure it with kvjax recall" in none.why
     untimed = auto(tables=[]).choose(32_256, 32_768)
     assert "no prefill was timed on chip" in untimed.why
     assert "python -m benchmarks.prefill_ops --policies window:64+1024 --json FILE, then kvjax cost fit" in untimed.why

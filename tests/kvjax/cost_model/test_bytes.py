@@ -19,8 +19,8 @@ from kvjax.engine.capacity_plan import memory_plan, pool_frames
 from kvjax.engine.steps import _count_reads
 from kvjax.model.weight_formats import scheme_of
 from kvjax.policies.decode import Dense, SelectContext, TopBlocks, Window, parse
-from pallas_kernels.page_index import page_index
-from pallas_kernels.pages import Pages
+from pallas_kernels.core.pages import Pages
+from pallas_kernels.selection.page_index import page_index
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 PAGE_BYTES = 57_344 * 128

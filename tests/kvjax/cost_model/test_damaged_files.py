@@ -9,7 +9,7 @@ import pytest
 from tiny_models import QWEN_7B
 
 from kvjax.cost_model import Evidence, Price, known_cost_models, known_prefill_times, load_cost_models, recorded_evidence
-from kvjax.cost_model.evidence import LEVELS, read_evidence, with_panel
+from kvjax.cost_model.evidence import LEVELS, read_evidence, with_evaluation
 from kvjax.cost_model.predict import closest, to_json
 from kvjax.cost_model.prefill_times import read_prefill_times
 from kvjax.cost_model.prefill_times import to_json as times_to_json
@@ -145,10 +145,10 @@ def test_what_is_no_such_file_is_named(tmp_path, kind, text, said):
         KINDS[kind][0](file)
 
 
-@pytest.mark.parametrize("panel", [{"settings": 5}, {"settings": {"fingerprint": "f", "windows": "5", "steps": 256}}])
-def test_a_panel_of_other_kinds_is_named(panel):
-    with pytest.raises(ValueError, match=r"panel\.json is no panel\.json of kvjax fidelity"):
-        with_panel((), panel, "panel.json")
+@pytest.mark.parametrize("run", [{"settings": 5}, {"settings": {"fingerprint": "f", "windows": "5", "steps": 256}}])
+def test_a_run_of_other_kinds_is_named(run):
+    with pytest.raises(ValueError, match=r"evaluation\.json is no evaluation\.json of kvjax evaluate"):
+        with_evaluation((), run, "evaluation.json")
 
 
 def use(kind, made):

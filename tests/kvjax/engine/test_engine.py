@@ -20,7 +20,7 @@ from kvjax.engine.sampling import SamplingRows
 from kvjax.engine.steps import decode_step, prefill_slice
 from kvjax.model.config import LongRope
 from kvjax.policies.decode import Blocks, TopBlocks, TopTokens, select_and_attend
-from pallas_kernels.page_index import page_index
+from pallas_kernels.selection.page_index import page_index
 
 pytestmark = pytest.mark.bits
 
@@ -553,3 +553,8 @@ def test_fork_and_restore_hold_no_second_copy_of_the_cache(model):
     restored = _unpack.lower(layers, pages, pages, pages, blocks, **kinds).compile()
     for compiled in (copied, restored):
         assert compiled.memory_analysis().temp_size_in_bytes < size / 20
+
+
+def test_a_former_module_is_answered():
+    with pytest.raises(ImportError, match=r"kvjax.engine.decode_runner is part of kvjax.engine.engine now"):
+        __import__("kvjax.engine.decode_runner")

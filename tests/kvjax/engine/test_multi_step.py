@@ -18,7 +18,7 @@ from kvjax.engine.step_plan import DecodeGroup, Launch, StepPlan
 from kvjax.engine.steps import StepInputs, StepStatic
 from kvjax.policies.decode import parse
 from kvjax.scheduler.batch import Roster
-from pallas_kernels.preparation import prepared
+from pallas_kernels.collectives.preparation import prepared
 
 pytestmark = pytest.mark.bits
 PAGE = 16

@@ -9,8 +9,8 @@ import pytest
 
 from kvjax import Engine, NotFinite, Request, Sampling, generate, run, score
 from kvjax.engine.sampling import SamplingRows, sample
-from kvjax.fidelity.forcing import force
-from kvjax.fidelity.retrieval import speak
+from kvjax.evaluation.retrieval import speak
+from kvjax.evaluation.teacher_forcing import force
 from kvjax.scheduler.scoring import continuation_logprobs
 from kvjax.serving import KvjaxLM
 from kvjax.serving.batch.job import run_batch
@@ -119,7 +119,7 @@ def test_scores_are_never_of_nan(sound, policy, prompt, continuation, position):
 
 
 @pytest.mark.long
-def test_fidelity_measures_no_nan(sound):
+def test_forced_text_measures_no_nan(sound):
     engine = Engine(broken(sound, BAD), policies=["window:1+4"], pages=64, page_size=16, prefill_chunk=32)
     sequences = engine.prefill([[1] * 20, [2] * 20])
     with pytest.raises(NotFinite, match="position 23 are"):

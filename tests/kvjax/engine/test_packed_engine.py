@@ -21,10 +21,10 @@ from kvjax.engine.engine import Engine
 from kvjax.engine.steps import ChunkInputs, StepInputs, StepStatic, decode_step
 from kvjax.policies.decode import PrefillMass, Stateless, mass_of_step, parse
 from kvjax.policies.prefill import parse_prefill
-from pallas_kernels.pack_pages import pack_pages, pool
-from pallas_kernels.page_format import unpack
-from pallas_kernels.page_index import page_index
-from pallas_kernels.pages import Pages
+from pallas_kernels.cache.pack_pages import pack_pages, pool
+from pallas_kernels.core.page_format import unpack
+from pallas_kernels.core.pages import Pages
+from pallas_kernels.selection.page_index import page_index
 
 PAGE, CHUNK, TOKENS = 16, 32, 90
 K_AND_V = "k=int8:channel,v=int4"

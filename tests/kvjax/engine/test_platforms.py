@@ -24,7 +24,8 @@ from kvjax.model.weight_formats import pack_params
 from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.policies.decode import Dense, base, parse
 from kvjax.policies.prefill import DensePrefill
-from pallas_kernels import dispatch, selftest
+from kvjax.serving.cli import ops_selftest
+from pallas_kernels.core import dispatch
 
 PLATFORMS = {"cuda": ("gpu", "8.0"), "rocm": ("gpu", "gfx942"), "tpu": ("tpu", "")}
 """By the name that JAX lowers for: the backend, and what its devices say of their instructions."""
@@ -59,8 +60,8 @@ def lowered(platform: str, op, *arrays, **named) -> str:
 
 @each_platform
 def test_every_op_lowers(as_on, platform):
-    inputs = selftest.Inputs(jnp.dtype("bfloat16"))
-    runs = {op: example(inputs) for op, example in selftest.EXAMPLES.items()}
+    inputs = ops_selftest.Inputs(jnp.dtype("bfloat16"))
+    runs = {op: example(inputs) for op, example in ops_selftest.EXAMPLES.items()}
     as_on(platform)
     for run in runs.values():
         assert lowered(platform, jax.jit(functools.partial(run, None)))
@@ -161,7 +162,7 @@ def test_a_step_of_cascade_takes_the_kernel_that_chooses_from_a_shortlist(as_on,
     as_on("cuda", "9.0")
     states = tuple(policy.init(None, 1) for _ in spec.paged)
     step = StepStatic(decoder, policy, policy.indexes()), StepInputs(shapes[0], cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states)
-    with dispatch.listening() as heard, caplog.at_level("INFO", logger="pallas_kernels.dispatch"):
+    with dispatch.listening() as heard, caplog.at_level("INFO", logger="pallas_kernels.core.dispatch"):
         text = decode_step.trace(*step).lower(lowering_platforms=("cuda",)).as_text()
     assert heard["selected_attention"] == picked
     assert ("refined_kernel" in text) == (picked == "mosaic_gpu")
@@ -179,7 +180,7 @@ def test_a_decode_step_over_packed_weights_runs_on_the_kernel_of_a_hopper_gpu(as
     tables = {group.name: np.zeros((16, 4), np.int32) for group in spec.groups}
     cache = Cache(layers, tables, np.full(16, 300, np.int32), spec)
     as_on("cuda", "9.0")
-    monkeypatch.setattr("pallas_kernels.project_tokens.xla.project_tokens", None)
+    monkeypatch.setattr("pallas_kernels.matmul.project_tokens.xla.project_tokens", None)
     states = tuple(Dense().init(None, 16) for _ in spec.paged)
     step = StepStatic(decoder, Dense(), ()), StepInputs(params, cache, np.zeros((16, 1), np.int32), np.ones(16, bool), states)
     text = decode_step.trace(*step).lower(lowering_platforms=("cuda",)).as_text()

@@ -285,7 +285,7 @@ def test_mass_of_step_is_each_heads_share_of_every_block():
 @pytest.mark.parametrize(("k", "sink", "local", "block_size"), [(2, 1, 1, 16), (0, 0, 2, 16), (9, 1, 1, 16), (3, 2, 1, 8)])
 def test_largest_blocks_lists_as_select_blocks_does(length, k, sink, local, block_size):
     """Scores made of an index of one dimension, so that both choose by the same numbers."""
-    from pallas_kernels.select_blocks import select_blocks
+    from pallas_kernels.selection.select_blocks import select_blocks
 
     index = jax.random.normal(jax.random.key(0), (6, K, P // block_size, 1, 1)).round(1)
     table = jnp.arange(6, dtype=jnp.int32)[None]

@@ -14,7 +14,7 @@ from kvjax.engine.steps import StepStatic, decode_step
 from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.policies.decode import Dense, parse
 from kvjax.policies.prefill import DensePrefill
-from pallas_kernels import dispatch
+from pallas_kernels.core import dispatch
 
 TOKENS, PAGE = 131072, 128
 DECODE = {"top:32": {"append_tokens", "selected_attention"}, "dense": {"append_tokens", "gather_attention"}}

@@ -22,11 +22,11 @@ from kvjax.engine.paged_attention import attends_by_list
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode import Cascade, SelectContext, cascade, parse, register
 from kvjax.policies.decode.base import attend_listed
-from pallas_kernels import dispatch
-from pallas_kernels.pack_pages import pack_pages
-from pallas_kernels.page_format import PageFormat, unpack
-from pallas_kernels.page_index import page_index
-from pallas_kernels.pages import Pages
+from pallas_kernels.cache.pack_pages import pack_pages
+from pallas_kernels.core import dispatch
+from pallas_kernels.core.page_format import PageFormat, unpack
+from pallas_kernels.core.pages import Pages
+from pallas_kernels.selection.page_index import page_index
 
 P, K, G, D, PAGES = 16, 2, 2, 16, 24
 INT4 = PageFormat("int4", scale="channel", read_as="float32")

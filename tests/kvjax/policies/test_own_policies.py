@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from kvjax import Engine, TopBlocks
-from kvjax.fidelity.panel import Plan
-from kvjax.fidelity.report import policy_and_keys
+from kvjax.evaluation.report import policy_and_keys
+from kvjax.evaluation.run import Plan
 from kvjax.policies import decode as policies
 from kvjax.policies import prefill
 from kvjax.policies.decode import Dense, Stateless, Window, identity, name_of, parse
@@ -237,7 +237,7 @@ def test_an_engine_decodes_by_a_policy_of_ones_own(model, text, file):
     assert (logits[1] == logits[2]).all()
 
 
-def test_a_fidelity_plan_takes_policy_objects_and_keeps_their_names():
+def test_an_evaluation_plan_takes_policy_objects_and_keeps_their_names():
     plan = Plan(policies=(Numbered(4), TopBlocks(1), "dense"), lengths=(2048,))
     assert plan.policies == ("Numbered(k=4)", "top:1", "dense")
     assert plan.others == ("Numbered(k=4)", "top:1")

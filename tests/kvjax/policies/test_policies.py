@@ -9,8 +9,8 @@ from tiny_models import altered
 from kvjax.cache import IndexSpec, PagedKV
 from kvjax.policies.decode import Dense, HeavyPages, SelectContext, TopBlocks, Window, parse
 from kvjax.policies.prefill import parse_prefill
-from pallas_kernels.page_index import page_index
-from pallas_kernels.pages import Pages
+from pallas_kernels.core.pages import Pages
+from pallas_kernels.selection.page_index import page_index
 
 P, K, G, D = 128, 2, 2, 16
 
@@ -67,7 +67,7 @@ def test_the_distant_blocks_are_the_best_scoring_ones_per_kv_head():
 
 
 def test_bounds_are_upper_bounds_of_every_dot_product():
-    from pallas_kernels.select_blocks import score_blocks
+    from pallas_kernels.selection.select_blocks import score_blocks
 
     layer = pool(6)
     query = jax.random.normal(jax.random.key(2), (1, 1, K * G, D))

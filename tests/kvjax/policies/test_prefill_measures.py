@@ -11,15 +11,15 @@ from prefill_chunks import FOLDER, SIZES, peer
 from scipy import stats
 
 from kvjax.cache import PagedKV
-from kvjax.fidelity import measures, missed
-from kvjax.fidelity.measures import ablation, captured_by_rows, captured_mass, measure_prefill, output_error, record_prefill
-from kvjax.fidelity.missed import drawn_positions, sample_every, sampled_miss
-from kvjax.fidelity.oracle_blocks import OracleBlocks
-from kvjax.fidelity.statistics import mean_over_blocks
+from kvjax.evaluation import measures, missed
+from kvjax.evaluation.measures import ablation, captured_by_rows, captured_mass, measure_prefill, output_error, record_prefill
+from kvjax.evaluation.missed import drawn_positions, sample_every, sampled_miss
+from kvjax.evaluation.oracle_blocks import OracleBlocks
+from kvjax.evaluation.statistics import mean_over_blocks
 from kvjax.policies.prefill import DensePrefill, MeasureOnceMaskOnce, PrefillContext, SinkWindow, parse_prefill
-from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.pages import Pages
-from pallas_kernels.query_sparse_attention import query_sparse_attention
+from pallas_kernels.attention.flash_attention import flash_attention
+from pallas_kernels.attention.query_sparse_attention import query_sparse_attention
+from pallas_kernels.core.pages import Pages
 
 MOMO = MeasureOnceMaskOnce(**SIZES, gamma=4, k=3, k_exact=2, k_trim=3)
 POLICIES = (MOMO, OracleBlocks(k=3, **SIZES), peer("mean", 3))

@@ -4,7 +4,7 @@ import pytest
 
 import kvjax
 from kvjax import Engine
-from kvjax.fidelity.oracle_blocks import OracleBlocks
+from kvjax.evaluation.oracle_blocks import OracleBlocks
 from kvjax.policies.prefill import BoundsBlocks, DensePrefill, MeasureOnceMaskOnce, SinkWindow, TopTokensPrefill, parse_prefill
 
 

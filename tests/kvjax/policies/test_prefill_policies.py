@@ -24,10 +24,10 @@ from quick_cases import some_long
 
 from kvjax import Engine
 from kvjax.cache import PagedKV
-from kvjax.fidelity.echo import ListedDense
-from kvjax.fidelity.oracle_blocks import OracleBlocks, attention_mass
+from kvjax.evaluation.oracle_blocks import OracleBlocks, attention_mass
+from kvjax.evaluation.prompt_recall import ListedDense
 from kvjax.policies.prefill import BoundsBlocks, DensePrefill, MeasureOnceMaskOnce, SinkWindow
-from pallas_kernels.pages import Pages
+from pallas_kernels.core.pages import Pages
 
 SPARSE_BOUNDS = SIZES | PAGE_WINDOW | {"dense_below": 0}
 MOMO = {"gamma": 4, "k": 5, "k_exact": 2, "k_trim": 4}

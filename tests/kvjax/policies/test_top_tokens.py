@@ -7,8 +7,8 @@ import pytest
 
 from kvjax.cache import INDEXER, INDEXER_SCALES, PagedKV, append_latents, copy_page, empty_latents
 from kvjax.policies.decode import IndexerQuery, SelectContext, TopBlocks, TopTokens, Window, parse, top_tokens
-from pallas_kernels.indexer_scores import indexer_scores, quantize_keys
-from pallas_kernels.pages import Pages
+from pallas_kernels.core.pages import Pages
+from pallas_kernels.selection.indexer_scores import indexer_scores, quantize_keys
 
 P, PAGES, WIDTH, H, D, V, HI, DI = 8, 30, 9, 4, 24, 16, 3, 8
 LENGTHS = (70, 0, 9, 33)

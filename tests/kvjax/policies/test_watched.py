@@ -26,8 +26,8 @@ from kvjax.policies.decode import (
 )
 from kvjax.policies.decode import watched as module
 from kvjax.policies.decode.watched import DUE, LARGEST, LEVEL, MORE, OWN, SAMPLES, STEPS, TOTAL, WHOLE, WIDE, missed_of
-from pallas_kernels.page_index import page_index
-from pallas_kernels.pages import Pages
+from pallas_kernels.core.pages import Pages
+from pallas_kernels.selection.page_index import page_index
 
 P, N, K, G, D = 16, 20, 2, 3, 16
 B, LENGTHS = 3, (303, 0, 40)

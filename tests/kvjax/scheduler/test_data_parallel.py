@@ -19,7 +19,7 @@ from tiny_models import VOCAB, make_model
 import kvjax
 from kvjax import Engine, Request, Sampling, Scheduler
 from kvjax.policies.decode import TopBlocks
-from pallas_kernels.dispatch import forced_path
+from pallas_kernels.core.dispatch import forced_path
 
 pytestmark = pytest.mark.bits
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from pallas_kernels import dispatch
 from pallas_kernels.bench import inputs, measure, ops, report, session, torch_sdpa
 from pallas_kernels.bench.cases import BUDGETS, PACKED, PROJECTIONS, Case, all_cases, baselines, matching
-from pallas_kernels.page_format import unpack
-from pallas_kernels.pages import Pages
+from pallas_kernels.core import dispatch
+from pallas_kernels.core.page_format import unpack
+from pallas_kernels.core.pages import Pages
 
 SPARSE = Case("sparse", "tiny", 2048, 2, "top:8")
 INDEX = Case("index", "tiny", 1024, 1, "bounds16")
@@ -257,7 +257,7 @@ def test_a_choice_from_a_shortlist_of_packed_pages():
 
 def test_a_list_that_others_would_not_make_shows(monkeypatch):
     def selected(q, *arrays, sm_scale, implementation, **sizes):
-        from pallas_kernels.selected_attention import selected_attention
+        from pallas_kernels.attention.selected_attention import selected_attention
 
         return selected_attention(-q, *arrays, sm_scale=-sm_scale, **sizes)
 
@@ -273,7 +273,7 @@ def test_a_wrong_op_shows_in_its_row(wrong, monkeypatch):
     count = iter(range(100))
 
     def gather(*arrays, blocks, sm_scale, implementation, block_size):
-        from pallas_kernels.gather_attention import gather_attention
+        from pallas_kernels.attention.gather_attention import gather_attention
 
         out, lse = gather_attention(*arrays, blocks=blocks, sm_scale=sm_scale, block_size=block_size)
         out = {"value": out.at[0, 0, 1].multiply(1.05), "nan": out.at[0, 0, 1, 3].set(jnp.nan)}.get(wrong, out)
@@ -400,7 +400,7 @@ def test_a_process_that_fails_is_a_failure_of_its_rows(monkeypatch):
 def test_listening_hears_the_choices_of_its_block():
     q, table, lengths = jnp.ones((1, 1, 2, 8)), jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
     pages = Pages(jnp.ones((1, 1, 8, 8)), jnp.ones((1, 1, 8, 8)))
-    from pallas_kernels.gather_attention import gather_attention
+    from pallas_kernels.attention.gather_attention import gather_attention
 
     with dispatch.listening() as outer:
         with dispatch.listening() as inner:

@@ -9,7 +9,7 @@ import pytest
 from paging import gather_attention
 
 from pallas_kernels.bench import checks
-from pallas_kernels.pages import Pages
+from pallas_kernels.core.pages import Pages
 
 
 @pytest.fixture(scope="module")

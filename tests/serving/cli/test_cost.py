@@ -101,15 +101,15 @@ def test_results_and_files_with_wrong_fields_are_refused_by_name(kvjax, planted_
     [
         ("predict --fit deep.json", "deep.json holds lists or objects more than 50 deep"),
         ("evidence deep.json --into table.json", "deep.json holds lists or objects more than 50 deep"),
-        ("evidence panel.json --into deep.json", "deep.json holds lists or objects more than 50 deep"),
+        ("evidence evaluation.json --into deep.json", "deep.json holds lists or objects more than 50 deep"),
         ("fit deep.json", "deep.json holds lists or objects more than 50 deep"),
-        ("evidence panel.json --into five.json", "five.json must hold a list 'rows', got 5"),
+        ("evidence evaluation.json --into five.json", "five.json must hold a list 'rows', got 5"),
     ],
 )
 def test_files_nested_too_deep_and_tables_that_are_none_are_named(kvjax, arguments, said):
     Path("deep.json").write_text("[" * 200_000)
     write("five.json", {"rows": 5})
-    write("panel.json", {"forced": []})
+    write("evaluation.json", {"forced": []})
     refused(kvjax, ("cost", *arguments.split()), said)
 
 
@@ -298,19 +298,19 @@ def test_evidence_is_recorded_and_the_choice_explained(kvjax, model, model_folde
     interval = {"value": 0.01, "low": 0.0, "high": 0.02}
     cells = [{"policy": "dense", "hits": 200, "against_dense": None}, {"policy": "window:4+8", "hits": 200, "against_dense": {"lost": 0}}]
     cells = [cell | {"invalid_trials": 0} for cell in cells]
-    panel = {
+    run = {
         "settings": {"model": "tiny", "windows": 5, "steps": 1024},
         "policies": [{"policy": "dense"}, {"policy": "window:4+8"}],
         "retrieval": [{"length": 512, "task": "needle", "haystack": "codes"} | cell for cell in cells],
         "forced": [{"length": 512, "policy": "dense"}, {"length": 512, "policy": "window:4+8", "kl": interval}],
     }
-    Path("panel.json").write_text(json.dumps(panel))
-    status, _, err = kvjax("cost", "evidence", "panel.json", "--into", "evidence.json")
+    Path("evaluation.json").write_text(json.dumps(run))
+    status, _, err = kvjax("cost", "evidence", "evaluation.json", "--into", "evidence.json")
     assert (status, "name the model (--model)" in err) == (2, True)
-    status, out, _ = kvjax("cost", "evidence", "panel.json", "--into", "evidence.json", "--model", model_folder)
+    status, out, _ = kvjax("cost", "evidence", "evaluation.json", "--into", "evidence.json", "--model", model_folder)
     assert (status, out) == (0, "evidence.json: 1 rows of 1 models\n")
     rows = read_evidence(Path("evidence.json"))
-    assert (rows[0].fingerprint, rows[0].source) == (fingerprint(load(model_folder)), "panel.json")
+    assert (rows[0].fingerprint, rows[0].source) == (fingerprint(load(model_folder)), "evaluation.json")
 
     status, out, _ = kvjax("cost", "choose", "--model", model_folder, "--lengths", "512", "--batches", "1")
     assert (status, "no evidence is recorded for this model" in out) == (0, True)
@@ -411,7 +411,7 @@ WRONG = [
     (("regimes", *TIERS, "--memory", "80"), "as --device-memory does: leave one of them out"),
     (("regimes", "--link", "52"), "needs --device-memory and --host-memory"),
     (("fit", "old.json"), "earlier version's; measure it again"),
-    (("evidence", "fidelity.json", "old.json", "--into", "table.json"), "record them in two tables"),
+    (("evidence", "forced.json", "old.json", "--into", "table.json"), "record them in two tables"),
 ]
 
 
@@ -421,5 +421,5 @@ def test_wrong_usage_is_named(kvjax, arguments, said):
     plain = [dataclasses.replace(each, bus=None, exchanges=None) for each in known_cost_models()]
     write("plain.json", {"cost_models": list(map(to_json, plain))})
     write("old.json", {"bench": "tiers", "provenance": {"date": "2026", "device": "it"}, "rows": [old]})
-    write("fidelity.json", {"forced": []})
+    write("forced.json", {"forced": []})
     refused(kvjax, ("cost", *arguments), said)

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from kvjax.fidelity import needle
+from kvjax.evaluation import needle
 from kvjax.models import load
 from kvjax.models.needle import path
 from train_needle.mixture import RECORD, Mixture, Vocabulary

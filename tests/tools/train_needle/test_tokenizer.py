@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvjax.fidelity.needle import documentation_text
+from kvjax.evaluation.needle import documentation_text
 from kvjax.models import load
 from kvjax.models.needle import path
 from train_needle import tokenizer

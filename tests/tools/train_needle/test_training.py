@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from kvjax.fidelity.needle import NeedleTask, documentation_text, encode_text, vocabulary_words
+from kvjax.evaluation.needle import NeedleTask, documentation_text, encode_text, vocabulary_words
 from kvjax.model.rope import frequencies
 from kvjax.models import TransformerDecoder, config_json, load, needle
 from kvjax.models.decoder import causal_mix

@@ -1,4 +1,4 @@
-/** The client against a running server, whose address is in KVJAX_ADDRESS: tests/serving/test_typescript.py starts one with a tiny model. */
+/** The client against a running server, whose address is in KVJAX_ADDRESS: tests/serving/server/test_typescript.py starts one with a tiny model. */
 
 import assert from "node:assert/strict";
 import { after, test } from "node:test";

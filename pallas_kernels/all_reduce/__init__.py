@@ -1,5 +1,0 @@
-"""Add the parts of all devices along an axis of a mesh."""
-
-from pallas_kernels.all_reduce.api import all_reduce
-
-__all__ = ["all_reduce"]

@@ -1,0 +1,1 @@
+"""Ops that attend to paged keys and values."""

@@ -1,0 +1,1 @@
+"""Ops that write, pack, copy and place what a cache holds."""

@@ -1,0 +1,1 @@
+"""Ops that exchange small arrays between the devices of a mesh."""

@@ -1,0 +1,1 @@
+"""Code that the decode kernels for Mosaic GPU share."""

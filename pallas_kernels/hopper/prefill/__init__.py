@@ -1,0 +1,1 @@
+"""Code that the prefill kernels for Mosaic GPU share."""

@@ -1,0 +1,1 @@
+"""Code for single threads of a Mosaic GPU kernel."""

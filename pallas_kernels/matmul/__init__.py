@@ -1,0 +1,1 @@
+"""Products of tokens with the matrices of a layer."""

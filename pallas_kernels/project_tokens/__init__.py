@@ -1,5 +1,0 @@
-"""Project a few tokens: norm, matrices, biases, gate and residual sum in one op."""
-
-from pallas_kernels.project_tokens.api import project_tokens
-
-__all__ = ["project_tokens"]

@@ -1,0 +1,1 @@
+"""Code that the implementations for every backend share."""

@@ -1,0 +1,248 @@
+"""`kvjax evaluate`: how well decode policies agree with dense. JAX is imported inside the command."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvjax.serving.batch.journal import Journal
+from kvjax.serving.cli.options import (
+    MAX_BATCH,
+    ChunkOption,
+    DtypeOption,
+    LoraOption,
+    MaxPositionsOption,
+    ModelOption,
+    PageSizeOption,
+    SeedOption,
+    TextOption,
+    Weights,
+    load_model,
+    parse_lengths,
+    read_texts,
+    whole,
+)
+from pallas_kernels.core.optional import needs_extras
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvjax.evaluation.run import EvaluationRun
+
+RECORDS = "records.jsonl"
+TEXT_HASH = "text with SHA-256"
+
+
+class Records(Journal):
+    """The finished units of a run, each with its record."""
+
+    FORMAT, EARLIER = "kvjax fidelity 3", "kvjax fidelity 2"  # the command's name when these formats were made
+    WHAT = "the records of a kvjax evaluate run"
+    KEYS = frozenset(("unit", "record"))
+
+    def __init__(self, path: Path, job: dict[str, Any]):
+        self.done: dict[str, dict[str, Any]] = {}
+        super().__init__(path, job)
+
+    def append(self, unit: str, record: dict[str, Any]) -> None:
+        """Write a unit's record to disk."""
+        self._append({"unit": unit, "record": record})
+
+    def _keep(self, entry: dict[str, Any], offset: int, *, earlier: bool) -> None:
+        self.done[entry["unit"]] = entry["record"]
+
+
+def evaluate_command(
+    model: ModelOption = "needle",
+    policies: Annotated[
+        str,
+        typer.Option(
+            help="Decode policies, separated by commas; dense is always the reference. 'baselines': ways to choose 4 blocks, by bounds, "
+            "means, keys in few bits, a share of attention, and the oracle."
+        ),
+    ] = "dense,window:640,window:4736,cascade:8,cascade:32,top:8,top:32,quest:64",
+    lengths: Annotated[str, typer.Option(help="Tokens of whole contexts, separated by commas.")] = "8k",
+    tasks: Annotated[
+        str, typer.Option(help="Tasks to run, separated by commas: needle, multi-needle, multi-query, tracking, wordings, passage, repeat.")
+    ] = "needle",
+    haystacks: Annotated[
+        str,
+        typer.Option(
+            help="Haystacks, separated by commas: loop (one paragraph over and over), prose (the text), codes (the text with facts of "
+            "the same form), near-miss (the text with facts that differ little from the one asked for)."
+        ),
+    ] = "codes",
+    text: TextOption = None,
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", file_okay=False, help="Folder for evaluation.json, evaluation.csv, pictures and records."),
+    ] = Path("evaluation"),
+    trials: Annotated[int, typer.Option(help="Trials of each task in each haystack at each length.", **whole(2, MAX_BATCH))] = 200,
+    distractors: Annotated[int, typer.Option(help="Additional facts in haystacks 'codes' and 'near-miss'.", **whole(0, MAX_BATCH))] = 16,
+    windows: Annotated[int, typer.Option(help="Disjoint pieces of the text for teacher forcing.", **whole(2, MAX_BATCH))] = 5,
+    steps: Annotated[int, typer.Option(help="Forced tokens of each window, within its length.", **whole())] = 1024,
+    free_steps: Annotated[int, typer.Option(help="Tokens generated freely, to measure the length of the exact prefix.", **whole())] = 128,
+    max_batch: Annotated[int, typer.Option(help="Contexts held and decoded together.", **whole(2, MAX_BATCH))] = 32,
+    again: Annotated[
+        int, typer.Option(help="Of these, decoded together in the noise floor, dense again; 1 takes longest.", **whole(1, MAX_BATCH))
+    ] = 1,
+    minutes: Annotated[
+        int | None, typer.Option(help="Begin no more work after so many minutes; the same command goes on.", show_default=False, **whole())
+    ] = None,
+    seed: SeedOption = 0,
+    page_size: PageSizeOption = 128,
+    prefill_chunk: ChunkOption = 512,
+    cache_format: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Run every policy also over packed pages, beside dense over unpacked ones, as int8 or k=int8,v=int4; may be given several "
+            "times.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: DtypeOption = None,
+    weights: Annotated[
+        list[Weights] | None,
+        typer.Option(
+            help="Run every policy also with weights packed so, beside dense with the weights as they are stored; may be given several "
+            "times.",
+            show_default=False,
+        ),
+    ] = None,
+    lora: LoraOption = None,
+    max_positions: MaxPositionsOption = None,
+) -> None:
+    """Compare decode policies with dense: facts found, agreement, KL and perplexity on forced text, speed, keys read.
+
+    All policies run in one engine on the same prefilled contexts. Dense runs twice, which gives the noise floor. Records are kept in
+    OUT/records.jsonl. To continue a killed run, run the same command again. A finished run only draws its pictures again.
+    """
+    end = None if minutes is None else time.monotonic() + 60 * minutes
+    needs_extras("kvjax evaluate", "eval")
+    from rich.console import Console
+
+    from kvjax.evaluation.run import BASELINES, EvaluationRun, Plan
+
+    named = [BASELINES if name == "baselines" else (name,) for name in _listed(policies)]
+    plan = Plan(
+        policies=tuple(itertools.chain.from_iterable(named)),
+        lengths=parse_lengths(lengths),
+        tasks=_listed(tasks),
+        haystacks=_listed(haystacks),
+        trials=trials,
+        distractors=distractors,
+        windows=windows,
+        steps=steps,
+        free_steps=free_steps,
+        batch=max_batch,
+        again=again,
+        seed=seed,
+        page_size=page_size,
+        prefill_chunk=prefill_chunk,
+        cache_formats=tuple(cache_format or ()),
+        weights=tuple(each.value for each in weights or ()),
+    )
+    source, names = read_texts(text)
+    packed = lambda name: load_model(model, dtype, max_positions, weights=Weights(name), lora=lora)  # noqa: E731
+    loaded = load_model(model, dtype, max_positions, lora=lora)
+    run = EvaluationRun(loaded, source, plan, packed)
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        records = run_units(run, out / RECORDS, describe(run), Console(stderr=True), end)
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; the records so far are in {out / RECORDS}: run the same command again to continue", err=True)
+        raise
+    except OutOfTime as error:
+        typer.echo(f"{error}; the records so far are in {out / RECORDS}: run the same command again to continue", err=True)
+        raise typer.Exit(1) from None
+    job = describe(run)
+    write_report(
+        run,
+        records,
+        out,
+        {"model": loaded.name, "fingerprint": job["model"], "dtype": job["dtype"], "text": names, TEXT_HASH: job[TEXT_HASH]},
+    )
+
+
+class OutOfTime(RuntimeError):
+    """Work is left, and the time for it is over."""
+
+
+def run_units(run: EvaluationRun, path: Path, job: dict[str, Any], console: Console, end: float | None = None) -> list[dict[str, Any]]:
+    """Records of all units of a run: those in the file, and the others, which are measured now and appended to it.
+
+    end: the reading of `time.monotonic` after which no unit is begun; then OutOfTime says how many are left.
+    """
+    from kvjax.serving.progress import WorkProgress
+
+    units = run.units()
+    journal = Records(path, job)
+    try:
+        finished = sum(unit.work for unit in units if unit.key in journal.done)
+        with WorkProgress(sum(unit.work for unit in units), finished, console) as progress:
+            for unit in units:
+                if unit.key not in journal.done:
+                    if end is not None and time.monotonic() > end:
+                        raise OutOfTime(f"out of time with {len(units) - len(journal.done)} of {len(units)} pieces of work left")
+                    progress.begin(f"{unit.length:,} tokens, {f'{unit.task} in {unit.haystack}' if unit.task else 'forced text'}")
+                    journal.append(unit.key, run.measure(unit, progress.advance))
+                    finished += unit.work
+                    progress.reach(finished)
+        return [journal.done[unit.key] for unit in units]
+    finally:
+        journal.close()
+        run.release()
+
+
+def describe(run: EvaluationRun) -> dict[str, Any]:
+    """Everything that a run's records depend on. It must be equal to continue an earlier run."""
+    import dataclasses
+
+    import jax
+
+    from kvjax.model.identity import fingerprint
+    from kvjax.policies.decode import identity, parse
+    from pallas_kernels.core.results import versions
+
+    job = {
+        "model": fingerprint(run.model),
+        "dtype": run.model.config.compute_dtype,
+        "device": jax.local_devices()[0].device_kind,
+        "versions": versions(),
+        TEXT_HASH: hashlib.sha256(run.text_ids.tobytes()).hexdigest(),
+        "each policy": [identity(parse(name)) for name in run.plan.policies],
+    }
+    return json.loads(json.dumps(job | dataclasses.asdict(run.plan)))
+
+
+def write_report(run: EvaluationRun, records: Iterable[dict[str, Any]], out: Path, source: dict[str, Any]) -> None:
+    """Summarize records, write evaluation.json, evaluation.csv and the pictures to `out`, and print tables and remarks."""
+    import dataclasses
+
+    from kvjax.evaluation.plots import draw
+    from kvjax.evaluation.report import frame, remarks, summarize, tables
+    from pallas_kernels.core.files import replacing
+    from pallas_kernels.core.results import write_result
+    from pallas_kernels.core.tables import show
+
+    figures = summarize(run.plan, records)
+    write_result(out / "evaluation.json", {"settings": source | dataclasses.asdict(run.plan), **figures})
+    with replacing(out / "evaluation.csv") as partial:
+        frame(figures).to_csv(partial, index=False)
+    pictures = draw(figures, out)
+    show(*tables(figures))
+    for line in remarks(figures):
+        typer.echo(line)
+    typer.echo("written: " + ", ".join(str(path) for path in (out / "evaluation.json", out / "evaluation.csv", *pictures)))
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    """Words separated by commas."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())

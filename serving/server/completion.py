@@ -1,0 +1,60 @@
+"""Single shots: a session that is made for one answer, which comes as text."""
+
+from __future__ import annotations
+
+import contextlib
+
+from kvjax.client.errors import SessionError
+from kvjax.serving.server.openai_form import Asked
+from kvjax.serving.sessions.runtime import SessionRuntime
+from kvjax.serving.sessions.throttle import Throttle
+from kvjax.text.detokenizer import TextStream
+
+
+class TextCompletion:
+    """A session, made from a prompt and closed after its one answer. It shares no prefix with others, and is not kept on disk.
+
+    `more` and `close` wait, so they belong into a thread; `stop` does not. generated: tokens so far. finish_reason: "stop" or "length";
+    None while more text may come. throttle: of all streams of the server.
+    """
+
+    def __init__(self, runtime: SessionRuntime, request: Asked, throttle: Throttle):
+        model, self._throttle = runtime.engine.model, throttle
+        self.prompt_tokens, self.generated = len(request.ids), 0
+        self.finish_reason: str | None = None
+        self._ends = frozenset(model.config.eos_token_ids)
+        self.session = runtime.create(request.ids, kept=False)  # which checks the ids
+        try:
+            self._text = TextStream(model.tokenizer, request.stop, request.ids)
+            self._generation = self.session.generate(**request.sampling)
+        except BaseException:
+            self.close()
+            raise
+
+    def more(self) -> str | None:
+        """Wait for tokens, and return the text that is certain with them, possibly none yet; None at the end. Raises SessionError."""
+        if self.finish_reason is not None:
+            return None
+        tokens = self._generation.ready(self._throttle)
+        if not tokens:
+            self.finish_reason = self._generation.finish_reason
+            return self._text.close()
+        pieces = []
+        for token in tokens:
+            self.generated += 1
+            if token not in self._ends:
+                pieces.append(self._text.push(token))
+            if self._text.stopped:
+                self.finish_reason = "stop"
+                self._generation.cancel(keep=0)
+                break
+        return "".join(pieces)
+
+    def stop(self) -> None:
+        """End the generation within a step. Who waits in `more` gets the error Cancelled."""
+        self._generation.stop()
+
+    def close(self) -> None:
+        """Close the session."""
+        with contextlib.suppress(SessionError):  # it may have ended
+            self.session.close()

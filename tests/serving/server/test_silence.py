@@ -1,0 +1,250 @@
+"""Clients that open calls or connections, and then say nothing."""
+
+import contextlib
+import itertools
+import json
+import queue
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from session_servers import WAIT, serving, until
+from tiny_models import make_model
+
+from kvjax import Engine
+from kvjax.client import Client, ResourceExhausted
+from kvjax.client.wire import SERVICE, protocol
+from kvjax.serving.server import app, connections
+from kvjax.serving.server import grpc_server as server_module
+
+TOKEN = "a-token-of-the-tests"
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine(make_model(num_layers=1), "dense", pages=48, page_size=16, prefill_chunk=32, batch_buckets=(4,))
+
+
+@contextlib.contextmanager
+def silent_calls(server, method, count, metadata=()):
+    """Calls that are open, and whose messages never come."""
+    never = queue.SimpleQueue()
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}", (("grpc.use_local_subchannel_pool", 1),)) as channel:
+        opened = channel.stream_stream(method)
+        calls = [opened(iter(never.get, None), timeout=WAIT, metadata=metadata) for _ in range(count)]
+        try:
+            yield calls
+        finally:
+            for each in calls:
+                each.cancel()
+                never.put(None)
+
+
+def places(server):
+    return server._admission._places
+
+
+@pytest.mark.parametrize("tokens", [(), (TOKEN,)], ids=["open", "token"])
+def test_health_calls_that_say_nothing_keep_nobody_out(engine, tokens):
+    with (
+        serving(engine, max_calls=4, tokens=tokens, stall_s=2.0) as server,
+        silent_calls(server, "/grpc.health.v1.Health/Check", 60) as held,
+    ):
+        until(lambda: sum(each.done() for each in held) >= 50)
+        with Client(f"127.0.0.1:{server.port}", token=tokens[0] if tokens else None, timeout_s=WAIT) as client:
+            assert client.create_session([1, 2]).info().history_tokens == 2
+        with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            found = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=WAIT)
+        assert found.status == health_pb2.HealthCheckResponse.SERVING
+        until(lambda: not server._admission._asking)  # the others are cut off, too
+
+
+@pytest.mark.parametrize("name", ["Converse", "Generate", "GetSessionInfo"])
+def test_a_call_whose_first_message_does_not_come_is_cut_off(engine, name):
+    bearer = (("authorization", f"Bearer {TOKEN}"),)
+    with serving(engine, max_calls=2, tokens=(TOKEN,), stall_s=0.5) as server:
+        with silent_calls(server, f"/{SERVICE}/{name}", 2, bearer) as held:
+            until(lambda: places(server) == 0)
+            until(lambda: all(each.done() for each in held) and places(server) == 2)
+            assert {each.code() for each in held} == {grpc.StatusCode.CANCELLED}
+        assert 'code="CANCELLED"' in server.metrics.text().decode()
+
+
+def test_watches_that_say_nothing_are_cut_off(engine):
+    with serving(engine, max_calls=2, stall_s=0.5) as server, silent_calls(server, "/grpc.health.v1.Health/Watch", 2) as held:
+        until(lambda: all(each.done() for each in held) and places(server) == 2)
+
+
+def test_a_call_gets_the_place_of_the_stream_that_has_been_silent_longest(engine):
+    types = protocol()
+    method = types.methods["Converse"]
+    with serving(engine, max_calls=2, stall_s=1.0) as server, contextlib.ExitStack() as stack:
+        address = f"127.0.0.1:{server.port}"
+        client = stack.enter_context(Client(address, timeout_s=WAIT))
+        session = client.create_session([1, 2])
+        call = stack.enter_context(grpc.insecure_channel(address)).stream_stream(
+            method.path, request_serializer=method.request.SerializeToString, response_deserializer=method.response.FromString
+        )
+        append = types.ConverseRequest(session_id=session.id, append=types.Append(token_ids=[3]))
+        asked = [queue.SimpleQueue() for _ in range(2)]
+        talks = [call(iter(each.get, None), timeout=WAIT) for each in asked]
+        for each, talk in zip(asked, talks, strict=True):
+            each.put(append)
+            assert next(talk).WhichOneof("event") == "appended"
+        until(lambda: len(server._admission._silent) == 2)
+        with pytest.raises(ResourceExhausted, match="max-calls"):
+            session.info()  # both were heard a moment ago
+        time.sleep(1.2)
+        assert session.info().history_tokens == 4
+        with pytest.raises(grpc.RpcError) as cut:
+            next(talks[0])
+        assert cut.value.code() == grpc.StatusCode.CANCELLED
+        asked[1].put(append)
+        assert next(talks[1]).appended.history_tokens == 5
+        for each in asked:
+            each.put(None)
+
+
+def http(server):
+    return socket.create_connection(("127.0.0.1", server.http_port), timeout=WAIT)
+
+
+def test_a_name_of_megabytes_is_cut_in_the_answer_and_in_the_log(engine, caplog):
+    name = "n" * 2**20
+    with serving(engine, http_port=0) as server, caplog.at_level("INFO", "kvjax.server"):
+        made = urllib.request.Request(
+            f"http://127.0.0.1:{server.http_port}/v1/completions", json.dumps({"model": "kvjax", "prompt": "a", name: 1}).encode()
+        )
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(made, timeout=WAIT)
+        error = json.loads(refused.value.read())["error"]
+    assert error["param"] == "n" * 77 + "..."
+    assert len(error["message"]) <= 1000
+    assert "nnn..." in caplog.text
+    assert "n" * 100 not in caplog.text
+
+
+def test_a_client_that_takes_no_answers_is_cut_off(engine):
+    """Answers that are not streamed. It asks many times without reading, until nothing more fits between it and the server."""
+    asked = b"GET /deprecation HTTP/1.1\r\nHost: x\r\n\r\n" * 1000
+    with serving(engine, http_port=0, stall_s=0.5) as server, contextlib.closing(socket.socket()) as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(("127.0.0.1", server.http_port))
+        reader.settimeout(WAIT)
+        with pytest.raises(ConnectionError):
+            reader.sendall(asked * 1000)
+        assert urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/healthz", timeout=WAIT).read() == b"ok\n"
+
+
+def test_connections_on_which_nothing_comes_keep_nobody_out(engine, monkeypatch):
+    monkeypatch.setattr(connections, "FIRST_S", 1.0)
+    with serving(engine, http_port=0, max_calls=2) as server, contextlib.ExitStack() as stack:
+        held = [stack.enter_context(http(server)) for _ in range(60)]
+        for _ in range(5):
+            assert urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/healthz", timeout=WAIT).read() == b"ok\n"
+        ended = []
+        for each in held:
+            with contextlib.suppress(ConnectionError):
+                ended.append(each.recv(1))
+        assert set(ended) <= {b""}  # all of them are closed, long before stall_s
+
+
+def test_a_body_that_does_not_end_keeps_nobody_out(engine):
+    with serving(engine, http_port=0, max_calls=2) as server, contextlib.ExitStack() as stack:
+        begun = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+        slow = [stack.enter_context(http(server)) for _ in range(3)]
+        for number, each in enumerate(slow, start=1):
+            each.sendall(begun)
+            until(lambda number=number: len(server._web._routes._bodies) == min(2, number))
+        assert b" 429 " in slow[0].recv(100), "the slowest gives way"
+        slow[2].sendall(b" " * 98 + b"}")
+        assert b" 400 " in slow[2].recv(100)
+        assert urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/healthz", timeout=WAIT).read() == b"ok\n"
+
+
+def test_a_body_in_many_pieces_is_cut_off(engine):
+    """Each piece costs the loop time in which it answers nobody."""
+    with serving(engine, http_port=0, max_calls=2) as server, contextlib.ExitStack() as stack:
+        for request in (b"GET /healthz", b"POST /v1/completions"):
+            connection = stack.enter_context(http(server))
+            connection.sendall(request + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            with pytest.raises(ConnectionError):
+                connection.sendall(b"1\r\n \r\n" * 2**20)
+        few = stack.enter_context(http(server))
+        few.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 100 + b"0\r\n\r\n")
+        assert b" 200 " in few.recv(100)
+
+
+def test_health_calls_of_every_kind_are_cut_off(engine):
+    with serving(engine, max_calls=2, stall_s=0.5) as server, silent_calls(server, "/grpc.health.v1.Health/List", 40) as held:
+        until(lambda: all(each.done() for each in held))
+        assert Client(f"127.0.0.1:{server.port}", timeout_s=WAIT).create_session([1]).info().history_tokens == 1
+
+
+def test_reflection_that_is_silent_gives_its_place_away(engine):
+    """It never ends by itself."""
+    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+    with serving(engine, max_calls=2, stall_s=0.5) as server, contextlib.ExitStack() as stack:
+        never, held = queue.SimpleQueue(), []
+        for _ in range(2):
+            channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{server.port}"))
+            first = reflection_pb2.ServerReflectionRequest(list_services="")
+            requests = itertools.chain([first], iter(never.get, None))
+            held.append(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(requests, timeout=WAIT))
+            next(held[-1])
+        until(lambda: places(server) == 0 and len(server._admission._silent) == 2)
+        time.sleep(0.6)
+        with Client(f"127.0.0.1:{server.port}", timeout_s=WAIT) as client:
+            assert client.create_session([1]).info().history_tokens == 1
+        for _ in range(2):
+            never.put(None)
+
+
+def test_a_token_id_beyond_all_vocabularies_is_a_400(engine):
+    with serving(engine, http_port=0, model_name="tiny") as server:
+        for ids in ([2**32], [2**40]):
+            body = json.dumps({"model": "tiny", "prompt": ids, "max_tokens": 1}).encode()
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/v1/completions", body, timeout=WAIT)
+            assert caught.value.code == 400
+
+
+def test_large_bodies_are_parsed_one_after_the_other_beside_other_pages(engine, monkeypatch):
+    parsing, most, go_on = [], [], threading.Event()
+
+    def slowly(content):
+        parsing.append(content)
+        most.append(len(parsing))
+        assert go_on.wait(WAIT)
+        parsing.pop()
+        return json.loads(content)
+
+    monkeypatch.setattr(app, "_json", slowly)
+    large = b"[" + b"[]," * 2**16 + b"[]]"
+    with serving(engine, http_port=0) as server, contextlib.ExitStack() as stack:
+        posts = [stack.enter_context(http(server)) for _ in range(3)]
+        for each in posts:
+            each.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(large), large))
+        until(lambda: parsing and server._web._routes._running == 3)
+        assert urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/healthz", timeout=WAIT).read() == b"ok\n"
+        go_on.set()
+        assert all(b" 400 " in each.recv(100) for each in posts)
+    assert most == [1, 1, 1]
+
+
+def test_a_server_in_a_hurry_waits_for_no_call(engine, monkeypatch):
+    monkeypatch.setattr(server_module, "LAST_S", WAIT)
+    with serving(engine) as server, silent_calls(server, f"/{SERVICE}/Converse", 1) as held:
+        until(lambda: len(server._admission._silent) == 1)
+        hurry = threading.Event()
+        hurry.set()
+        began = time.monotonic()
+        server.stop(WAIT, hurry)
+        assert time.monotonic() - began < WAIT / 4
+        until(held[0].done)
