@@ -134,7 +134,12 @@ lives_in("prefill policy", "auto", "kvjax.cost_model.auto", "AutoPrefill")
 # The oracle is for measuring, so it lives with the measures.
 lives_in("prefill policy", "oracle", "kvjax.evaluation.oracle_blocks", "oracle")
 
-answer({"kvjax.bill": "kvjax.cost_model: a Bill is a CostModel, known_bill is known_cost_model (docs/cost-model.md)"})
+answer(
+    {
+        "kvjax.bill": "kvjax.cost_model: a Bill is a CostModel, known_bill is known_cost_model (docs/cost-model.md)",
+        "kvjax.engine.decode_runner": "part of kvjax.engine.engine: DRAFTS is in kvjax.engine.step_plan",
+    }
+)
 
 
 def __getattr__(name: str) -> Any:

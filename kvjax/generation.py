@@ -17,7 +17,6 @@ from kvjax.engine.sampling import OneSample, Sampling, SamplingOptions, derived_
 from kvjax.model.protocols import Model
 from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import PrefillPolicy
-from kvjax.scheduler.data_parallel import engines_of, run_replicas
 from kvjax.scheduler.request import Completion, OnToken, Request
 from kvjax.scheduler.scheduler import DEFAULT_SLOTS, Scheduler
 from kvjax.text.tokenization import Prompt, encode, one_by_one
@@ -48,8 +47,10 @@ def run(
     has a free slot and fewest requests; its bits do not depend on which. The iterable and the functions run in the caller's thread. If an
     engine fails, or the caller ends the generator, all replicas end, and free what they held.
     """
-    engines, options = engines_of(engine, "run"), {"policy": policy, "slots": slots, "steps_per_launch": steps_per_launch}
+    engines, options = _engines_of(engine, "run"), {"policy": policy, "slots": slots, "steps_per_launch": steps_per_launch}
     if len(engines) > 1:
+        from kvjax.scheduler.data_parallel import run_replicas
+
         yield from run_replicas(engines, requests, on_token=on_token, on_prefill=on_prefill, **options)
         return
     (engine,) = engines
@@ -178,7 +179,7 @@ def generate(
         raise ValueError(f"details must be True or False, got {shown(details)}")
     if stream is not None and not callable(stream):
         raise ValueError(f"stream must be a function, as in stream=lambda number, text: print(text, end=''), got {shown(stream)}")
-    engines = engines_of(model, "generate") if isinstance(model, Engine | list | tuple) else ()
+    engines = _engines_of(model, "generate") if isinstance(model, Engine | list | tuple) else ()
     if not engines:
         check_model(model, "generate")
     listed, single = one_by_one(prompts)
@@ -217,6 +218,17 @@ def generate(
         results[request.id] = completion
     answers = results if details else [_text(completion) for completion in results]
     return answers[0] if single else answers
+
+
+def _engines_of(given: Engine | Sequence[Engine], caller: str) -> tuple[Engine, ...]:
+    """`kvjax.scheduler.data_parallel.engines_of`, which one engine needs not load."""
+    if isinstance(given, Engine):
+        return (given,)
+    if isinstance(given, tuple) and len(given) == 1 and isinstance(given[0], Engine):
+        return given
+    from kvjax.scheduler.data_parallel import engines_of
+
+    return engines_of(given, caller)
 
 
 def _shown_signature() -> inspect.Signature:

@@ -11,7 +11,6 @@ import jax
 from kvjax import generation
 from kvjax.model.config import ModelConfig
 from kvjax.model.protocols import Params
-from kvjax.models import saving
 from kvjax.models.checkpoint import MAX_SHARD_BYTES
 from kvjax.models.decoder import TransformerDecoder
 from pallas_kernels.core.matrices import is_packed
@@ -35,6 +34,8 @@ class CausalLM:
 
     def save(self, folder: str | Path, *, overwrite: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write the model in Hugging Face format; see `kvjax.models.saving.save` for the options."""
+        from kvjax.models import saving
+
         saving.save(self, folder, overwrite=overwrite, max_shard_bytes=max_shard_bytes)
 
     def __repr__(self) -> str:

@@ -25,8 +25,6 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.placement import place_tree
 from kvjax.model.weight_formats import FormatOf, place_of, scheme_of
 from kvjax.models import checkpoint, config_json, fused
-from kvjax.models.adapter_files import open_adapters
-from kvjax.models.adapters import merge
 from kvjax.models.causal_lm import CausalLM
 from kvjax.models.checkpoint import CONFIG_FILES, TOKENIZER_FILES, WEIGHT_FILES, Checkpoint, Folder, Wanted, open_checkpoint
 from kvjax.models.decoder import TransformerDecoder, is_shape, param_shapes
@@ -34,12 +32,10 @@ from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.family import TENSORS
 from kvjax.models.interleaving import in_order, rearranged
 from kvjax.models.load_options import DtypeName, named_dtype, refuse
-from kvjax.models.merged import base_of
 from kvjax.models.quantization.reading import PackedSource, Widened, sources
 from kvjax.models.quantization.rules import REMEDY, Published
 from kvjax.models.quantization.schemes import split
 from kvjax.models.tensors import DTYPES, RowsPacked, Tensor
-from kvjax.scheduler.processes import check_alike
 from pallas_kernels.core.dispatch import compute_capability
 from pallas_kernels.core.matrices import MatrixFormat, PackedMatrix, pack
 
@@ -138,7 +134,11 @@ def load(
         refuse(unknown)
     chosen = _chosen(dtype)
     opened = open_checkpoint(path_or_id, CONFIG_FILES + WEIGHT_FILES + (TOKENIZER_FILES if tokenizer else ()))
-    adapters = open_adapters(lora)
+    adapters = ()
+    if lora is not None:
+        from kvjax.models.adapter_files import open_adapters
+
+        adapters = open_adapters(lora)
     config, published = _config(opened, max_positions, "float32")
     config, tensors = _tied_as_stored(config, _own_tensors(config, opened.tensors()))
     stored = fused.stored_wanted(config)
@@ -146,6 +146,8 @@ def load(
     if published is not None and packed and weights is not None:
         raise ValueError(f"{path_or_id} holds packed weights ({published.method}) already: leave weights={weights!r} out, or {REMEDY}")
     if adapters:
+        from kvjax.models.adapters import merge
+
         tensors, tied = merge(adapters, tensors, packed, FAMILIES[config.family], config.tie_embeddings)
         config = dataclasses.replace(config, tie_embeddings=tied)
     where = "config.json" if isinstance(opened, Folder) else opened.config_name
@@ -159,6 +161,8 @@ def load(
     tensors |= {w.name: in_order(tensors[w.name], w.order) for w in wanted if w.name not in packed}
     config = dataclasses.replace(config, compute_dtype=chosen.name)
     if several_processes(mesh):
+        from kvjax.scheduler.processes import check_alike
+
         given = {"dtype": chosen.name, "weights": str(weights), "max_positions": str(max_positions), "mesh": str(dict(mesh.shape))}
         check_alike(mesh, given | {"checkpoint": opened.digest(), "lora": " ".join(each.digest() for each in adapters)})
     _say_narrow(path_or_id, packed)
@@ -209,10 +213,17 @@ def _chosen(dtype: DTypeLike | DtypeName | None) -> np.dtype | None:
 
 def _stored_dtype(tensors: list[Tensor]) -> np.dtype:
     """The common type of all tensors that are stored as they are."""
-    stored = {DTYPES[base.dtype] for base in map(base_of, tensors) if not isinstance(base, Widened)}
+    stored = {DTYPES[base.dtype] for base in map(_base_of, tensors) if not isinstance(base, Widened)}
     if len(stored) > 1:
         raise ValueError(f"the weights are stored in several types ({', '.join(sorted(stored))}); choose one with dtype=")
     return jnp.dtype(stored.pop())
+
+
+def _base_of(tensor: Tensor) -> Tensor:
+    """A model's tensor, below whatever shows rows of it or changes them."""
+    while (inner := getattr(tensor, "tensor", None)) is not None:
+        tensor = inner
+    return tensor
 
 
 def _formats(config: ModelConfig, format_of: FormatOf | None) -> list[MatrixFormat | None]:

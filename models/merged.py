@@ -136,13 +136,6 @@ class Replaced(View):
         return self.by.read(start, stop)
 
 
-def base_of(tensor: Tensor) -> Tensor:
-    """A model's tensor, below whatever shows rows of it or changes them."""
-    while (inner := getattr(tensor, "tensor", None)) is not None:
-        tensor = inner
-    return tensor
-
-
 def _floats(tensor: Tensor, start: int, stop: int) -> np.ndarray:
     return tensor.read(start, stop).astype(np.float32, copy=False)
 

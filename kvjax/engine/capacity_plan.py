@@ -18,8 +18,6 @@ from kvjax.cache import OPEN, WHOLE, CacheSpec, IndexSpec, OutOfPages
 from kvjax.cache.formats import CacheFormat, parse_cache_format
 from kvjax.cache.host_pool.mapped_memory import FrameCounts, device_room, supported
 from kvjax.cache.page_manager import GroupPages, Reach, frame_counts, most_pages, window_of
-from kvjax.cache.prefix_cache import STATE_CHUNKS
-from kvjax.cache.stores.blocks import block_bytes
 from kvjax.checks import whole_number
 from kvjax.engine.page_eviction import kept_by
 from kvjax.engine.sampling import Sampling
@@ -289,6 +287,9 @@ def host_memory(
     """
     if host_bytes is None:
         return HostMemory()
+    from kvjax.cache.prefix_cache import STATE_CHUNKS
+    from kvjax.cache.stores.blocks import block_bytes
+
     host_bytes = whole_number("host_bytes", host_bytes, 1, 2**63)
     if here:
         _check_host_bytes(host_bytes)

@@ -22,7 +22,6 @@ from kvjax.cache.formats import parse_cache_format
 from kvjax.cache.page_manager import GroupPages, pages_for
 from kvjax.cache.page_tables import table_width
 from kvjax.cache.pool import Layers, Pool, PoolStats
-from kvjax.cache.prefix_cache import PrefixStats
 from kvjax.checks import PROMPTS_REMEDY, TokenIds, check_model, check_salt, engine_sizes, listed, optional_function, token_ids, whole_number
 from kvjax.compilation import CompileAhead
 from kvjax.engine.call_lock import CallGuard, guarded
@@ -33,10 +32,8 @@ from kvjax.engine.page_eviction import PageRelease
 from kvjax.engine.policy_set import DeclaredPolicies
 from kvjax.engine.policy_state import rows_of
 from kvjax.engine.prefill_runner import ChunkRun, Prefiller
-from kvjax.engine.prefix_reuse import StoreOptions, check_stores, make_reuse, reusing
 from kvjax.engine.sampling import Sampled, Sampling, SamplingRows, check_rows
 from kvjax.engine.sequence import CachedSequence, check_usable
-from kvjax.engine.sequence_io import SequenceCopies
 from kvjax.engine.sharding import spec_on_mesh
 from kvjax.engine.step_output import Reads
 from kvjax.engine.step_plan import (
@@ -52,6 +49,7 @@ from kvjax.engine.step_plan import (
     padded_rows,
 )
 from kvjax.engine.steps import StepInputs, StepProgram, StepStatic, decode_and_sample, decode_step
+from kvjax.engine.store_options import StoreOptions, check_stores
 from kvjax.engine.watching import after_prompts, alarms_of, program_of, programs_of
 from kvjax.model.placement import place_model
 from kvjax.model.protocols import Model
@@ -61,7 +59,10 @@ from kvjax.policies.prefill import PrefillPolicy
 from pallas_kernels.core.messages import shown
 
 if TYPE_CHECKING:
+    from kvjax.cache.prefix_cache import PrefixStats
     from kvjax.engine.inspection import StepRead
+    from kvjax.engine.prefix_reuse import Reuse
+    from kvjax.engine.sequence_io import SequenceCopies
     from kvjax.engine.warmup import Warmup
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class Engine:
     sequences: those not freed yet. last_reads: what the latest decode step read, summed over layers and KV heads; None before the first.
     device_bytes: size of the pool on the device in bytes, in place of pages. mesh: `kvjax.mesh(...)`, over
     whose devices weights and pages are split (docs/devices.md). stores: host_bytes, disk and disk_bytes are room for pages besides the
-    device, and with reuse say which pages outlive their sequences: see `kvjax.engine.prefix_reuse.StoreOptions` and docs/tiers.md.
+    device, and with reuse say which pages outlive their sequences: see `kvjax.engine.store_options.StoreOptions` and docs/tiers.md.
 
     Use it from one thread at a time. A call while another thread is in a method raises RuntimeError, and does not disturb the other call.
     Ctrl-C takes effect between chunks of prefill and after other methods, so pages and lengths stay consistent (`kvjax.engine.call_lock`).
@@ -120,6 +121,7 @@ class Engine:
         packed = parse_cache_format(cache_format, model.config.compute_dtype)
         self.guard, self.mesh = CallGuard("this engine"), mesh
         self.model, self.config = model if mesh is None else place_model(model, mesh), model.config
+        self._unplaced = model
         self.page_size, self.prefill_chunk, self.batch_buckets = engine_sizes(page_size, prefill_chunk, batch_buckets)
         self.dtype = jnp.dtype(self.config.compute_dtype)
         self.spec, self.cache_format = spec_on_mesh(self.config.cache_spec(page_size, packed), mesh), packed and str(packed)
@@ -143,11 +145,13 @@ class Engine:
         self._capacity = Capacity(self.config, self._groups, self._plan_beside_weights)
         self._pool = Pool(self._groups.empty(self.indexes), self.spec, self._groups.frames, self._groups.shards)
         self._prefiller = Prefiller(self.model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)
-        self._reuse = make_reuse(model, self._pool, self._groups, self._declared, self._prefiller, kept_in, host)
+        self._reuse: Reuse | None = None
+        if kept_in.reuse:
+            from kvjax.engine.prefix_reuse import make_reuse
+
+            self._reuse = make_reuse(model, self._pool, self._groups, self._declared, self._prefiller, kept_in, host)
         self._capacity.pinned = None if self._reuse is None else self._reuse.pinned
         self._runs: dict[CachedSequence, ChunkRun] = {}
-        copied = self._pool, self._groups, self._capacity, self._release, self.indexes
-        self._copies = SequenceCopies(model, *copied, self.prefill_chunk, self.guard, self.cache_format)
         self._slots: dict[tuple[int, DecodePolicy], Slots] = {}  # of every policy and batch size; they stay on the device
         self._rows: tuple[SamplingRows | None, int] = None, 0  # the latest, and the slots that they are known to fit
         self._placed: tuple[SamplingRows | None, SamplingRows | None] = None, None  # rows as given, and on the device
@@ -511,12 +515,12 @@ class Engine:
         than that, for a prefix that is not known, and for an engine without reuse; OutOfPages.
         """
         with self._capacity.advice():
-            return reusing(self._reuse).pin(self._prefix(prefix), cache_salt)
+            return self._reusing().pin(self._prefix(prefix), cache_salt)
 
     @guarded
     def unpin(self, prefix: CachedSequence | Sequence[int], cache_salt: str | None = None) -> int:
         """Let the longest pinned prefix of these tokens go again, and return how many it holds. ValueError if there is none."""
-        return reusing(self._reuse).unpin(self._prefix(prefix), cache_salt)
+        return self._reusing().unpin(self._prefix(prefix), cache_salt)
 
     def stats(self) -> PrefixStats | None:
         """What reused pages are where, and what was found; None where the engine reuses nothing."""
@@ -591,6 +595,13 @@ class Engine:
             self._write(sequence, [0], all_logits=False, only=only)
 
     @functools.cached_property
+    def _copies(self) -> SequenceCopies:
+        from kvjax.engine.sequence_io import SequenceCopies
+
+        given = self._pool, self._groups, self._capacity, self._release, self.indexes, self.prefill_chunk, self.guard
+        return SequenceCopies(self._unplaced, *given, self.cache_format)
+
+    @functools.cached_property
     def _warmup(self) -> Warmup:
         from kvjax.engine.warmup import Warmup
 
@@ -645,6 +656,12 @@ class Engine:
 
     def _check_live(self, sequences: Sequence[CachedSequence], *, ready: bool = True) -> None:
         check_usable(sequences, self.sequences, self._runs.keys() if ready else None)
+
+    def _reusing(self) -> Reuse:
+        """ValueError for an engine that reuses nothing."""
+        if self._reuse is None:
+            raise ValueError("this engine keeps no pages to pin: make it with reuse=True, host_bytes or disk")
+        return self._reuse
 
     def _prefix(self, given: CachedSequence | Sequence[int]) -> CachedSequence | TokenIds:
         if not isinstance(given, CachedSequence):

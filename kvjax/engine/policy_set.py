@@ -74,7 +74,6 @@ class DeclaredPolicies:
         self.model, self.page_size, self.prefill_chunk = model, page_size, prefill_chunk
         self._shards = None if mesh is None else Shards(mesh)
         self._choosers: dict[ChoosesDecode, ChoosesDecode] = {}
-        self._found: dict[str | DecodePolicy | None, DecodePolicy] = {}
         self._told: set[tuple[PrefillPolicy, bool]] = set()
         self.frames: FrameCounts | None = None
         self.last_choice: Choice | None = None
@@ -101,6 +100,9 @@ class DeclaredPolicies:
             self.prefill.check_pages(page_size)
         _check_remap(f"prefill {self.prefill}", self.prefill, model.config, page_size)
         self.reach = kept_from_the_start(self.policies, self.prefill, page_size)
+        # All that `find` checks was checked above. One that chooses is bound when it is named.
+        self._found: dict[str | DecodePolicy | None, DecodePolicy] = {None: self.policy}
+        self._found |= {each: each for each in self.policies if not isinstance(each, ChoosesDecode)}
         if self._shards is not None and (said := self.uneven_work(self._shards.context)):
             logger.warning("%s", said)
 

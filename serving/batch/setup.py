@@ -21,7 +21,7 @@ from kvjax.text.token_bounds import LONG, check_text
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from kvjax.engine.prefix_reuse import StoreOptions
+    from kvjax.engine.store_options import StoreOptions
     from kvjax.model.protocols import Model
 
 

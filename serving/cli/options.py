@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from kvjax.engine.engine import Engine
-    from kvjax.engine.prefix_reuse import StoreOptions
+    from kvjax.engine.store_options import StoreOptions
     from kvjax.model.protocols import Model
     from kvjax.scheduler.processes import Processes
 

@@ -84,7 +84,7 @@ def plan_command(
     from kvjax.cache.formats import parse_cache_format
     from kvjax.engine.capacity_plan import host_memory as host_parts
     from kvjax.engine.capacity_plan import pool_size
-    from kvjax.engine.prefix_reuse import check_stores
+    from kvjax.engine.store_options import check_stores
     from kvjax.models.loading import packs_anew, read_config, read_packing
     from kvjax.serving.batch.setup import planned
 

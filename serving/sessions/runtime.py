@@ -301,7 +301,7 @@ class SessionRuntime:
     def _checked(self, tokens: Sequence[int], least: int) -> list[int]:
         try:
             row = isinstance(tokens, Sized) and not isinstance(tokens, str | bytes | Mapping | Set) and getattr(tokens, "ndim", 1) == 1
-            return [] if row and not least and not len(tokens) else token_ids(tokens, self.engine.config.vocab_size)
+            return [] if row and not least and not len(tokens) else token_ids(tokens, self.engine.config.vocab_size).tolist()
         except (ValueError, TypeError, OverflowError) as error:
             raise InvalidArgument(str(error), field="tokens") from None
 

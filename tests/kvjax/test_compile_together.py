@@ -15,7 +15,7 @@ from quick_cases import rest_long
 from tiny_models import TINY, TinyModel, altered, init_params, make_family, shallow
 
 import kvjax
-import kvjax.engine.engine
+import kvjax.engine.warmup
 from kvjax import Engine
 from kvjax.compilation import MAX_THREADS, compile_together
 from kvjax.engine.capacity_plan import memory_plan
@@ -228,7 +228,7 @@ def test_warming_up_compiles_the_same_programs(case, compiled, monkeypatch):
         engine = ENGINES[case]()
         with monkeypatch.context() as patch:
             patch.setattr(
-                kvjax.engine.engine, "compile_together", functools.partial(looked_at, engine) if threads else lambda calls, _: calls.close()
+                kvjax.engine.warmup, "compile_together", functools.partial(looked_at, engine) if threads else lambda calls, _: calls.close()
             )
             jax.clear_caches()
             compiled.clear()

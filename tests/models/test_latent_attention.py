@@ -95,7 +95,8 @@ def cache_of(mixer, batch, dtype, *, seed=0, index_dtype=None):
 def listing_step(decoder, policy, params, cache, tokens, active, states):
     """`decode`, and the list of the layer."""
     seen = []
-    out, cache, states, _ = decode(decoder, policy, (), params, cache, tokens, active, states, watch=lambda *args: seen.append(args[4]))
+    static, inputs = StepStatic(decoder, policy, ()), StepInputs(params, cache, tokens, active, states)
+    out, cache, states, _ = decode(static, inputs, lambda *args: seen.append(args[4]))
     return out, cache, seen[0], states
 
 

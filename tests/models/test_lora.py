@@ -352,7 +352,7 @@ def test_processes_compare_their_adapters(case, monkeypatch):
     folder, (one,) = case("all")
     said = []
     monkeypatch.setattr(loading, "several_processes", lambda mesh: True)
-    monkeypatch.setattr(loading, "check_alike", lambda mesh, named: said.append(named))
+    monkeypatch.setattr("kvjax.scheduler.processes.check_alike", lambda mesh, named: said.append(named))
     for lora in (None, one, f"{one}:0.5", [one, one]):
         load(folder, lora=lora, tokenizer=False, mesh=kvjax.mesh(tensor=1))
     assert len({named["lora"] for named in said}) == 4

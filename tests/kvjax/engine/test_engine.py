@@ -553,3 +553,8 @@ def test_fork_and_restore_hold_no_second_copy_of_the_cache(model):
     restored = _unpack.lower(layers, pages, pages, pages, blocks, **kinds).compile()
     for compiled in (copied, restored):
         assert compiled.memory_analysis().temp_size_in_bytes < size / 20
+
+
+def test_a_former_module_is_answered():
+    with pytest.raises(ImportError, match=r"kvjax.engine.decode_runner is part of kvjax.engine.engine now"):
+        __import__("kvjax.engine.decode_runner")
