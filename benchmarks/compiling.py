@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import jax
 import typer
 
-from benchmarks.hollow import HollowEngine, random_model, random_prompt
+from benchmarks.hollow import FakeEngine, random_model, random_prompt
 from benchmarks.run import BenchChunkOption, LayersOption, ShapeOption, config_of_shape, main, run
 from kvjax.engine.engine import Engine
 from kvjax.engine.sampling import Sampling
@@ -98,7 +98,7 @@ def cold_row(
         raise ValueError(f"prompt - computed, {hollow:,} tokens that are skipped, must be a multiple of the chunk of {chunk:,}")
     model = random_model(config)
     sizes = {"pages": pages_of(prompt + answer) + 1, "page_size": PAGE_SIZE, "prefill_chunk": chunk, "prefill": prefill}
-    engine = HollowEngine(model, policy, hollow=hollow, batch_buckets=(1,), **sizes)
+    engine = FakeEngine(model, policy, hollow=hollow, batch_buckets=(1,), **sizes)
     named = {"op": "cold", "shape": shape, "layers": config.num_layers, "policy": policy, "prefill": prefill, "prompt": prompt}
     ids = random_prompt(config, prompt, 0)
 

@@ -25,7 +25,7 @@ from pallas_kernels.cache.pack_pages.pool import put_pages
 from pallas_kernels.selection.page_index import page_index
 
 
-class HollowEngine(Engine):
+class FakeEngine(Engine):
     """An engine that does not compute the beginning of a prompt. The tokens there get pages, but nothing is written to these pages.
 
     hollow: tokens at the beginning of a prompt that are not computed, a multiple of the chunk. None: no prompt is computed. It may be set

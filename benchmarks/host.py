@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
-from benchmarks.hollow import HollowEngine, passing_model
+from benchmarks.hollow import FakeEngine, passing_model
 from benchmarks.run import main, run
 from kvjax.engine.sampling import Sampling, SamplingRows
 from kvjax.scheduler.request import Request
@@ -51,7 +51,7 @@ def host_rows(
             raise ValueError(f"{pages} pages of {PAGE_SIZE} tokens leave no history before {steps} steps")
         pool = rows * pages + rows + 1
         model = passing_model(layers)
-        engine = HollowEngine(model, policy, pages=pool, batch_buckets=(rows,), prefill_chunk=64 * PAGE_SIZE)
+        engine = FakeEngine(model, policy, pages=pool, batch_buckets=(rows,), prefill_chunk=64 * PAGE_SIZE)
         for what, prepare in STEPS.items():
             say(f"{rows} rows of {pages:,} pages: {what}")
             # Rows begin a new page at different steps, as in a real batch.
@@ -94,7 +94,7 @@ Steps = tuple[Callable[[], object], Callable[[], object]]
 """Two functions: one runs a step, the other frees everything."""
 
 
-def _engine_steps(engine: HollowEngine, lengths: Sequence[int], steps: int) -> Steps:
+def _engine_steps(engine: FakeEngine, lengths: Sequence[int], steps: int) -> Steps:
     sequences = [engine.new_sequence() for _ in lengths]
     for sequence, length in zip(sequences, lengths, strict=True):
         engine.reserve([sequence], length)
@@ -112,7 +112,7 @@ def _engine_steps(engine: HollowEngine, lengths: Sequence[int], steps: int) -> S
     return run, close
 
 
-def _scheduler_steps(engine: HollowEngine, lengths: Sequence[int], steps: int, *, listening: bool = False, logprobs: bool = False) -> Steps:
+def _scheduler_steps(engine: FakeEngine, lengths: Sequence[int], steps: int, *, listening: bool = False, logprobs: bool = False) -> Steps:
     scheduler = Scheduler(engine, slots=len(lengths), on_token=_heard if listening else None)
     for length in lengths:
         scheduler.submit(Request([0] * length, Sampling(max_new_tokens=steps + 2, ignore_eos=True, logprobs=logprobs)))
@@ -124,7 +124,7 @@ def _heard(request: Request, token: int, text: str) -> None:
     pass
 
 
-STEPS: dict[str, Callable[[HollowEngine, Sequence[int], int], Steps]] = {
+STEPS: dict[str, Callable[[FakeEngine, Sequence[int], int], Steps]] = {
     "engine": _engine_steps,
     "scheduler": _scheduler_steps,
     "listening": functools.partial(_scheduler_steps, listening=True),

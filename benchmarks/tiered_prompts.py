@@ -16,7 +16,7 @@ import jax
 import typer
 
 from benchmarks.copies import copy_sizes, traced_copy_rates
-from benchmarks.hollow import HollowEngine, random_model, random_prompt
+from benchmarks.hollow import FakeEngine, random_model, random_prompt
 from benchmarks.run import BenchChunkOption, BenchFormatOption, LayersOption, ShapeOption, config_of_shape, main, plan_of, run
 from benchmarks.tiers import copy_rate
 from kvjax.cache.formats import parse_cache_format
@@ -87,9 +87,7 @@ def tiered_prompt_rows(plan: TieredPrompts, say: Callable[[str], None] = lambda 
                     yield from (_named(plan, tokens, policy, None) | {"skipped": why} for tokens in plan.tokens)
                     continue
             say("pages")
-            engine = HollowEngine(
-                model, "dense", prefill=policy, prefill_chunk=plan.chunk, hollow=0, cache_format=plan.cache_format, **sizes
-            )
+            engine = FakeEngine(model, "dense", prefill=policy, prefill_chunk=plan.chunk, hollow=0, cache_format=plan.cache_format, **sizes)
             peaks.look("pages")
             # Pages of an array that spans memories are not JAX's; indexes are.
             spanned = sum(each.counts.border for each in engine.frames.values()) * frame
@@ -134,7 +132,7 @@ def _named(plan: TieredPrompts, tokens: int, policy: PrefillPolicy, device_bytes
     return named | {"tokens": tokens, "policy": name_of(policy), "device_bytes": device_bytes, "chunk": plan.chunk}
 
 
-def _compile(engine: HollowEngine, tokens: int, say: Callable[[str], None]) -> None:
+def _compile(engine: FakeEngine, tokens: int, say: Callable[[str], None]) -> None:
     """Run one chunk of every program that the prompt needs, after a beginning that is not computed, and a prompt whose pages move."""
     room = sum(frames.counts.device for frames in engine.frames.values()) * PAGE_SIZE
     if room:
@@ -171,7 +169,7 @@ def _compile(engine: HollowEngine, tokens: int, say: Callable[[str], None]) -> N
             jax.block_until_ready(engine.extend(*given))
 
 
-def _time_prompt(engine: HollowEngine, tokens: int) -> dict[str, Any]:
+def _time_prompt(engine: FakeEngine, tokens: int) -> dict[str, Any]:
     before, prompt = engine.pool_stats(), random_prompt(engine.config, tokens, seed=1)
     clock = [time.perf_counter()]
 

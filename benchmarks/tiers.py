@@ -19,17 +19,17 @@ import jax
 import numpy as np
 import typer
 
-from benchmarks.hollow import HollowEngine, random_model
+from benchmarks.hollow import FakeEngine, random_model
 from benchmarks.lists import Fresh, Replayed
 from benchmarks.run import BenchFormatOption, LayersOption, ShapeOption, config_of_shape, main, plan_of, run
-from kvjax.cache import MOST_TOKENS, CacheSpec
+from kvjax.cache import MAX_STEP_TOKENS, CacheSpec
 from kvjax.cache.formats import parse_cache_format
 from kvjax.cost_model.fitting import OWN_LISTS
 from kvjax.engine.capacity_plan import memory_plan
 from kvjax.engine.page_eviction import check_several
 from kvjax.engine.sampling import SamplingRows
 from kvjax.engine.sequence import CachedSequence
-from kvjax.engine.step_output import Reads
+from kvjax.engine.step_output import AttentionStats
 from kvjax.engine.step_plan import DecodeGroup, Launch, StepPlan
 from kvjax.model.config import ModelConfig
 from kvjax.policies.decode import DecodePolicy, TopBlocks, name_of
@@ -70,8 +70,8 @@ class Tiered:
         for name, values in (("tokens", self.tokens), ("steps", (self.steps,)), ("rounds", (self.rounds,))):
             if not values or min(values) < 1:
                 raise ValueError(f"{name} must be at least 1, got {values}")
-        if not 1 <= self.steps_per_launch <= MOST_TOKENS or self.steps % self.steps_per_launch:
-            raise ValueError(f"steps per launch must be 1 to {MOST_TOKENS} and divide {self.steps} steps, got {self.steps_per_launch}")
+        if not 1 <= self.steps_per_launch <= MAX_STEP_TOKENS or self.steps % self.steps_per_launch:
+            raise ValueError(f"steps per launch must be 1 to {MAX_STEP_TOKENS} and divide {self.steps} steps, got {self.steps_per_launch}")
         for policy in self.policies if self.steps_per_launch > 1 else ():
             check_several(policy, self.steps_per_launch)
             if getattr(policy, "dense_layers", 0):
@@ -140,7 +140,7 @@ def tiered_rows(plan: Tiered, say: Callable[[str], None] = lambda what: None) ->
             {"pages": pages + 1} if device_bytes is None else {"device_bytes": device_bytes, "host_bytes": pages * frame, "reuse": False}
         )
         say("pages")
-        engine = HollowEngine(model, policies=plan.policies, batch_buckets=(1,), cache_format=plan.cache_format, **sizes)
+        engine = FakeEngine(model, policies=plan.policies, batch_buckets=(1,), cache_format=plan.cache_format, **sizes)
         engine.fill_pages()
         for tokens, policy in itertools.product(lengths, plan.policies):
             say(f"{tokens:,} tokens, {policy}")
@@ -170,7 +170,7 @@ def _named(plan: Tiered, tokens: int, policy: DecodePolicy, device_bytes: int | 
     }
 
 
-def _time_steps(engine: HollowEngine, sequence: CachedSequence, policy: DecodePolicy, plan: Tiered) -> dict[str, Any]:
+def _time_steps(engine: FakeEngine, sequence: CachedSequence, policy: DecodePolicy, plan: Tiered) -> dict[str, Any]:
     """Times rounds in which each step is fed the token of the one before, and counts the bytes that their steps read: of a launch of
     several, keys by its last step, and what the hot buffer was asked for by all of them."""
     rows, tokens, several = SamplingRows.of([None]), engine.put(np.zeros(1, np.int32)), plan.steps_per_launch
@@ -178,7 +178,7 @@ def _time_steps(engine: HollowEngine, sequence: CachedSequence, policy: DecodePo
     layer, first = plan.spec.layers[plan.spec.paged[0]], sequence.length
     width = layer.token_bytes(PAGE_SIZE, 1) / layer.kv_heads
 
-    def run(steps: int) -> tuple[float, list[Reads]]:
+    def run(steps: int) -> tuple[float, list[AttentionStats]]:
         nonlocal tokens
         reads, started = [], time.perf_counter()
         for _ in range(steps // several):

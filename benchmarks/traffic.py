@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.hollow import HollowEngine, random_model, random_prompt
+from benchmarks.hollow import FakeEngine, random_model, random_prompt
 from benchmarks.run import BenchChunkOption, LayersOption, ShapeOption, config_of_shape, main, plan_of, run
 from kvjax.engine.engine import Engine
 from kvjax.engine.sampling import Sampling
@@ -107,7 +107,7 @@ class Gaps:
     chunk: int = 2048
     seconds: float = 60.0
 
-    MOST_TOKENS = 2**14
+    MAX_STEP_TOKENS = 2**14
     """The longest answer of a neighbour, for which pages are allocated."""
 
     def __post_init__(self):
@@ -131,9 +131,9 @@ def gaps_row(plan: Gaps, say: Say = lambda what: None) -> dict[str, Any]:
     """
     say("weights and pages")
     slots = plan.neighbours + 1
-    pages = pages_of(plan.prompt) + plan.neighbours * pages_of(plan.history + plan.MOST_TOKENS) + slots
+    pages = pages_of(plan.prompt) + plan.neighbours * pages_of(plan.history + plan.MAX_STEP_TOKENS) + slots
     sizes = {"pages": pages, "page_size": PAGE_SIZE, "prefill_chunk": plan.chunk, "prefill": plan.prefill}
-    engine = HollowEngine(random_model(plan.config), plan.policy, batch_buckets=(slots,), **sizes)
+    engine = FakeEngine(random_model(plan.config), plan.policy, batch_buckets=(slots,), **sizes)
     engine.fill_pages()
     prompt = random_prompt(plan.config, plan.prompt, 0)
     alone = _alone(engine, plan, prompt, say)
@@ -154,7 +154,7 @@ def gaps_row(plan: Gaps, say: Say = lambda what: None) -> dict[str, Any]:
     }
 
 
-def _alone(engine: HollowEngine, plan: Gaps, prompt: list[int], say: Say) -> float:
+def _alone(engine: FakeEngine, plan: Gaps, prompt: list[int], say: Say) -> float:
     """Tokens per second of the prompt's computed chunks, except the first, which compiles. The host launches one chunk ahead."""
     engine.hollow = plan.prompt - plan.computed
     sequence = engine.new_sequence()
@@ -181,7 +181,7 @@ def _alone(engine: HollowEngine, plan: Gaps, prompt: list[int], say: Say) -> flo
     return done * plan.chunk / seconds
 
 
-def _beside(engine: HollowEngine, plan: Gaps, prompt: list[int], say: Say) -> tuple[list[float], list[float], float]:
+def _beside(engine: FakeEngine, plan: Gaps, prompt: list[int], say: Say) -> tuple[list[float], list[float], float]:
     """Gaps while the prompt is prefilled, gaps while nothing is prefilled, and the prompt's tokens per second."""
     clock: list[float] = []
     scheduler = Scheduler(
@@ -190,7 +190,7 @@ def _beside(engine: HollowEngine, plan: Gaps, prompt: list[int], say: Say) -> tu
         max_gap_ms=plan.max_gap_ms,
         on_token=lambda request, token, piece: clock.append(time.perf_counter()) if request.id == 0 else None,
     )
-    long_answer = Sampling(max_new_tokens=plan.MOST_TOKENS, ignore_eos=True)
+    long_answer = Sampling(max_new_tokens=plan.MAX_STEP_TOKENS, ignore_eos=True)
     engine.hollow = None
     handles = [scheduler.submit(Request([0] * plan.history, long_answer, id=number)) for number in range(plan.neighbours)]
     try:

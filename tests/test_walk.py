@@ -113,7 +113,7 @@ def test_a_stop_that_is_not_called_is_found(calls):
     [
         ("`Engine.step`.", "`Engine.steps`."),
         ("`append`.", "`seal_pages`."),
-        ("`Slots.cache`.", "`cache`."),
+        ("`DecodeBatch.cache`.", "`cache`."),
         ("[`kvjax/cache/writes.py`](../kvjax/cache/writes.py)", "[`kvjax/cache/gone.py`](../kvjax/cache/gone.py)"),
     ],
 )

@@ -19,7 +19,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.hollow import HollowEngine, random_model
+from benchmarks.hollow import FakeEngine, random_model
 from kvjax import Request, Sampling, Scheduler
 from kvjax.engine.sampling import SamplingRows
 from kvjax.policies.decode.watched import EVERY
@@ -44,7 +44,7 @@ def main(
     """Time all jobs in turn, so many rounds after one that compiles."""
     jobs = list(itertools.product(launches or [1, 8], [f"{policy}{each}" for each in WATCHED]))
     sizes = {"pages": -(-tokens // PAGE_SIZE) + 4, "page_size": PAGE_SIZE, "prefill_chunk": 64 * PAGE_SIZE, "batch_buckets": (1,)}
-    engine = HollowEngine(random_model(config_of(shape, layers)), policy, policies=[name for _, name in jobs], **sizes)
+    engine = FakeEngine(random_model(config_of(shape, layers)), policy, policies=[name for _, name in jobs], **sizes)
     engine.fill_pages()
     same = same_bits(engine, [name for _, name in jobs], tokens - steps)
     found: dict[tuple[int, str], list[float]] = {job: [] for job in jobs}
@@ -70,7 +70,7 @@ def main(
     write_result(json_out, {"bench": "watched-steps", **said, "rows": rows})
 
 
-def same_bits(engine: HollowEngine, policies: list[str], tokens: int) -> dict[str, bool]:
+def same_bits(engine: FakeEngine, policies: list[str], tokens: int) -> dict[str, bool]:
     """Whether each policy samples with the log-probabilities of the first, over two periods of given tokens after the same prompt."""
     parent, rows, found = engine.hollow_sequence(tokens), SamplingRows.of([None]), {}
     for policy in dict.fromkeys(policies):
@@ -82,7 +82,7 @@ def same_bits(engine: HollowEngine, policies: list[str], tokens: int) -> dict[st
     return {policy: steps == found[policies[0]] for policy, steps in found.items()}
 
 
-def run(engine: HollowEngine, job: tuple[int, str], tokens: int, steps: int) -> tuple[float, dict | None]:
+def run(engine: FakeEngine, job: tuple[int, str], tokens: int, steps: int) -> tuple[float, dict | None]:
     """Seconds of a job's decode steps, after a prompt that is not computed, and what it missed."""
     launch, policy = job
     passed: list[int] = []

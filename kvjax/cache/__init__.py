@@ -4,13 +4,13 @@ from kvjax.cache.allocator import OutOfPages, PageAllocator
 from kvjax.cache.arrays import INDEXER, INDEXER_SCALES, LatentPages, LayerCache, OpenRows, PagedKV, SlotLayer, empty_latents, empty_layer
 from kvjax.cache.cache import Cache, MissingPages, Residency, check_missing, frame_tables
 from kvjax.cache.index_spec import IndexSpec
-from kvjax.cache.spec import MOST_TOKENS, OPEN, WHOLE, CacheSpec, GroupSpec, LatentSpec, PagedSpec, RecurrentSpec, pages_of_step
+from kvjax.cache.spec import MAX_STEP_TOKENS, OPEN, WHOLE, CacheSpec, GroupSpec, LatentSpec, PagedSpec, RecurrentSpec, pages_of_step
 from kvjax.cache.writes import append, append_latents, copy_page, seal
 
 __all__ = [
     "INDEXER",
     "INDEXER_SCALES",
-    "MOST_TOKENS",
+    "MAX_STEP_TOKENS",
     "OPEN",
     "WHOLE",
     "Cache",

@@ -18,7 +18,7 @@ from kvjax.cache.host_pool.frame_table import Frames
 from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.cache.index_spec import IndexSpec
 from kvjax.cache.page_tables import page_table
-from kvjax.cache.spec import MOST_TOKENS, WHOLE, CacheSpec, GroupSpec
+from kvjax.cache.spec import MAX_STEP_TOKENS, WHOLE, CacheSpec, GroupSpec
 from pallas_kernels.cache.place_tiles import WAYS
 
 HOT_SHARE = 0.75
@@ -56,7 +56,7 @@ Wanted = tuple[Holder | None, Sequence[int]]
 """A sequence, None for one that holds no page, and the numbers of logical pages that it is to get."""
 
 
-class GroupPages:
+class PageManager:
     """The pages of every layer group, and the sequences that hold them.
 
     totals: pages of each group. host: how many of them lie in host memory, in groups that keep all tokens. chunk: tokens that prefill
@@ -264,10 +264,10 @@ class GroupPages:
         counts = {group.name: pages_for(length, group) for group in self.spec.groups}
         return {name: page_table([sequence.pages[name][:count]], widths.get(name)) for name, count in counts.items()}
 
-    def held(self, sequence: Holder, grain: int | None = None) -> dict[str, list[int]]:
+    def held(self, sequence: Holder, hash_block: int | None = None) -> dict[str, list[int]]:
         """The logical pages of a sequence that must be stored, and that it holds, by group. grain: as in `stored_pages`."""
         pages = sequence.pages
-        wanted = {group.name: stored_pages(group, sequence.length, sequence.reach, grain) for group in self.spec.groups}
+        wanted = {group.name: stored_pages(group, sequence.length, sequence.reach, hash_block) for group in self.spec.groups}
         return {name: [number for number in numbers if pages[name][number] >= 0] for name, numbers in wanted.items()}
 
     def ids(self, sequence: Holder, numbers: Mapping[str, Sequence[int]]) -> dict[str, Int[np.ndarray, " n"]]:
@@ -329,9 +329,11 @@ class GroupPages:
         return found
 
     def _missing(self, group: GroupSpec, sequence: Holder, tokens: int) -> int:
-        # A step writes up to MOST_TOKENS at once, past the end of a chunk too.
+        # A step writes up to MAX_STEP_TOKENS at once, past the end of a chunk too.
         ahead = (
-            tokens if window_of(group, sequence.reach) is None else min(tokens, max(self.chunk - sequence.length % self.chunk, MOST_TOKENS))
+            tokens
+            if window_of(group, sequence.reach) is None
+            else min(tokens, max(self.chunk - sequence.length % self.chunk, MAX_STEP_TOKENS))
         )
         return max(0, pages_for(sequence.length + ahead, group) - len(sequence.pages[group.name]))
 
@@ -368,17 +370,17 @@ def first_read(group: GroupSpec, position: int, reach: Reach | None = None) -> i
     return 0 if window is None else max(0, position - window[1] + 1) // group.page_size
 
 
-def first_stored(group: GroupSpec, length: int, grain: int | None = None) -> int:
+def first_stored(group: GroupSpec, length: int, hash_block: int | None = None) -> int:
     """The first page that must be stored of `length` tokens. grain: if policies learn from prefill, the chunk size: the queries of an
     unfinished chunk run again when prefill continues. None: no query runs again."""
-    grain = grain or group.page_size
-    return first_read(group, length // grain * grain)
+    hash_block = hash_block or group.page_size
+    return first_read(group, length // hash_block * hash_block)
 
 
-def stored_pages(group: GroupSpec, length: int, reach: Reach | None = None, grain: int | None = None) -> list[int]:
+def stored_pages(group: GroupSpec, length: int, reach: Reach | None = None, hash_block: int | None = None) -> list[int]:
     """The logical pages that must be stored of a sequence of `length` tokens. reach: as in `Holder`. grain: as in `first_stored`."""
-    grain = grain or group.page_size
-    first = first_read(group, length // grain * grain, reach)
+    hash_block = hash_block or group.page_size
+    first = first_read(group, length // hash_block * hash_block, reach)
     return [*range(min(sink_pages(group, reach), first)), *range(first, pages_for(length, group))]
 
 
@@ -390,7 +392,7 @@ def most_pages(group: GroupSpec, chunk: int, reach: Reach | None = None) -> int 
     window = window_of(group, reach)
     if window is None:
         return float("inf")
-    return pages_for(window[1] - 1 + chunk + MOST_TOKENS - 1, group) + 1 + sink_pages(group, reach)
+    return pages_for(window[1] - 1 + chunk + MAX_STEP_TOKENS - 1, group) + 1 + sink_pages(group, reach)
 
 
 def frame_counts(pages: int, host: int, chunk: int, *, hot: bool) -> FrameCounts:

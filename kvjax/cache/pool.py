@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 from kvjax.axes import Shards
 from kvjax.cache.arrays import LatentPages, LayerCache, PagedKV, SlotLayer
 from kvjax.cache.cache import Cache, Residency, check_missing
-from kvjax.cache.host_pool.async_copies import Moving
+from kvjax.cache.host_pool.async_copies import AsyncCopies
 from kvjax.cache.host_pool.frame_table import Frames
 from kvjax.cache.host_pool.hot_buffer import HotBuffers, HotTiles, counted, empty_hot, forget, no_buffers
 from kvjax.cache.host_pool.mapped_memory import CopyStream, free_with
@@ -97,7 +97,7 @@ class Pool:
         self.copied_bytes = 0
         pool = weakref.proxy(self)  # a pool that nobody holds any more should go at once, and its memory with it
         calls = lambda *copies: pool._copy(*copies), lambda: pool._finish_copies(), lambda: pool._copies_finished()
-        self._moving = Moving(*calls, lambda: pool.launched)
+        self._moving = AsyncCopies(*calls, lambda: pool.launched)
         for name, each in self.frames.items():
             each.arrived, each.arrive = lambda: pool._moving.arrived, lambda: pool._expect(pool._moving.arrive)
             each.give_up = functools.partial(self._moving.give_up, name)

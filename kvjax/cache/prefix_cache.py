@@ -26,7 +26,7 @@ import numpy as np
 
 from kvjax.cache.allocator import OutOfPages, PageAllocator
 from kvjax.cache.index_spec import IndexSpec
-from kvjax.cache.page_manager import GroupPages, Holder, PageIds, first_stored
+from kvjax.cache.page_manager import Holder, PageIds, PageManager, first_stored
 from kvjax.cache.pool import Pool
 from kvjax.cache.spec import OPEN
 from kvjax.cache.stores.blocks import PIECE, Block, read_blocks, write_blocks
@@ -124,14 +124,14 @@ class Prefixes:
     def __init__(
         self,
         pool: Pool,
-        groups: GroupPages,
+        groups: PageManager,
         indexes: tuple[IndexSpec, ...],
         *,
-        grain: int,
+        hash_block: int,
         host: HostStore | None,
         disk: DiskStore | None,
     ):
-        self.host, self.disk, self.grain = host, disk, grain
+        self.host, self.disk, self.hash_block = host, disk, hash_block
         self._pool, self._groups, self._indexes, self.spec = pool, groups, indexes, groups.spec
         self._page_size = min(group.page_size for group in self.spec.groups)
         self._device: dict[str, dict[Place, int]] = {group.name: {} for group in self.spec.groups}
@@ -199,8 +199,8 @@ class Prefixes:
                 chain.firsts = {}  # it may begin where there is room
                 break
             if taken:
-                self._seen.found_tokens += count * self.grain
-                chain.digests, chain.length = digests[:count], count * self.grain
+                self._seen.found_tokens += count * self.hash_block
+                chain.digests, chain.length = digests[:count], count * self.hash_block
                 break
         self._seen.wait_s += time.monotonic() - started
         return chain.length
@@ -209,9 +209,9 @@ class Prefixes:
         """A sequence holds pages with these tokens from its beginning, written as `how` says. Keep those that are full."""
         chain.length = last = len(tokens)
         known = len(chain.digests)
-        for start in range(known * self.grain, last - self.grain + 1, self.grain):
+        for start in range(known * self.hash_block, last - self.hash_block + 1, self.hash_block):
             before = chain.digests[-1] if chain.digests else chain.root
-            chain.digests.append(_digest(before, tokens[start : start + self.grain], how(start)))
+            chain.digests.append(_digest(before, tokens[start : start + self.hash_block], how(start)))
         held = {group.name: self._groups.first_of(group.name, sequence) for group in self.spec.groups}
         firsts = chain.firsts | {name: first for name, first in held.items() if first is not None}
         if any(chain.firsts.get(name, first) != first for name, first in firsts.items()):
@@ -223,7 +223,7 @@ class Prefixes:
     def written_state(self, sequence: Holder, chain: Chain) -> None:
         """Prefill has just written a sequence's last tokens: keep the state of its recurrent layers, if it ends at a border of chunks."""
         border = chain.length % (STATE_CHUNKS * self._groups.chunk) == 0
-        if chain.digests and border and chain.length == len(chain.digests) * self.grain:
+        if chain.digests and border and chain.length == len(chain.digests) * self.hash_block:
             self._keep_states(sequence, chain.digests[-1])
 
     def pin(self, digests: list[bytes], length: int) -> int:
@@ -231,17 +231,17 @@ class Prefixes:
 
         length: tokens of the prompt, for the message. ValueError for a prefix that is not known; others as of `Pins.add`.
         """
-        border = STATE_CHUNKS * self._groups.chunk // self.grain if self.spec.state_groups else 1
+        border = STATE_CHUNKS * self._groups.chunk // self.hash_block if self.spec.state_groups else 1
         count = len(digests) // border * border
         if not count:
             raise ValueError(
-                f"{length:,} tokens cannot be pinned: give at least {border * self.grain:,}, because that many are kept together"
+                f"{length:,} tokens cannot be pinned: give at least {border * self.hash_block:,}, because that many are kept together"
             )
         known, firsts = self._found(digests[:count], None)
         if known < count:
-            held = f"the first {known * self.grain:,}" if known else "none"
+            held = f"the first {known * self.hash_block:,}" if known else "none"
             raise ValueError(
-                f"{count * self.grain:,} tokens cannot be pinned: the engine has pages of {held} of them. Prefill the prompt first, "
+                f"{count * self.hash_block:,} tokens cannot be pinned: the engine has pages of {held} of them. Prefill the prompt first, "
                 "with the same cache_salt"
             )
         return self.pins.add(digests[:count], firsts)
@@ -278,15 +278,15 @@ class Prefixes:
 
     def _digests(self, root: bytes, tokens: Sequence[int], how: Callable[[int], str]) -> list[bytes]:
         digests = [root]
-        for start in range(0, len(tokens) - self.grain + 1, self.grain):
-            digests.append(_digest(digests[-1], tokens[start : start + self.grain], how(start)))
+        for start in range(0, len(tokens) - self.hash_block + 1, self.hash_block):
+            digests.append(_digest(digests[-1], tokens[start : start + self.hash_block], how(start)))
         return digests[1:]
 
     def _units(self, group: str, digests: Sequence[bytes], first: int) -> list[bytes]:
         """Keys of a group's pages from the logical page `first` on, or of its state."""
         if group in self.spec.row_groups:
             return [_named(digests[-1], group, 0)]
-        each = self.grain // self._page_size
+        each = self.hash_block // self._page_size
         return [_named(digests[page // each], group, page % each) for page in range(first, len(digests) * each)]
 
     def _there(self, group: str, key: bytes, first: int) -> bool:
@@ -299,7 +299,7 @@ class Prefixes:
 
     def _first(self, count: int) -> dict[str, int]:
         """The first page of each group that a sequence of `count` grains needs."""
-        return {group.name: first_stored(group, count * self.grain) for group in self.spec.groups}
+        return {group.name: first_stored(group, count * self.hash_block) for group in self.spec.groups}
 
     def _found(self, digests: list[bytes], tokens: int | None) -> tuple[int, dict[str, int]]:
         """The most grains whose pages are all there, and on which device of a mesh the first page of each group is to lie (`Chain.firsts`).
@@ -329,7 +329,7 @@ class Prefixes:
 
     def _known(self, group: str, digests: Sequence[bytes], first: int) -> int:
         """The most grains whose pages of a group that keeps all tokens are there, for a prompt that begins on device `first`."""
-        each = self.grain // self._page_size
+        each = self.hash_block // self._page_size
         for count, digest in enumerate(digests):
             if not all(self._there(group, _named(digest, group, page), first) for page in range(each)):
                 return count
@@ -345,7 +345,7 @@ class Prefixes:
         devices, allocator = self._devices(group), self._groups.allocators[group]
         if len(devices) == 1:
             return 0
-        each = self.grain // self._page_size
+        each = self.hash_block // self._page_size
         known = {first: self._known(group, digests, first) for first in devices}
         if not any(known.values()):
             return None
@@ -449,7 +449,7 @@ class Prefixes:
     def _keep(self, sequence: Holder, number: int, chain: Chain) -> None:
         """A sequence has written grain `number` of its prefix. On a mesh a prompt needs its pages dealt out in turn, whoever wrote them: so
         they are found on the device by the device where the sequence begins, too."""
-        each, digest = self.grain // self._page_size, chain.digests[number]
+        each, digest = self.hash_block // self._page_size, chain.digests[number]
         for group in self.spec.groups:
             if group.name in self.spec.row_groups:
                 continue
@@ -550,7 +550,7 @@ class Pins:
         prefixes, last = self._prefixes, digests[-1]
         if last in self._pins:
             return self._pins[last].length
-        pin = Pin(len(digests) * prefixes.grain, {}, prefixes.state_keys(digests))
+        pin = Pin(len(digests) * prefixes.hash_block, {}, prefixes.state_keys(digests))
         self._check_device(digests, firsts)
         self._check_stores(pin.states)
         if not prefixes.take(pin, digests, firsts, to_pin=True):

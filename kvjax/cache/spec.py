@@ -19,7 +19,7 @@ from pallas_kernels.core.page_format import PageFormat
 
 WHOLE = 1 << 30
 """Page size, in tokens, of a group in which one page holds a whole sequence: the state of recurrent layers."""
-MOST_TOKENS = 16
+MAX_STEP_TOKENS = 16
 """The most tokens that a decode step may write to a sequence, including drafted ones."""
 OPEN = "open"
 """Name of the layer group of open pages beside packed ones: one row of them holds those of a sequence, in all layers that pack."""
@@ -27,7 +27,7 @@ OPEN = "open"
 
 def pages_of_step(page_size: int) -> int:
     """The most pages of this size that a step writes to in one row: it may begin at the end of a page."""
-    return 1 + -(-(MOST_TOKENS - 1) // page_size)
+    return 1 + -(-(MAX_STEP_TOKENS - 1) // page_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +238,7 @@ class RecurrentSpec:
     def empty(self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = (), frames: FrameCounts | None = None) -> SlotLayer:
         """`num_pages` rows of zeros, each for `self.page_size` tokens, whatever the group's page size is. There is nothing to
         index, and nothing in host memory."""
-        rows = self.page_size + min(self.page_size, MOST_TOKENS) - 1
+        rows = self.page_size + min(self.page_size, MAX_STEP_TOKENS) - 1
         gates = num_pages, rows, self.value_heads
         return SlotLayer(
             start=jnp.zeros((num_pages, self.value_heads, self.key_dim, self.value_dim), jnp.float32),

@@ -46,7 +46,7 @@ class Interrupts(contextlib.ContextDecorator):
 
     Python raises KeyboardInterrupt wherever the main thread happens to be. In a callback of the garbage collector (JAX has one), in a
     `__del__` or in the callback of a weak reference, Python prints the exception and drops it. Inside the block, a first Ctrl-C is only
-    noted, and raised by `check`, at an interrupt point of a `CallGuard`, or at the end of the block. A second one is raised at once. Blocks
+    noted, and raised by `check`, at an interrupt point of a `CallLock`, or at the end of the block. A second one is raised at once. Blocks
     may be nested. Nothing changes in other threads, nor where the caller has a handler of Ctrl-C of its own.
     """
 
@@ -125,7 +125,7 @@ def _in_main_thread() -> bool:
     return threading.get_ident() == threading.main_thread().ident
 
 
-class CallGuard:
+class CallLock:
     """A context manager around every call that touches an object's state. The thread that is in it may enter it again.
 
     Another thread that enters meanwhile gets a RuntimeError at once, and does not wait. In the main thread, Ctrl-C is held back inside the
@@ -219,7 +219,7 @@ def _give_back(handler: Any, held: list[FrameType | None]) -> None:
 class Guarded(Protocol):
     """Whatever has a guard."""
 
-    guard: CallGuard
+    guard: CallLock
 
 
 def guarded[S: Guarded, **P, R](method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:

@@ -17,7 +17,7 @@ from kvjax.axes import CONTEXT, least_of_processes
 from kvjax.cache import OPEN, WHOLE, CacheSpec, IndexSpec, OutOfPages
 from kvjax.cache.formats import CacheFormat, parse_cache_format
 from kvjax.cache.host_pool.mapped_memory import FrameCounts, device_room, supported
-from kvjax.cache.page_manager import GroupPages, Reach, frame_counts, most_pages, window_of
+from kvjax.cache.page_manager import PageManager, Reach, frame_counts, most_pages, window_of
 from kvjax.checks import whole_number
 from kvjax.engine.page_eviction import kept_by
 from kvjax.engine.sampling import Sampling
@@ -33,7 +33,7 @@ DEVICE_SHARE, HOST_SHARE = 0.85, 0.5
 """Share of the free memory that a plan uses. It is larger on an accelerator, because other programs use the host's memory too."""
 
 
-MOST_PAGES = 2**31 - 1
+MAX_PAGES = 2**31 - 1
 """The most pages of a pool: page ids are 32-bit integers."""
 
 DEFAULT_POOL = (8, 32_768)
@@ -106,7 +106,7 @@ class MemoryPlan:
 
     @property
     def pages_that_fit(self) -> int:
-        """Pages of the largest pool (`pool_pages`) that fits beside the weights; `MOST_PAGES` where sequences of any length fit."""
+        """Pages of the largest pool (`pool_pages`) that fits beside the weights; `MAX_PAGES` where sequences of any length fit."""
         return self.most_pages(self.available_bytes - self.weights_bytes)
 
     def bytes_of(self, tokens: int) -> int:
@@ -125,7 +125,7 @@ class MemoryPlan:
 
     def most_pages(self, room: int) -> int:
         """Pages of the largest pool of at most `room` bytes."""
-        return max(0, bisect.bisect_right(range(MOST_PAGES + 1), room, key=self.pool_bytes) - 1)
+        return max(0, bisect.bisect_right(range(MAX_PAGES + 1), room, key=self.pool_bytes) - 1)
 
     def advice(self, error: OutOfPages) -> str:
         """Text for the error message when a layer group has no free page left."""
@@ -152,10 +152,10 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         pages = self.pages_that_fit
-        most = ", the most that a pool may have" if pages == MOST_PAGES else ""
+        most = ", the most that a pool may have" if pages == MAX_PAGES else ""
         some = f"({pages * self.page_size:,} tokens{most})" if pages else "(the model does not fit)"
         fit = f"pages that fit       {pages:>12,}  {some}"
-        if pages == MOST_PAGES and all(group.most is not None for group in self.groups):
+        if pages == MAX_PAGES and all(group.most is not None for group in self.groups):
             fit = f"pages that fit       {'no limit':>12}  (sequences of any length)"
             fit += f"\ncache                {_size(self.pool_bytes(pages)):>12}  (for {self.sequences} sequences)"
         return "\n".join(
@@ -422,7 +422,7 @@ def _size(count: int) -> str:
     raise AssertionError
 
 
-MOST_POSITIONS = 2**24
+MAX_POSITIONS = 2**24
 """Positions that float32, in which angles of RoPE are computed, holds exactly."""
 
 
@@ -432,7 +432,7 @@ class Capacity:
     pinned: tells how many pages of each layer group are pinned, for the same advice; None: none ever are.
     """
 
-    def __init__(self, config: ModelConfig, groups: GroupPages, plan: Callable[[], MemoryPlan]):
+    def __init__(self, config: ModelConfig, groups: PageManager, plan: Callable[[], MemoryPlan]):
         self.config, self._groups, self._plan = config, groups, plan
         self.pinned: Callable[[], dict[str, int]] | None = None
         self._page_size = min(group.page_size for group in groups.spec.groups)
@@ -447,7 +447,7 @@ class Capacity:
             return
         if tokens > (most := self._positions(policy)):
             known = f"the model's {most:,} positions{self.config.for_longer(tokens)}"
-            known = f"the {most:,} positions that float32 counts exactly, by which keys are rotated" if most == MOST_POSITIONS else known
+            known = f"the {most:,} positions that float32 counts exactly, by which keys are rotated" if most == MAX_POSITIONS else known
             raise ValueError(f"a sequence of {tokens:,} tokens is longer than {known}")
         if policy is not None and kept_by(policy, self._page_size) is not None:
             return  # it gives pages back: those that it needs are checked when they are taken
@@ -478,7 +478,7 @@ class Capacity:
 
     def _positions(self, policy: DecodePolicy | PrefillPolicy | None) -> int:
         remapped = isinstance(policy, Window | SinkWindow) and policy.remap
-        return MOST_POSITIONS if remapped else self.config.max_positions
+        return MAX_POSITIONS if remapped else self.config.max_positions
 
     def check_room(self, tokens: int, sequence: CachedSequence | None, growing: Sequence[CachedSequence]) -> None:
         """`Engine.check_room`."""

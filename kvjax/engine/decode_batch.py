@@ -28,7 +28,7 @@ Written = int | Int[np.ndarray, "B"]
 """How many tokens a step, or a launch of several, writes in every row of a batch, or row by row."""
 
 
-class Slots:
+class DecodeBatch:
     """A decode batch of `size` slots.
 
     `hold` says whether sequences are in the slots, and `fill` puts them there. `cache` gives a step's input, `advance` takes its output.

@@ -19,23 +19,23 @@ from jaxtyping import Array, Float, Int
 from kvjax.axes import check_mesh, plan_sizes
 from kvjax.cache import Cache, PageAllocator
 from kvjax.cache.formats import parse_cache_format
-from kvjax.cache.page_manager import GroupPages, pages_for
+from kvjax.cache.page_manager import PageManager, pages_for
 from kvjax.cache.page_tables import table_width
 from kvjax.cache.pool import Layers, Pool, PoolStats
 from kvjax.checks import PROMPTS_REMEDY, TokenIds, check_model, check_salt, engine_sizes, listed, optional_function, token_ids, whole_number
 from kvjax.compilation import CompileAhead
-from kvjax.engine.call_lock import CallGuard, guarded
+from kvjax.engine.call_lock import CallLock, guarded
 from kvjax.engine.capacity_plan import Capacity, MemoryPlan, host_memory, memory_plan, plan_with_weights, pool_pages
-from kvjax.engine.decode_batch import Slots, Written
+from kvjax.engine.decode_batch import DecodeBatch, Written
 from kvjax.engine.multi_step import decode_steps
-from kvjax.engine.page_eviction import PageRelease
-from kvjax.engine.policy_set import DeclaredPolicies
+from kvjax.engine.page_eviction import PageEviction
+from kvjax.engine.policy_set import PolicySet
 from kvjax.engine.policy_state import rows_of
 from kvjax.engine.prefill_runner import ChunkRun, Prefiller
 from kvjax.engine.sampling import Sampled, Sampling, SamplingRows, check_rows
 from kvjax.engine.sequence import CachedSequence, check_usable
 from kvjax.engine.sharding import spec_on_mesh
-from kvjax.engine.step_output import Reads
+from kvjax.engine.step_output import AttentionStats
 from kvjax.engine.step_plan import (
     DRAFTS,
     Chunk,
@@ -75,7 +75,7 @@ class Launched:
     """A decode step that was launched: its policy, its results other than the cache, the policy's states, and the cache."""
 
     policy: DecodePolicy
-    slots: Slots
+    slots: DecodeBatch
     results: list[Any]
     states: tuple[Any, ...]
     cache: Cache
@@ -119,14 +119,14 @@ class Engine:
         check_model(model, "Engine")
         check_mesh(mesh, stores)
         packed = parse_cache_format(cache_format, model.config.compute_dtype)
-        self.guard, self.mesh = CallGuard("this engine"), mesh
+        self.guard, self.mesh = CallLock("this engine"), mesh
         self.model, self.config = model if mesh is None else place_model(model, mesh), model.config
         self._unplaced = model
         self.page_size, self.prefill_chunk, self.batch_buckets = engine_sizes(page_size, prefill_chunk, batch_buckets)
         self.dtype = jnp.dtype(self.config.compute_dtype)
         self.spec, self.cache_format = spec_on_mesh(self.config.cache_spec(page_size, packed), mesh), packed and str(packed)
         split = {"page_size": page_size, "prefill_chunk": prefill_chunk, "mesh": mesh, "cache_format": packed}
-        self._declared = DeclaredPolicies(model, policy, policies, prefill, **split)
+        self._declared = PolicySet(model, policy, policies, prefill, **split)
         self.policy, self.policies, self.policy_names = self._declared.policy, self._declared.policies, self._declared.named
         self.prefill_policy, self.indexes = self._declared.prefill, self._declared.indexes
         sizes = {"page_size": page_size, "prefill_chunk": self.prefill_chunk, "sequences": self.batch_buckets[-1]}
@@ -139,9 +139,9 @@ class Engine:
         if host.why:
             logger.info("%s bytes of host memory are a store of pages and states for later prompts: %s", f"{host.store_bytes:,}", host.why)
         totals = pool_pages(plan, self.config, pages, device_bytes, host.pages, mesh=mesh)
-        self._groups = GroupPages(self.spec, *totals, self.prefill_chunk, hot=bool(self.indexes), reach=self._declared.reach, mesh=mesh)
+        self._groups = PageManager(self.spec, *totals, self.prefill_chunk, hot=bool(self.indexes), reach=self._declared.reach, mesh=mesh)
         self._declared.frames = next((each.counts for each in self._groups.frames.values()), None)
-        self._release = PageRelease(self._groups, self.page_size, self.policy, self._declared.reach)
+        self._release = PageEviction(self._groups, self.page_size, self.policy, self._declared.reach)
         self._capacity = Capacity(self.config, self._groups, self._plan_beside_weights)
         self._pool = Pool(self._groups.empty(self.indexes), self.spec, self._groups.frames, self._groups.shards)
         self._prefiller = Prefiller(self.model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)
@@ -152,12 +152,12 @@ class Engine:
             self._reuse = make_reuse(model, self._pool, self._groups, self._declared, self._prefiller, kept_in, host)
         self._capacity.pinned = None if self._reuse is None else self._reuse.pinned
         self._runs: dict[CachedSequence, ChunkRun] = {}
-        self._slots: dict[tuple[int, DecodePolicy], Slots] = {}  # of every policy and batch size; they stay on the device
+        self._slots: dict[tuple[int, DecodePolicy], DecodeBatch] = {}  # of every policy and batch size; they stay on the device
         self._rows: tuple[SamplingRows | None, int] = None, 0  # the latest, and the slots that they are known to fit
         self._placed: tuple[SamplingRows | None, SamplingRows | None] = None, None  # rows as given, and on the device
         self._sampled: Array | None = None  # the tokens that the latest step sampled for these rows, one for each slot
         self._ahead = CompileAhead()
-        self.last_reads: Reads | None = None
+        self.last_reads: AttentionStats | None = None
         self.sequences: set[CachedSequence] = set()
 
     def __repr__(self) -> str:
@@ -742,7 +742,14 @@ class Engine:
             return self._run(step, slots, tokens, policy, sampling, written, steps)
 
     def _run(
-        self, step: StepProgram, slots: Slots, tokens: Array, policy: DecodePolicy, sampling: tuple[Any, ...], written: Written, steps: int
+        self,
+        step: StepProgram,
+        slots: DecodeBatch,
+        tokens: Array,
+        policy: DecodePolicy,
+        sampling: tuple[Any, ...],
+        written: Written,
+        steps: int,
     ) -> Launched:
         """Run a step that writes so many tokens of every sequence in the slots, or slot by slot. Their pages must have been taken. The
         sequences do not change."""
@@ -807,11 +814,11 @@ class Engine:
             counts = [written] * len(slots.live) if isinstance(written, int) else written[slots.rows].tolist()
             self._release.after_step(launched.policy, slots.live, counts)
 
-    def _filled(self, policy: DecodePolicy, padded: Sequence[CachedSequence | None], written: Written) -> Slots:
+    def _filled(self, policy: DecodePolicy, padded: Sequence[CachedSequence | None], written: Written) -> DecodeBatch:
         """The slots of a policy's batches of this size, with these sequences in them."""
         slots = self._slots.get((len(padded), policy))
         if slots is None:
-            slots = self._slots[len(padded), policy] = Slots(self.spec, len(padded), self._pool.put)
+            slots = self._slots[len(padded), policy] = DecodeBatch(self.spec, len(padded), self._pool.put)
         if not slots.hold(padded):
             self._check_live([each for each in padded if each is not None])
             self._declared.states.check_learned(policy, padded)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from kvjax.axes import WHOLE_COPY, spec_of
 from kvjax.cache import Cache, CacheSpec, LatentSpec, PagedSpec
 from kvjax.cache.arrays import LayerCache
-from kvjax.engine.step_output import Reads
+from kvjax.engine.step_output import AttentionStats
 from kvjax.engine.steps import StepInputs, StepStatic, decode, decode_program
 from kvjax.policies.decode import Blocks, DecodePolicy, ScoresBlocks, SelectContext
 from kvjax.policies.decode.base import attend_listed
@@ -91,7 +91,7 @@ def _cut(static: StepStatic, inputs: StepInputs) -> tuple[Any, ...]:
 
 
 @decode_program(WHOLE_COPY, _cut)
-def inspect_step(static: StepStatic, inputs: StepInputs) -> tuple[Array, tuple[Any, ...], Cache, tuple[Any, ...], Reads]:
+def inspect_step(static: StepStatic, inputs: StepInputs) -> tuple[Array, tuple[Any, ...], Cache, tuple[Any, ...], AttentionStats]:
     """`kvjax.engine.steps.decode`, which also returns, before the cache, what `watch` saw of every layer. DONATES cache."""
     watched: list[Any] = []
     logits, *after = decode(static, inputs, lambda *seen: watched.append(watch(*seen)))

@@ -18,7 +18,7 @@ from kvjax.axes import WHOLE_COPY
 from kvjax.cache import Cache
 from kvjax.engine.decode_batch import name_pages
 from kvjax.engine.sampling import Sampled, count_tokens, sample
-from kvjax.engine.step_output import Reads, pack, packed_width
+from kvjax.engine.step_output import AttentionStats, pack, packed_width
 from kvjax.engine.steps import StepInputs, StepStatic, decode, decode_program
 from pallas_kernels.collectives.preparation import before_loop
 
@@ -40,11 +40,13 @@ class Ends:
 
 
 @decode_program(WHOLE_COPY, WHOLE_COPY, WHOLE_COPY)
-def decode_steps(static: StepStatic, inputs: StepInputs) -> tuple[Sampled, Int[Array, "N B C"], Ends, Cache, tuple[Any, ...], Reads]:
+def decode_steps(
+    static: StepStatic, inputs: StepInputs
+) -> tuple[Sampled, Int[Array, "N B C"], Ends, Cache, tuple[Any, ...], AttentionStats]:
     """`static.steps` steps of `kvjax.engine.steps.decode_and_sample`, without drafts, in one call. DONATES cache and counts.
 
     A row steps while it is active and has not ended. One whose logits were not finite ends, too. From then on its token, its part of the
-    cache, its counts and its states stay as they are. N, the number of steps, is at most `kvjax.cache.MOST_TOKENS`. following: the pages of
+    cache, its counts and its states stay as they are. N, the number of steps, is at most `kvjax.cache.MAX_STEP_TOKENS`. following: pages of
     all tokens that the steps write. ends: where rows end. Those of the next launch are in the result.
 
     Returns:
@@ -84,8 +86,8 @@ def _kept(going: Bool[Array, "B"], new: Any, old: Any) -> Any:
     return jax.tree.map(lambda new, old: jnp.where(going.reshape(-1, *[1] * (old.ndim - 1)), new, old), new, old)
 
 
-def _no_reads(cache: Cache) -> Reads:
+def _no_reads(cache: Cache) -> AttentionStats:
     """What `decode` counts, before the first step."""
     none = jnp.zeros_like(cache.lengths)
     on_host = any(each.border is not None for each in cache.residency.values())
-    return Reads(none, none, none if cache.residency else None, none.astype(jnp.float32) if on_host else None)
+    return AttentionStats(none, none, none if cache.residency else None, none.astype(jnp.float32) if on_host else None)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import jax
 import numpy as np
 
-from kvjax.cache.page_manager import GroupPages, Reach
+from kvjax.cache.page_manager import PageManager, Reach
 from kvjax.engine.sequence import CachedSequence, Keeping
 from kvjax.policies.decode import DecodePolicy, KeepsByMass
 from kvjax.policies.prefill import PrefillPolicy
@@ -74,10 +74,10 @@ class _Choice:
     first_local: int
 
 
-class PageRelease:
+class PageEviction:
     """Gives pages of an engine's sequences back. reach: `kept_from_the_start`."""
 
-    def __init__(self, groups: GroupPages, page_size: int, policy: DecodePolicy, reach: Reach | None):
+    def __init__(self, groups: PageManager, page_size: int, policy: DecodePolicy, reach: Reach | None):
         self.reach = reach
         self._groups, self._page_size, self._policy = groups, page_size, policy
         self._step = 0
@@ -151,6 +151,6 @@ class PageRelease:
         keeping.distant, keeping.decided = [page for page in held if page in stay], max(keeping.decided, choice.first_local)
 
 
-def _settle(release: weakref.ref[PageRelease]) -> None:
+def _settle(release: weakref.ref[PageEviction]) -> None:
     if (alive := release()) is not None:
         alive.settle()

@@ -72,7 +72,7 @@ def pages_of(spec: CacheSpec, layers: tuple[LayerCache | None, ...], number: int
     return layers[owner] if owner >= 0 else owners[owner]
 
 
-def asked_of(given: Heads | Latents) -> IndexerQuery | None:
+def indexer_query(given: Heads | Latents) -> IndexerQuery | None:
     """The indexer's query, by which policies rank tokens; None in layers without an indexer."""
     return IndexerQuery(given.indexer.q, given.indexer.weights) if isinstance(given, Latents) else None
 
@@ -184,14 +184,14 @@ def bring(
     return type(layer)(*jax.lax.optimization_barrier((pages, index))), ctx.replace(page_table=places)
 
 
-def recall_chunk(
+def recurrent_prefill(
     cache: Cache, layers: tuple[LayerCache | None, ...], number: int, given: Recurrence, starts: Int[Array, "B"], fresh: Int[Array, "B"]
 ) -> tuple[Float[Array, "B T H Dv"], LayerCache]:
     """The recurrence of a chunk of prefill in layer `number` of `layers`, and the layer after it."""
     return recurrent.prefill(layers[number], cache.table_of(number)[:, 0], given, starts, fresh, cache.lengths)
 
 
-def recall_tokens(
+def recurrent_decode(
     cache: Cache, layers: tuple[LayerCache | None, ...], number: int, given: Recurrence, active: Bool[Array, "B"]
 ) -> tuple[Float[Array, "B T H Dv"], LayerCache]:
     """The recurrence of a decode step in layer `number` of `layers`, and the layer after it. cache.lengths: without these tokens."""

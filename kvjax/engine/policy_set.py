@@ -48,7 +48,7 @@ class IndexNotBuilt(ValueError):
     """A policy scans an index that the engine's pages do not have."""
 
 
-class DeclaredPolicies:
+class PolicySet:
     """Decode policies and the prefill policy of an engine, and the indexes that sealing builds for them.
 
     policy, prefill: the engine's own; None: the model's (`own_policies`). policies: all that calls may name, `policy` first. named: those

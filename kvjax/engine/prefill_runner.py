@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 from kvjax.cache import WHOLE, CacheSpec, IndexSpec
 from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.cache.host_pool.prefill_prefetch import Copies, Sizes, Staged, Window, WindowRows, copy_window, sizes_alone, stage, stage_with
-from kvjax.cache.page_manager import GroupPages, pages_for
+from kvjax.cache.page_manager import PageManager, pages_for
 from kvjax.cache.page_tables import page_table, staged_width, table_width
 from kvjax.cache.pool import Pool
 from kvjax.cache.spec import GroupSpec
@@ -126,7 +126,7 @@ class Prefiller:
     called with each chunk that has run all layers. brings: whether the devices of a mesh bring a sequence's pages together for each layer
     (`kvjax.engine.paged_attention.bring`)."""
 
-    def __init__(self, model: Model, pool: Pool, groups: GroupPages, states: PolicyStates, indexes: tuple[IndexSpec, ...], chunk: int):
+    def __init__(self, model: Model, pool: Pool, groups: PageManager, states: PolicyStates, indexes: tuple[IndexSpec, ...], chunk: int):
         self.model, self.indexes, self.chunk = model, indexes, chunk
         self.on_written: Callable[[ChunkRun], None] | None = None
         self._behind: Array | None = None  # hidden states of the chunk before, while a prompt has more of them

@@ -17,16 +17,16 @@ import numpy as np
 
 import kvjax
 from kvjax.cache.allocator import OutOfPages
-from kvjax.cache.page_manager import GroupPages
+from kvjax.cache.page_manager import PageManager
 from kvjax.cache.pool import Pool, first_array
 from kvjax.cache.prefix_cache import Prefixes, PrefixStats
-from kvjax.cache.spec import MOST_TOKENS, OPEN
+from kvjax.cache.spec import MAX_STEP_TOKENS, OPEN
 from kvjax.cache.stores.blocks import block_bytes, read_blocks
 from kvjax.cache.stores.disk import DiskStore
 from kvjax.cache.stores.host import HostStore
 from kvjax.checks import check_salt, whole_number
 from kvjax.engine.capacity_plan import HostMemory
-from kvjax.engine.policy_set import DeclaredPolicies
+from kvjax.engine.policy_set import PolicySet
 from kvjax.engine.sequence import CachedSequence
 from kvjax.engine.store_options import Stores
 from kvjax.model.identity import fingerprint
@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 def make_reuse(
     model: Model,
     pool: Pool,
-    groups: GroupPages,
-    declared: DeclaredPolicies,
+    groups: PageManager,
+    declared: PolicySet,
     prefiller: Prefiller,
     stores: Stores,
     host: HostMemory,
@@ -75,8 +75,8 @@ class Reuse:
         self,
         model: Model,
         pool: Pool,
-        groups: GroupPages,
-        declared: DeclaredPolicies,
+        groups: PageManager,
+        declared: PolicySet,
         host: HostStore | None,
         disk: DiskStore | None,
         prefiller: Prefiller,
@@ -92,12 +92,12 @@ class Reuse:
         self._mesh = None if pool.shards is None or pool.shards.mesh.size == 1 else dict(pool.shards.mesh.shape)
         # Policies whose queries look at each other write the pages of a chunk together.
         alone = declared.prefill.queries_stand_alone
-        grain = declared.page_size if alone or not exact else declared.prefill_chunk
+        hash_block = declared.page_size if alone or not exact else declared.prefill_chunk
         self._packed = None if declared.cache_format is None else str(declared.cache_format)
         self._mark = os.urandom(16).hex() if disk is None else fingerprint(model)  # without a disk, no other engine meets these pages
         if disk is None and host is None and groups.spec.state_groups:
             logger.warning("prompts of this model are found only with host_bytes or disk, which keep the states of its recurrent layers")
-        self.prefixes = Prefixes(pool, groups, declared.indexes, grain=grain, host=host, disk=disk)
+        self.prefixes = Prefixes(pool, groups, declared.indexes, hash_block=hash_block, host=host, disk=disk)
 
     def adopt(self, sequence: CachedSequence, tokens: Sequence[int], salt: str | None) -> int:
         """Give a sequence without tokens the longest known prefix of `tokens`. Returns its length."""
@@ -130,7 +130,7 @@ class Reuse:
         except RuntimeError:  # its pages are lost; the next call says so
             return
         # Pages that the latest step filled may not be sealed yet.
-        length = min(len(sequence.tokens), sequence.length - MOST_TOKENS)
+        length = min(len(sequence.tokens), sequence.length - MAX_STEP_TOKENS)
         if length > sequence.prefix.length:
             self.prefixes.written(sequence, sequence.prefix, sequence.tokens[:length], self._how)
 

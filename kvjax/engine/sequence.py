@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class Growth:
-    """How many tokens some sequences have grown by together, in one batch of decode steps (`kvjax.engine.decode_batch.Slots`). The steps
-    count here, and not in each sequence, so that their host time does not depend on the number of rows.
+    """How many tokens some sequences have grown by together, in one batch of decode steps (`kvjax.engine.decode_batch.DecodeBatch`). The
+    steps count here, and not in each sequence, so that their host time does not depend on the number of rows.
 
     whole: False once a sequence has left, because it changed in another way than by these steps, or went to another batch.
     """

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 from kvjax.axes import in_first_process
 from kvjax.cache.index_spec import IndexSpec
-from kvjax.cache.page_manager import GroupPages, stored_pages
+from kvjax.cache.page_manager import PageManager, stored_pages
 from kvjax.cache.pool import Pool
 from kvjax.cache.stores.blocks import Stored, from_mesh, read_stored, to_mesh, write_blocks
 from kvjax.cache.stores.sequence_file import read_sequence, write_sequence
 from kvjax.checks import check_path, token_ids
-from kvjax.engine.call_lock import CallGuard
+from kvjax.engine.call_lock import CallLock
 from kvjax.engine.capacity_plan import Capacity
-from kvjax.engine.page_eviction import PageRelease, kept_by
+from kvjax.engine.page_eviction import PageEviction, kept_by
 from kvjax.engine.sequence import CachedSequence, Keeping
 from kvjax.model.identity import fingerprint
 from kvjax.model.protocols import Model
@@ -36,12 +36,12 @@ class SequenceCopies:
         self,
         model: Model,
         pool: Pool,
-        groups: GroupPages,
+        groups: PageManager,
         capacity: Capacity,
-        release: PageRelease,
+        release: PageEviction,
         indexes: tuple[IndexSpec, ...],
         chunk: int,
-        guard: CallGuard,
+        guard: CallLock,
         cache_format: str | None = None,
     ):
         self.model, self.spec, self._release = model, groups.spec, release

@@ -18,7 +18,7 @@ BLOCKS, KEYS, TOKENS, LOGPROBS, FINITE = range(5)
 
 
 @flax.struct.dataclass
-class Reads:
+class AttentionStats:
     """What a step's attention read, summed over layers and KV heads: listed blocks, and keys attended (in tokens).
 
     missing: listed blocks and written tokens whose pages no frame holds, which is an error (`kvjax.cache.check_missing`); None where the
@@ -32,8 +32,8 @@ class Reads:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Outcome:
-    """`Reads` and `Sampled` (without counts) as numpy arrays: views of one array. None where `Sampled` has None."""
+class StepOutput:
+    """`AttentionStats` and `Sampled` (without counts) as numpy arrays: views of one array. None where `Sampled` has None."""
 
     blocks: Int32[np.ndarray, "B"]
     keys: Int32[np.ndarray, "B"]
@@ -45,7 +45,7 @@ class Outcome:
     top_logprobs: Float32[np.ndarray, "B *T R"] | None = None
 
 
-def pack(sampled: Sampled, reads: Reads) -> Int32[Array, "B C"]:
+def pack(sampled: Sampled, reads: AttentionStats) -> Int32[Array, "B C"]:
     """What was sampled and read, in one array of 32-bit words, bit for bit; `unpack` reverses it. If pages are missing, their negative
     count takes the place of the blocks."""
     sampled, reads = jax.lax.optimization_barrier((sampled.replace(counts=None), reads))  # the same bits as the arrays themselves
@@ -63,7 +63,7 @@ def packed_width(ranks: int) -> int:
     return FINITE + 1 + 2 * ranks
 
 
-def unpack(packed: Int32[np.ndarray, "B C"], drafted: int | None = None) -> Outcome:
+def unpack(packed: Int32[np.ndarray, "B C"], drafted: int | None = None) -> StepOutput:
     """The inverse of `pack`. drafted: T of `Sampled` for a step with drafts (the tokens written per row); else None.
 
     MissingPages if pages were missing.
@@ -76,7 +76,7 @@ def unpack(packed: Int32[np.ndarray, "B C"], drafted: int | None = None) -> Outc
     if packed.shape[1] > (at := first + 3 * count):
         ranks = (packed.shape[1] - at) // 2
         tops = tuple(packed[:, at + part * ranks : at + (part + 1) * ranks].reshape(*shape, -1) for part in range(2))
-    return Outcome(
+    return StepOutput(
         blocks=packed[:, 0],
         keys=packed[:, 1],
         tokens=tokens,

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
-from kvjax.cache import MOST_TOKENS
+from kvjax.cache import MAX_STEP_TOKENS
 from kvjax.checks import token_ids, whole_number
 from kvjax.engine.decode_batch import Written, in_bucket
 from kvjax.engine.multi_step import Ends
 from kvjax.engine.page_eviction import check_several
 from kvjax.engine.sampling import Sampled, SamplingRows
 from kvjax.engine.sequence import CachedSequence
-from kvjax.engine.step_output import Outcome, Reads, unpack
+from kvjax.engine.step_output import AttentionStats, StepOutput, unpack
 from kvjax.policies.decode import DecodePolicy
 from pallas_kernels.core.messages import shown
 
@@ -141,7 +141,7 @@ def host_tokens(tokens: Any, sequences: Sequence[CachedSequence | None], vocab_s
 def check_launch(group: DecodeGroup, policy: DecodePolicy) -> None:
     """ValueError unless a group's launch fits it."""
     launch, slots = group.launch, len(group.sequences)
-    whole_number("steps of a launch", launch.steps, 1, MOST_TOKENS + 1)
+    whole_number("steps of a launch", launch.steps, 1, MAX_STEP_TOKENS + 1)
     if group.tokens.ndim == 2:
         raise ValueError(f"a launch of {launch.steps} steps has no drafts, and got tokens of shape {group.tokens.shape}: give one per slot")
     if launch.steps > 1:
@@ -161,11 +161,11 @@ class Decoded:
     axis N first, and ends says where rows end in the next launch."""
 
     sampled: Sampled
-    reads: Reads
+    reads: AttentionStats
     packed: Int[Array, "*N B C"]
     ends: Ends | None = None
 
-    def read(self) -> Outcome:
+    def read(self) -> StepOutput:
         """Wait for the step, and copy its results to the host, except the counts. Not for a launch of several."""
         tokens = self.sampled.tokens
         return unpack(np.asarray(self.packed), tokens.shape[1] if tokens.ndim == 2 else None)

@@ -23,15 +23,15 @@ from kvjax.compilation import program
 from kvjax.engine.decode_batch import NextPages, name_pages
 from kvjax.engine.page_eviction import reach_of
 from kvjax.engine.paged_attention import (
-    asked_of,
     attend_chunk,
     attend_hot,
     attend_tokens,
     bring,
+    indexer_query,
     pages_of,
     reader_of,
-    recall_chunk,
-    recall_tokens,
+    recurrent_decode,
+    recurrent_prefill,
     with_pages,
     write,
 )
@@ -39,7 +39,7 @@ from kvjax.engine.policy_state import Learning
 from kvjax.engine.sampling import Sampled, SamplingRows, accept, count_tokens, sample
 from kvjax.engine.sequence_parallel import own_rows, whole_rows, with_whole_keys
 from kvjax.engine.sharding import on_mesh, on_mesh_alone, specs_of_states
-from kvjax.engine.step_output import Reads, pack
+from kvjax.engine.step_output import AttentionStats, pack
 from kvjax.model.protocols import Decoder, LayerInput, Params, Recurrence
 from kvjax.policies.decode import Blocks, DecodePolicy, KeepsByMass, SelectContext
 from kvjax.policies.decode.base import keys_listed
@@ -193,7 +193,7 @@ def prefill_layers(
         layers, learned, copied = carry
         heads = with_whole_keys(shards, heads)
         if isinstance(heads, Recurrence):
-            out, after = recall_chunk(cache, layers, layer, heads, starts, fresh)
+            out, after = recurrent_prefill(cache, layers, layer, heads, starts, fresh)
             return own_rows(shards, out), (_replace(layers, layer, after), learned, copied)
         frames = tables.get(cache.spec.layers[layer].group)
         if layer in copied_layers:
@@ -204,7 +204,7 @@ def prefill_layers(
         layers = _replace(layers, layer, written)
         at = cache.spec.paged.index(layer)
         where = cache.table_of(layer), starts, cache.lengths
-        given = {"indexer": asked_of(heads), "moved": frames, "rope": heads.rope, "fresh": None if learning is not None else fresh}
+        given = {"indexer": indexer_query(heads), "moved": frames, "rope": heads.rope, "fresh": None if learning is not None else fresh}
         split = {"shards": shards, "copies": cache.spec.layers[layer].copies}
         ctx = PrefillContext(*where, layer=place + at, sm_scale=heads.sm_scale, **given, **split)
         known = () if learning is None else tuple(states[at] for states in learning.states)
@@ -298,7 +298,7 @@ def row_logits(
 
 def decode(
     static: StepStatic, inputs: StepInputs, watch: Callable[..., None] | None = None
-) -> tuple[Float[Array, "B T V"], Cache, tuple[Any, ...], Reads]:
+) -> tuple[Float[Array, "B T V"], Cache, tuple[Any, ...], AttentionStats]:
     """One step: write T tokens of every active row, attend to the blocks that the policy lists, return logits (float32) for each token.
 
     The lengths of the returned cache count the new tokens. T is 1, or a few drafted tokens; each lists and sees what it would in a separate
@@ -323,7 +323,7 @@ def decode(
     def mix(layer: int, heads: LayerInput, carry):
         layers, states, listed, tiles, fetched = carry
         if isinstance(heads, Recurrence):
-            out, after = recall_tokens(cache, layers, layer, heads, active)
+            out, after = recurrent_decode(cache, layers, layer, heads, active)
             return out, (_replace(layers, layer, after), states, listed, tiles, fetched)
         table, page_size = cache.table_of(layer), spec.group_of(layer).page_size
         frames = tables.get(spec.layers[layer].group)
@@ -333,7 +333,7 @@ def decode(
         place, count = spec.paged.index(layer), len(spec.paged)
         sizes = {"layer": place, "num_layers": count, "page_size": page_size, "sm_scale": heads.sm_scale}
         border = None if frames is None else cache.residency[spec.layers[layer].group].border
-        given = {"indexer": asked_of(heads), "moved": frames, "border": border, "rope": heads.rope}
+        given = {"indexer": indexer_query(heads), "moved": frames, "border": border, "rope": heads.rope}
         split = {"shards": cache.shards, "copies": spec.layers[layer].copies, "first": firsts.get(spec.layers[layer].group)}
         earlier = tuple(blocks for each, blocks in zip(spec.paged, listed, strict=False) if spec.group_of(each).window is None)
         ctx = SelectContext(table, lengths, **sizes, **given, **split, earlier=earlier)
@@ -347,7 +347,7 @@ def decode(
             read, layers = with_pages(read, pool), _replace(layers, owner, layers[owner].replace(pages=pool))
             tiles, fetched = _replace(tiles, owner, buffer), _replace(fetched, place, lookup)
         else:
-            out, blocks, state = _read_by_turns(reader, heads.q, read, ctx, before)
+            out, blocks, state = _attend_sequentially(reader, heads.q, read, ctx, before)
         if watch is not None:
             watch(reader, heads.q, read, ctx, blocks, before)
         return out, (layers, _replace(states, place, state), (*listed, blocks), tiles, fetched)
@@ -365,7 +365,7 @@ def decode(
 
 
 @decode_program(WHOLE_COPY)
-def decode_step(static: StepStatic, inputs: StepInputs) -> tuple[Float[Array, "B T V"], Cache, tuple[Any, ...], Reads]:
+def decode_step(static: StepStatic, inputs: StepInputs) -> tuple[Float[Array, "B T V"], Cache, tuple[Any, ...], AttentionStats]:
     """`decode`, jitted; all of the tokens stay. DONATES cache."""
     logits, cache, states, reads = decode(static, inputs)
     batch, count = inputs.tokens.shape
@@ -373,7 +373,7 @@ def decode_step(static: StepStatic, inputs: StepInputs) -> tuple[Float[Array, "B
 
 
 @decode_program(WHOLE_COPY, WHOLE_COPY)
-def decode_and_sample(static: StepStatic, inputs: StepInputs) -> tuple[Sampled, Int[Array, "B C"], Cache, tuple[Any, ...], Reads]:
+def decode_and_sample(static: StepStatic, inputs: StepInputs) -> tuple[Sampled, Int[Array, "B C"], Cache, tuple[Any, ...], AttentionStats]:
     """One step from token to next token in one call. DONATES cache and counts.
 
     tokens: `[B]`, or `[B, T]`: each row's certain token and T - 1 drafts after it, -1 where there is none. Results then have an axis T,
@@ -404,10 +404,10 @@ def sample_first(
     one row."""
     sampled = sample(logits[None], rows, positions, None if counts is None else counts[None])
     none = jnp.zeros(1, jnp.int32)
-    return sampled.tokens, pack(sampled, Reads(none, none))
+    return sampled.tokens, pack(sampled, AttentionStats(none, none))
 
 
-def _read_by_turns(policy: DecodePolicy, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, state: Any):
+def _attend_sequentially(policy: DecodePolicy, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, state: Any):
     """`policy.attend`. If the policy learns, the tokens of a drafted step attend one by one, each with the state after the one before. The
     returned state then has an axis T after the batch: the state after each token."""
     count = query.shape[1]
@@ -434,35 +434,35 @@ def states_after(states: tuple[Any, ...], count: Int[Array, "B"]) -> tuple[Any, 
 
 def _count_reads(
     listed: tuple[Blocks | None, ...], lengths: Int[Array, "B"], spec: CacheSpec, num_tokens: int, shards: Shards | None = None
-) -> Reads:
+) -> AttentionStats:
     """Blocks listed and keys attended, summed over layers and KV heads. With several query tokens: what any of them attends.
 
     listed: one per layer that attends to pages, None for every page. Layers with lists of one kind are counted together, because separate
     counts would need a launch each. shards: of a mesh; then the KV heads of all devices count, each once.
     """
-    reads = Reads(jnp.zeros_like(lengths), jnp.zeros_like(lengths))
+    reads = AttentionStats(jnp.zeros_like(lengths), jnp.zeros_like(lengths))
     devices = 1 if shards is None else shards.tensor
     for group in spec.groups:
         own = [layer for layer, blocks in zip(spec.paged, listed, strict=True) if blocks is None and spec.layers[layer].group == group.name]
         dense = sum(spec.layers[layer].kv_heads * devices // spec.layers[layer].copies for layer in own)
-        reads = Reads(reads.blocks + -(-lengths // group.page_size) * dense, reads.keys + lengths * dense)
+        reads = AttentionStats(reads.blocks + -(-lengths // group.page_size) * dense, reads.keys + lengths * dense)
     kinds: dict[tuple, list[Array]] = {}
     for layer, blocks in zip(spec.paged, listed, strict=True):
         if blocks is not None:
             kinds.setdefault((blocks.block_size, blocks.window, blocks.ids.shape, spec.layers[layer].copies), []).append(blocks.ids)
-    sums: dict[int, Reads] = {}  # by copies: one exchange for all kinds
+    sums: dict[int, AttentionStats] = {}  # by copies: one exchange for all kinds
     for (size, window, _, copies), ids in kinds.items():
         counted = _count_listed(jnp.stack(ids, axis=1), size, window, lengths, num_tokens)
         sums[copies] = jax.tree.map(jnp.add, sums[copies], counted) if copies in sums else counted
     for copies, counted in sums.items():
-        counted = counted if shards is None else Reads(*shards.over_heads(copies, counted.blocks, counted.keys))
+        counted = counted if shards is None else AttentionStats(*shards.over_heads(copies, counted.blocks, counted.keys))
         reads = jax.tree.map(jnp.add, reads, counted)
     return reads
 
 
 def _count_listed(
     ids: Int[Array, "B L *T K W"], size: int, window: tuple[int, int] | None, lengths: Int[Array, "B"], num_tokens: int
-) -> Reads:
+) -> AttentionStats:
     if ids.ndim == 5:  # a list per query, which reads only up to its own token
         lengths, num_tokens = lengths[:, None] - num_tokens + 1 + jnp.arange(num_tokens, dtype=jnp.int32), 1
         lengths = lengths[:, None, :, None, None]
@@ -470,11 +470,11 @@ def _count_listed(
         lengths = lengths[:, None, None, None]
     keys = keys_listed(ids, size, window, lengths, num_tokens)
     lists = tuple(range(1, ids.ndim))
-    return Reads((ids >= 0).sum(lists, dtype=jnp.int32), keys.sum(lists, dtype=jnp.int32))
+    return AttentionStats((ids >= 0).sum(lists, dtype=jnp.int32), keys.sum(lists, dtype=jnp.int32))
 
 
 def _count_frames(
-    reads: Reads,
+    reads: AttentionStats,
     listed: tuple[Blocks | None, ...],
     from_host: Sequence[Int[Array, "B"] | None],
     cache: Cache,
@@ -482,7 +482,7 @@ def _count_frames(
     positions: Int[Array, "B T"],
     valid: Bool[Array, "B T"],
     lengths: Int[Array, "B"],
-) -> Reads:
+) -> AttentionStats:
     """`reads` with `missing`, and with `host_bytes` where pages may lie in host memory.
 
     listed: one per layer that attends to pages. from_host: how many of its blocks came from host memory, where a hot buffer counted them;

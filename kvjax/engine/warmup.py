@@ -11,13 +11,13 @@ import jax
 import numpy as np
 
 from kvjax.cache import pages_of_step
-from kvjax.cache.page_manager import GroupPages
+from kvjax.cache.page_manager import PageManager
 from kvjax.cache.page_tables import staged_widths, table_width, table_widths
 from kvjax.cache.pool import Pool, first_array, place_beside
 from kvjax.compilation import compile_together, shape_of
 from kvjax.engine.decode_batch import in_bucket
 from kvjax.engine.multi_step import STOP_IDS, Ends, decode_steps
-from kvjax.engine.policy_set import DeclaredPolicies
+from kvjax.engine.policy_set import PolicySet
 from kvjax.engine.prefill_runner import ChunkRun, Prefiller
 from kvjax.engine.sampling import Sampled, Sampling, SamplingRows
 from kvjax.engine.sequence import CachedSequence
@@ -51,8 +51,8 @@ class Warmup:
 
     model: Model
     pool: Pool
-    groups: GroupPages
-    declared: DeclaredPolicies
+    groups: PageManager
+    declared: PolicySet
     prefiller: Prefiller
 
     def run(self, calls: Calls, buckets: Sequence[int], batch: int, tokens: int, policy: str | DecodePolicy | None) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from kvjax.compilation import program
-from kvjax.engine.decode_batch import Slots, Written, of_slot
+from kvjax.engine.decode_batch import DecodeBatch, Written, of_slot
 from kvjax.engine.page_eviction import LAG
 from kvjax.engine.sequence import Alarm, CachedSequence, States
 from kvjax.policies.decode import DecodePolicy, Watched
@@ -27,7 +27,7 @@ def programs_of(policy: DecodePolicy) -> tuple[DecodePolicy, ...]:
     return (policy, policy.policy) if isinstance(policy, Watched) else (policy,)
 
 
-def program_of(policy: Watched, slots: Slots, written: Written, *, several: bool) -> DecodePolicy:
+def program_of(policy: Watched, slots: DecodeBatch, written: Written, *, several: bool) -> DecodePolicy:
     """The policy whose program runs the next launch: `policy`, or the one that it watches.
 
     several: whether the launch has several steps. It then waits for what the launch before measured, so that all its steps can be quiet.
@@ -39,13 +39,13 @@ def program_of(policy: Watched, slots: Slots, written: Written, *, several: bool
     return policy if any([alarm.raised(waits=several) for alarm in alarms]) else policy.policy  # noqa: C419
 
 
-def after_prompts(policy: Watched, slots: Slots, states: States) -> States:
+def after_prompts(policy: Watched, slots: DecodeBatch, states: States) -> States:
     """The states of the slots, in which a sequence that was prefilled since its latest step is due."""
     rows = [row for row, each in zip(slots.rows, slots.live, strict=True) if each.logits is not None and policy in each.states]
     return _due(states, np.isin(np.arange(slots.size), rows)) if rows else states
 
 
-def alarms_of(policy: DecodePolicy, slots: Slots, written: Written, states: States) -> dict[CachedSequence, Alarm]:
+def alarms_of(policy: DecodePolicy, slots: DecodeBatch, written: Written, states: States) -> dict[CachedSequence, Alarm]:
     """The alarms of the sequences that a launch has measured. written: how many of its tokens stay. states: after it. Call it before the
     sequences grow."""
     if not isinstance(policy, Watched) or policy.max_missed == 1 or not any(measured := _measured(policy, slots, written)):
@@ -55,7 +55,7 @@ def alarms_of(policy: DecodePolicy, slots: Slots, written: Written, states: Stat
     return {each: Alarm(flags, row, LAG - 1) for each, row, due in zip(slots.live, slots.rows, measured, strict=True) if due}
 
 
-def _measured(policy: Watched, slots: Slots, written: Written) -> list[bool]:
+def _measured(policy: Watched, slots: DecodeBatch, written: Written) -> list[bool]:
     """Whether a launch that writes so many tokens of each sequence measures it."""
     return [_is_due(policy, each, of_slot(written, row)) for each, row in zip(slots.live, slots.rows, strict=True)]
 

@@ -35,7 +35,7 @@ Ranked = tuple[tuple[int, float], ...]
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Sample:
-    """One sample of a request: its tokens, except those that its `Roster` put aside, and what they cost.
+    """One sample of a request: its tokens, except those that its `ActiveBatch` put aside, and what they cost.
 
     issued: tokens so far, including those in flight. stream: turns tokens into text as they come, if somebody listens or a stop string may
     end the sample; else None. blocks, keys: read by its steps, summed over layers and KV heads.
@@ -210,7 +210,7 @@ def order(entry: RequestState | Sample) -> tuple[int, ...]:
     return entry.order if isinstance(entry, Sample) else (*entry.order, len(entry.samples))
 
 
-class Roster:
+class ActiveBatch:
     """The samples of a batch that step together, by slot, until one comes, goes, or has issued its last token.
 
     steps: how many are left until then; 0 after `close`. While only ids are kept of their tokens and none ends, the results of a step are
@@ -240,7 +240,7 @@ class Roster:
         for sample in self._stepping:
             sample.issued = min(sample.issued + steps, sample.sampling.max_new_tokens)
 
-    def put_aside(self, packed: Int32[np.ndarray, "B C"]) -> bool:
+    def buffer(self, packed: Int32[np.ndarray, "B C"]) -> bool:
         """Keep a step's results for `settle`. Returns False, and keeps nothing, if its rows must be read one by one."""
         if not self._alike:
             return False
@@ -276,7 +276,7 @@ class Roster:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Flight:
+class PendingStep:
     """Tokens in flight to the host: the sample of each row, and the array that `kvjax.engine.step_output.pack` made.
 
     Of several steps in one launch, packed has an axis N first. roster: that of their decode step; None: a first token, from prefill. left:
@@ -285,7 +285,7 @@ class Flight:
 
     samples: Sequence[Sample | None]
     packed: Int32[Array, "*N B C"]
-    roster: Roster | None = None
+    roster: ActiveBatch | None = None
     left: int = 1
 
     @property
@@ -306,7 +306,7 @@ class Batch:
         self.samples: list[Sample | None] = [None] * size
         self._tokens = jax.device_put(np.zeros(size, np.int32))
         self._rows: SamplingRows | None = None
-        self._roster = Roster(self.samples)
+        self._roster = ActiveBatch(self.samples)
         self._counts: Int[Array, "B V"] | None = None  # tokens of every slot, while a sample has a penalty
 
     def __len__(self) -> int:
@@ -335,7 +335,7 @@ class Batch:
         tokens left, and no stop string may end one."""
         if not self._roster.steps:
             self._roster.close()
-            self._roster = Roster([sample if sample is not None and sample.wants_more else None for sample in self.samples])
+            self._roster = ActiveBatch([sample if sample is not None and sample.wants_more else None for sample in self.samples])
         if not self._roster.steps:
             return None
         if self._rows is None:
@@ -365,12 +365,12 @@ class Batch:
             return "the host gives pages back between steps"
         return "a request has stop strings, which the host looks for after each step" if self._roster.has_stop_strings else None
 
-    def launched(self, decoded: Decoded) -> Flight:
+    def launched(self, decoded: Decoded) -> PendingStep:
         """The step of `group` was launched, or its steps."""
         self._tokens, self._counts, left = decoded.sampled.tokens, decoded.sampled.counts, self._roster.steps
         if self._left is not None:
             self._left, self._stop_ids = decoded.ends.left, decoded.ends.stop_ids
-        flight = Flight(self._roster.samples, decoded.packed, self._roster, left)
+        flight = PendingStep(self._roster.samples, decoded.packed, self._roster, left)
         self._roster.launched(flight.steps)
         return flight
 
@@ -396,7 +396,7 @@ def _set_counts(counts: Int[Array, "B V"], slot: Int[Array, ""], row: Int[Array,
     return counts.at[slot].set(row)
 
 
-def read(flight: Flight, *, listening: bool) -> tuple[list[tuple[Sample, int, str]], bool]:
+def read(flight: PendingStep, *, listening: bool) -> tuple[list[tuple[Sample, int, str]], bool]:
     """Wait for tokens and give them to the samples that have not ended.
 
     listening: whether a caller wants every token. Returns the sample, token and newly certain text of every token that was read one by one
@@ -414,12 +414,12 @@ def read(flight: Flight, *, listening: bool) -> tuple[list[tuple[Sample, int, st
 
 
 def _read_step(
-    flight: Flight, packed: Int32[np.ndarray, "B C"], *, ends: bool, listening: bool
+    flight: PendingStep, packed: Int32[np.ndarray, "B C"], *, ends: bool, listening: bool
 ) -> tuple[list[tuple[Sample, int, str]], bool]:
     """`read` of one step. ends: whether a token of it may be the last of its sample."""
     outcome, taken, ended = None, [], False
     if flight.roster is not None:
-        if not ends and flight.roster.put_aside(packed):
+        if not ends and flight.roster.buffer(packed):
             return flight.roster.latest() if listening else taken, ended
         flight.roster.settle()
     for slot, (sample, token, is_finite, blocks, keys) in enumerate(zip(flight.samples, *listed(packed), strict=True)):

@@ -20,7 +20,7 @@ import jax
 
 from kvjax.axes import mesh
 from kvjax.checks import whole_number
-from kvjax.engine.call_lock import CallGuard, Stopped, interrupts
+from kvjax.engine.call_lock import CallLock, Stopped, interrupts
 from kvjax.engine.engine import Engine
 from kvjax.model.identity import fingerprint
 from kvjax.model.protocols import Model
@@ -183,7 +183,7 @@ def run_replicas(
     """
     said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
     members = [_Replica(number, engine, said, on_token=on_token, on_prefill=on_prefill, **options) for number, engine in enumerate(engines)]
-    source, more, whole = iter(requests), True, CallGuard("the start or end of replicas")
+    source, more, whole = iter(requests), True, CallLock("the start or end of replicas")
     finished: collections.deque[tuple[Request, Completion]] = collections.deque()
     try:
         with whole:  # Ctrl-C waits until all are known to have started

@@ -6,7 +6,7 @@ import numbers
 import time
 
 
-class Gap:
+class PrefillBudget:
     """How many slices of layers fit between two decode steps, from measured times of both. max_gap_ms: the bound of the gap, in
     milliseconds; ValueError unless it is a positive number."""
 

@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.axes import several_processes
-from kvjax.cache import MOST_TOKENS, OutOfPages
+from kvjax.cache import MAX_STEP_TOKENS, OutOfPages
 from kvjax.checks import optional_function, whole_number
 from kvjax.engine.call_lock import interrupts
 from kvjax.engine.engine import Engine
@@ -32,8 +32,8 @@ from kvjax.engine.sequence import CachedSequence
 from kvjax.engine.step_plan import Chunk, Prefilled, StepPlan, StepResult
 from kvjax.engine.steps import sample_first
 from kvjax.policies.decode import DecodePolicy
-from kvjax.scheduler.batch import Batch, Flight, Handle, RequestState, Sample, order, read
-from kvjax.scheduler.prefill_budget import Gap
+from kvjax.scheduler.batch import Batch, Handle, PendingStep, RequestState, Sample, order, read
+from kvjax.scheduler.prefill_budget import PrefillBudget
 from kvjax.scheduler.request import Completion, OnToken, Request
 from kvjax.text.detokenizer import CONTEXT, TextStream
 from kvjax.text.tokenization import encode
@@ -88,14 +88,14 @@ class Scheduler:
         if bucket is None:
             largest = engine.batch_buckets[-1]
             raise ValueError(f"{slots} slots are more than the largest batch bucket, {largest}: name one in Engine(batch_buckets=...)")
-        self._gap = None if max_gap_ms is None else Gap(max_gap_ms)
+        self._gap = None if max_gap_ms is None else PrefillBudget(max_gap_ms)
         if max_gap_ms is not None and engine.guard.together is None and several_processes(engine.mesh):
             raise ValueError("max_gap_ms is kept by the clock, which differs between processes: let the first one lead (Processes.lead)")
         for name, given in (("on_token", on_token), ("on_prefill", on_prefill), ("on_short", on_short)):
             optional_function(name, given)
         self.engine, self.slots, self.on_token, self.on_prefill, self.on_short = engine, slots, on_token, on_prefill, on_short
         self.policy, self._bucket = engine.declared(policy), bucket
-        self.steps_per_launch = whole_number("steps_per_launch", steps_per_launch, 1, MOST_TOKENS + 1)
+        self.steps_per_launch = whole_number("steps_per_launch", steps_per_launch, 1, MAX_STEP_TOKENS + 1)
         self._single_step = False  # there were too few pages for several steps, so the next launch has one
         self.preemptions, self._tokenizer = 0, engine.model.tokenizer if texts else None
         self._numbers = itertools.count()
@@ -103,7 +103,7 @@ class Scheduler:
         self._prefilling: RequestState | None = None
         self._batches: dict[DecodePolicy, Batch] = {}
         self._ending: list[Sample] = []  # samples whose only token is in flight: they count among `slots`, but have no slot of a batch
-        self._flights: list[Flight] = []  # in order
+        self._flights: list[PendingStep] = []  # in order
         self._ended = False  # whether a sample has ended and was not collected yet
         self._finished: list[Handle] = []  # that no step has returned yet
         self._slices = 0  # that were launched after the latest steps
@@ -374,7 +374,7 @@ class Scheduler:
             state.sequence = None
             if state in self._waiting:
                 self._waiting.remove(state)
-        self._flights.append(Flight((sample,), packed))
+        self._flights.append(PendingStep((sample,), packed))
         if sampling.max_new_tokens == 1:
             self._ending.append(sample)
         else:

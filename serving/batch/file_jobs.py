@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from kvjax.engine.call_lock import interrupts
-from kvjax.engine.capacity_plan import MOST_POSITIONS
+from kvjax.engine.capacity_plan import MAX_POSITIONS
 from kvjax.engine.sampling import Sampling
 from kvjax.serving.batch.files import BYTES, Reading, check_extras, check_form
 from kvjax.serving.batch.partial import Partial
@@ -83,7 +83,7 @@ class FileJob:
             check_noise(self.partial, header, [line for line in drawn if line not in self._earlier.lines])
 
 
-def work_of(record: Record, positions: int = MOST_POSITIONS) -> Work:
+def work_of(record: Record, positions: int = MAX_POSITIONS) -> Work:
     """About how many tokens a record takes: none if it is refused. positions: the most that the model has."""
     try:
         sampling = Sampling(**record.sampling) if record.error is None else None

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from kvjax.engine.call_lock import interrupts
-from kvjax.engine.capacity_plan import MOST_POSITIONS
+from kvjax.engine.capacity_plan import MAX_POSITIONS
 from kvjax.engine.engine import Engine
 from kvjax.generation import run
 from kvjax.model.identity import fingerprint
@@ -252,7 +252,7 @@ def _drain(results: deque[Result]) -> Iterator[Result]:
 
 def positions_of(engine: Engine) -> int:
     """The longest prompt that an engine takes."""
-    return MOST_POSITIONS if getattr(engine.prefill_policy, "remap", False) else engine.model.config.max_positions
+    return MAX_POSITIONS if getattr(engine.prefill_policy, "remap", False) else engine.model.config.max_positions
 
 
 def model_name(model: Model) -> str:

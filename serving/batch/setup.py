@@ -10,7 +10,7 @@ from kvjax.axes import mesh, plan_sizes
 from kvjax.checks import engine_sizes
 from kvjax.engine.capacity_plan import MemoryPlan, memory_plan
 from kvjax.engine.engine import Engine
-from kvjax.engine.policy_set import DeclaredPolicies
+from kvjax.engine.policy_set import PolicySet
 from kvjax.engine.sampling import Sampling
 from kvjax.generation import pages_needed
 from kvjax.scheduler.data_parallel import meshes_of, replicas
@@ -113,7 +113,7 @@ def mesh_of(tensor: int, context: int) -> Mesh | None:
     return None if tensor == context == 1 else mesh(tensor=tensor, context=context)
 
 
-def planned(declared: DeclaredPolicies, sequences: int, **fields: Any) -> MemoryPlan:
+def planned(declared: PolicySet, sequences: int, **fields: Any) -> MemoryPlan:
     """The memory plan of an engine with these policies. sequences: how many it decodes together. fields: more arguments of
     `kvjax.engine.capacity_plan.memory_plan`."""
     sizes = {"page_size": declared.page_size, "prefill_chunk": declared.prefill_chunk, "sequences": sequences}
@@ -134,7 +134,7 @@ def plan_beside_weights(
     """The memory plan of an engine beside loaded weights."""
     engine_sizes(page_size, prefill_chunk, (sequences,))
     sizes = {"page_size": page_size, "prefill_chunk": prefill_chunk, "mesh": mesh, "cache_format": cache_format}
-    declared = DeclaredPolicies(model, policy, (), prefill, **sizes)
+    declared = PolicySet(model, policy, (), prefill, **sizes)
     return planned(declared, sequences, weights_bytes=0, **plan_sizes(mesh))
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.axes import CONTEXT, TENSOR, Shards, mesh, spec_of
-from kvjax.cache import MOST_TOKENS, OPEN, Cache, CacheSpec, IndexSpec, PagedKV, pages_of_step
+from kvjax.cache import MAX_STEP_TOKENS, OPEN, Cache, CacheSpec, IndexSpec, PagedKV, pages_of_step
 from kvjax.cache.arrays import OpenRows, layer_specs
 from kvjax.cache.formats import CacheFormat
 from kvjax.cache.page_tables import page_table, table_width
@@ -40,7 +40,7 @@ from kvjax.engine.multi_step import STOP_IDS, Ends, decode_steps
 from kvjax.engine.page_eviction import check_several
 from kvjax.engine.policy_state import state_specs
 from kvjax.engine.sampling import SamplingRows
-from kvjax.engine.step_output import Reads
+from kvjax.engine.step_output import AttentionStats
 from kvjax.engine.step_plan import DRAFTS
 from kvjax.engine.steps import StepInputs, StepStatic, decode_and_sample
 from kvjax.model.config import ModelConfig, uniform_config
@@ -154,8 +154,8 @@ class Plan:
 
     def __post_init__(self):
         counts = self.steps_per_launch
-        if not counts or len(set(counts)) < len(counts) or any(not 1 <= each <= MOST_TOKENS or self.steps % each for each in counts):
-            raise ValueError(f"steps per launch must be 1 to {MOST_TOKENS} and divide {self.steps} steps, each once, got {counts}")
+        if not counts or len(set(counts)) < len(counts) or any(not 1 <= each <= MAX_STEP_TOKENS or self.steps % each for each in counts):
+            raise ValueError(f"steps per launch must be 1 to {MAX_STEP_TOKENS} and divide {self.steps} steps, each once, got {counts}")
         if counts != (1,) and self.drafts != (1,):
             raise ValueError(f"several steps per launch have no drafts, got {counts} with drafts {self.drafts}")
         for policy in self.policies if max(counts) > 1 else ():
@@ -367,7 +367,7 @@ class _Runner:
     seconds: list[float] = dataclasses.field(default_factory=list)
     profile: Timing | None = None
     timeline: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
-    reads: Reads | None = None
+    reads: AttentionStats | None = None
     shards: Shards | None = None
     exchanges: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     launched: list[dict[str, Any]] = dataclasses.field(default_factory=list)

@@ -40,7 +40,7 @@ from kvjax.serving.cli.options import (
 if TYPE_CHECKING:
     from kvjax.cache import CacheSpec
     from kvjax.engine.capacity_plan import HostMemory, MemoryPlan
-    from kvjax.engine.policy_set import DeclaredPolicies
+    from kvjax.engine.policy_set import PolicySet
     from kvjax.model.config import ModelConfig
 
 
@@ -126,10 +126,10 @@ def plan_command(
 
 def _declared(
     config: ModelConfig, policy: str | None, prefill: str | None, page_size: int, prefill_chunk: int, cache_format: str | None
-) -> DeclaredPolicies:
+) -> PolicySet:
     """The policies of an engine of this model, checked as the engine checks them."""
     from kvjax.checks import engine_sizes
-    from kvjax.engine.policy_set import DeclaredPolicies
+    from kvjax.engine.policy_set import PolicySet
     from kvjax.policies.choice import ChoosesDecode, ChoosesPrefill
     from kvjax.policies.decode import parse
     from kvjax.policies.prefill import parse_prefill
@@ -143,7 +143,7 @@ def _declared(
     engine_sizes(page_size, prefill_chunk, (1,))
     without_weights = types.SimpleNamespace(config=config)  # only policies that choose others look at weights
     sizes = {"page_size": page_size, "prefill_chunk": prefill_chunk, "cache_format": cache_format}
-    return DeclaredPolicies(without_weights, policy, (), prefill, **sizes)
+    return PolicySet(without_weights, policy, (), prefill, **sizes)
 
 
 def _pool_lines(plan: MemoryPlan, room: int, device: int, host: int) -> Iterator[str]:
@@ -155,7 +155,7 @@ def _pool_lines(plan: MemoryPlan, room: int, device: int, host: int) -> Iterator
         yield f"pool in host memory  {host:>12,}  ({more})"
 
 
-def _release_lines(declared: DeclaredPolicies) -> Iterator[str]:
+def _release_lines(declared: PolicySet) -> Iterator[str]:
     """What a sequence keeps from its first step on, if the policy gives pages back, but the prompt needs all of them before."""
     from kvjax.engine.page_eviction import kept_by
     from kvjax.policies.decode import KeepsByMass

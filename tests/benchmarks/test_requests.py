@@ -12,7 +12,7 @@ import typer
 from benchmarks import compiling, replicas, report, traffic
 from benchmarks import host as host_time
 from benchmarks import tables as scheduling
-from benchmarks.hollow import HollowEngine, random_model
+from benchmarks.hollow import FakeEngine, random_model
 from kvjax.engine.step_plan import Chunk, StepPlan
 from kvjax.serving.bench.decode import config_of
 
@@ -21,7 +21,7 @@ CONFIG = config_of("tiny", 1, "float32")
 
 @pytest.fixture(scope="module")
 def hollow():
-    engine = HollowEngine(random_model(CONFIG), "top:8", pages=20, prefill_chunk=128, batch_buckets=(1,))
+    engine = FakeEngine(random_model(CONFIG), "top:8", pages=20, prefill_chunk=128, batch_buckets=(1,))
     engine.fill_pages()
     return engine
 
@@ -60,7 +60,7 @@ def test_host_time_is_a_step_less_the_call_of_it():
 
 def test_every_step_of_the_host_benchmark_is_taken():
     """The steps that are timed are real ones: each makes every sequence a token longer, and pages are taken on the way."""
-    engine = HollowEngine(host_time.passing_model(1), "dense", pages=8, batch_buckets=(2,), prefill_chunk=128)
+    engine = FakeEngine(host_time.passing_model(1), "dense", pages=8, batch_buckets=(2,), prefill_chunk=128)
     run, close = host_time._engine_steps(engine, [100, 120], 40)
     for _ in range(40):
         run()

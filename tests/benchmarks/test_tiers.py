@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from benchmarks import reuse, tiered_prompts, tiers
-from benchmarks.hollow import HollowEngine, random_model
+from benchmarks.hollow import FakeEngine, random_model
 from benchmarks.lists import Fresh, Replayed
 from benchmarks.tables import gigabytes, shape_text, tiered_prefill_cells, tiers_cells
 from kvjax.cache.host_pool.mapped_memory import FrameCounts
@@ -116,7 +116,7 @@ def test_pages_lie_and_are_read_where_the_cost_model_says(rows):
 def test_pages_of_a_hollow_sequence_lie_where_prefill_would_leave_them():
     """The newest ones on the device; pages of a sequence that is bound at once would lie there the other way round."""
     frame = CONFIG.cache_spec(128).bytes_per_frame("full")
-    engine = HollowEngine(random_model(CONFIG), "dense", device_bytes=10 * frame, host_bytes=40 * frame, batch_buckets=(1,))
+    engine = FakeEngine(random_model(CONFIG), "dense", device_bytes=10 * frame, host_bytes=40 * frame, batch_buckets=(1,))
     sequence = engine.hollow_sequence(4096)
     places = engine.frames["full"].frame_of[sequence.pages["full"]]
     assert (places < engine.frames["full"].counts.border).tolist() == [False] * 22 + [True] * 10

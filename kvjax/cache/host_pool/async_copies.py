@@ -46,7 +46,7 @@ Moves = Int[np.ndarray, "n 2"]
 """Frames, from and to."""
 
 
-class Moving:
+class AsyncCopies:
     """The copies that were asked for and are not known to have arrived.
 
     copy: begins copies between frames of a layer group. finish: waits until all copies that were begun have ended. finished: whether they

@@ -281,9 +281,9 @@ class _Range:
         self._driver = driver = _cuda()
         device = _Properties(kind=1, place=_Place(ON_DEVICE, 0))
         host = _Properties(kind=1, place=_Place(ON_HOST, max(_attribute(driver, HOST_NUMA_ID), 0)))
-        grain = math.lcm(self._grain(device), self._grain(host))
-        first = -(-device_bytes // grain) * grain
-        self.bytes = first + -(-host_bytes // grain) * grain
+        hash_block = math.lcm(self._grain(device), self._grain(host))
+        first = -(-device_bytes // hash_block) * hash_block
+        self.bytes = first + -(-host_bytes // hash_block) * hash_block
         address = ctypes.c_ulonglong()
         self._call("cuMemAddressReserve", ctypes.byref(address), _size(self.bytes), _size(0), ctypes.c_ulonglong(0), ctypes.c_ulonglong(0))
         self.address, self._mapped = address.value, 0

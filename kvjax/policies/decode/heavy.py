@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int, Int32
 
 from kvjax.axes import LogicalAxes
-from kvjax.cache.spec import MOST_TOKENS
+from kvjax.cache.spec import MAX_STEP_TOKENS
 from kvjax.checks import whole_number
 from kvjax.policies.decode.base import Blocks, Stateless
 from kvjax.policies.decode.candidates import ascending
@@ -112,7 +112,7 @@ class HeavyPages(_Heavy):
         """Sinks, the kept pages, and all from the first local page on."""
         newest = ((ctx.lengths - 1) // ctx.page_size)[:, None]
         # A drafted step may go on into pages that open within it.
-        room = self.local + -(-(MOST_TOKENS - 1) // ctx.page_size)
+        room = self.local + -(-(MAX_STEP_TOKENS - 1) // ctx.page_size)
         ends = state.first_local[:, None] + jnp.arange(room, dtype=jnp.int32)
         sinks = jnp.broadcast_to(jnp.arange(self.sink, dtype=jnp.int32), (ends.shape[0], self.sink))
         sinks = jnp.where(sinks < state.first_local[:, None], sinks, -1)

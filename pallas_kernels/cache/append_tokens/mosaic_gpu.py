@@ -31,7 +31,7 @@ from pallas_kernels.hopper.threads.lanes import Scalar
 from pallas_kernels.selection.page_index import CODED
 
 THREADS = 128
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 UNROLLED = 8
 """Loads of a page's keys that a thread has in flight."""
 
@@ -93,8 +93,8 @@ def unsupported(call: Call, pages, indexes, k, v, positions, valid, table, frame
     """Why this kernel cannot take this valid input, or None if it can."""
     if reason := _unpacked(pages) if pages.packed else unlike(pages):
         return reason
-    if k.shape[1] > MOST_TOKENS:
-        return f"it is for decode steps, T must be at most {MOST_TOKENS}, got {k.shape[1]}"
+    if k.shape[1] > MAX_TOKENS:
+        return f"it is for decode steps, T must be at most {MAX_TOKENS}, got {k.shape[1]}"
     dtype = pages.k_format.dtype
     if pages.head_dim * dtype.itemsize % 16:
         return f"a token's keys must be a multiple of 16 bytes, got head dim {pages.head_dim} of {dtype}"

@@ -8,7 +8,7 @@ sums of d0, and those of d1 * 2^8 + d2, become float32, are scaled, and are adde
 token's result depends on no other token.
 
 Every lane makes the digits that it multiplies. Columns of the other operand are, for one or two tokens, their digits side by side. For more
-tokens each column is a token, and each digit has a matrix of its own: with more than `MOST_TOKENS`, digits cost more than they save.
+tokens each column is a token, and each digit has a matrix of its own: with more than `MAX_TOKENS`, digits cost more than they save.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pallas_kernels.hopper.threads.lanes import Scalar
 
 DIGITS = 3
 
-MOST_TOKENS = 8
+MAX_TOKENS = 8
 """More tokens are multiplied as numbers."""
 
 MAGIC = 1.5 * 2**23 + 0x8080

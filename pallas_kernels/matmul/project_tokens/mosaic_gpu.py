@@ -34,7 +34,7 @@ from pallas_kernels.matmul.project_tokens.api import Call
 from pallas_kernels.matmul.project_tokens.operands import Operands
 from pallas_kernels.matmul.project_tokens.shape import Shape
 
-MOST_TOKENS, MAX_TOKENS_PACKED = 8, 16
+MAX_TOKENS, MAX_TOKENS_PACKED = 8, 16
 
 SQUARED = 16
 """Loads of 16 bytes of a thread whose squares are added up together."""
@@ -45,7 +45,7 @@ LINES = 256
 
 def unsupported(call: Call, x, weights, biases, norm, rotation, residual) -> str | None:
     """Why this kernel cannot take this valid input, or None if it can."""
-    most = MAX_TOKENS_PACKED if all(map(is_packed, weights)) else MOST_TOKENS
+    most = MAX_TOKENS_PACKED if all(map(is_packed, weights)) else MAX_TOKENS
     if x.shape[0] > most:
         return f"it is for decode steps, at most {most} tokens, got {x.shape[0]}"
     if x.dtype.name not in ("bfloat16", "float16"):

@@ -7,7 +7,7 @@ import dataclasses
 from pallas_kernels.core import dispatch
 from pallas_kernels.core.matrices import MatrixFormat
 from pallas_kernels.hopper.threads import lanes
-from pallas_kernels.matmul.project_tokens.digits import MOST_TOKENS, Digits
+from pallas_kernels.matmul.project_tokens.digits import MAX_TOKENS, Digits
 from pallas_kernels.matmul.project_tokens.operands import Operands
 
 MAX_ROWS = (48, 32, 16)
@@ -65,7 +65,7 @@ class Shape:
     def digits(self) -> Digits | None:
         """How tokens are multiplied by integer codes; None: by numbers."""
         integers = self.format is not None and self.format.codes in ("int8", "int4") and not self.zeros
-        return Digits(self.format.codes, self.dtype, self.tokens) if integers and self.tokens <= MOST_TOKENS else None
+        return Digits(self.format.codes, self.dtype, self.tokens) if integers and self.tokens <= MAX_TOKENS else None
 
     @property
     def column_tiles(self) -> int:

@@ -11,7 +11,7 @@ from tiny_models import TINY, TinyModel, altered, make_family, random_weights
 
 import kvjax.cache.pool
 from kvjax import Engine
-from kvjax.cache.host_pool.async_copies import Moving
+from kvjax.cache.host_pool.async_copies import AsyncCopies
 from kvjax.cache.host_pool.frame_table import Frames
 from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.cache.pool import MANY, Pool
@@ -83,9 +83,9 @@ def differ(model, seeds, totals: Counter | None = None, scale: int = 1) -> bool:
 
 def late(monkeypatch) -> None:
     """Copies begin some programs later, or when somebody waits for them, and those first that were asked for last."""
-    honest, start, calls = Moving._begin, Moving.start, itertools.count(1)
-    monkeypatch.setattr(Moving, "start", lambda moving: None if next(calls) % 4 else start(moving))
-    monkeypatch.setattr(Moving, "_begin", lambda moving: (moving._waiting.reverse(), honest(moving)))
+    honest, start, calls = AsyncCopies._begin, AsyncCopies.start, itertools.count(1)
+    monkeypatch.setattr(AsyncCopies, "start", lambda moving: None if next(calls) % 4 else start(moving))
+    monkeypatch.setattr(AsyncCopies, "_begin", lambda moving: (moving._waiting.reverse(), honest(moving)))
 
 
 def soon(monkeypatch) -> None:
@@ -117,7 +117,7 @@ def calls(monkeypatch) -> list[str]:
     """The names of what is called when many pages have to move, of which one is many here."""
     monkeypatch.setattr(kvjax.cache.pool, "MANY", 1)
     called = []
-    for owner, name in ((Moving, "wait"), (Frames, "take_moves"), (Pool, "_copy"), (Pool, "_finish_copies"), (Pool, "run")):
+    for owner, name in ((AsyncCopies, "wait"), (Frames, "take_moves"), (Pool, "_copy"), (Pool, "_finish_copies"), (Pool, "run")):
         honest = getattr(owner, name)
         monkeypatch.setattr(
             owner, name, lambda *args, honest=honest, name=name, **kwargs: (called.append(name), honest(*args, **kwargs))[1]
@@ -154,7 +154,7 @@ def test_an_interrupt_while_programs_are_waited_for_loses_no_page(model, calls, 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Moving, "wait", interrupted)
+        patched.setattr(AsyncCopies, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.prefill([[2] * CHUNK])
     (other,) = (alone := engine_of(model, pages=60)).prefill([[1] * (DEVICE * PAGE)])
@@ -200,19 +200,19 @@ def test_pages_come_back_when_others_end(model):
 def _no_arrival(monkeypatch):
     """A page changes its frame before its copy is there. The copies begin some programs later, when the old frame may hold another page."""
     calls = itertools.count(1)
-    monkeypatch.setattr(Moving, "start", lambda moving: None if next(calls) % 5 else moving.arrive())
+    monkeypatch.setattr(AsyncCopies, "start", lambda moving: None if next(calls) % 5 else moving.arrive())
     monkeypatch.setattr(Pool, "_expect", lambda pool, wait: None)
 
 
 def _unwanted_copies_are_made(monkeypatch):
     """A copy that is not wanted any more is made all the same, to a frame that holds another page by then."""
     late(monkeypatch)
-    monkeypatch.setattr(Moving, "give_up", lambda moving, group, target: None)
+    monkeypatch.setattr(AsyncCopies, "give_up", lambda moving, group, target: None)
 
 
 def _pages_that_are_written_are_copied(monkeypatch):
     """Pages of the chunk itself are copied, too, before it has written them."""
-    monkeypatch.setattr(Moving, "start", Moving.arrive)
+    monkeypatch.setattr(AsyncCopies, "start", AsyncCopies.arrive)
     honest = Prefiller._make_room
     monkeypatch.setattr(Prefiller, "_make_room", lambda prefiller, sequence, start: honest(prefiller, sequence, start + CHUNK))
 
@@ -220,7 +220,7 @@ def _pages_that_are_written_are_copied(monkeypatch):
 def _pages_are_back_too_early(monkeypatch):
     """A page changes its frame on the device before its copy is there."""
     late(monkeypatch)
-    monkeypatch.setattr(Moving, "arrived", True)
+    monkeypatch.setattr(AsyncCopies, "arrived", True)
 
 
 MUTANTS = (_no_arrival, _unwanted_copies_are_made, _pages_that_are_written_are_copied, _pages_are_back_too_early)

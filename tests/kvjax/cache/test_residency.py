@@ -16,11 +16,11 @@ from kvjax.cache import OPEN, Cache, MissingPages, Residency, append, check_miss
 from kvjax.cache.formats import parse_cache_format
 from kvjax.cache.packed import append_chunk, append_packed
 from kvjax.engine.sampling import Sampled, Sampling
-from kvjax.engine.step_output import Reads, pack, unpack
+from kvjax.engine.step_output import AttentionStats, pack, unpack
 from kvjax.engine.steps import ChunkInputs, StepInputs, StepProgram, StepStatic, decode_step
 from kvjax.policies.decode import SelectContext, TopBlocks, TopTokens, parse
 from kvjax.policies.prefill import BoundsBlocks, PrefillContext, TopTokensPrefill, indexes_of, parse_prefill
-from kvjax.scheduler.batch import Flight, Roster, Sample, read
+from kvjax.scheduler.batch import ActiveBatch, PendingStep, Sample, read
 from pallas_kernels.core import pages as pages_of_ops
 
 pytestmark = pytest.mark.bits
@@ -291,16 +291,16 @@ def test_prefill_needs_the_pages_that_its_queries_may_read(name, group, page, mi
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_the_error_is_raised_where_a_step_is_read(logprobs):
     """Whether rows are looked at one by one, as for log-probabilities, or not."""
-    one, roster = jnp.ones(1, jnp.int32), Roster([Sample(None, 0, Sampling(logprobs=logprobs), None, frozenset(), None)])
+    one, roster = jnp.ones(1, jnp.int32), ActiveBatch([Sample(None, 0, Sampling(logprobs=logprobs), None, frozenset(), None)])
     sampled = Sampled(one, jnp.ones(1), jnp.ones(1, bool))
     for missing in (None, 0 * one):
-        packed = pack(sampled, Reads(one, one, missing))
-        taken, ended = read(Flight(roster.samples, packed, roster, left=2), listening=False)
+        packed = pack(sampled, AttentionStats(one, one, missing))
+        taken, ended = read(PendingStep(roster.samples, packed, roster, left=2), listening=False)
         assert (len(taken), ended) == (int(logprobs), False)
         assert unpack(np.asarray(packed)).blocks.tolist() == [1]
-    packed = pack(sampled, Reads(one, one, 3 * one))
+    packed = pack(sampled, AttentionStats(one, one, 3 * one))
     with pytest.raises(MissingPages, match="3 in row 0"):
-        read(Flight(roster.samples, packed, roster, left=2), listening=False)
+        read(PendingStep(roster.samples, packed, roster, left=2), listening=False)
     with pytest.raises(MissingPages, match="3 in row 0"):
         unpack(np.asarray(packed))
 

@@ -14,7 +14,7 @@ from kvjax import Engine
 from kvjax.cost_model import AutoPrefill, PrefillBound
 from kvjax.cost_model.evidence import LEVELS, Fidelity, PrefillEvidence, qualified, read_evidence, with_results, write_evidence
 from kvjax.cost_model.prefill_times import LayerSizes, PrefillTimes, fit_prefill, nearest_quote, per_token, read_prefill_times, to_json
-from kvjax.engine.policy_set import DeclaredPolicies
+from kvjax.engine.policy_set import PolicySet
 from kvjax.engine.steps import prefill_slice
 from kvjax.policies.choice import Choice, possible_prefills
 from kvjax.policies.prefill import DensePrefill, identity, parse_prefill
@@ -459,7 +459,7 @@ def test_a_choice_by_what_is_written_would_be_noticed(small, three, prompt, monk
 
     monkeypatch.setattr(Engine, "_write", noted)
     wrong = lambda self, policy, start: three.choose(max(0, calls[-1] - CHUNK), calls[-1]).policy  # noqa: E731
-    monkeypatch.setattr(DeclaredPolicies, "choose_prefill", wrong)
+    monkeypatch.setattr(PolicySet, "choose_prefill", wrong)
     engine = engine_of(small, three)
     (whole,) = engine.prefill([prompt])
     (sequence,) = engine.prefill([prompt[:384]])

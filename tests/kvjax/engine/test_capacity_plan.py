@@ -15,7 +15,7 @@ from kvjax.cache import WHOLE
 from kvjax.cache.prefix_cache import STATE_CHUNKS
 from kvjax.cache.stores.blocks import block_bytes
 from kvjax.engine import capacity_plan
-from kvjax.engine.capacity_plan import MOST_PAGES, HostMemory, check_pool, default_pages, host_memory, memory_plan, pool_size
+from kvjax.engine.capacity_plan import MAX_PAGES, HostMemory, check_pool, default_pages, host_memory, memory_plan, pool_size
 from kvjax.models.decoder import TransformerDecoder, init_params
 
 MORE = r"memory has room for [\d,]+ more: give more pages, on the command line --pages$"
@@ -124,9 +124,9 @@ def test_a_full_pool_names_host_memory_where_it_can_be_used(model, monkeypatch):
 def test_a_model_whose_layers_all_have_windows_serves_any_length():
     config = windowed(TINY, 24, 0, 1)
     plan = memory_plan(config, **SIZES, weights_bytes=0, available_bytes=10**7, sequences=2)
-    assert (plan.pages_that_fit, plan.bytes_per_1k_tokens) == (MOST_PAGES, 0)
+    assert (plan.pages_that_fit, plan.bytes_per_1k_tokens) == (MAX_PAGES, 0)
     assert "pages that fit           no limit  (sequences of any length)\ncache                " in str(plan)
-    assert f"{plan.pool_bytes(MOST_PAGES) / 1024:.1f} KiB  (for 2 sequences)" in str(plan)
+    assert f"{plan.pool_bytes(MAX_PAGES) / 1024:.1f} KiB  (for 2 sequences)" in str(plan)
     assert default_pages(plan, config) == 8 * 256
     assert memory_plan(config, **SIZES, weights_bytes=0, available_bytes=50_000, sequences=2).pages_that_fit == 50_000 // 8192
 

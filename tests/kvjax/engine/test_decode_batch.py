@@ -9,8 +9,8 @@ import pytest
 from scheduling import MASSES
 
 from kvjax import Engine, OutOfPages
-from kvjax.cache.page_manager import GroupPages
-from kvjax.engine.decode_batch import Slots, name_pages
+from kvjax.cache.page_manager import PageManager
+from kvjax.engine.decode_batch import DecodeBatch, name_pages
 from kvjax.engine.sampling import SamplingRows
 from kvjax.engine.sequence import CachedSequence
 from kvjax.engine.step_plan import Chunk, DecodeGroup, StepPlan
@@ -36,12 +36,12 @@ def _everything_is_given_back(engine):
 @pytest.fixture
 def checked(monkeypatch):
     """Every step's tables and lengths are compared with those made anew; returns how many were."""
-    seen, real = [], Slots.cache
+    seen, real = [], DecodeBatch.cache
 
     def cache(self, layers, num_tokens):
         made, following = real(self, layers, num_tokens)
         named = name_pages(made, following)
-        fresh = GroupPages.tables.__get__(_Spec(self.spec))(self.sequences)
+        fresh = PageManager.tables.__get__(_Spec(self.spec))(self.sequences)
         for name, table in fresh.items():
             for row, sequence in enumerate(self.sequences):
                 if sequence is not None:
@@ -52,7 +52,7 @@ def checked(monkeypatch):
         seen.append(num_tokens)
         return made, following
 
-    monkeypatch.setattr(Slots, "cache", cache)
+    monkeypatch.setattr(DecodeBatch, "cache", cache)
     return seen
 
 

@@ -306,8 +306,8 @@ def test_layers_whose_indexers_choose_other_counts_need_a_policy(latent_model, t
 def test_mutants_fail(latent_model, tokens, monkeypatch, forgotten):
     """An indexer that asks nothing, and keys of it that are not written."""
     if forgotten == "indexer":
-        right = paged_attention.asked_of
-        monkeypatch.setattr("kvjax.engine.steps.asked_of", lambda given: right(given).replace(q=jnp.zeros_like(given.indexer.q)))
+        right = paged_attention.indexer_query
+        monkeypatch.setattr("kvjax.engine.steps.indexer_query", lambda given: right(given).replace(q=jnp.zeros_like(given.indexer.q)))
     else:
         right = paged_attention.append_latents
         monkeypatch.setattr(paged_attention, "append_latents", lambda layer, row, key, *place: right(layer, row, 0 * key, *place))

@@ -17,7 +17,7 @@ from kvjax.engine.step_output import TOKENS
 from kvjax.engine.step_plan import DecodeGroup, Launch, StepPlan
 from kvjax.engine.steps import StepInputs, StepStatic
 from kvjax.policies.decode import parse
-from kvjax.scheduler.batch import Roster
+from kvjax.scheduler.batch import ActiveBatch
 from pallas_kernels.collectives.preparation import prepared
 
 pytestmark = pytest.mark.bits
@@ -177,8 +177,8 @@ def test_wrong_ends_are_noticed(wrong, monkeypatch):
     requests = requests_of(None)
     expected = answers(engine, requests)
     if wrong == "counts":
-        real = Roster.launched
-        monkeypatch.setattr(Roster, "launched", lambda self, steps=1: real(self, steps + 1))
+        real = ActiveBatch.launched
+        monkeypatch.setattr(ActiveBatch, "launched", lambda self, steps=1: real(self, steps + 1))
     else:
         monkeypatch.setattr("kvjax.scheduler.batch._padded", lambda ids: np.full((4, 4), expected[2].token_ids[3], np.int32))
     assert not equal_or_failed(lambda: answers(engine, requests, 4), expected)

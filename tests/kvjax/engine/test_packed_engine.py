@@ -193,7 +193,7 @@ def test_mass_is_of_the_pages_as_queries_read_them(model, tokens):
 def test_queries_that_run_again_without_their_page_would_show(model, tokens, monkeypatch):
     """Prefill that observes from the middle of a page on runs queries again whose page is packed by then."""
     monkeypatch.setattr(
-        "kvjax.engine.policy_state.PolicyStates._grain", property(lambda states: 1, lambda states, grain: None), raising=False
+        "kvjax.engine.policy_state.PolicyStates._grain", property(lambda states: 1, lambda states, hash_block: None), raising=False
     )
     with pytest.raises(AssertionError):
         test_mass_is_of_the_pages_as_queries_read_them(model, tokens)

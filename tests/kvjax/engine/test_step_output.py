@@ -7,7 +7,7 @@ import pytest
 
 from kvjax import Engine
 from kvjax.engine.sampling import Sampled, Sampling, SamplingRows
-from kvjax.engine.step_output import Reads, listed, pack, unpack
+from kvjax.engine.step_output import AttentionStats, listed, pack, unpack
 from kvjax.engine.step_plan import DecodeGroup, StepPlan
 
 LARGEST = 2**31 - 1
@@ -36,7 +36,7 @@ def made(shape, ranks):
         counts=np.zeros((rows, 7), np.int32),
         accepted=spread(WORDS, 4, rows) if len(shape) == 2 else None,
     )
-    return sampled, Reads(spread(WORDS[WORDS >= 0], 5, rows), spread(WORDS, 2, rows))  # no count of blocks is below 0
+    return sampled, AttentionStats(spread(WORDS[WORDS >= 0], 5, rows), spread(WORDS, 2, rows))  # no count of blocks is below 0
 
 
 def assert_same_bits(found, expected):

@@ -12,7 +12,7 @@ class Clock:
 
 
 def test_a_gap_learns_how_many_slices_fit(monkeypatch):
-    clock, bound = Clock(monkeypatch), prefill_budget.Gap(100.0)
+    clock, bound = Clock(monkeypatch), prefill_budget.PrefillBudget(100.0)
     assert bound.slices() == 1
     bound.steps_read(0)
     for _ in range(4):
