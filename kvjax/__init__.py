@@ -137,6 +137,7 @@ lives_in("prefill policy", "oracle", "kvjax.evaluation.oracle_blocks", "oracle")
 answer(
     {
         "kvjax.bill": "kvjax.cost_model: a Bill is a CostModel, known_bill is known_cost_model (docs/cost-model.md)",
+        "kvjax.fidelity": "kvjax.evaluation: panel is run, forcing is teacher_forcing, echo is prompt_recall (docs/evaluation.md)",
         "kvjax.engine.decode_runner": "part of kvjax.engine.engine: DRAFTS is in kvjax.engine.step_plan",
     }
 )
