@@ -53,7 +53,7 @@ def mesh(*, tensor: int = 1, context: int = 1, devices: Sequence[jax.Device] | N
 
     Args:
         tensor: over how many devices heads, MLPs and the vocabulary are split. Neighbours in `devices` share pages of the same tokens.
-        context: over how many devices the pages of each sequence are dealt out, a power of two.
+        context: over how many devices the pages of each sequence are sharded, a power of two.
         devices: None: the first ones that JAX has.
 
     Raises:
@@ -61,7 +61,7 @@ def mesh(*, tensor: int = 1, context: int = 1, devices: Sequence[jax.Device] | N
     """
     tensor, context = whole_number("tensor", tensor, 1), whole_number("context", context, 1)
     if context & (context - 1):
-        raise ValueError(f"context is {context}, and pages are dealt out over a power of two devices: use 2, 4 or 8")
+        raise ValueError(f"context is {context}, and pages are sharded over a power of two devices: use 2, 4 or 8")
     devices = list(jax.devices() if devices is None else devices)
     if tensor * context > len(devices):
         raise ValueError(
@@ -80,8 +80,8 @@ def spec_of(axes: LogicalAxes) -> PartitionSpec:
 class Shards:
     """What a program over a mesh knows about it. Static and hashable.
 
-    mesh: as `mesh` makes it. pages: by layer group whose pages are dealt out, how many each device holds; page ids [d * n, (d + 1) * n) lie
-    on device d of the context axis. row_parts: over how many devices of the context axis the rows of a chunk of prefill are dealt out
+    mesh: as `mesh` makes it. pages: by layer group whose pages are sharded, how many each device holds; page ids [d * n, (d + 1) * n) lie
+    on device d of the context axis. row_parts: over how many devices of the context axis the rows of a chunk of prefill are sharded
     (`kvjax.engine.sequence_parallel`): all of them, or 1. Methods that take arrays are for programs inside `jax.shard_map`.
     """
 
@@ -109,7 +109,7 @@ class Shards:
 
     @property
     def chunk_spec(self) -> PartitionSpec:
-        """How the hidden states `[B, T, E]` of a chunk of prefill are cut between its programs: by rows, where these are dealt out. Each
+        """How the hidden states `[B, T, E]` of a chunk of prefill are cut between its programs: by rows, where these are sharded. Each
         device's rows are in the order of `kvjax.engine.sequence_parallel`."""
         return WHOLE_COPY if self.row_parts == 1 else PartitionSpec(None, CONTEXT)
 
@@ -227,7 +227,7 @@ class Shards:
         """How to bring the pages of a table together: the rows of the pool that this device contributes, 0 where there is none, and the
         place of each logical page among the contributions of all devices, one device after the other; -1 for none.
 
-        own: `own_table`. Pages of a row are dealt out in turn, beginning with any device.
+        own: `own_table`. Pages of a row are sharded in turn, beginning with any device.
         """
         (batch, width), count = table.shape, self.context
         logical = jnp.arange(width, dtype=jnp.int32)
@@ -239,7 +239,7 @@ class Shards:
         place = holder * each + jnp.arange(batch, dtype=jnp.int32)[:, None] * (width // count) + logical // count
         return jnp.maximum(rows, 0), jnp.where(table >= 0, place, -1)
 
-    def brought(self, pool: Array, rows: Int[Array, "B n"]) -> Array:
+    def gathered(self, pool: Array, rows: Int[Array, "B n"]) -> Array:
         """The rows of a pool that `places` names, of all devices one after the other."""
         return jax.lax.all_gather(pool[rows.reshape(-1)], CONTEXT, axis=0, tiled=True)
 

@@ -12,7 +12,7 @@ from kvjax.checks import whole_number
 class OutOfPages(RuntimeError):
     """The pool has fewer free pages than a call needs. Nothing was written and no page was taken. group: the layer group.
 
-    devices: over how many devices its pages are dealt out, if one of them has too few. Then the counts are of that device. advice: what
+    devices: over how many devices its pages are sharded, if one of them has too few. Then the counts are of that device. advice: what
     helps, besides freeing sequences; by default more pages.
     """
 
@@ -38,14 +38,14 @@ class PageAllocator:
     content nobody needs any more, evicted ones included. on_idle, on_used: called with pages that become idle, and with those of them that
     get an owner again.
 
-    parts: over how many devices the pages are dealt out. Each has `each` of them: pages [d * each, (d + 1) * each) are those of device d. A
+    parts: over how many devices the pages are sharded. Each has `each` of them: pages [d * each, (d + 1) * each) are those of device d. A
     caller that takes pages says of which device it needs each one.
     """
 
     def __init__(self, total: int, parts: int = 1):
         self.total = total = whole_number("pages", total, 1)
         if total % parts:
-            raise ValueError(f"{total} pages cannot be dealt out over {parts} devices evenly: use a multiple of {parts}")
+            raise ValueError(f"{total} pages cannot be sharded over {parts} devices evenly: use a multiple of {parts}")
         self.parts, self.each = parts, total // parts
         self.on_evict: Callable[[int], None] | None = None
         self.on_free: Callable[[Sequence[int]], None] | None = None

@@ -180,14 +180,14 @@ def layer_specs(layers: Layers) -> Layers:
 
 
 def _layer_specs(layer: LayerCache) -> LayerCache:
-    if isinstance(layer, SlotLayer):  # rows of state are not dealt out: every device along the context axis has all of them
+    if isinstance(layer, SlotLayer):  # rows of state are not sharded: every device along the context axis has all of them
         per_head, rows = spec_of((None, "kv_heads")), spec_of((None, None, "kv_heads"))
         return layer.replace(
             start=per_head, inputs=spec_of((None, None, "channels")), g=rows, beta=rows, corrections=rows, first=WHOLE_COPY
         )
     axes = ("pages",) if isinstance(layer, LatentPages) else ("pages", "kv_heads")
     specs = jax.tree.map(lambda _: spec_of(axes), layer)
-    if isinstance(layer, PagedKV) and layer.open is not None:  # its rows are not dealt out
+    if isinstance(layer, PagedKV) and layer.open is not None:  # its rows are not sharded
         specs = specs.replace(open=jax.tree.map(lambda _: spec_of((None, None, "kv_heads")), layer.open))
     return specs
 

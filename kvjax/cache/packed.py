@@ -32,18 +32,18 @@ def append_packed(
     indexes: tuple[IndexSpec, ...],
     frames: Int[Array, "B M"] | None = None,
     *,
-    dealt_out: bool = False,
+    sharded: bool = False,
 ) -> tuple[PagedKV, OpenPages]:
     """Write the valid tokens of a step to the open rows, then seal each page whose last token is among them. Returns the layer, and the
     pages that hold the step's tokens, as its queries read them.
 
     positions, valid, page_table, frames: as in `append`, at most `MAX_STEP_TOKENS` tokens. rows: of `layer.open`, one of each sequence. A
     page that drafted tokens fill is packed too; if they are dropped, it is packed again when it fills again: the row still has its tokens.
-    dealt_out: whether other devices have some of the pages. Every device keeps the open rows of all of them, and seals its own pages.
+    sharded: whether other devices have some of the pages. Every device keeps the open rows of all of them, and seals its own pages.
     """
     (_, count, _, page_size, _), logical = layer.open.k.shape, positions // layer.pages.page_size
     written = valid & (rows >= 0)[:, None]
-    if dealt_out:
+    if sharded:
         at = jnp.where(written, rows[:, None], NOWHERE), logical % count, slice(None), positions % page_size
         layer = layer.replace(open=OpenRows(_put(layer.open.k, at, k), _put(layer.open.v, at, v)))
     page = physical(page_table if frames is None else frames, logical, written, NOWHERE)

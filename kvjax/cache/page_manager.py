@@ -63,7 +63,7 @@ class PageManager:
     writes at a time; a window group keeps the pages that the next token's chunk reads. hot: whether steps list pages, so that a part of the
     device's is worth more as a hot buffer. reach: what every new sequence keeps in groups without a window; None: every page. has_windows:
     whether any group gives pages back by itself. frames: of the groups with pages in host memory. on_short: called before OutOfPages is
-    raised; it may give pages back. mesh: over whose devices heads are split and pages dealt out; None: one device. shards: the same, with
+    raised; it may give pages back. mesh: over whose devices heads are split and pages sharded; None: one device. shards: the same, with
     the pages of each device.
     """
 
@@ -280,8 +280,8 @@ class PageManager:
         return {name: sequence.pages[name][place] for name, place in places.items()}
 
     def _allocator(self, name: str, total: int) -> PageAllocator:
-        dealt_out = self.shards is not None and name in dict(self.shards.pages)
-        return PageAllocator(total, self.shards.context if dealt_out else 1)
+        sharded = self.shards is not None and name in dict(self.shards.pages)
+        return PageAllocator(total, self.shards.context if sharded else 1)
 
     def first_of(self, name: str, sequence: Holder) -> int | None:
         """On which device the first page of a sequence lies, or would lie where it was given back; None if it holds no page of a group."""
@@ -339,7 +339,7 @@ class PageManager:
 
 
 def _shards(mesh: Mesh, spec: CacheSpec, totals: Mapping[str, int], chunk: int) -> Shards:
-    """The mesh, with the pages that each of its devices has, and over how many of them rows of a chunk are dealt out."""
+    """The mesh, with the pages that each of its devices has, and over how many of them rows of a chunk are sharded."""
     context = Shards(mesh).context
     dealt = [group for group in spec.groups if group.page_size != WHOLE] if context > 1 else []
     rows = 1 if chunk % (2 * context) else context

@@ -324,7 +324,7 @@ class Prefixes:
         return 0, firsts
 
     def _devices(self, group: str) -> range:
-        """The devices over which pages of a group are dealt out."""
+        """The devices over which pages of a group are sharded."""
         return range(self._groups.allocators[group].parts)
 
     def _known(self, group: str, digests: Sequence[bytes], first: int) -> int:
@@ -447,7 +447,7 @@ class Prefixes:
         return self._groups.parts_from(group, first, [number for number, key in enumerate(keys, start) if key not in but])
 
     def _keep(self, sequence: Holder, number: int, chain: Chain) -> None:
-        """A sequence has written grain `number` of its prefix. On a mesh a prompt needs its pages dealt out in turn, whoever wrote them: so
+        """A sequence has written grain `number` of its prefix. On a mesh a prompt needs its pages sharded in turn, whoever wrote them: so
         they are found on the device by the device where the sequence begins, too."""
         each, digest = self.hash_block // self._page_size, chain.digests[number]
         for group in self.spec.groups:

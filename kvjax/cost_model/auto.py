@@ -336,7 +336,7 @@ class AutoPrefill(ByFields, ChoosesPrefill):
         Nothing is timed. A policy that is bound already keeps its times and its evidence.
 
         tensor, context: of the engine's mesh. Each device along tensor attends with its part of the heads, and exchanges the same for every
-        policy, so times of layers with as many heads count. Over context, pages are brought together and queries dealt out, and nothing was
+        policy, so times of layers with as many heads count. Over context, pages are brought together and queries sharded, and nothing was
         timed so: ValueError there, if there is anything to choose.
         """
         if self.bound is not None:

@@ -141,7 +141,7 @@ def step_bytes(
         elif isinstance(policy, Cascade) and full[place] % policy.every:
             pass  # it reads the list of an earlier layer
         elif isinstance(policy, Cascade):
-            how = {"packed": layer.k_packed is not None, "dealt_out": context > 1}
+            how = {"packed": layer.k_packed is not None, "sharded": context > 1}
             bounds, *others = policy.reads_to_choose(length, page_size, layer.head_dim, **how)
             codes, own = (-(-batch * layer.kv_heads * each // context) for each in others)
             index_elements += pages * layer.kv_heads * bounds // -(-length // page_size)  # bounds are those of whole pages

@@ -190,7 +190,7 @@ def selects(policy: DecodePolicy, place: int) -> bool:
 
 
 def layers_that_choose(config: ModelConfig, policy: DecodePolicy) -> int:
-    """Layers in which the best of several devices are chosen, where pages are dealt out."""
+    """Layers in which the best of several devices are chosen, where pages are sharded."""
     spec = config.cache_spec(page_size=1)
     full = [place for place, number in enumerate(spec.paged) if spec.group_of(number).window is None]
     chosen = full[:: policy.every] if isinstance(policy, Cascade) else full

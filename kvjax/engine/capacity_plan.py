@@ -359,7 +359,7 @@ def _device_pages(plan: MemoryPlan, device_bytes: int, host: int) -> int:
 
 def pool_pages(plan: MemoryPlan, *sizes, mesh: Mesh | None = None) -> tuple[dict[str, int], int]:
     """The pages of each layer group of an engine's pool, and how many of those that keep all tokens lie in host memory. sizes: those of
-    `pool_size`, which says what is raised. mesh: pages are dealt out over the devices of its context axis, so their number is a multiple of
+    `pool_size`, which says what is raised. mesh: pages are sharded over the devices of its context axis, so their number is a multiple of
     these, no larger than asked for, but for one page on each. Its processes agree on the fewest that one of them has room for. Raises
     ValueError for device_bytes beyond the device's memory, too."""
     _, _, device_bytes, *_ = sizes

@@ -72,7 +72,7 @@ def watch(
     state: the one that the policy selected with. Attends to the listed blocks once more, for the LSE.
     """
     scores = policy.scores(query, layer, ctx, state) if blocks is not None and isinstance(policy, ScoresBlocks) else None
-    if scores is not None and ctx.dealt_out:
+    if scores is not None and ctx.sharded:
         own = jnp.repeat(ctx.page_table >= 0, scores.shape[2] // ctx.page_table.shape[1], axis=1)[:, None]
         scores = ctx.shards.best_of(jnp.where(own, scores, -jnp.inf))
     if blocks is None:

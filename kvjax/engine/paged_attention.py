@@ -59,8 +59,8 @@ def write(
         return append(layers[number], given.k, given.v, *place, kinds, frames), None
     rows = cache.page_tables[OPEN][:, 0]
     if chunk is None:
-        dealt_out = cache.shards is not None and cache.shards.context > 1
-        return append_packed(layers[number], given.k, given.v, *place, rows, kinds, frames, dealt_out=dealt_out)
+        sharded = cache.shards is not None and cache.shards.context > 1
+        return append_packed(layers[number], given.k, given.v, *place, rows, kinds, frames, sharded=sharded)
     return append_chunk(layers[number], given.k, given.v, positions[:, 0], *chunk, cache.lengths, place[2], rows, kinds, frames)
 
 
@@ -146,8 +146,8 @@ def _has_one_list(policy: DecodePolicy) -> bool:
 def attend_tokens(
     policy: DecodePolicy, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, state: Any
 ) -> tuple[Float[Array, "B T H D"], Blocks | None, Any]:
-    """`policy.attend`. Where pages are dealt out over the devices of a mesh, each reads those of the policy's list that it has."""
-    if not ctx.dealt_out:
+    """`policy.attend`. Where pages are sharded over the devices of a mesh, each reads those of the policy's list that it has."""
+    if not ctx.sharded:
         return policy.attend(query, layer, ctx, state)
     blocks, state = policy.select(query, layer, ctx, state)
     listed = blocks
@@ -165,22 +165,22 @@ def attends_by_list(policy: DecodePolicy) -> bool:
     return kind.attend is Stateless.attend or own
 
 
-def bring(
+def all_gather_pages(
     layer: PagedKV | LatentPages, ctx: PrefillContext, table: Int[Array, "B M"], indexes: tuple[IndexSpec, ...]
 ) -> tuple[PagedKV | LatentPages, PrefillContext]:
     """The layer with the pages of all devices of the context axis in place of its pool, and the context with their places.
 
-    table: page ids of the whole mesh. indexes: those that are brought, too. Memory: the pages of one layer, `B * M` of them, on every
+    table: page ids of the whole mesh. indexes: those that are gathered, too. Memory: the pages of one layer, `B * M` of them, on every
     device.
     """
     shards = ctx.shards
     rows, places = shards.places(table, ctx.page_table)
     names = layer.index if isinstance(layer, LatentPages) else [spec.name for spec in indexes if spec.name in layer.index]
-    index = {name: shards.brought(layer.index[name], rows) for name in names}
+    index = {name: shards.gathered(layer.index[name], rows) for name in names}
     opened = layer.pages.open  # the chunk's pages, the same on all devices; only where they lie differs
-    pages = jax.tree.map(lambda pool: shards.brought(pool, rows), layer.pages.replace(open=None))
+    pages = jax.tree.map(lambda pool: shards.gathered(pool, rows), layer.pages.replace(open=None))
     if opened is not None:
-        pages = pages.replace(open=opened.replace(row_of=shards.brought(opened.row_of, rows)))
+        pages = pages.replace(open=opened.replace(row_of=shards.gathered(opened.row_of, rows)))
     return type(layer)(*jax.lax.optimization_barrier((pages, index))), ctx.replace(page_table=places)
 
 

@@ -208,7 +208,7 @@ class PolicySet:
             return  # one that chooses has been bound to the mesh
         if not chooses_over_devices(policy) or not attends_by_list(policy):
             raise ValueError(
-                f"policy {policy} does not say that it chooses the same on every device where pages are dealt out (chooses_over_devices): "
+                f"policy {policy} does not say that it chooses the same on every device where pages are sharded (chooses_over_devices): "
                 "use a mesh with context=1, or another policy"
             )
 

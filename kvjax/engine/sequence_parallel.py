@@ -1,9 +1,9 @@
-"""The rows of a chunk of prefill, dealt out over the context axis of a mesh: a device computes norms and products with weights for its own
+"""The rows of a chunk of prefill, sharded over the context axis of a mesh: a device computes norms and products with weights for its own
 tokens alone.
 
 Device d of n has two parts of the chunk of 2n equal ones: part d from the front and part d from the back, because later queries see more
 keys. A token's part depends only on its place in the chunk, so its bits do not depend on how a prompt was cut into calls. Functions here
-are for programs inside `jax.shard_map`, and return what they are given where rows are not dealt out (`Shards.row_parts` is 1).
+are for programs inside `jax.shard_map`, and return what they are given where rows are not sharded (`Shards.row_parts` is 1).
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ from kvjax.compilation import program
 from kvjax.engine.decode_batch import NextPages, name_pages
 from kvjax.engine.page_eviction import reach_of
 from kvjax.engine.paged_attention import (
+    all_gather_pages,
     attend_chunk,
     attend_hot,
     attend_tokens,
-    bring,
     indexer_query,
     pages_of,
     reader_of,
@@ -185,7 +185,7 @@ def prefill_layers(
     if tables:
         missing = sum(_missing_in_prefill(policy, cache, layer, tables, first) for layer in cache.spec.paged) + jnp.zeros_like(fresh)
 
-    dealt_out = shards is not None and shards.context > 1
+    sharded = shards is not None and shards.context > 1
 
     copied_layers = [] if copies is None else [each for each in cache.spec.paged if cache.spec.layers[each].group in copies.staged]
 
@@ -213,9 +213,9 @@ def prefill_layers(
             read, ctx = read.replace(pages=complete(copied, read.pages, staged)), ctx.replace(moved=staged.places)
             window = next((copies.windows[each] for each in copied_layers if each > layer), copies.following)
             coming = None if window is None else copy_keys(window, heads)
-        if dealt_out:
+        if sharded:
             whole = cache.page_tables[cache.spec.layers[layer].group]
-            read, ctx = bring(read, ctx, whole, indexes_of(policy) if heads.window is None else ())
+            read, ctx = all_gather_pages(read, ctx, whole, indexes_of(policy) if heads.window is None else ())
         out, states = attend_chunk(policy, heads, read, ctx, learning, known)
         if layer in copied_layers:
             copied = None
@@ -263,7 +263,7 @@ prefill_slice = StepProgram(prefill_layers, ChunkInputs, ("cache", "x", "ahead")
 
 @functools.partial(program, static_argnames=("decoder", "shards"))
 def embed_chunk(decoder: Decoder, params: Params, tokens: Int[Array, "B T"], shards: Shards | None = None) -> Float[Array, "B T E"]:
-    """The input of the first layer. On a mesh, rows are dealt out (`Shards.chunk_spec`)."""
+    """The input of the first layer. On a mesh, rows are sharded (`Shards.chunk_spec`)."""
 
     def embed(decoder: Decoder, params: Params, tokens: Array) -> Array:
         return decoder.embed(params, own_rows(shards, tokens))
@@ -287,7 +287,7 @@ def chunk_logits(
 def row_logits(
     decoder, params, x: Float[Array, "1 T E"], starts, lengths, *, all_logits: bool, shards: Shards | None = None
 ) -> Float[Array, "*T V"]:
-    """`chunk_logits` of a single row. On a mesh, the rows of x are dealt out (`Shards.chunk_spec`)."""
+    """`chunk_logits` of a single row. On a mesh, the rows of x are sharded (`Shards.chunk_spec`)."""
 
     def find(decoder: Decoder, params: Params, x: Array, *places: Array) -> Array:
         return chunk_logits(decoder, params, whole_rows(shards, x), *places, all_logits=all_logits)
@@ -317,8 +317,8 @@ def decode(
     if isinstance(policy, KeepsByMass):
         states = policy.settle(states, cache.lengths, spec.group_of(spec.paged[0]).page_size)
     now = None if cache.hot is None else cache.hot.now + 1
-    dealt_out = () if cache.shards is None or cache.shards.context == 1 else dict(cache.shards.pages)
-    firsts = {name: cache.shards.first_of(name, table) for name, table in cache.page_tables.items() if name in dealt_out}
+    sharded = () if cache.shards is None or cache.shards.context == 1 else dict(cache.shards.pages)
+    firsts = {name: cache.shards.first_of(name, table) for name, table in cache.page_tables.items() if name in sharded}
 
     def mix(layer: int, heads: LayerInput, carry):
         layers, states, listed, tiles, fetched = carry

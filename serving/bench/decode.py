@@ -50,7 +50,7 @@ from kvjax.models.decoder import TransformerDecoder
 from kvjax.models.loading import read_config
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import Cascade, DecodePolicy, Watched, name_of, parse
-from kvjax.serving.bench.random_model import dealt_out, packed_layer, placed, random_params
+from kvjax.serving.bench.random_model import packed_layer, placed, random_params, sharded
 from pallas_kernels.bench.cases import PAGE_SIZE
 from pallas_kernels.bench.inputs import memory_bytes, pool_pages, random_pages
 from pallas_kernels.bench.timing import Timing, kernel_timing, record, timeline
@@ -175,7 +175,7 @@ class Plan:
         if self.devices > 1 and self.drafts != (1,):
             raise ValueError(f"drafts are timed on one device, got {self.drafts} for tensor {self.tensor} x context {self.context}")
         if self.context & (self.context - 1):
-            raise ValueError(f"context is {self.context}, and pages are dealt out over a power of two devices: use 2, 4 or 8")
+            raise ValueError(f"context is {self.context}, and pages are sharded over a power of two devices: use 2, 4 or 8")
         weights_bytes(self.config, format_function(self.weights), tensor=self.tensor)  # refuses heads that do not divide
         self.spec  # noqa: B018  refuses pages that cannot be packed
 
@@ -307,13 +307,13 @@ def bytes_of(leaf: Any) -> int:
 def random_cache(plan: Plan, length: int) -> Cache:
     """A cache of `batch` sequences with `length - steps` tokens written and room for the rest. The pool has no other pages.
 
-    On a mesh, pages are dealt out in turn, as an engine deals them out. Packed pages hold what packing random numbers gives, and their
+    On a mesh, pages are sharded in turn, as an engine deals them out. Packed pages hold what packing random numbers gives, and their
     indexes are of the unpacked keys.
     """
     shards, pages, each = plan.shards(length), plan.pages(length), plan.pool(length)
     spec = plan.spec.on_mesh(plan.tensor)
     table = np.full((plan.batch, table_width(pages)), -1, np.int32)
-    table[:, :pages] = dealt_out(plan.batch, plan.context, pages, each, np.random.default_rng(length))
+    table[:, :pages] = sharded(plan.batch, plan.context, pages, each, np.random.default_rng(length))
 
     def make(kept: PagedSpec, indexes: tuple[IndexSpec, ...], *keys: Array) -> PagedKV:
         of_open = keys

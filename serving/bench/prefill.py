@@ -4,7 +4,7 @@ A step computes the same as the engine's, in one program (`prefill_step`, cache 
 chunks. Random keys and queries are the worst case for a sparse policy: no candidate is better than another, so every list is full, and
 times do not depend on the random numbers.
 
-On a mesh, weights and pages are split as the engine splits them. Where pages are dealt out, a chunk's table is as wide as the engine's, and
+On a mesh, weights and pages are split as the engine splits them. Where pages are sharded, a chunk's table is as wide as the engine's, and
 each width is a program of its own.
 """
 
@@ -39,7 +39,7 @@ from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.choice import ChoosesPrefill
 from kvjax.policies.prefill import BoundsBlocks, PrefillPolicy, indexes_of, name_of, parse_prefill
 from kvjax.serving.bench.decode import MEMORY_SHARE, PAGE_SIZE, bytes_of, pages_of
-from kvjax.serving.bench.random_model import dealt_out, placed, random_params
+from kvjax.serving.bench.random_model import placed, random_params, sharded
 from pallas_kernels.bench.inputs import memory_bytes, pool_pages
 from pallas_kernels.bench.timing import Kernel, plain_name, record
 from pallas_kernels.core import dispatch
@@ -97,7 +97,7 @@ class PrefillPlan:
         if self.weights is not None:
             scheme_of(self.weights)
         if self.context & (self.context - 1):
-            raise ValueError(f"context is {self.context}, and pages are dealt out over a power of two devices: use 2, 4 or 8")
+            raise ValueError(f"context is {self.context}, and pages are sharded over a power of two devices: use 2, 4 or 8")
         if self.devices > 1 and (self.weights is not None or self.cache_format is not None):
             raise ValueError(f"packed weights and pages are timed on one device, not on tensor {self.tensor} x context {self.context}")
         weights_bytes(self.config, format_function(self.weights), tensor=self.tensor)  # refuses heads that do not divide
@@ -109,7 +109,7 @@ class PrefillPlan:
         return self.tensor * self.context
 
     def shards(self, length: int) -> Shards | None:
-        """The mesh, with the pages that each of its devices has, and the rows of a chunk dealt out, as an engine does it; None for one
+        """The mesh, with the pages that each of its devices has, and the rows of a chunk sharded, as an engine does it; None for one
         device."""
         if self.devices == 1:
             return None
@@ -153,7 +153,7 @@ def empty_cache(plan: PrefillPlan, length: int, policy: PrefillPolicy) -> Cache:
     shards, counts, pages = plan.shards(length), plan.pages(length), pages_of(length)
     spec = plan.spec if shards is None else plan.spec.on_mesh(plan.tensor)
     table = np.full((1, table_width(pages)), -1, np.int32)
-    table[:, :pages] = dealt_out(1, plan.context, pages, max(counts.values()), np.random.default_rng(length))
+    table[:, :pages] = sharded(1, plan.context, pages, max(counts.values()), np.random.default_rng(length))
     dealt = () if shards is None else dict(shards.pages)
     totals = {name: count * (plan.context if name in dealt else 1) for name, count in counts.items()}
     make = functools.partial(spec.empty, totals, indexes_of(policy))
@@ -256,7 +256,7 @@ def _peak_bytes() -> int:
 
 
 def _width(plan: PrefillPlan, last: int, length: int) -> int:
-    """Columns of the page table of a chunk that ends after `last` tokens. Where pages are dealt out, all that a table has room for are
+    """Columns of the page table of a chunk that ends after `last` tokens. Where pages are sharded, all that a table has room for are
     brought from other devices, so it is no wider than it must be."""
     return table_width(pages_of(length)) if plan.context == 1 else staged_width(pages_of(last))
 
@@ -269,7 +269,7 @@ def _tables(plan: PrefillPlan, cache: Cache, length: int) -> dict[int, dict[str,
 
 
 def with_tables(cache: Cache, tables: dict[str, np.ndarray], shards: Shards | None) -> Cache:
-    """The cache with other page tables, where pages are dealt out; elsewhere a prompt has one, which stays on the device."""
+    """The cache with other page tables, where pages are sharded; elsewhere a prompt has one, which stays on the device."""
     return cache if shards is None or shards.context == 1 else cache.replace(page_tables=placed(shards, tables))
 
 

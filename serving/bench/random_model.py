@@ -89,9 +89,9 @@ def packed_layer(kept: PagedSpec, k: Array, v: Array, indexes: tuple[IndexSpec, 
     return PagedKV(Pages(**arrays), index, rows)
 
 
-def dealt_out(batch: int, context: int, pages: int, each: int, draw: np.random.Generator) -> Int[np.ndarray, "B pages"]:
+def sharded(batch: int, context: int, pages: int, each: int, draw: np.random.Generator) -> Int[np.ndarray, "B pages"]:
     """Page ids of `batch` sequences of `pages` pages, in an order that says nothing; the first page of every device is left out. context:
-    devices over which they are dealt out in turn, with `each` pages."""
+    devices over which they are sharded in turn, with `each` pages."""
     count = batch * pages
     ids = np.empty(count, np.int32)
     for device in range(context):

@@ -75,13 +75,13 @@ class SelectContext:
     copies: int = flax.struct.field(pytree_node=False, default=1)
     """Devices of the mesh that have the same KV heads."""
     first: Int[Array, "B"] | None = None
-    """On which device the pages of each row begin, where they are dealt out over several."""
+    """On which device the pages of each row begin, where they are sharded over several."""
 
     earlier: tuple[Blocks | None, ...] = ()
     """What the policy listed in this step in each layer before this one, except those with a window of their own."""
 
     @property
-    def dealt_out(self) -> bool:
+    def sharded(self) -> bool:
         """Whether other devices have some of the pages. The page table then names those of this device alone."""
         return self.shards is not None and self.shards.context > 1
 
@@ -197,11 +197,11 @@ def attend_listed(
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H W"] | None]:
     """Attention over a policy's list: the output, and if asked for, the log-sum-exp of each listed block.
 
-    frames: of the listed blocks, where KV heads find a page in different ones; None: as the context says. Where pages are dealt out over
+    frames: of the listed blocks, where KV heads find a page in different ones; None: as the context says. Where pages are sharded over
     devices, each reads those that it has, and the results are merged.
     """
     out, lse, block_lse = _attend_here(query, layer, ctx, blocks, return_block_lse, frames)
-    if ctx.dealt_out:
+    if ctx.sharded:
         out, lse, block_lse = ctx.shards.merged(out, lse, ctx.first, block_lse)
     return out, block_lse
 
@@ -218,7 +218,7 @@ def _attend_here(
     listed = {} if blocks is None else {"block_size": blocks.block_size, "window": blocks.window}
     gather = functools.partial(gather_attention, sm_scale=ctx.sm_scale, return_block_lse=return_block_lse, **listed)
     where = layer.pages, ctx.frames, ctx.lengths
-    if ctx.dealt_out and blocks is None and query.shape[1] == 1 and not return_block_lse:
+    if ctx.sharded and blocks is None and query.shape[1] == 1 and not return_block_lse:
         # Other devices' pages would cost as much time as they take in the table. Drafted tokens need the places of their pages.
         where = layer.pages, *ctx.shards.own_pages(ctx.frames, ctx.lengths, ctx.first, ctx.page_size)
     sinks = blocks.window[0] // blocks.block_size if blocks is not None and blocks.remapped else 0
@@ -264,7 +264,7 @@ class Stateless:
 
     learns = False
     chooses_over_devices = False
-    """Whether `select` lists the same on every device of a mesh over which pages are dealt out (`SelectContext.dealt_out`). A class that
+    """Whether `select` lists the same on every device of a mesh over which pages are sharded (`SelectContext.sharded`). A class that
     defines `select` says so itself."""
 
     def indexes(self) -> tuple[IndexSpec, ...]:

@@ -131,7 +131,7 @@ class Cascade(Stateless):
         """Select and attend. From a shortlist: in one op, which a kernel can do in one launch."""
         self._check(layer, ctx)
         listed_before = bool(len(ctx.earlier) % self.every)
-        if ctx.dealt_out or listed_before or not self._is_one_op:
+        if ctx.sharded or listed_before or not self._is_one_op:
             return select_and_attend(self, query, layer, ctx, state)
         (bounds, *_), packed = self.indexes(), layer.pages.k_packed is not None
         codes = {} if self._reads_cache(packed) else {"codes": layer.index[self._codes.name], "codes_kind": self._codes.kind}
@@ -158,7 +158,7 @@ class Cascade(Stateless):
         return listed
 
     def _candidates(self, query, layer: PagedKV, ctx: SelectContext, first_local, lists: tuple[int, int, int]) -> Int[Array, "B T K C"]:
-        """The distant blocks to choose from, -1 where there is none. Where pages are dealt out, those of them that this device has."""
+        """The distant blocks to choose from, -1 where there is none. Where pages are sharded, those of them that this device has."""
         if self.shortlist == "all":
             per_page = ctx.page_size // self.block_size
             ids = jnp.arange(ctx.page_table.shape[1] * per_page, dtype=jnp.int32)
@@ -169,7 +169,7 @@ class Cascade(Stateless):
             given = query, layer.index[bounds.name], ctx.page_table, ctx.lengths
             ids = select_blocks(*given, kind="bounds", k=self.shortlist, sink=self.sink, local=self.local, **static)
         ids = jnp.where((ids >= self.sink) & (ids < first_local), ids, -1)
-        if self.shortlist == "all" or not ctx.dealt_out:
+        if self.shortlist == "all" or not ctx.sharded:
             return ids
         per_page = ctx.page_size // self.block_size
         scores = score_listed(query, layer.index[bounds.name], rows_of_blocks(ctx.page_table, ids, per_page), kind="bounds")
@@ -177,8 +177,8 @@ class Cascade(Stateless):
         return jnp.where(rows_of_blocks(ctx.page_table, best, per_page) >= 0, best, -1)
 
     def _best(self, shares: Float32[Array, "B T K C"], candidates: Int[Array, "B T K C"], ctx: SelectContext) -> tuple[Array, Array]:
-        """Shares and candidates among which the best k are; where pages are dealt out, the k best that each device found."""
-        return ctx.shards.candidates(*ranked(shares, candidates, self.k)) if ctx.dealt_out else (shares, candidates)
+        """Shares and candidates among which the best k are; where pages are sharded, the k best that each device found."""
+        return ctx.shards.candidates(*ranked(shares, candidates, self.k)) if ctx.sharded else (shares, candidates)
 
     def _lacks(self, scores: Float32[Array, "B T K k"], near: Float32[Array, "B T K"], group: int) -> Bool[Array, "B T K k"]:
         """Which of the best blocks, best first, are kept: those without which the ones before them lack `share` of the attention."""
@@ -206,7 +206,7 @@ class Cascade(Stateless):
             places = rows_of_blocks(ctx.page_table, candidates, per_page)
             found = block_lse(query, layer.index[self._codes.name], places, kind=self._codes.kind, sm_scale=ctx.sm_scale)
         near, total = by_cache(always)[0], None
-        if ctx.dealt_out:
+        if ctx.sharded:
             parts = jnp.stack([near, jax.nn.logsumexp(found, axis=3)], axis=3)
             parts = ctx.shards.candidates(parts)[0].reshape(*parts.shape[:3], -1, 2)
             near, total = jax.nn.logsumexp(parts[..., 0], axis=3), jax.nn.logsumexp(parts, axis=(3, 4))
@@ -239,18 +239,18 @@ class Cascade(Stateless):
         """How many of `keys_read` are among the first `first` tokens, if distant blocks lie evenly between sinks and local ones."""
         return self._listed.keys_among(first, length, layer, page_size)
 
-    def reads_to_choose(self, length: int, page_size: int, head_dim: int, *, packed: bool, dealt_out: bool) -> tuple[int, int, int]:
+    def reads_to_choose(self, length: int, page_size: int, head_dim: int, *, packed: bool, sharded: bool) -> tuple[int, int, int]:
         """What the choice reads per KV head and layer, in a sequence of `length` tokens: elements of bounds, bytes of codes, and numbers of
         the cache's own keys that attention reads again.
 
         Sink and local keys are among these where the choice is always a step of its own. Where `selected_attention` makes it, one launch
         can read them once for both, and they are not; its plain form reads them twice. packed: whether the cache's keys are packed.
-        dealt_out: whether several devices have the pages.
+        sharded: whether several devices have the pages.
         """
         wide = dataclasses.replace(self._listed, k=-(-length // self.block_size) if self.shortlist == "all" else self.shortlist)
         sinks, listed, first_local = wide.parts(length, page_size)
         bounds = 0 if self.shortlist == "all" else -(-length // page_size) * page_size // self.block_size * 2 * head_dim
-        near = 0 if self._is_one_op and not dealt_out else sinks * self.block_size + length - first_local * self.block_size
+        near = 0 if self._is_one_op and not sharded else sinks * self.block_size + length - first_local * self.block_size
         if self._reads_cache(packed):
             return bounds, 0, (near + listed * self.block_size) * head_dim
         rows, width = index_shape(self._codes.kind, self.block_size, head_dim)

@@ -73,11 +73,11 @@ class TopBlocks(Stateless):
             sink=self.sink,
             local=self.local,
         )
-        return self._blocks(self._best_of_all(ids, query, layer, ctx) if ctx.dealt_out else ids), state
+        return self._blocks(self._best_of_all(ids, query, layer, ctx) if ctx.sharded else ids), state
 
     def attend(self, query, layer, ctx, state):
         """Select and attend in one op, which a kernel can do in one launch."""
-        if ctx.layer < self.dense_layers or ctx.dealt_out:
+        if ctx.layer < self.dense_layers or ctx.sharded:
             return select_and_attend(self, query, layer, ctx, state)
         out, _, ids = selected_attention(
             *(query, layer.pages, self._index(layer), ctx.page_table, ctx.lengths),

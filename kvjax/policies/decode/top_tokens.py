@@ -69,7 +69,7 @@ class TopTokens(Stateless):
                 f"policy {self} carries a state int32 [{batch}, {self.k}], got {given}: start from policy.init, or leave hinted out"
             )
         hint = jnp.repeat(state, num_queries, axis=0) if self.hinted else None
-        shards = ctx.shards if ctx.dealt_out else None
+        shards = ctx.shards if ctx.sharded else None
         ids = best_tokens(self.k, ctx.indexer, layer, ctx.page_table, ctx.lengths, _seen(ctx, num_queries), hint, shards)
         if self.hinted:  # an inactive row keeps its hint
             state = jnp.where((ctx.lengths > 0)[:, None], ids[:, -1], state)
@@ -109,7 +109,7 @@ def best_tokens(
 ) -> Int[Array, "B T k"]:
     """The k tokens that score best for each query, ascending, -1 where there is none. Of equal scores the earlier token wins.
 
-    shards: the mesh over whose devices pages are dealt out; page_table then names those of this device, and the list is over all of them.
+    shards: the mesh over whose devices pages are sharded; page_table then names those of this device, and the list is over all of them.
     ends: positions of the queries are [ends - T, ends). seen: tokens that each query may attend to, its own included; 0 for none.
     """
     scales = layer.index.get(INDEXER_SCALES)

@@ -55,7 +55,7 @@ def test_pages_of_a_device_are_taken_and_given_up_there():
     allocator.own(pages[:1])
     assert allocator.take_from([2]) == gone == pages[3:]  # the idle page of that device
     allocator.release(pages[:1])
-    with pytest.raises(ValueError, match="6 pages cannot be dealt out over 4 devices evenly"):
+    with pytest.raises(ValueError, match="6 pages cannot be sharded over 4 devices evenly"):
         PageAllocator(6, 4)
 
 

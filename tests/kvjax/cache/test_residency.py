@@ -214,7 +214,7 @@ MUTANTS = {
     "a step packed by page id": (
         kvjax.engine.paged_attention,
         "append_packed",
-        lambda *args, dealt_out: append_packed(*args[:-1], args[5], dealt_out=dealt_out),
+        lambda *args, sharded: append_packed(*args[:-1], args[5], sharded=sharded),
     ),
 }
 

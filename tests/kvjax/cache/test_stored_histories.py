@@ -219,7 +219,7 @@ def test_busy_histories_of_a_mesh_bring_pages_back(mesh, tmp_path, totals, monke
 
 
 def test_the_comparison_sees_a_page_on_another_device(tmp_path, monkeypatch):
-    """Pages of a prompt that are found wherever it begins are not dealt out in turn."""
+    """Pages of a prompt that are found wherever it begins are not sharded in turn."""
     monkeypatch.setattr(BusyMeshHistory, "shared", {"mesh": mesh_of("tensor 2 context 2")})
     monkeypatch.setattr(prefix_cache, "Place", lambda first, key: key)
     with pytest.raises(AssertionError, match="differ"):

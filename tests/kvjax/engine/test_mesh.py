@@ -250,7 +250,7 @@ def test_packed_pages_of_a_mesh_have_the_same_bits_in_any_company(mesh, tmp_path
 def test_open_pages_that_one_device_alone_keeps_would_show(tmp_path, monkeypatch):
     monkeypatch.setattr(MeshHistory, "shared", {"mesh": mesh_of("context 2"), "cache_format": "int8"})
     honest = paged_attention.append_packed
-    monkeypatch.setattr(paged_attention, "append_packed", lambda *given, dealt_out: honest(*given, dealt_out=False))
+    monkeypatch.setattr(paged_attention, "append_packed", lambda *given, sharded: honest(*given, sharded=False))
     with pytest.raises(AssertionError, match="sequences differ"):
         run_histories(model_of("llama"), range(3), tmp_path, dataclasses.replace(FEW, policies=("quest:1",)), MeshHistory)
 
@@ -424,7 +424,7 @@ def without_exchange(monkeypatch, method):
         "rows_of": lambda self, table, ids, count, dtype=None: self.sum(table[ids % table.shape[0]]),
         "over_heads": lambda self, copies, *sums: sums,
         "joined": lambda self, x: jax.numpy.tile(x, self.tensor),
-        "brought": lambda self, pool, rows: jax.numpy.tile(pool[rows.reshape(-1)], (self.context, *[1] * (pool.ndim - 1))),
+        "gathered": lambda self, pool, rows: jax.numpy.tile(pool[rows.reshape(-1)], (self.context, *[1] * (pool.ndim - 1))),
     }
     of_rows = {
         "whole_rows": lambda shards, x: jax.numpy.tile(x, (1, shards.row_parts, *[1] * (x.ndim - 2))),
@@ -439,7 +439,7 @@ def without_exchange(monkeypatch, method):
 
 
 ROW_MUTANTS = ["by_queries", "whole_rows", "own_rows"]
-MUTANTS = ["sum", "merged", "candidates", "own_heads", "own_table", "rows_of", "over_heads", "joined", "brought", *ROW_MUTANTS]
+MUTANTS = ["sum", "merged", "candidates", "own_heads", "own_table", "rows_of", "over_heads", "joined", "gathered", *ROW_MUTANTS]
 
 
 @pytest.mark.quick_but("sum", "candidates")

@@ -425,8 +425,8 @@ def _packed_early(real):
 def _another_row(real):
     """Tokens of a step go to the row of another sequence."""
 
-    def append_packed(layer, k, v, positions, valid, table, rows, *more, dealt_out):
-        return real(layer, k, v, positions, valid, table, (rows + 1) % 2, *more, dealt_out=dealt_out)
+    def append_packed(layer, k, v, positions, valid, table, rows, *more, sharded):
+        return real(layer, k, v, positions, valid, table, (rows + 1) % 2, *more, sharded=sharded)
 
     return append_packed
 

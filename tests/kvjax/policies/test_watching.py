@@ -231,7 +231,7 @@ def test_on_a_mesh_all_devices_run_the_same_program(one_layer, prompts, ran, ten
 
 
 def test_a_mesh_that_deals_out_pages_is_refused_by_a_sentence(one_layer):
-    with pytest.raises(ValueError, match="pages are dealt out"):
+    with pytest.raises(ValueError, match="pages are sharded"):
         engine_of(one_layer, mesh=mesh(context=2))
 
 

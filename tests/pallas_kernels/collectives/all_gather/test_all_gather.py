@@ -98,7 +98,7 @@ def test_a_launch_waits_for_the_one_before():
 
 @pytest.mark.parametrize("others", [1, 2])
 def test_on_the_outer_axis_of_a_mesh_it_lowers(others):
-    """Pages are dealt out over the outer axis."""
+    """Pages are sharded over the outer axis."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[: 4 * others]).reshape(4, others), ("context", AXIS))
 
     def device(x):
