@@ -83,14 +83,25 @@ class Sample:
             self.logprobs.append(logprob)
         ends, piece = token in self.stop_ids, ""
         if self.stream is not None and not ends:
-            piece = self.stream.push(token)
+            try:
+                piece = self.stream.push(token)
+            except ValueError as error:
+                return self._unwritten(error)
         if ends or (self.stream is not None and self.stream.stopped):
             self.finish_reason = "stop"
         elif len(self.ids) == self.sampling.max_new_tokens:
             self.finish_reason = "length"
         if self.finish_reason and self.stream is not None:
-            piece += self.stream.close()
+            try:
+                piece += self.stream.close()
+            except ValueError as error:
+                return self._unwritten(error)
         return piece
+
+    def _unwritten(self, error: ValueError) -> str:
+        """The tokenizer cannot write the text: the sample ends, and others go on."""
+        self.error, self.finish_reason = error, "error"
+        return ""
 
     def rank(self, tokens: list[int], logprobs: list[float]) -> None:
         """Keep the most likely tokens at the latest token's place, except tokens that can never be chosen."""
@@ -105,7 +116,10 @@ class Sample:
         """End it with the tokens it has. Tokens in flight are dropped."""
         self.finish_reason = "cancelled"
         if self.stream is not None:
-            self.stream.close()
+            try:
+                self.stream.close()
+            except ValueError as error:
+                self._unwritten(error)
 
     def text(self, tokenizer) -> str:
         """The text of all tokens, without a stop token at the end."""
@@ -121,11 +135,15 @@ class Sample:
 
     def completion(self, tokenizer, kv_heads: int) -> Completion:
         """Its completion. kv_heads: the KV heads of all layers, over which reads are summed."""
+        try:
+            text = "" if self.error is not None else self.text(tokenizer)
+        except ValueError as error:
+            text = self._unwritten(error)
         if self.error is not None:
             return Completion(finish_reason="error", prompt_tokens=self.handle.prompt_tokens, error=self.error)
         heads = kv_heads * max(len(self.ids) - 1, 1)  # the first token comes from prefill
         return Completion(
-            text=self.text(tokenizer),
+            text=text,
             token_ids=tuple(self.ids),
             logprobs=tuple(self.logprobs) if self.sampling.logprobs else None,
             top_logprobs=tuple(self.top_logprobs) if self.sampling.top_logprobs else None,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import io
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvjax.text.plain_texts import special_tokens
+from kvjax.text.plain_texts import decoded, special_tokens
 
 REPLACEMENT = "\ufffd"
 CONTEXT = 8
@@ -33,8 +34,9 @@ class TextStream:
         self._tokenizer = tokenizer
         self._ids: list[int] = list(context[-CONTEXT:])
         self._anchor, self._done = 0, len(self._ids)  # decode from `anchor`; ids before `done` are already in the text
-        while self._done and self._decode(self._done).endswith(REPLACEMENT):
-            self._done -= 1  # a character that the context begins comes whole
+        with contextlib.suppress(ValueError):  # `push` says so
+            while self._done and self._decode(self._done).endswith(REPLACEMENT):
+                self._done -= 1  # a character that the context begins comes whole
         self._specials = special_tokens(tokenizer) if stop else {}
         self._stops = _Stops(stop)
         self._stops_with_specials = _Stops([text for text in stop if any(special in text for special in self._specials.values())])
@@ -52,7 +54,7 @@ class TextStream:
         """The text that this token makes certain; `stopped` is set if it completes a stop string."""
         if (special := self._specials.get(token)) is not None and (cut := self._see(special)) is not None:
             return self._end(self._length - cut)
-        if not self._tokenizer.decode([token], skip_special_tokens=True) and self._tokenizer.decode([token], skip_special_tokens=False):
+        if not decoded(self._tokenizer, [token]) and decoded(self._tokenizer, [token], skip_special_tokens=False):
             return ""  # a special token has no text, and would be decoded again and again
         self._ids.append(token)
         before, after = self._decode(self._done), self._decode(len(self._ids))
@@ -84,7 +86,7 @@ class TextStream:
         return ""
 
     def _decode(self, stop: int) -> str:
-        return self._tokenizer.decode(self._ids[self._anchor : stop], skip_special_tokens=True)
+        return decoded(self._tokenizer, self._ids[self._anchor : stop])
 
     def _emit(self, piece: str, done: int) -> str:
         """Add a piece of text, the last of tokens up to `done`, and return what is certain."""
@@ -190,10 +192,10 @@ def token_text(tokenizer: Any, before: Sequence[int], token: int) -> tuple[str, 
     where the tokenizer does not tell them.
     """
     window = list(before[-CONTEXT:])
-    start, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (window, [*window, token]))
+    start, whole = (decoded(tokenizer, ids) for ids in (window, [*window, token]))
     if whole != start and whole.startswith(start) and not whole.endswith(REPLACEMENT):
         return whole[len(start) :], whole[len(start) :].encode()
-    alone = tokenizer.decode([token], skip_special_tokens=False)
+    alone = decoded(tokenizer, [token], skip_special_tokens=False)
     own = _bytes_of(tokenizer, token) if REPLACEMENT in start[-1:] + whole[-1:] else alone.encode()
     if own is None:
         return alone, None
@@ -204,10 +206,13 @@ def token_text(tokenizer: Any, before: Sequence[int], token: int) -> tuple[str, 
 
 
 def _bytes_of(tokenizer: Any, token: int) -> bytes | None:
-    """The bytes that a token stands for: of `<0xNN>`, or of the alphabet in which byte-level tokenizers write bytes."""
+    """The bytes that a token stands for: of `<0xNN>`, or of the alphabet in which byte-level tokenizers write bytes. None for others,
+    such as ids of the model beyond the tokenizer's."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     written = tokenizer.convert_ids_to_tokens(int(token))
+    if written is None:
+        return None
     if match := re.fullmatch("<0x([0-9A-Fa-f]{2})>", written):
         return bytes.fromhex(match[1])
     byte_of = {character: byte for byte, character in bytes_to_unicode().items()}

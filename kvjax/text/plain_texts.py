@@ -13,6 +13,10 @@ _PRIVATE = range(0xE000, 0xF8FF)
 """Unicode's private characters. Those that no text holds can mark places in texts."""
 
 
+PASSED_ON = (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError)
+"""What is raised in a tokenizer but is not about its text."""
+
+
 def special_tokens(tokenizer: Any) -> dict[int, str]:
     """Texts of the tokens that a decoded text leaves out, by id."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -26,8 +30,20 @@ def tokenized(tokenizer: Any, text: str, **options: Any) -> Mapping[str, Any]:
         return tokenizer(text, **options)
     except UnicodeEncodeError as error:
         raise ValueError(f"the text holds half of a surrogate pair at character {error.start}, which is not text") from None
-    except Exception as error:  # a tokenizer may raise anything; it concerns only this text
+    except PASSED_ON:
+        raise
+    except BaseException as error:  # a tokenizer may raise anything, Rust's PanicException too; it concerns only this text
         raise ValueError(f"the tokenizer cannot read this text: {error!s:.200}") from error
+
+
+def decoded(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    """The text of token ids. ValueError if the tokenizer cannot write it."""
+    try:
+        return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+    except PASSED_ON:
+        raise
+    except BaseException as error:
+        raise ValueError(f"the tokenizer cannot write the text of these tokens: {error!s:.200}") from error
 
 
 class PlainTexts:
@@ -48,7 +64,7 @@ class PlainTexts:
         size, template = len(tokenizer) if hasattr(tokenizer, "__len__") else 0, str(getattr(tokenizer, "chat_template", None))
         self._tokenizer, self._known = tokenizer, _known(tokenizer, size, template)
         held: set[str] = set()
-        _each_text(list(texts), lambda text: held.update(text) or text)
+        each_text(list(texts), lambda text: held.update(text) or text)
         marks = list(itertools.islice((mark for mark in map(chr, _PRIVATE) if mark not in held), 2))
         if len(marks) < 2:
             raise ValueError("the messages hold all private characters of Unicode, U+E000 to U+F8FE: leave two of them out")
@@ -57,7 +73,7 @@ class PlainTexts:
 
     def mark(self, value: Any, *, answer: bool = False) -> Any:
         """The value, a text or lists and mappings of texts, with marks. answer: whether it is an answer of the model."""
-        return _each_text(value, lambda text: _marked(text, self._known.special if answer else self._known.all, self._begins, self._cuts))
+        return each_text(value, lambda text: _marked(text, self._known.special if answer else self._known.all, self._begins, self._cuts))
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a text with marks. ValueError if a special token is marked, and the tokenizer does not tell places of tokens."""
@@ -173,10 +189,10 @@ def _harmless(value: Any) -> Any:
     return [_harmless(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+def each_text(value: Any, change: Callable[[str], str]) -> Any:
     """The value, with each text in it changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {_each_text(key, change): _each_text(each, change) for key, each in value.items()}
-    return [_each_text(each, change) for each in value] if isinstance(value, list | tuple) else value
+        return {each_text(key, change): each_text(each, change) for key, each in value.items()}
+    return [each_text(each, change) for each in value] if isinstance(value, list | tuple) else value

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.text.checkpoint_files import AGAIN, check_pointer, first_line, is_file, read_json
+from kvjax.text.plain_texts import PASSED_ON
 from kvjax.text.transformers_import import import_transformers
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ def read_tokenizer(folder: Path) -> Any:
         tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         tokenizer.init_kwargs.pop("auto_map", None)  # it would be saved with a model
         return tokenizer
-    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+    except PASSED_ON:
         raise
     except BaseException as error:  # for a damaged file the libraries below raise bare Exception, and Rust's PanicException
         for file in filter(Path.is_file, folder.glob("tokenizer*")):

@@ -53,9 +53,11 @@ def answered(record: Record, completion: Completion, *, model: str, tokenizer: A
     counts = {"prompt_tokens": completion.prompt_tokens, "generated_tokens": generated, "blocks_per_step": blocks, "keys_per_step": keys}
     found = all_of(choice.missed for choice in choices)
     missed = None if found is None else dataclasses.asdict(found)
-    output = (
-        _plain(record, choices, counts, missed) if record.endpoint is None else _openai(record, choices, counts, missed, model, tokenizer)
-    )
+    try:
+        plain = record.endpoint is None
+        output = _plain(record, choices, counts, missed) if plain else _openai(record, choices, counts, missed, model, tokenizer)
+    except ValueError as error:  # the tokenizer cannot write the text of a token
+        return refused(record, str(error))
     if finite(output) is not output:
         return refused(record, "the model gave log-probabilities that are not finite; try --dtype float32")
     return Result(record.line, output, failed=False, samples=len(choices), found_tokens=completion.found_tokens, missed=missed, **counts)

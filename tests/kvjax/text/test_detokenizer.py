@@ -215,6 +215,16 @@ def test_the_first_token_keeps_its_space():
     assert stream.push(space) + stream.push(a) == " aa"
 
 
+@pytest.mark.parametrize("name", REAL)
+def test_an_id_beyond_the_tokenizers_has_no_text(name):
+    """As of a model whose table is wider than its vocabulary. It comes after bytes that are no whole character, too."""
+    tokenizer = REAL[name]
+    part = tokenizer("é", add_special_tokens=False)["input_ids"][:1]
+    for before in ([], part):
+        text, own = token_text(tokenizer, before, len(tokenizer) + 5)
+        assert (text, own) in (("", b""), ("", None)), (text, own)
+
+
 @pytest.mark.parametrize("cut", [1, 2])
 def test_a_torn_last_character_is_shown_as_such(cut):
     stream = TextStream(Bytes())

@@ -198,6 +198,38 @@ def test_what_a_tokenizer_raises_concerns_its_record_alone(engine, model, monkey
     assert "the tokenizer cannot read this text" in found["short"]["error"]
 
 
+class Panic(BaseException):
+    """As Rust's PanicException, no Exception."""
+
+
+def test_a_tokenizer_that_panics_concerns_its_record_alone(engine, model, monkeypatch):
+    """Encoding a prompt, writing an answer, and writing the text of one token."""
+
+    class Panics(type(model.tokenizer)):
+        def __call__(self, text, *args, **kwargs):
+            if "amber amber" in text:
+                raise Panic("retry-limit-in-match over")
+            return super().__call__(text, *args, **kwargs)
+
+        def decode(self, ids, *args, **kwargs):
+            if self.word in ids:
+                raise Panic("range end index 1 out of range")
+            return super().decode(ids, *args, **kwargs)
+
+    expected = answers(engine, RECORDS)
+    monkeypatch.setattr(model.tokenizer, "__class__", Panics)
+    monkeypatch.setattr(model.tokenizer, "word", None, raising=False)
+    found = answers(engine, [*RECORDS, {"id": "bad", "prompt": "amber amber"}])
+    assert "the tokenizer cannot read this text: retry-limit-in-match over" in found.pop("bad")["error"]
+    assert found == expected
+    record = {"id": "it", "prompt": "amber basil", "max_new_tokens": 4, "ignore_eos": True, "logprobs": True}
+    monkeypatch.setattr(model.tokenizer, "word", answers(engine, [record])["it"]["token_ids"][1])
+    for stop in ({}, {"stop": ["never there"]}):
+        found = answers(engine, [record | stop])
+        assert "the tokenizer cannot write the text of these tokens: range end index" in found["it"]["error"]
+    assert engine.allocators["full"].free == engine.allocators["full"].total
+
+
 def test_options_reach_the_chat_template(engine, model, monkeypatch):
     monkeypatch.setattr(model.tokenizer, "chat_template", "{{ messages[0].content }}{% if loud %} coral{% endif %}")
     messages = [{"role": "user", "content": "amber basil"}]
