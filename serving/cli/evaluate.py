@@ -19,7 +19,6 @@ from kvjax.serving.cli.options import (
     MEMORY,
     MODEL,
     NOT_MEASURED,
-    POLICY,
     EngineOptions,
     SeedOption,
     TextOption,
@@ -28,6 +27,7 @@ from kvjax.serving.cli.options import (
     option,
     parse_lengths,
     read_texts,
+    several_policies,
     takes_engine,
     whole,
 )
@@ -62,16 +62,7 @@ class Records(Journal):
         self.done[entry["unit"]] = entry["record"]
 
 
-CompareOption = Annotated[
-    list[str] | None,
-    option(
-        "Decode policy to compare with dense, as top:8; may be given several times: `kvjax policies` lists the names. 'baselines': ways to "
-        f"choose 4 blocks, by bounds, means, keys in few bits, a share of attention, and the oracle. [default: {', '.join(POLICIES)}]",
-        "--policy",
-        "-p",
-        panel=POLICY,
-    ),
-]
+BASELINES_TOO = " 'baselines': ways to choose 4 blocks, by bounds, means, keys in few bits, a share of attention, and the oracle."
 FormatsOption = Annotated[
     list[str] | None,
     option(
@@ -93,7 +84,7 @@ SchemesOption = Annotated[
     first=("model", "policy", "lengths", "text", "out"),
     without=("prefill", "max_batch", *NOT_MEASURED),
     model="needle",
-    policy=CompareOption,
+    policy=several_policies(", ".join(POLICIES), BASELINES_TOO),
     cache_format=FormatsOption,
     weights=SchemesOption,
 )

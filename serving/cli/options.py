@@ -235,14 +235,6 @@ MaxPositionsOption = Annotated[
     ),
 ]
 _NAMES = "`kvjax policies` lists the names"
-PoliciesOption = Annotated[
-    list[str] | None,
-    option(f"What a decode step reads, as top:8; may be given several times, to compare: {_NAMES}.", "--policy", "-p", panel=POLICY),
-]
-PrefillsOption = Annotated[
-    list[str] | None,
-    option(f"How the prompt attends to itself, as bounds:32; may be given several times, to compare: {_NAMES}.", panel=POLICY),
-]
 PageSizeOption = Annotated[int, option("Tokens per page of the cache.", panel=MEMORY, **whole())]
 ChunkOption = Annotated[int, option("Tokens prefilled at a time, a multiple of the page size.", panel=MEMORY, **whole())]
 CacheFormatOption = Annotated[
@@ -275,6 +267,21 @@ ImplementationOption = Annotated[
 ]
 
 
+_OWN = "dense; tokens:K for models with an indexer of tokens"
+
+
+def several_policies(default: str = _OWN, more: str = "") -> Any:
+    """The option of several decode policies. default: those without it. more: what the help says of them, too."""
+    text = f"What a decode step reads, as top:8; may be given several times: {_NAMES}.{more} [default: {default}]"
+    return Annotated[list[str] | None, option(text, "--policy", "-p", panel=POLICY)]
+
+
+def several_prefills(default: str) -> Any:
+    """The option of several prefill policies. default: those without it."""
+    text = f"How the prompt attends to itself, as bounds:32; may be given several times: {_NAMES}. [default: {default}]"
+    return Annotated[list[str] | None, option(text, panel=POLICY)]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """A model and its engine, as the command line gives them: the options that commands share. A command takes those that `takes_engine`
@@ -283,7 +290,7 @@ class EngineOptions:
 
     model: ModelOption
     policy: Annotated[str | None, option(
-        f"What each decode step reads, as top:8: {_NAMES}. [default: dense; tokens:K for models with an indexer of tokens]",
+        f"What each decode step reads, as top:8: {_NAMES}. [default: {_OWN}]",
         "--policy", "-p", panel=POLICY,
     )] = None  # fmt: skip
     max_missed: Annotated[float | None, option(
@@ -292,7 +299,7 @@ class EngineOptions:
         panel=POLICY, **number(above=0, most=1),
     )] = None  # fmt: skip
     prefill: Annotated[str | None, option(
-        f"How the prompt attends to itself, as bounds:32: {_NAMES}. [default: as for --policy]",
+        f"How the prompt attends to itself, as bounds:32: {_NAMES}. [default: {_OWN}]",
         panel=POLICY,
     )] = None  # fmt: skip
     max_batch: Annotated[int, option("Sequences decoded together.", panel=MEMORY, **whole(most=MAX_BATCH))] = 8

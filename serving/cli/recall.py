@@ -12,12 +12,12 @@ from kvjax.serving.cli.options import (
     POLICY,
     EngineOptions,
     JsonOption,
-    PrefillsOption,
     SeedOption,
     TextOption,
     option,
     parse_lengths,
     read_texts,
+    several_prefills,
     takes_engine,
     whole,
 )
@@ -29,7 +29,7 @@ PREFILLS = ("bounds:32+sparse",)
     first=("model", "prefill", "lengths", "text", "json_out"),
     without=("policy", "max_batch", "cache_format", *NOT_MEASURED),
     model="needle",
-    prefill=PrefillsOption,
+    prefill=several_prefills(", ".join(PREFILLS)),
 )
 def recall_command(
     engine: EngineOptions,

@@ -18,11 +18,11 @@ from kvjax.serving.cli.options import (
     OUTPUT,
     POLICY,
     EngineOptions,
-    PoliciesOption,
     byte_count,
     named_as_options,
     number,
     option,
+    several_policies,
     takes_engine,
     token_count,
     whole,
@@ -45,7 +45,7 @@ FolderOption = Annotated[
 @takes_engine(
     first=("model", "policy", "http_port", "max_batch", "state"),
     without=("reuse", "reuse_any", *ALONE),
-    policy=PoliciesOption,
+    policy=several_policies(more=" Sessions may name any of them."),
     host_memory=IdleOption,
     disk=FolderOption,
 )
