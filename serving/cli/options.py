@@ -411,19 +411,8 @@ class EngineOptions:
 ALONE = ("data", "coordinator", "processes", "process")
 """Options of engines that share their work."""
 
-NOT_MEASURED = (
-    "max_missed",
-    "pages",
-    "device_memory",
-    "reuse",
-    "reuse_any",
-    "host_memory",
-    "disk",
-    "disk_size",
-    "tensor",
-    "context",
-    *ALONE,
-)
+STORES = ("reuse", "reuse_any", "host_memory", "disk", "disk_size")
+NOT_MEASURED = ("max_missed", "pages", "device_memory", *STORES, "tensor", "context", *ALONE)
 """Options of engines that commands which compare policies do without: each makes its own pool, on one device."""
 
 
