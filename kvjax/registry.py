@@ -59,6 +59,11 @@ def lives_in(kind: str, word: str, module: str, name: str) -> None:
     _homes[kind, word] = module, name
 
 
+def forms_of(forms: str) -> list[str]:
+    """Known names, each with what explains it."""
+    return [form.strip() for form in _FORM.findall(forms)]
+
+
 def plain(forms: str) -> str:
     """Known names without what explains them."""
     return re.sub(r" \([^()]*\)", "", forms)
@@ -128,7 +133,7 @@ class Registry:
     def _known(self, name: str) -> str:
         """What to write in place of an unknown name: the forms that begin with its word if there are some, else all, in short."""
         word = name.partition(":")[0]
-        own = [form for form in map(str.strip, _FORM.findall(self.forms)) if re.split(r"[: ]", form)[0] == word]
+        own = [form for form in forms_of(self.forms) if re.split(r"[: ]", form)[0] == word]
         return f"; write it as {' or '.join(own)}" if own else f"; there are {plain(self.forms)}; docs/policies.md explains them"
 
     def built_in(self, name: str) -> Any | None:

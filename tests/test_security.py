@@ -99,6 +99,7 @@ TYPED = {
     "serving/cli/evaluate.py": "options",
     "serving/cli/needle.py": "options",
     "serving/cli/plan.py": "options",
+    "serving/cli/policies.py": "an argument",
     "serving/harness.py": "arguments of an adapter",
 }
 """The files that load policies by name, and what they take the names from: what a user typed. No other may."""
@@ -117,7 +118,7 @@ def test_policies_are_loaded_only_by_names_that_users_typed():
 def test_names_that_this_process_has_made_itself_are_known(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(
-        (ROOT / "tests" / "serving" / "test_security.py")
+        (ROOT / "tests" / "serving" / "server" / "test_security.py")
         .read_text()
         .partition('MINE = """')[2]
         .partition('"""')[0]

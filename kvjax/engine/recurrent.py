@@ -44,7 +44,7 @@ def prefill(
 def step(
     layer: SlotLayer, rows: Int[Array, "B"], given: Recurrence, written: Int[Array, "B"], active: Bool[Array, "B"]
 ) -> tuple[Float[Array, "B T H Dv"], SlotLayer]:
-    """The recurrence of a decode step: T tokens of every active row, after the `written` ones. T is at most MOST_TOKENS and a page.
+    """The recurrence of a decode step: T tokens of every active row, after the `written` ones. T is at most MAX_STEP_TOKENS and a page.
 
     `written` of the next call says how many of them stay; the others are never read. Returns what the tokens read, and the layer.
     """

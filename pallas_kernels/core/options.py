@@ -28,5 +28,8 @@ def _written_at(path: Path) -> int | None:
 
 
 JsonOption = Annotated[
-    Path | None, typer.Option("--json", callback=_checked, help="File for the figures and their provenance.", show_default=False)
+    Path | None,
+    typer.Option(
+        "--json", callback=_checked, help="File for the figures and their provenance.", show_default=False, rich_help_panel="Output"
+    ),
 ]

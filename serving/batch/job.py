@@ -38,6 +38,7 @@ from kvjax.serving.batch.records import Defaults, Record, read, request_of
 from kvjax.serving.batch.results import Result, Summary, answered, named, refused
 from kvjax.serving.batch.resume import CHECKPOINT, SAID, checkpoint_of, of_defaults
 from kvjax.serving.progress import JobProgress
+from kvjax.text.plain_texts import tokenized
 from kvjax.text.token_bounds import LONG
 
 if TYPE_CHECKING:
@@ -173,8 +174,8 @@ def answer_records(
     wrong: deque[Result] = deque(refused(record, record.error) for record in records if record.error is not None)
     running: set[int] = set()
     positions = positions_of(engines[0])
-    with contextlib.suppress(Exception):  # the first call settles truncation and padding, which two threads must not do at once
-        model.tokenizer("a")
+    with contextlib.suppress(ValueError):  # the first call settles truncation and padding, which two threads must not do at once
+        tokenized(model.tokenizer, "a")
 
     def requests() -> Iterator[Request | None]:
         ordered = sorted((record for record in records if record.error is None), key=lambda record: -record.size)

@@ -1,9 +1,9 @@
-"""How the engine of a batch job is made: by the command line in its own process, or by each replica of a job over a cluster."""
+"""How an engine is made: by the commands of `kvjax` in their own process, or by each replica of a batch job over a cluster."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from kvjax.axes import mesh, plan_sizes
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from kvjax.engine.store_options import StoreOptions
     from kvjax.model.protocols import Model
+    from kvjax.scheduler.processes import Processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +32,9 @@ class Setup:
 
     model: folder, hub id or "needle". dtype, weights, lora, max_positions: as in `kvjax.load`. slots: sequences decoded together.
     steps_per_launch: as in `kvjax.Scheduler`. stores: where pages may lie besides the device, and whether they are kept. tensor, context:
-    of a mesh (`kvjax.mesh`). data: how many engines, each on devices of its own (`kvjax.replicas`). The others: as in `Engine`. pages,
-    device_bytes: if both are None, the pool has the pages that the job needs, or as many as fit. left_out: options of the command line that
-    were not typed and have a value by default.
+    of a mesh (`kvjax.mesh`). data: how many engines, each on devices of its own (`kvjax.replicas`). others: more decode policies that the
+    engine can run. The rest: as in `Engine`. pages, device_bytes: if both are None, `fitted` says how many pages the pool has. left_out:
+    options of the command line that were not typed and have a value by default.
     """
 
     model: str
@@ -55,6 +56,7 @@ class Setup:
     lora: tuple[str, ...] = ()
     cache_format: str | None = None
     left_out: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
     def mesh(self) -> Mesh | None:
         """The mesh of the engine, or of the first of several; None for one engine on one device."""
@@ -82,23 +84,50 @@ class Setup:
         }
         return typed | {"--reuse-any": self.stores.get("reuse") == "any" or None, **dict.fromkeys(self.left_out)}
 
+    def agree(self, job: Processes) -> None:
+        """ValueError, in all processes of a job, unless each was given this. The model may lie in another folder there: what it holds is
+        compared when it is loaded."""
+        job.agree({name: value for name, value in vars(self).items() if name not in ("model", "lora", "left_out")})
+
+    def plan(self, model: Model) -> MemoryPlan:
+        """The memory plan of the engine beside the loaded weights."""
+        engine_sizes(self.page_size, self.prefill_chunk, (self.slots,))
+        split = {"page_size": self.page_size, "prefill_chunk": self.prefill_chunk, "mesh": self.mesh(), "cache_format": self.cache_format}
+        declared = PolicySet(model, self.policy, self.others, self.prefill, **split)
+        return planned(declared, self.slots, weights_bytes=0, **plan_sizes(split["mesh"]))
+
     def sized(self, model: Model, records: Iterable[Record]) -> Setup:
         """This, with the number of pages, where it is not given: as the records need them, if they fit beside the weights."""
+        return self.fitted(model, lambda: pages_of_job(records, model, self.slots, self.page_size))
+
+    def fitted(self, model: Model, needed: Callable[[], int], *, tokens: int | None = None) -> Setup:
+        """This, with the number of pages, where it is not given: those needed, if they fit beside the weights, else as many as fit.
+
+        tokens: of the one sequence that needs them. ValueError if the memory of the device and of the host has no room for it.
+        """
         if self.pages is not None or self.device_bytes is not None:
             return self
-        needed = pages_of_job(records, model, self.slots, self.page_size)
-        sizes = self.page_size, self.prefill_chunk, self.slots
-        plan = plan_beside_weights(model, self.policy, self.prefill, *sizes, self.mesh(), self.cache_format)
-        return dataclasses.replace(self, pages=max(1, min(needed, plan.pages_that_fit)))
+        wanted, plan = needed(), self.plan(model)
+        if tokens is not None and wanted > plan.pages_that_fit and self.stores.get("host_bytes") is None:
+            raise ValueError(
+                f"{tokens:,} tokens take {wanted:,} pages, but memory has room for {plan.pages_that_fit:,} beside the weights: shorten the "
+                "prompt, choose a smaller --dtype, give --host-memory, or give --pages to try anyway"
+            )
+        return dataclasses.replace(self, pages=max(1, min(wanted, plan.pages_that_fit)))
 
     def engines(self, model: Model) -> list[Engine]:
         """New engines for the loaded model."""
-        sizes = {"pages": self.pages, "device_bytes": self.device_bytes, "prefill": self.prefill}
+        sizes = {"pages": self.pages, "device_bytes": self.device_bytes, "prefill": self.prefill, "policies": self.others}
         sizes |= {"page_size": self.page_size, "prefill_chunk": self.prefill_chunk}
         sizes |= {"batch_buckets": (self.slots,), "cache_format": self.cache_format, **self.stores}
         if self.data == 1:
             return [Engine(model, self.policy, mesh=self.mesh(), **sizes)]
         return replicas(model, self.policy, data=self.data, tensor=self.tensor, context=self.context, **sizes)
+
+    def engine_for(self, model: Model, tokens: int) -> Engine:
+        """A new engine for one sequence of up to `tokens` tokens. ValueError if it does not fit."""
+        (engine,) = self.fitted(model, lambda: max(1, -(-tokens // self.page_size)), tokens=tokens).engines(model)
+        return engine
 
     def describe(self, engine: Engine) -> str:
         """What the command line says about the engine."""
@@ -119,23 +148,6 @@ def planned(declared: PolicySet, sequences: int, **fields: Any) -> MemoryPlan:
     sizes = {"page_size": declared.page_size, "prefill_chunk": declared.prefill_chunk, "sequences": sequences}
     known = {"indexes": declared.indexes, "reach": declared.reach, "cache_format": declared.cache_format}
     return memory_plan(declared.model.config, **sizes, **(known | fields))
-
-
-def plan_beside_weights(
-    model: Model,
-    policy: str | None,
-    prefill: str | None,
-    page_size: int,
-    prefill_chunk: int,
-    sequences: int,
-    mesh: Mesh | None = None,
-    cache_format: str | None = None,
-) -> MemoryPlan:
-    """The memory plan of an engine beside loaded weights."""
-    engine_sizes(page_size, prefill_chunk, (sequences,))
-    sizes = {"page_size": page_size, "prefill_chunk": prefill_chunk, "mesh": mesh, "cache_format": cache_format}
-    declared = PolicySet(model, policy, (), prefill, **sizes)
-    return planned(declared, sequences, weights_bytes=0, **plan_sizes(mesh))
 
 
 def pages_of_job(records: Iterable[Record], model: Model, slots: int, page_size: int) -> int:

@@ -25,13 +25,16 @@ from kvjax.serving.cli.generate import generate_command, score_command
 from kvjax.serving.cli.needle import needle_command
 from kvjax.serving.cli.options import (
     MAX_BATCH,
+    InPanels,
     SeedOption,
     WholeSentences,
+    option,
     png,
     token_count,
     whole,
 )
 from kvjax.serving.cli.plan import plan_command, quantize_command
+from kvjax.serving.cli.policies import policies_command
 from kvjax.serving.cli.recall import recall_command
 from kvjax.serving.cli.serve import serve_command
 from pallas_kernels.core.optional import MissingExtra, needs_extras
@@ -51,8 +54,8 @@ _traceback = contextvars.ContextVar("traceback", default=False)
 
 @app.callback(invoke_without_command=True)
 def options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-    show_traceback: Annotated[bool, typer.Option("--traceback", help="On an error, print the full traceback.")] = False,
+    version: Annotated[bool, option("Print the version and exit.", "--version")] = False,
+    show_traceback: Annotated[bool, option("On an error, print the full traceback.", "--traceback")] = False,
 ) -> None:
     """Long-context language-model inference in JAX: batch jobs, single prompts, sessions, scores and needle tests."""
     _traceback.set(show_traceback)
@@ -91,21 +94,19 @@ def main(commands: typer.Typer | None = None) -> None:
     sys.exit(status)
 
 
-app.command("batch")(batch_command)
-app.command("generate")(generate_command)
-app.command("score")(score_command)
-
-
-app.command("plan")(plan_command)
-app.command("serve")(serve_command)
+# --help lists commands in this order: those that answer prompts first.
+for name, command in {"batch": batch_command, "generate": generate_command, "score": score_command, "plan": plan_command}.items():
+    app.command(name, cls=InPanels)(command)
+app.command("serve", cls=InPanels)(serve_command)
 app.command("quantize")(quantize_command)
+app.command("policies")(policies_command)
 
 
 @app.command("demo")
 def demo_command(
-    picture: Annotated[Path, typer.Option(help="File for a picture (PNG) of the table.", **png())] = Path("demo.png"),
-    prompts: Annotated[int, typer.Option(help="How many prompts.", **whole(most=MAX_BATCH))] = 16,
-    length: Annotated[int, typer.Option(help="Tokens of each prompt, as 8192 or 8k.", **token_count(512, 32_768))] = 8192,
+    picture: Annotated[Path, option("File for a picture (PNG) of the table.", **png())] = Path("demo.png"),
+    prompts: Annotated[int, option("How many prompts.", **whole(most=MAX_BATCH))] = 16,
+    length: Annotated[int, option("Tokens of each prompt, as 8192 or 8k.", **token_count(512, 32_768))] = 8192,
     seed: SeedOption = 0,
 ) -> None:
     """Watch the embedded model answer long prompts: once reading the whole cache, then only a fixed number of pages."""
@@ -121,11 +122,9 @@ def demo_command(
 UNREAD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings of a command that takes any arguments."""
 
-# --help lists commands in this order: those that answer prompts first.
 app.command("doctor")(doctor_command)
-app.command("needle")(needle_command)
-app.command("evaluate")(evaluate_command)
-app.command("recall")(recall_command)
+for name, command in {"needle": needle_command, "evaluate": evaluate_command, "recall": recall_command}.items():
+    app.command(name, cls=InPanels)(command)
 app.add_typer(bench_app, name="bench")
 app.add_typer(cost_app, name="cost")
 

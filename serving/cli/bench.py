@@ -16,31 +16,28 @@ from kvjax.serving.cli.options import (
     WholeSentences,
     forced_to,
     named_run,
+    option,
     parse_lengths,
     whole,
 )
 
 PackedWeightsOption = Annotated[
     str,
-    typer.Option(
-        "--weights",
-        help="How weights are packed, as kvjax plan --weights takes it, or none; several by commas, each with every --cache-format.",
+    option(
+        "How weights are packed, as kvjax plan --weights takes it, or none; several by commas, each with every --cache-format.", "--weights"
     ),
 ]
 PackedPagesOption = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "How full pages are packed, as kvjax plan --cache-format takes it, or none; may be given several times. [default: none]",
         "--cache-format",
-        help="How full pages are packed, as kvjax plan --cache-format takes it, or none; may be given several times. [default: none]",
-        show_default=False,
     ),
 ]
 
-BenchDtypeOption = Annotated[str, typer.Option(help="Type of weights and cache: bfloat16, float16 or float32.")]
-TensorOption = Annotated[
-    str, typer.Option("--tensor", help="Devices over which heads, MLPs and the vocabulary are split; several by commas.")
-]
-ContextOption = Annotated[str, typer.Option("--context", help="Devices over which pages are dealt out; with several, all pairs are timed.")]
+BenchDtypeOption = Annotated[str, option("Type of weights and cache: bfloat16, float16 or float32.")]
+TensorOption = Annotated[str, option("Devices over which heads, MLPs and the vocabulary are split; several by commas.", "--tensor")]
+ContextOption = Annotated[str, option("Devices over which pages are dealt out; with several, all pairs are timed.", "--context")]
 
 MOVED = {
     "cold": "compiling cold",
@@ -70,7 +67,7 @@ class Benchmarks(WholeSentences):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the arguments name. ValueError for one that moved."""
-        for old in (args[0], *(f"{args[0]} {option}" for option in args[1:])):
+        for old in (args[0], *(f"{args[0]} {word}" for word in args[1:])):
             if old in MOVED:
                 raise ValueError(f"`kvjax bench {old}` is now `python -m benchmarks.{MOVED[old]}`, in a clone of the repository")
         return super().resolve_command(ctx, args)
@@ -99,27 +96,21 @@ def check_dtype(dtype: str) -> None:
 def decode_command(
     shape: Annotated[
         str,
-        typer.Option(
-            help="qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny, or a model folder or hub id (only its config.json is read)."
-        ),
+        option("qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny, or a model folder or hub id (only its config.json is read)."),
     ] = "qwen2.5-7b",
-    lengths: Annotated[str, typer.Option(help="Tokens in the cache, separated by commas.")] = "8k,32k,128k,512k,1m",
-    policies: Annotated[str, typer.Option(help="Decode policies, separated by commas; they take turns.")] = "dense,cascade:8,top:32",
-    batch: Annotated[int, typer.Option(help="Sequences decoded together, all of the same length.", **whole(most=MAX_BATCH))] = 1,
-    steps: Annotated[int, typer.Option(help="Steps per round; the host waits only at the end of a round.", **whole())] = 64,
-    rounds: Annotated[int, typer.Option(help="Timed rounds of every policy, after one warm-up round.", **whole())] = 5,
+    lengths: Annotated[str, option("Tokens in the cache, separated by commas.")] = "8k,32k,128k,512k,1m",
+    policies: Annotated[str, option("Decode policies, separated by commas; they take turns.")] = "dense,cascade:8,top:32",
+    batch: Annotated[int, option("Sequences decoded together, all of the same length.", **whole(most=MAX_BATCH))] = 1,
+    steps: Annotated[int, option("Steps per round; the host waits only at the end of a round.", **whole())] = 64,
+    rounds: Annotated[int, option("Timed rounds of every policy, after one warm-up round.", **whole())] = 5,
     drafts: Annotated[
-        str,
-        typer.Option(help="Tokens per sequence and step: 1; or 4, 8 or 16, of which all but one are drafts. Separate several by commas."),
+        str, option("Tokens per sequence and step: 1; or 4, 8 or 16, of which all but one are drafts. Separate several by commas.")
     ] = "1",
     steps_per_launch: Annotated[
-        str, typer.Option(help="Steps that the device runs without the host, 1 to 16; they divide --steps. Separate several by commas.")
+        str, option("Steps that the device runs without the host, 1 to 16; they divide --steps. Separate several by commas.")
     ] = "1",
     dtype: BenchDtypeOption = "bfloat16",
-    layers: Annotated[
-        int | None,
-        typer.Option(help="Run only so many layers, for small machines. [default: all of the shape]", show_default=False, **whole()),
-    ] = None,
+    layers: Annotated[int | None, option("Run only so many layers, for small machines. [default: all of the shape]", **whole())] = None,
     json_out: JsonOption = None,
     implementation: ImplementationOption = None,
     tensor: TensorOption = "1",
@@ -182,14 +173,14 @@ def _packed(weights: str, cache_format: list[str] | None) -> list[tuple[str | No
 @bench_app.command("prefill")
 def prefill_command(
     shape: Annotated[
-        str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny, or a model folder or hub id.")
+        str, option("qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny, or a model folder or hub id.")
     ] = "qwen2.5-7b",
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompt, separated by commas.")] = "32k,128k,512k,1m",
-    policies: Annotated[str, typer.Option(help="Prefill policies, separated by commas.")] = "dense,momo:128/8",
-    chunk: Annotated[int, typer.Option(help="Tokens per prefill step, a multiple of 128.", **whole())] = 8192,
-    rounds: Annotated[int, typer.Option(help="Timed runs of every prompt.", **whole())] = 1,
+    lengths: Annotated[str, option("Tokens of the prompt, separated by commas.")] = "32k,128k,512k,1m",
+    policies: Annotated[str, option("Prefill policies, separated by commas.")] = "dense,momo:128/8",
+    chunk: Annotated[int, option("Tokens per prefill step, a multiple of 128.", **whole())] = 8192,
+    rounds: Annotated[int, option("Timed runs of every prompt.", **whole())] = 1,
     dtype: BenchDtypeOption = "bfloat16",
-    layers: Annotated[int | None, typer.Option(help="Only so many layers. [default: the shape's]", show_default=False, **whole())] = None,
+    layers: Annotated[int | None, option("Only so many layers. [default: the shape's]", **whole())] = None,
     json_out: JsonOption = None,
     implementation: ImplementationOption = None,
     tensor: TensorOption = "1",

@@ -29,6 +29,7 @@ from kvjax.serving.cli.options import (
     named_as_options,
     number,
     one_of,
+    option,
     parse_lengths,
     png,
     read_json,
@@ -45,40 +46,28 @@ if TYPE_CHECKING:
     from kvjax.policies.decode import DecodePolicy
 
 
-DevicesOption = Annotated[
-    str | None,
-    typer.Option(help="Rank all meshes of so many devices, the fastest first, as 8,16 or 8..64 (8, 16, 32 and 64).", show_default=False),
-]
+DevicesOption = Annotated[str | None, option("Rank all meshes of so many devices, the fastest first, as 8,16 or 8..64 (8, 16, 32 and 64).")]
 MemoryOption = Annotated[
     float | None,
-    typer.Option(
-        help="With --devices: memory of each for weights and pages, in GiB or as 80GB; meshes that need more are refused.",
-        show_default=False,
-        **gibibytes(),
-    ),
+    option("With --devices: memory of each for weights and pages, in GiB or as 80GB; meshes that need more are refused.", **gibibytes()),
 ]
 LatencyOption = Annotated[
     float | None,
-    typer.Option(
+    option(
+        "Microseconds of an exchange between devices. Assumed, not measured; with --link-bandwidth.",
         "--exchange-latency-us",
-        help="Microseconds of an exchange between devices. Assumed, not measured; with --link-bandwidth.",
-        show_default=False,
         **number(least=0),
     ),
 ]
 LinkBandwidthOption = Annotated[
-    float | None,
-    typer.Option(
-        "--link-bandwidth", help="GB/s that a device receives from others. Assumed, not measured.", show_default=False, **number(above=0)
-    ),
+    float | None, option("GB/s that a device receives from others. Assumed, not measured.", "--link-bandwidth", **number(above=0))
 ]
 PrefillsOption = Annotated[
     str | None,
-    typer.Option(
-        "--prefill",
-        help="With --tensor and --context: what prompts of these lengths exchange by these prefill policies, separated by commas, in place "
+    option(
+        "With --tensor and --context: what prompts of these lengths exchange by these prefill policies, separated by commas, in place "
         "of a step.",
-        show_default=False,
+        "--prefill",
     ),
 ]
 
@@ -205,24 +194,21 @@ ResultsArgument = Annotated[
 ]
 LaunchOption = Annotated[
     int,
-    typer.Option(
+    option(
+        "Take rows of one device with so many steps per launch; those of several devices have their own rule.",
         "--steps-per-launch",
-        help="Take rows of one device with so many steps per launch; those of several devices have their own rule.",
         **whole(),
     ),
 ]
-NoResultsModel = Annotated[
-    str | None,
-    typer.Option("--model", "-m", help="Without results: time this model's own steps on this device, in seconds.", show_default=False),
-]
+NoResultsModel = Annotated[str | None, option("Without results: time this model's own steps on this device, in seconds.", "--model", "-m")]
 
 
 def fit_command(
     results: ResultsArgument = None,
     steps_per_launch: LaunchOption = 1,
     model: NoResultsModel = None,
-    policies: Annotated[str, typer.Option(help="With --model: policies to time besides dense, separated by commas.")] = "top:8,top:32",
-    seconds: Annotated[float, typer.Option(help="With --model: how long it may take.", **number(above=0))] = 20.0,
+    policies: Annotated[str, option("With --model: policies to time besides dense, separated by commas.")] = "top:8,top:32",
+    seconds: Annotated[float, option("With --model: how long it may take.", **number(above=0))] = 20.0,
     json_out: JsonOption = None,
 ) -> None:
     """Fit cost models to measured steps, and print their error on steps that they have not seen.
@@ -377,12 +363,9 @@ def evidence_command(
         ),
     ],
     into: Annotated[
-        Path,
-        typer.Option(dir_okay=False, help="The table: kvjax/cost_model/evidence.json or prefill_evidence.json in a checkout, or new."),
+        Path, option("The table: kvjax/cost_model/evidence.json or prefill_evidence.json in a checkout, or new.", dir_okay=False)
     ],
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", help="The model that was run, for results without its fingerprint.", show_default=False)
-    ] = None,
+    model: Annotated[str | None, option("The model that was run, for results without its fingerprint.", "--model", "-m")] = None,
     dtype: DtypeOption = None,
     max_positions: MaxPositionsOption = None,
 ) -> None:
@@ -418,63 +401,42 @@ cost_app = typer.Typer(
 
 ShapeOption = Annotated[
     str | None,
-    typer.Option(
-        help="qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny, or a model folder or hub id (only its config.json is read). "
-        "[default: that of --fit, if it is one of these names and the only one there; otherwise qwen2.5-7b]",
-        show_default=False,
+    option(
+        "qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny, or a model folder or hub id (only its config.json is read). "
+        "[default: that of --fit, if it is one of these names and the only one there; otherwise qwen2.5-7b]"
     ),
 ]
-FitOption = Annotated[
-    Path | None,
-    typer.Option("--fit", help="Cost models that kvjax cost fit wrote. [default: the built-in one of --device]", show_default=False),
-]
-DeviceOption = Annotated[str, typer.Option(help="Device whose built-in cost model is used, as JAX names it.")]
+FitOption = Annotated[Path | None, option("Cost models that kvjax cost fit wrote. [default: the built-in one of --device]", "--fit")]
+DeviceOption = Annotated[str, option("Device whose built-in cost model is used, as JAX names it.")]
 BandwidthOption = Annotated[
-    float | None,
-    typer.Option(help="Memory bandwidth of another chip, TB/s. Every figure is then a projection.", show_default=False, **number(above=0)),
+    float | None, option("Memory bandwidth of another chip, TB/s. Every figure is then a projection.", **number(above=0))
 ]
-NoOverheadOption = Annotated[
-    bool, typer.Option("--no-overhead", help="Leave out c0, a step's fixed time. Every figure is then a projection.")
-]
+NoOverheadOption = Annotated[bool, option("Leave out c0, a step's fixed time. Every figure is then a projection.", "--no-overhead")]
 
 DeviceShareOption = Annotated[
     int | None,
-    typer.Option(
+    option(
+        "What an engine's cache takes on the device, as 8GB, with --host-memory for pages that it has no room for.",
         "--device-memory",
-        help="What an engine's cache takes on the device, as 8GB, with --host-memory for pages that it has no room for.",
-        show_default=False,
         **byte_count(),
     ),
 ]
 HostShareOption = Annotated[
-    int | None,
-    typer.Option(
-        "--host-memory", help="Host memory for pages of an engine, as 56GB, with --device-memory.", show_default=False, **byte_count()
-    ),
+    int | None, option("Host memory for pages of an engine, as 56GB, with --device-memory.", "--host-memory", **byte_count())
 ]
 HitsOption = Annotated[
     float | None,
-    typer.Option(
-        help="Share, 0 to 1, of what steps list in host memory that the hot buffer holds. [default: the cost model's, which was measured]",
-        show_default=False,
+    option(
+        "Share, 0 to 1, of what steps list in host memory that the hot buffer holds. [default: the cost model's, which was measured]",
         **number(least=0, most=1),
     ),
 ]
-PackedWeightsOption = Annotated[
-    Weights | None,
-    typer.Option("--weights", help="How weights are packed. [default: not packed]", show_default=False, **one_of(Weights)),
-]
+PackedWeightsOption = Annotated[Weights | None, option("How weights are packed. [default: not packed]", "--weights", **one_of(Weights))]
 PoliciesOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Decode policies, separated by commas. [default: dense, and top:8 and top:32 if they were measured]", show_default=False
-    ),
+    str | None, option("Decode policies, separated by commas. [default: dense, and top:8 and top:32 if they were measured]")
 ]
 PanelsOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Policies, separated by commas; a panel each. [default: top:8 and top:32, if they were measured]", show_default=False
-    ),
+    str | None, option("Policies, separated by commas; a panel each. [default: top:8 and top:32, if they were measured]")
 ]
 USUAL = ("top:8", "top:32")
 """Budgets that are shown unless others are named."""
@@ -483,26 +445,23 @@ OF_STEPS = ("policies", "batches", "devices", "tier", "hits", "device_memory", "
 NOT_PACKED: dict[str, str | None] = {"weights": None, "cache_format": None}
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Batches at which `kvjax cost regimes` prints where a policy becomes faster."""
-LinkOption = Annotated[
-    float | None,
-    typer.Option(help="GB/s from host or disk; every figure is then a projection.", show_default=False, **number(above=0)),
-]
+LinkOption = Annotated[float | None, option("GB/s from host or disk; every figure is then a projection.", **number(above=0))]
 
 
 @cost_app.command("predict")
 def predict_command(
     ctx: typer.Context,
     shape: ShapeOption = None,
-    lengths: Annotated[str, typer.Option(help="Tokens in the cache, separated by commas.")] = "8k,32k,128k,512k,1m",
-    batches: Annotated[str, typer.Option(help="Sequences decoded together, separated by commas.")] = "1,8",
+    lengths: Annotated[str, option("Tokens in the cache, separated by commas.")] = "8k,32k,128k,512k,1m",
+    batches: Annotated[str, option("Sequences decoded together, separated by commas.")] = "1,8",
     policies: PoliciesOption = None,
     fit: FitOption = None,
     device: DeviceOption = "NVIDIA H200",
-    dtype: Annotated[str | None, typer.Option(help="Type of weights and cache. [default: the measured one]", show_default=False)] = None,
+    dtype: Annotated[str | None, option("Type of weights and cache. [default: the measured one]")] = None,
     weights: PackedWeightsOption = None,
     cache_format: CacheFormatOption = None,
     page_size: PageSizeOption = 128,
-    tier: Annotated[str, typer.Option(help="Where keys and values are: device, host or disk.")] = "device",
+    tier: Annotated[str, option("Where keys and values are: device, host or disk.")] = "device",
     link: LinkOption = None,
     device_memory: DeviceShareOption = None,
     host_memory: HostShareOption = None,
@@ -599,16 +558,15 @@ def _show_steps(
 def regimes_command(
     shape: ShapeOption = None,
     policies: PanelsOption = None,
-    lengths: Annotated[str, typer.Option(help="Shortest and longest, in tokens.")] = "4k,1m",
-    batches: Annotated[str, typer.Option(help="Smallest and largest.")] = "1,64",
+    lengths: Annotated[str, option("Shortest and longest, in tokens.")] = "4k,1m",
+    batches: Annotated[str, option("Smallest and largest.")] = "1,64",
     fit: FitOption = None,
     device: DeviceOption = "NVIDIA H200",
     memory: Annotated[
-        float | None,
-        typer.Option(help="For weights and cache, in GiB or as 80GB; cells that need more are grey.", show_default=False, **gibibytes()),
+        float | None, option("For weights and cache, in GiB or as 80GB; cells that need more are grey.", **gibibytes())
     ] = None,
     measured: Annotated[
-        list[Path] | None, typer.Option(help="Results of kvjax bench decode, whose cells are marked; may be given several times.")
+        list[Path] | None, option("Results of kvjax bench decode, whose cells are marked; may be given several times.")
     ] = None,
     device_memory: DeviceShareOption = None,
     host_memory: HostShareOption = None,
@@ -618,7 +576,7 @@ def regimes_command(
     no_overhead: NoOverheadOption = False,
     weights: PackedWeightsOption = None,
     cache_format: CacheFormatOption = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="File for the picture (PNG).", **png())] = Path("regime-map.png"),
+    out: Annotated[Path, option("File for the picture (PNG).", "--out", "-o", **png())] = Path("regime-map.png"),
     json_out: JsonOption = None,
 ) -> None:
     """Draw where sparse decoding is faster than dense, over length and batch, by a fitted cost model. Projections are pale.
@@ -634,9 +592,9 @@ def regimes_command(
     from pallas_kernels.core.tables import show, table
 
     ends, sizes = parse_lengths(lengths), parse_lengths(batches, "batches")
-    for option, pair, given, example in (("--lengths", ends, lengths, "4k,1m"), ("--batches", sizes, batches, "1,64")):
+    for typed, pair, given, example in (("--lengths", ends, lengths, "4k,1m"), ("--batches", sizes, batches, "1,64")):
         if len(pair) != 2 or not 1 <= pair[0] < pair[1]:
-            raise typer.BadParameter(f"needs the smallest and the largest, as {example}; got {given}", param_hint=option)
+            raise typer.BadParameter(f"needs the smallest and the largest, as {example}; got {given}", param_hint=typed)
     packed, shape = _packed(weights, cache_format), _shape_of(fit) if shape is None else shape
     cost, config = _cost_model(fit, device, shape, bandwidth, no_overhead, packed), config_of(shape)
     grid, sizes_drawn = ([int(n) for n in dict.fromkeys(np.geomspace(*pair, 65).round().astype(int))] for pair in (ends, sizes))
@@ -688,17 +646,13 @@ def _dots(files: Sequence[Path], cost: CostModel, config: ModelConfig, named: st
 @cost_app.command("choose")
 def choose_command(
     ctx: typer.Context,
-    model: Annotated[str, typer.Option("--model", "-m", help="Model folder, GGUF file, Hugging Face hub id, or 'needle'.")],
-    level: Annotated[str, typer.Option(help="How close to dense: assured, fast, or numbers as kl=0.02,loss=0.05.")] = "assured",
-    lengths: Annotated[str, typer.Option(help="Tokens in the cache, separated by commas.")] = "8k,16k,32k",
-    batches: Annotated[str, typer.Option(help="Sequences decoded together, separated by commas.")] = "1,8",
-    prefill: Annotated[
-        bool, typer.Option("--prefill", help="Show prefill instead: the chunks in which prompts of these lengths end.")
-    ] = False,
+    model: Annotated[str, option("Model folder, GGUF file, Hugging Face hub id, or 'needle'.", "--model", "-m")],
+    level: Annotated[str, option("How close to dense: assured, fast, or numbers as kl=0.02,loss=0.05.")] = "assured",
+    lengths: Annotated[str, option("Tokens in the cache, separated by commas.")] = "8k,16k,32k",
+    batches: Annotated[str, option("Sequences decoded together, separated by commas.")] = "1,8",
+    prefill: Annotated[bool, option("Show prefill instead: the chunks in which prompts of these lengths end.", "--prefill")] = False,
     prefill_chunk: ChunkOption = 512,
-    device: Annotated[
-        str | None, typer.Option(help="With --prefill: another device, as JAX names it. [default: this one]", show_default=False)
-    ] = None,
+    device: Annotated[str | None, option("With --prefill: another device, as JAX names it. [default: this one]")] = None,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
     max_positions: MaxPositionsOption = None,

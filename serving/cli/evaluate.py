@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -15,18 +16,19 @@ import typer
 from kvjax.serving.batch.journal import Journal
 from kvjax.serving.cli.options import (
     MAX_BATCH,
-    ChunkOption,
-    DtypeOption,
-    LoraOption,
-    MaxPositionsOption,
-    ModelOption,
-    PageSizeOption,
+    MEMORY,
+    MODEL,
+    NOT_MEASURED,
+    EngineOptions,
     SeedOption,
     TextOption,
     Weights,
-    load_model,
+    one_of,
+    option,
     parse_lengths,
     read_texts,
+    several_policies,
+    takes_engine,
     whole,
 )
 from pallas_kernels.core.optional import needs_extras
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 RECORDS = "records.jsonl"
 TEXT_HASH = "text with SHA-256"
+POLICIES = ("dense", "window:640", "window:4736", "cascade:8", "cascade:32", "top:8", "top:32", "quest:64")
 
 
 class Records(Journal):
@@ -59,65 +62,60 @@ class Records(Journal):
         self.done[entry["unit"]] = entry["record"]
 
 
+BASELINES_TOO = " 'baselines': ways to choose 4 blocks, by bounds, means, keys in few bits, a share of attention, and the oracle."
+FormatsOption = Annotated[
+    list[str] | None,
+    option(
+        "Run every policy also over packed pages, beside dense over unpacked ones, as int8 or k=int8,v=int4; may be given several times.",
+        panel=MEMORY,
+    ),
+]
+SchemesOption = Annotated[
+    list[Weights] | None,
+    option(
+        "Run every policy also with weights packed so, beside dense with the weights as they are stored; may be given several times.",
+        panel=MODEL,
+        **one_of(Weights),
+    ),
+]
+
+
+@takes_engine(
+    first=("model", "policy", "lengths", "text", "out"),
+    without=("prefill", "max_batch", *NOT_MEASURED),
+    model="needle",
+    policy=several_policies(", ".join(POLICIES), BASELINES_TOO),
+    cache_format=FormatsOption,
+    weights=SchemesOption,
+)
 def evaluate_command(
-    model: ModelOption = "needle",
-    policies: Annotated[
-        str,
-        typer.Option(
-            help="Decode policies, separated by commas; dense is always the reference. 'baselines': ways to choose 4 blocks, by bounds, "
-            "means, keys in few bits, a share of attention, and the oracle."
-        ),
-    ] = "dense,window:640,window:4736,cascade:8,cascade:32,top:8,top:32,quest:64",
-    lengths: Annotated[str, typer.Option(help="Tokens of whole contexts, separated by commas.")] = "8k",
+    engine: EngineOptions,
+    lengths: Annotated[str, option("Tokens of whole contexts, separated by commas.")] = "8k",
     tasks: Annotated[
-        str, typer.Option(help="Tasks to run, separated by commas: needle, multi-needle, multi-query, tracking, wordings, passage, repeat.")
+        str, option("Tasks to run, separated by commas: needle, multi-needle, multi-query, tracking, wordings, passage, repeat.")
     ] = "needle",
     haystacks: Annotated[
         str,
-        typer.Option(
-            help="Haystacks, separated by commas: loop (one paragraph over and over), prose (the text), codes (the text with facts of "
-            "the same form), near-miss (the text with facts that differ little from the one asked for)."
+        option(
+            "Haystacks, separated by commas: loop (one paragraph over and over), prose (the text), codes (the text with facts of the same "
+            "form), near-miss (the text with facts that differ little from the one asked for)."
         ),
     ] = "codes",
     text: TextOption = None,
     out: Annotated[
-        Path,
-        typer.Option("--out", "-o", file_okay=False, help="Folder for evaluation.json, evaluation.csv, pictures and records."),
+        Path, option("Folder for evaluation.json, evaluation.csv, pictures and records.", "--out", "-o", file_okay=False)
     ] = Path("evaluation"),
-    trials: Annotated[int, typer.Option(help="Trials of each task in each haystack at each length.", **whole(2, MAX_BATCH))] = 200,
-    distractors: Annotated[int, typer.Option(help="Additional facts in haystacks 'codes' and 'near-miss'.", **whole(0, MAX_BATCH))] = 16,
-    windows: Annotated[int, typer.Option(help="Disjoint pieces of the text for teacher forcing.", **whole(2, MAX_BATCH))] = 5,
-    steps: Annotated[int, typer.Option(help="Forced tokens of each window, within its length.", **whole())] = 1024,
-    free_steps: Annotated[int, typer.Option(help="Tokens generated freely, to measure the length of the exact prefix.", **whole())] = 128,
-    max_batch: Annotated[int, typer.Option(help="Contexts held and decoded together.", **whole(2, MAX_BATCH))] = 32,
+    trials: Annotated[int, option("Trials of each task in each haystack at each length.", **whole(2, MAX_BATCH))] = 200,
+    distractors: Annotated[int, option("Additional facts in haystacks 'codes' and 'near-miss'.", **whole(0, MAX_BATCH))] = 16,
+    windows: Annotated[int, option("Disjoint pieces of the text for teacher forcing.", **whole(2, MAX_BATCH))] = 5,
+    steps: Annotated[int, option("Forced tokens of each window, within its length.", **whole())] = 1024,
+    free_steps: Annotated[int, option("Tokens generated freely, to measure the length of the exact prefix.", **whole())] = 128,
+    max_batch: Annotated[int, option("Contexts held and decoded together.", panel=MEMORY, **whole(2, MAX_BATCH))] = 32,
     again: Annotated[
-        int, typer.Option(help="Of these, decoded together in the noise floor, dense again; 1 takes longest.", **whole(1, MAX_BATCH))
+        int, option("Of these, decoded together in the noise floor, dense again; 1 takes longest.", **whole(1, MAX_BATCH))
     ] = 1,
-    minutes: Annotated[
-        int | None, typer.Option(help="Begin no more work after so many minutes; the same command goes on.", show_default=False, **whole())
-    ] = None,
+    minutes: Annotated[int | None, option("Begin no more work after so many minutes; the same command goes on.", **whole())] = None,
     seed: SeedOption = 0,
-    page_size: PageSizeOption = 128,
-    prefill_chunk: ChunkOption = 512,
-    cache_format: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Run every policy also over packed pages, beside dense over unpacked ones, as int8 or k=int8,v=int4; may be given several "
-            "times.",
-            show_default=False,
-        ),
-    ] = None,
-    dtype: DtypeOption = None,
-    weights: Annotated[
-        list[Weights] | None,
-        typer.Option(
-            help="Run every policy also with weights packed so, beside dense with the weights as they are stored; may be given several "
-            "times.",
-            show_default=False,
-        ),
-    ] = None,
-    lora: LoraOption = None,
-    max_positions: MaxPositionsOption = None,
 ) -> None:
     """Compare decode policies with dense: facts found, agreement, KL and perplexity on forced text, speed, keys read.
 
@@ -130,7 +128,7 @@ def evaluate_command(
 
     from kvjax.evaluation.run import BASELINES, EvaluationRun, Plan
 
-    named = [BASELINES if name == "baselines" else (name,) for name in _listed(policies)]
+    named = [BASELINES if name == "baselines" else (name,) for name in engine.policy or POLICIES]
     plan = Plan(
         policies=tuple(itertools.chain.from_iterable(named)),
         lengths=parse_lengths(lengths),
@@ -144,15 +142,15 @@ def evaluate_command(
         batch=max_batch,
         again=again,
         seed=seed,
-        page_size=page_size,
-        prefill_chunk=prefill_chunk,
-        cache_formats=tuple(cache_format or ()),
-        weights=tuple(each.value for each in weights or ()),
+        page_size=engine.page_size,
+        prefill_chunk=engine.prefill_chunk,
+        cache_formats=tuple(engine.cache_format or ()),
+        weights=tuple(each.value for each in engine.weights or ()),
     )
     source, names = read_texts(text)
-    packed = lambda name: load_model(model, dtype, max_positions, weights=Weights(name), lora=lora)  # noqa: E731
-    loaded = load_model(model, dtype, max_positions, lora=lora)
-    run = EvaluationRun(loaded, source, plan, packed)
+    stored = dataclasses.replace(engine, weights=None)
+    loaded = stored.load()
+    run = EvaluationRun(loaded, source, plan, lambda name: stored.load(Weights(name)))
     out.mkdir(parents=True, exist_ok=True)
     try:
         records = run_units(run, out / RECORDS, describe(run), Console(stderr=True), end)
@@ -203,8 +201,6 @@ def run_units(run: EvaluationRun, path: Path, job: dict[str, Any], console: Cons
 
 def describe(run: EvaluationRun) -> dict[str, Any]:
     """Everything that a run's records depend on. It must be equal to continue an earlier run."""
-    import dataclasses
-
     import jax
 
     from kvjax.model.identity import fingerprint
@@ -224,8 +220,6 @@ def describe(run: EvaluationRun) -> dict[str, Any]:
 
 def write_report(run: EvaluationRun, records: Iterable[dict[str, Any]], out: Path, source: dict[str, Any]) -> None:
     """Summarize records, write evaluation.json, evaluation.csv and the pictures to `out`, and print tables and remarks."""
-    import dataclasses
-
     from kvjax.evaluation.plots import draw
     from kvjax.evaluation.report import frame, remarks, summarize, tables
     from pallas_kernels.core.files import replacing

@@ -9,21 +9,16 @@ import typer
 
 from kvjax.serving.cli.options import (
     MAX_BATCH,
-    POLICIES,
-    PREFILLS,
-    CacheFormatOption,
-    ChunkOption,
-    DtypeOption,
+    NOT_MEASURED,
+    EngineOptions,
     JsonOption,
-    LoraOption,
-    MaxPositionsOption,
-    ModelOption,
-    PageSizeOption,
     SeedOption,
     TextOption,
-    WeightsOption,
-    load_model,
+    option,
     read_texts,
+    several_policies,
+    several_prefills,
+    takes_engine,
     token_count,
     whole,
 )
@@ -32,43 +27,30 @@ if TYPE_CHECKING:
     from kvjax.evaluation.retrieval import NeedleResult
 
 
+@takes_engine(
+    first=("model", "policy", "length", "trials", "text"),
+    without=NOT_MEASURED,
+    model="needle",
+    policy=several_policies("dense, cascade:8"),
+    prefill=several_prefills("dense"),
+)
 def needle_command(
-    model: ModelOption = "needle",
-    policy: Annotated[
-        list[str] | None,
-        typer.Option("--policy", "-p", help=f"May be given several times: {POLICIES}. [default: dense, cascade:8]", show_default=False),
-    ] = None,
-    prefill: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Prefill policies for the haystacks, each compared with the first on the same trials; may be given several times: "
-            f"{PREFILLS}. [default: dense]",
-            show_default=False,
-        ),
-    ] = None,
+    engine: EngineOptions,
+    length: Annotated[int, option("Tokens of haystack, question and answer, as 8192 or 8k.", **token_count())] = 8192,
+    trials: Annotated[int, option("Needles to look for.", **whole(most=MAX_BATCH))] = 16,
     text: TextOption = None,
     json_out: JsonOption = None,
-    length: Annotated[int, typer.Option(help="Tokens of haystack, question and answer, as 8192 or 8k.", **token_count())] = 8192,
-    trials: Annotated[int, typer.Option(help="Needles to look for.", **whole(most=MAX_BATCH))] = 16,
-    distractors: Annotated[int, typer.Option(help="Additional needles of the same template in each haystack.", **whole(0, MAX_BATCH))] = 16,
-    max_batch: Annotated[int, typer.Option(help="Haystacks held and decoded together.", **whole(most=MAX_BATCH))] = 8,
+    distractors: Annotated[int, option("Additional needles of the same template in each haystack.", **whole(0, MAX_BATCH))] = 16,
     seed: SeedOption = 0,
-    page_size: PageSizeOption = 128,
-    prefill_chunk: ChunkOption = 512,
-    dtype: DtypeOption = None,
-    weights: WeightsOption = None,
-    cache_format: CacheFormatOption = None,
-    lora: LoraOption = None,
-    max_positions: MaxPositionsOption = None,
 ) -> None:
     """Count the needles that a model finds in a long text under each policy. Haystacks are prefilled once; questions are decoded by the
     policy.
 
     With several prefill policies everything runs once for each, and paired differences from the first are printed.
     """
-    prefills = list(dict.fromkeys(prefill or ["dense"]))
+    prefills = list(dict.fromkeys(engine.prefill or ["dense"]))
     haystack, names = read_texts(text)
-    policies = policy or ["dense", "cascade:8"]
+    policies = engine.policy or ["dense", "cascade:8"]
 
     from rich.console import Console
 
@@ -84,7 +66,7 @@ def needle_command(
         parse(name)
     for name in prefills:
         parse_prefill(name)
-    loaded = load_model(model, dtype, max_positions, weights=weights, lora=lora)
+    loaded = engine.load()
     sizes = {"length": length, "trials": trials, "distractors": distractors, "seed": seed}
     found = {}
     with bar(Console(stderr=True)) as progress:
@@ -95,17 +77,17 @@ def needle_command(
                 haystack,
                 policies,
                 **sizes,
-                batch=max_batch,
-                page_size=page_size,
-                prefill_chunk=prefill_chunk,
+                batch=engine.max_batch,
+                page_size=engine.page_size,
+                prefill_chunk=engine.prefill_chunk,
                 prefill=name,
-                cache_format=cache_format,
+                cache_format=engine.cache_format,
                 on_tokens=lambda count: progress.advance(task, count),
             )
-    packed = f", pages packed as {cache_format}" if cache_format else ""
+    packed = f", pages packed as {engine.cache_format}" if engine.cache_format else ""
     typer.echo(f"{trials} needles in {length:,} tokens, {distractors} distractors each{packed}")
     for name, results in found.items():
-        if prefill:
+        if engine.prefill:
             typer.echo(f"{parse_prefill(name).describe()}:")
         show(table(results))
         for result in results:
@@ -122,15 +104,15 @@ def needle_command(
     if json_out is not None:
         from kvjax.model.identity import fingerprint
 
-        ran = {"model": model, "fingerprint": fingerprint(loaded), "dtype": loaded.config.compute_dtype}
-        ran |= {"cache_format": cache_format} if cache_format else {}
+        ran = {"model": engine.model, "fingerprint": fingerprint(loaded), "dtype": loaded.config.compute_dtype}
+        ran |= {"cache_format": engine.cache_format} if engine.cache_format else {}
         figures = {"results": [result.figures() for result in found[prefills[0]]]}
-        if prefill:
+        if engine.prefill:
             others = [
                 {"prefill": name, "describe": parse_prefill(name).describe(), "results": [result.figures() for result in found[name]]}
                 for name in prefills[1:]
             ]
-            figures |= {"prefill": prefills[0], "prefill_chunk": prefill_chunk, "other_prefills": others, "pairs": pairs}
+            figures |= {"prefill": prefills[0], "prefill_chunk": engine.prefill_chunk, "other_prefills": others, "pairs": pairs}
         write_result(json_out, {**ran, **sizes, "text": names} | figures)
 
 

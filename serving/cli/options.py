@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import functools
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from kvjax.registry import DECODE_FORMS as POLICIES
-from kvjax.registry import PREFILL_FORMS as PREFILLS
 from pallas_kernels.core.files import read_object
 from pallas_kernels.core.options import JsonOption as JsonOption
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from kvjax.engine.store_options import StoreOptions
     from kvjax.model.protocols import Model
     from kvjax.scheduler.processes import Processes
+    from kvjax.serving.batch.setup import Setup
 
 
 LARGEST = 2**31 - 1
@@ -180,32 +182,6 @@ class Dtype(enum.StrEnum):
     float16 = "float16"
 
 
-ModelOption = Annotated[
-    str,
-    typer.Option("--model", "-m", help="Model folder, GGUF file, Hugging Face hub id, or 'needle', the small model inside this package."),
-]
-_OWN = "[default: dense; tokens:K, as trained, for models with an indexer of tokens]"
-PolicyOption = Annotated[
-    str | None, typer.Option("--policy", "-p", help=f"What each decode step reads: {POLICIES}. {_OWN}", show_default=False)
-]
-MaxMissedOption = Annotated[
-    float | None,
-    typer.Option(
-        help="Measure in some steps which share of dense's attention --policy misses, and let a KV head that misses more than this, as "
-        "0.02, read a larger budget, or every key. With 1 it only measures. [default: not measured]",
-        show_default=False,
-        **number(above=0, most=1),
-    ),
-]
-PrefillOption = Annotated[str | None, typer.Option(help=f"How the prompt attends to itself: {PREFILLS}. {_OWN}", show_default=False)]
-DtypeOption = Annotated[
-    Dtype | None,
-    typer.Option(
-        help="Type of weights and cache. [default: float32 on the CPU, else the checkpoint's]", show_default=False, **one_of(Dtype)
-    ),
-]
-
-
 class Weights(enum.StrEnum):
     """Schemes of packed weights: `kvjax.model.weight_formats.SCHEMES`."""
 
@@ -217,141 +193,293 @@ class Weights(enum.StrEnum):
     fp8_blocks = "fp8:128x128"
 
 
-WeightsOption = Annotated[
-    Weights | None,
-    typer.Option(
-        help="Pack the matrices: int8 or fp8 with one scale for each output channel or block, int4 with one for 128 inputs; fp8:tokens: "
-        "prefill rounds tokens to fp8, too. "
-        "[default: as they are stored]",
-        show_default=False,
-        **one_of(Weights),
-    ),
+MODEL, POLICY, MEMORY, DEVICES, OUTPUT = "Model", "Policy", "Memory", "Devices", "Output"
+PANELS = ("Arguments", "Options", "More options", MODEL, POLICY, MEMORY, DEVICES, "Ray cluster", OUTPUT)
+"""Panels of the help of a command, in order. What is in no panel is in the third, or in the second if a beginner needs it."""
+
+
+def option(text: str, *names: str, panel: str | None = None, **given: Any) -> Any:
+    """typer.Option with this help. Where the help says what the default is, typer does not say it again."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, show_default="[default:" not in text, **given)
+
+
+ModelOption = Annotated[
+    str,
+    option("Model folder, GGUF file, Hugging Face hub id, or 'needle', the small model inside this package.", "--model", "-m", panel=MODEL),
 ]
+DtypeOption = Annotated[
+    Dtype | None,
+    option("Type of weights and cache. [default: float32 on the CPU, else the checkpoint's]", panel=MODEL, **one_of(Dtype)),
+]
+_PACKED = (
+    "Pack the matrices: int8 or fp8 with one scale for each output channel or block, int4 with one for 128 inputs; fp8:tokens: prefill "
+    "rounds tokens to fp8, too. [default: as they are stored]"
+)
+WeightsOption = Annotated[Weights | None, option(_PACKED, panel=MODEL, **one_of(Weights))]
 LoraOption = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "LoRA adapter to merge into the weights: peft's folder or a Hub id, with a scale after it if that is not 1, as DIR:0.5; may be "
+        "given several times.",
         metavar="<folder[:scale]>",
-        help="LoRA adapter to merge into the weights: peft's folder or a Hub id, with a scale after it if that is not 1, as DIR:0.5; may "
-        "be given several times.",
-        show_default=False,
+        panel=MODEL,
     ),
 ]
 MaxPositionsOption = Annotated[
     int | None,
-    typer.Option(
-        help="The longest sequence to load the model for, as 8192 or 8k. Beyond longrope's original length, its long factors are used. "
+    option(
+        "The longest sequence to load the model for, as 8192 or 8k. Beyond longrope's original length, its long factors are used. "
         "[default: as config.json says; longrope: its original length]",
-        show_default=False,
+        panel=MODEL,
         **token_count(),
     ),
 ]
-TextOption = Annotated[
-    list[Path] | None,
-    typer.Option(help="Text file; may be given several times. [default: Python's own documentation]", show_default=False),
-]
-PageSizeOption = Annotated[int, typer.Option(help="Tokens per page of the cache.", **whole())]
+_NAMES = "`kvjax policies` lists the names"
+PageSizeOption = Annotated[int, option("Tokens per page of the cache.", panel=MEMORY, **whole())]
+ChunkOption = Annotated[int, option("Tokens prefilled at a time, a multiple of the page size.", panel=MEMORY, **whole())]
 CacheFormatOption = Annotated[
     str | None,
-    typer.Option(
-        "--cache-format",
-        help="Pack full pages of the cache: int8, int4, fp8, q8_0, q4_0, d4 or e8, or keys and values apart, as k=int8,v=int4. "
+    option(
+        "Pack full pages of the cache: int8, int4, fp8, q8_0, q4_0, d4 or e8, or keys and values apart, as k=int8,v=int4. "
         "See docs/cache-formats.md. [default: not packed]",
-        show_default=False,
+        "--cache-format",
+        panel=MEMORY,
     ),
 ]
-ChunkOption = Annotated[int, typer.Option(help="Tokens prefilled at a time, a multiple of the page size.", **whole())]
+TextOption = Annotated[list[Path] | None, option("Text file; may be given several times. [default: Python's own documentation]")]
+SeedOption = Annotated[int, option("Seed of random draws.", **whole(0, 2**32 - 1))]
 StepsPerLaunchOption = Annotated[
     int,
-    typer.Option(
-        help="Decode steps that the device runs without the host, 1 to 16. Answers do not depend on it. While a record with stop strings "
-        "runs, and with heavy:K, it is 1.",
+    option(
+        "Decode steps that the device runs without the host, 1 to 16. Answers do not depend on it. While a record with stop strings runs, "
+        "and with heavy:K, it is 1.",
+        panel=DEVICES,
         **whole(most=16),
     ),
 ]
-PagesOption = Annotated[
-    int | None, typer.Option(help="Pages in the pool. [default: as many as the job needs]", show_default=False, **whole())
-]
-TokensOption = Annotated[int, typer.Option(help="The most tokens to generate.", **whole())]
-SeedOption = Annotated[int, typer.Option(help="Seed of random draws.", **whole(0, 2**32 - 1))]
-DeviceMemoryOption = Annotated[
-    int | None,
-    typer.Option(
-        "--device-memory", help="What the cache takes on the device, as 8GB; instead of --pages.", show_default=False, **byte_count()
-    ),
-]
-TensorOption = Annotated[int, typer.Option(help="Devices over which heads, MLPs and the vocabulary are split.", **whole(most=2**12))]
+TensorOption = Annotated[int, option("Devices over which heads, MLPs and the vocabulary are split.", panel=DEVICES, **whole(most=2**12))]
 ContextOption = Annotated[
-    int, typer.Option(help="Devices over which the pages of each sequence are dealt out, a power of two.", **whole(most=2**12))
-]
-DataOption = Annotated[
-    int,
-    typer.Option(help="Replicas: engines with their own devices, --tensor x --context each, which share the records.", **whole(most=2**12)),
-]
-CoordinatorOption = Annotated[
-    str | None,
-    typer.Option(
-        help="For a job of several processes, which together have the devices of --tensor and --context: address of the first one, as "
-        "host:1234, in all of them; or 'auto', on a cluster that tells JAX (Slurm, Open MPI, Kubernetes). The first one reads and writes.",
-        show_default=False,
-    ),
-]
-ProcessesOption = Annotated[int | None, typer.Option(help="With --coordinator: how many.", show_default=False, **whole(most=2**12))]
-ProcessOption = Annotated[
-    int | None, typer.Option(help="With --coordinator: the number of this one, from 0.", show_default=False, **whole(0, 2**12))
-]
-HostMemoryOption = Annotated[
-    int | None,
-    typer.Option(
-        "--host-memory",
-        help="Host memory for pages that the device has no room for, as 64GB: sequences can be larger than the device, and pages stay "
-        "there for later prompts that begin the same way. Answers do not change. Steps read there what the policy lists, over the bus.",
-        show_default=False,
-        **byte_count(),
-    ),
-]
-DiskOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--disk",
-        parser=_folder,
-        metavar="<folder>",
-        help="A folder in which pages are kept for later prompts that begin the same way, in later runs, too.",
-        show_default=False,
-    ),
-]
-DiskSizeOption = Annotated[
-    int | None,
-    typer.Option(
-        "--disk-size",
-        help="Size of the files of pages in --disk, as 200GB. They have it from the start; a small index lies beside them.",
-        show_default=False,
-        **byte_count(),
-    ),
-]
-ReuseOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--reuse/--no-reuse",
-        help="Keep pages for later prompts that begin the same way, until others need the room. --host-memory and --disk do so, too, and "
-        "make the room larger; with --no-reuse, --host-memory is for running sequences alone.",
-        show_default=False,
-    ),
-]
-ReuseAnyOption = Annotated[
-    bool,
-    typer.Option(
-        "--reuse-any",
-        help="As --reuse, but also find pages that were written in another way: by other prefill policies, in other chunks, or by decode "
-        "steps. Answers may differ a little with what was found.",
-    ),
+    int, option("Devices over which the pages of each sequence are dealt out, a power of two.", panel=DEVICES, **whole(most=2**12))
 ]
 ImplementationOption = Annotated[
     str | None,
-    typer.Option(
-        help="Run the ops as another platform does: xla, cudnn or blackwell; or one op, as all_reduce=xla. [default: the best here]",
-        show_default=False,
-    ),
+    option("Run the ops as another platform does: xla, cudnn or blackwell; or one op, as all_reduce=xla. [default: the best here]"),
 ]
+
+
+_OWN = "dense; tokens:K for models with an indexer of tokens"
+
+
+def several_policies(default: str = _OWN, more: str = "") -> Any:
+    """The option of several decode policies. default: those without it. more: what the help says of them, too."""
+    text = f"What a decode step reads, as top:8; may be given several times: {_NAMES}.{more} [default: {default}]"
+    return Annotated[list[str] | None, option(text, "--policy", "-p", panel=POLICY)]
+
+
+def several_prefills(default: str) -> Any:
+    """The option of several prefill policies. default: those without it."""
+    text = f"How the prompt attends to itself, as bounds:32; may be given several times: {_NAMES}. [default: {default}]"
+    return Annotated[list[str] | None, option(text, panel=POLICY)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """A model and its engine, as the command line gives them: the options that commands share. A command takes those that `takes_engine`
+    gives it; the others have their defaults.
+    """
+
+    model: ModelOption
+    policy: Annotated[str | None, option(
+        f"What each decode step reads, as top:8: {_NAMES}. [default: {_OWN}]",
+        "--policy", "-p", panel=POLICY,
+    )] = None  # fmt: skip
+    max_missed: Annotated[float | None, option(
+        "Measure in some steps which share of dense's attention --policy misses, and let a KV head that misses more than this, as "
+        "0.02, read a larger budget, or every key. With 1 it only measures. [default: not measured]",
+        panel=POLICY, **number(above=0, most=1),
+    )] = None  # fmt: skip
+    prefill: Annotated[str | None, option(
+        f"How the prompt attends to itself, as bounds:32: {_NAMES}. [default: {_OWN}]",
+        panel=POLICY,
+    )] = None  # fmt: skip
+    max_batch: Annotated[int, option("Sequences decoded together.", panel=MEMORY, **whole(most=MAX_BATCH))] = 8
+    pages: Annotated[int | None, option(
+        "Pages in the pool. [default: as many as the work needs, if they fit]",
+        panel=MEMORY, **whole(),
+    )] = None  # fmt: skip
+    device_memory: Annotated[int | None, option(
+        "What the cache takes on the device, as 8GB; instead of --pages.",
+        panel=MEMORY, **byte_count(),
+    )] = None  # fmt: skip
+    page_size: PageSizeOption = 128
+    prefill_chunk: ChunkOption = 512
+    cache_format: CacheFormatOption = None
+    reuse: Annotated[bool | None, option(
+        "Keep pages for later prompts that begin the same way, until others need the room. --host-memory and --disk do so, too, and "
+        "make the room larger; with --no-reuse, --host-memory is for running sequences alone.",
+        "--reuse/--no-reuse", panel=MEMORY,
+    )] = None  # fmt: skip
+    reuse_any: Annotated[bool, option(
+        "As --reuse, but also find pages that were written in another way: by other prefill policies, in other chunks, or by decode "
+        "steps. Answers may differ a little with what was found.",
+        "--reuse-any", panel=MEMORY,
+    )] = False  # fmt: skip
+    host_memory: Annotated[int | None, option(
+        "Host memory for pages that the device has no room for, as 64GB: sequences can be larger than the device, and pages stay "
+        "there for later prompts that begin the same way. Answers do not change. Steps read there what the policy lists, over the "
+        "bus.",
+        panel=MEMORY, **byte_count(),
+    )] = None  # fmt: skip
+    disk: Annotated[Path | None, option(
+        "A folder in which pages are kept for later prompts that begin the same way, in later runs, too.",
+        panel=MEMORY, parser=_folder, metavar="<folder>",
+    )] = None  # fmt: skip
+    disk_size: Annotated[int | None, option(
+        "Size of the files of pages in --disk, as 200GB. They have it from the start; a small index lies beside them.",
+        panel=MEMORY, **byte_count(),
+    )] = None  # fmt: skip
+    dtype: DtypeOption = None
+    weights: WeightsOption = None
+    lora: LoraOption = None
+    max_positions: MaxPositionsOption = None
+    tensor: TensorOption = 1
+    context: ContextOption = 1
+    data: Annotated[int, option(
+        "Replicas: engines with their own devices, --tensor x --context each, which share the records.",
+        panel=DEVICES, **whole(most=2**12),
+    )] = 1  # fmt: skip
+    coordinator: Annotated[str | None, option(
+        "For a job of several processes, which together have the devices of --tensor and --context: address of the first one, as "
+        "host:1234, in all of them; or 'auto', on a cluster that tells JAX (Slurm, Open MPI, Kubernetes). The first one reads and "
+        "writes.",
+        panel=DEVICES,
+    )] = None  # fmt: skip
+    processes: Annotated[int | None, option("With --coordinator: how many.", panel=DEVICES, **whole(most=2**12))] = None
+    process: Annotated[int | None, option("With --coordinator: the number of this one, from 0.", panel=DEVICES, **whole(0, 2**12))] = None
+
+    def load(self, weights: Weights | None = None) -> Model:
+        """The model on one device. weights: how they are packed, in place of --weights."""
+        return load_model(self.model, self.dtype, self.max_positions, weights=weights or self.weights, lora=self.lora)
+
+    def stores(self) -> StoreOptions:
+        """Where pages may lie besides the device, and whether they are kept."""
+        if (self.disk is None) != (self.disk_size is None):
+            raise typer.BadParameter("--disk and --disk-size go together: give both, or neither", param_hint="--disk")
+        if self.reuse is False and (self.reuse_any or self.disk is not None):
+            other = "--reuse-any" if self.reuse_any else "--disk and --disk-size"
+            raise typer.BadParameter(f"does not go together with {other}, which keep pages: leave one of them out", param_hint="--no-reuse")
+        if self.disk is not None and self.coordinator is not None and self.processes != 1:
+            said = "is for one process: each of several would find other pages there after one was killed. Leave it out with --coordinator"
+            raise typer.BadParameter(said, param_hint="--disk")
+        reuse = "any" if self.reuse_any else self.reuse
+        return {"reuse": reuse, "host_bytes": self.host_memory, "disk": self.disk, "disk_bytes": self.disk_size}
+
+    def setup(self, **more: Any) -> Setup:
+        """What makes the engine. more: other fields of it."""
+        kept, named = self.stores(), [self.policy] if isinstance(self.policy, str) else self.policy or [None]
+        first, *others = (name if name == "dense" and len(named) > 1 else watched(name, self.max_missed) for name in named)
+        from kvjax.serving.batch.setup import Setup
+
+        same = ("max_positions", "prefill", "pages", "page_size", "prefill_chunk", "tensor", "context", "data", "cache_format")
+        fields = {name: getattr(self, name) for name in same} | {"others": tuple(others), "lora": tuple(self.lora or ()), "stores": kept}
+        fields |= {"dtype": self.dtype and self.dtype.value, "weights": self.weights and self.weights.value}
+        fields |= {"slots": self.max_batch, "device_bytes": self.device_memory}
+        return Setup(self.model, policy=first, **(fields | more))
+
+    @contextmanager
+    def joined(self) -> Iterator[Processes | None]:
+        """This process's part in the job of `--coordinator`; None without it. Enter it before JAX starts."""
+        self.stores()  # what does not go together is said before others are waited for
+        for name, value in {"--processes": self.processes, "--process": self.process}.items():
+            if self.coordinator is None and value is not None:
+                raise typer.BadParameter("needs --coordinator, too", param_hint=name)
+            if self.coordinator is not None and (value is None) != (self.coordinator == "auto"):
+                found = self.coordinator == "auto"
+                said = "is found by --coordinator auto: leave it out" if found else "is needed with --coordinator"
+                raise typer.BadParameter(said, param_hint=name)
+        if self.coordinator is None:
+            yield None
+            return
+        from kvjax.scheduler.processes import start_processes
+
+        others = "the other processes of the job" if self.processes is None else f"all {self.processes} processes of the job"
+        typer.echo(f"waiting for {others} (--coordinator {self.coordinator}), at most five minutes", err=True)
+        with start_processes(None if self.coordinator == "auto" else self.coordinator, self.processes, self.process) as job:
+            yield job
+
+
+ALONE = ("data", "coordinator", "processes", "process")
+"""Options of engines that share their work."""
+
+STORES = ("reuse", "reuse_any", "host_memory", "disk", "disk_size")
+NOT_MEASURED = ("max_missed", "pages", "device_memory", *STORES, "tensor", "context", *ALONE)
+"""Options of engines that commands which compare policies do without: each makes its own pool, on one device."""
+
+
+def takes_engine(*, first: Sequence[str], without: Sequence[str] = (), **changed: Any) -> Callable[[Callable[..., None]], Any]:
+    """Let a command take the options of an engine, of which its parameter `engine` gets an `EngineOptions`.
+
+    Args:
+        first: parameters of the command that a beginner needs: `--help` lists them before the panels.
+        without: options that the command does not have.
+        changed: other defaults; or other types, or other options, as Annotated, with default None.
+    """
+
+    def made(command: Callable[..., None]) -> Callable[..., None]:
+        hints, shared = get_type_hints(EngineOptions, include_extras=True), {}
+        for each in dataclasses.fields(EngineOptions):
+            if each.name in without:
+                continue
+            kind, default = hints[each.name], each.default
+            if each.name in changed:
+                annotated = get_origin(changed[each.name]) is Annotated
+                kind, default = (changed[each.name], None) if annotated else (kind, changed[each.name])
+            default = inspect.Parameter.empty if default is dataclasses.MISSING else default
+            shared[each.name] = inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+        @functools.wraps(command)
+        def taken(**given: Any) -> None:
+            command(engine=EngineOptions(**{name: given.pop(name) for name in shared}), **given)
+
+        own = dict(inspect.signature(command, eval_str=True).parameters)
+        del own["engine"]
+        parameters = {name: each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, each in (own | shared).items()}
+        taken.__signature__ = inspect.Signature(list(parameters.values()))
+        taken.__annotations__ = {name: each.annotation for name, each in parameters.items()}
+        taken.first = tuple(first)
+        return taken
+
+    return made
+
+
+FORMER_OPTIONS = {
+    ("evaluate", "--policies"): "-p or --policy, given once for each policy: -p dense -p top:8",
+}
+"""Options that commands had, and what to give in their place."""
+
+
+class InPanels(TyperCommand):
+    """A command whose help lists the options that a beginner needs first, and the others in panels. It refuses former options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line."""
+        for name in (word.partition("=")[0] for word in args):
+            if now := FORMER_OPTIONS.get((ctx.info_name, name)):
+                raise typer.BadParameter(f"is now {now}", param_hint=name)
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options, panel by panel."""
+        first, panels = getattr(self.callback, "first", ()), dict[str, list[Any]]()
+        by_name = {each.name: each for each in self.get_params(ctx)}
+        for name in (*first, *(name for name in by_name if name not in first)):
+            each = by_name[name]
+            panel = "Options" if name in (*first, "help") else getattr(each, "rich_help_panel", None) or "More options"
+            if record := each.get_help_record(ctx):
+                panels.setdefault("Arguments" if each.param_type_name == "argument" else panel, []).append(record)
+        for panel in sorted(panels, key=PANELS.index):
+            with formatter.section(panel):
+                formatter.write_dl(panels[panel])
 
 
 def forced_to(implementation: str | None) -> AbstractContextManager[None]:
@@ -367,16 +495,6 @@ def forced_to(implementation: str | None) -> AbstractContextManager[None]:
 def named_run(kind: str, implementation: str | None) -> dict[str, str]:
     """How a file of figures says what was run. Those of a forced path stand in no table, and no cost model is fitted to them."""
     return {"bench": kind} if implementation is None else {"bench": f"{kind}-forced", "implementation": implementation}
-
-
-def stores(reuse: bool | None, reuse_any: bool, host_memory: int | None, disk: Path | None, disk_size: int | None) -> StoreOptions:
-    """The stores of an engine."""
-    if (disk is None) != (disk_size is None):
-        raise typer.BadParameter("--disk and --disk-size go together: give both, or neither", param_hint="--disk")
-    if reuse is False and (reuse_any or disk is not None):
-        other = "--reuse-any" if reuse_any else "--disk and --disk-size"
-        raise typer.BadParameter(f"does not go together with {other}, which keep pages: leave one of them out", param_hint="--no-reuse")
-    return {"reuse": "any" if reuse_any else reuse, "host_bytes": host_memory, "disk": disk, "disk_bytes": disk_size}
 
 
 OPTION_OF = {
@@ -440,27 +558,6 @@ def check_context(context: int) -> None:
         raise typer.BadParameter(
             f"is {context}, and pages are dealt out over a power of two devices: use 2, 4 or 8", param_hint="--context"
         )
-
-
-@contextmanager
-def joined(coordinator: str | None, processes: int | None, process: int | None) -> Iterator[Processes | None]:
-    """This process's part in the job of `--coordinator`; None without it. Enter it before JAX starts."""
-    numbers = {"--processes": processes, "--process": process}
-    for option, value in numbers.items():
-        if coordinator is None and value is not None:
-            raise typer.BadParameter("needs --coordinator, too", param_hint=option)
-        if coordinator is not None and (value is None) != (coordinator == "auto"):
-            said = "is found by --coordinator auto: leave it out" if coordinator == "auto" else "is needed with --coordinator"
-            raise typer.BadParameter(said, param_hint=option)
-    if coordinator is None:
-        yield None
-        return
-    from kvjax.scheduler.processes import start_processes
-
-    others = "the other processes of the job" if processes is None else f"all {processes} processes of the job"
-    typer.echo(f"waiting for {others} (--coordinator {coordinator}), at most five minutes", err=True)
-    with start_processes(None if coordinator == "auto" else coordinator, processes, process) as job:
-        yield job
 
 
 def in_first[T](job: Processes | None, engine: Engine, task: Callable[[], T]) -> T | None:

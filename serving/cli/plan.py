@@ -11,30 +11,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvjax.serving.cli.options import (
-    MAX_BATCH,
-    CacheFormatOption,
-    ChunkOption,
-    ContextOption,
+    ALONE,
+    MEMORY,
     DtypeOption,
-    HostMemoryOption,
+    EngineOptions,
     LoraOption,
-    MaxPositionsOption,
     ModelOption,
-    PageSizeOption,
-    PolicyOption,
-    PrefillOption,
-    ReuseOption,
-    TensorOption,
     Weights,
-    WeightsOption,
     byte_count,
     check_context,
     gibibytes,
     load_model,
     named_as_options,
     one_of,
-    stores,
-    whole,
+    option,
+    takes_engine,
 )
 
 if TYPE_CHECKING:
@@ -42,40 +33,31 @@ if TYPE_CHECKING:
     from kvjax.engine.capacity_plan import HostMemory, MemoryPlan
     from kvjax.engine.policy_set import PolicySet
     from kvjax.model.config import ModelConfig
+    from kvjax.serving.batch.setup import Setup
+
+CacheSizeOption = Annotated[
+    int | None,
+    option("What the cache takes on the device, as 8GB. [default: what --memory leaves beside the weights]", panel=MEMORY, **byte_count()),
+]
+DiskSizeOption = Annotated[int | None, option("Disk for kept pages, as 200GB.", panel=MEMORY, **byte_count())]
 
 
+@takes_engine(
+    first=("model", "policy", "max_batch", "memory", "weights"),
+    without=("pages", "disk", "lora", *ALONE),
+    device_memory=CacheSizeOption,
+    disk_size=DiskSizeOption,
+)
 def plan_command(
-    model: ModelOption,
-    policy: PolicyOption = None,
-    prefill: PrefillOption = None,
-    max_batch: Annotated[int, typer.Option(help="Sequences decoded together.", **whole(most=MAX_BATCH))] = 8,
-    page_size: PageSizeOption = 128,
-    prefill_chunk: ChunkOption = 512,
-    cache_format: CacheFormatOption = None,
-    dtype: DtypeOption = None,
-    max_positions: MaxPositionsOption = None,
-    weights: WeightsOption = None,
+    engine: EngineOptions,
     memory: Annotated[
         float | None,
-        typer.Option(
-            help="Memory of the device for weights and cache, in GiB or as 24GB. [default: what the first device has free]",
-            show_default=False,
+        option(
+            "Memory of the device for weights and cache, in GiB or as 24GB. [default: what the first device has free]",
+            panel=MEMORY,
             **gibibytes(),
         ),
     ] = None,
-    device_memory: Annotated[
-        int | None,
-        typer.Option(
-            help="What the cache takes on the device, as 8GB. [default: what --memory leaves beside the weights]",
-            show_default=False,
-            **byte_count(),
-        ),
-    ] = None,
-    reuse: ReuseOption = None,
-    host_memory: HostMemoryOption = None,
-    disk_size: Annotated[int | None, typer.Option(help="Disk for kept pages, as 200GB.", show_default=False, **byte_count())] = None,
-    tensor: TensorOption = 1,
-    context: ContextOption = 1,
 ) -> None:
     """Print the memory of weights and cache, and how many pages fit. Reads only the model's configuration.
 
@@ -88,45 +70,44 @@ def plan_command(
     from kvjax.models.loading import packs_anew, read_config, read_packing
     from kvjax.serving.batch.setup import planned
 
-    check_context(context)
-    config = read_config(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions)
+    check_context(engine.context)
+    where = None if engine.disk_size is None else Path("unnamed")  # where it is does not matter
+    setup = dataclasses.replace(engine, disk=where).setup()
+    model, weights, config = setup.model, setup.weights, read_config(setup.model, dtype=setup.dtype, max_positions=setup.max_positions)
     with named_as_options():
-        parse_cache_format(cache_format, config.compute_dtype)
-        declared = _declared(config, policy, prefill, page_size, prefill_chunk, cache_format)
-    disk = None if disk_size is None else Path("unnamed")  # where it is does not matter
-    kept_in = stores(reuse, False, host_memory, disk, disk_size)
+        parse_cache_format(setup.cache_format, config.compute_dtype)
+        declared = _declared(config, setup)
     try:
-        kept = check_stores(declared.states.policies, **kept_in)
+        kept = check_stores(declared.states.policies, **setup.stores)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--policy") from None
     stored = None if weights is not None and packs_anew(model) else read_packing(model, config)
     if stored is not None and weights is not None:
         raise typer.BadParameter(f"{model} holds packed weights already: leave it out", param_hint="--weights")
-    devices = {"tensor": tensor, "context": context, "weights": stored if weights is None else weights.value}
-    plan = planned(declared, max_batch, available_bytes=None if memory is None else int(memory * 2**30), **devices)
+    devices = {"tensor": setup.tensor, "context": setup.context, "weights": stored if weights is None else weights}
+    plan = planned(declared, setup.slots, available_bytes=None if memory is None else int(memory * 2**30), **devices)
     room = plan.available_bytes
-    if device_memory is not None:
-        plan = dataclasses.replace(plan, available_bytes=plan.weights_bytes + device_memory)
-    spec = config.cache_spec(page_size, declared.cache_format).on_mesh(tensor)
+    if setup.device_bytes is not None:
+        plan = dataclasses.replace(plan, available_bytes=plan.weights_bytes + setup.device_bytes)
+    spec = config.cache_spec(setup.page_size, declared.cache_format).on_mesh(setup.tensor)
     with named_as_options():
-        host = host_parts(plan, host_memory, spec, chunk=prefill_chunk, keeps_none=kept.keeps_none, here=memory is None)
+        parts = {"chunk": setup.prefill_chunk, "keeps_none": kept.keeps_none, "here": memory is None}
+        host = host_parts(plan, engine.host_memory, spec, **parts)
         device = plan.pages_that_fit
-        if device_memory is not None or host.pages:
+        if setup.device_bytes is not None or host.pages:
             device, _ = pool_size(plan, config, None, max(1, plan.available_bytes - plan.weights_bytes), host.pages)
     lines = [*_pool_lines(plan, room, device, host.pages), *_release_lines(declared)]
-    lines += _kept_lines(plan, spec, host, device, disk_size) if kept.reuse else ()
-    if tensor * context > 1:
-        lines.append(f"on each of {tensor * context} devices: bytes are those of one device, pages those of all")
-    lines += filter(None, [declared.uneven_work(context)])
-    packed = f", weights {weights.value}" if weights is not None else "" if stored is None else ", weights packed as stored"
+    lines += _kept_lines(plan, spec, host, device, engine.disk_size) if kept.reuse else ()
+    if (count := setup.tensor * setup.context) > 1:
+        lines.append(f"on each of {count} devices: bytes are those of one device, pages those of all")
+    lines += filter(None, [declared.uneven_work(setup.context)])
+    packed = f", weights {weights}" if weights is not None else "" if stored is None else ", weights packed as stored"
     packed += f", pages packed as {declared.cache_format}" if declared.cache_format else ""
     policies = f"{declared.policy.describe()}, {declared.prefill.describe()}"
     typer.echo("\n".join((f"{model} in {config.compute_dtype}{packed}, {policies}", str(plan), *lines)))
 
 
-def _declared(
-    config: ModelConfig, policy: str | None, prefill: str | None, page_size: int, prefill_chunk: int, cache_format: str | None
-) -> PolicySet:
+def _declared(config: ModelConfig, setup: Setup) -> PolicySet:
     """The policies of an engine of this model, checked as the engine checks them."""
     from kvjax.checks import engine_sizes
     from kvjax.engine.policy_set import PolicySet
@@ -134,16 +115,16 @@ def _declared(
     from kvjax.policies.decode import parse
     from kvjax.policies.prefill import parse_prefill
 
-    for name, parsed, option in ((policy, parse, "--policy"), (prefill, parse_prefill, "--prefill")):
+    for name, parsed, typed in ((setup.policy, parse, "--policy"), (setup.prefill, parse_prefill, "--prefill")):
         if name is not None and isinstance(parsed(name), ChoosesDecode | ChoosesPrefill):
             raise typer.BadParameter(
                 f"{name!r} builds the indexes of policies that it may choose, which depend on the weights; name one of those",
-                param_hint=option,
+                param_hint=typed,
             )
-    engine_sizes(page_size, prefill_chunk, (1,))
+    engine_sizes(setup.page_size, setup.prefill_chunk, (1,))
     without_weights = types.SimpleNamespace(config=config)  # only policies that choose others look at weights
-    sizes = {"page_size": page_size, "prefill_chunk": prefill_chunk, "cache_format": cache_format}
-    return PolicySet(without_weights, policy, (), prefill, **sizes)
+    sizes = {"page_size": setup.page_size, "prefill_chunk": setup.prefill_chunk, "cache_format": setup.cache_format}
+    return PolicySet(without_weights, setup.policy, (), setup.prefill, **sizes)
 
 
 def _pool_lines(plan: MemoryPlan, room: int, device: int, host: int) -> Iterator[str]:
@@ -205,16 +186,16 @@ def quantize_command(
     out: Annotated[str, typer.Argument(help="Folder to write.", show_default=False)],
     weights: Annotated[
         Weights,
-        typer.Option(
-            help="int8 or fp8, with one scale for each output channel or block of 128 x 128; int4, with one for 128 inputs, and the "
-            "embedding and the head as int8. int4 needs matrices whose inputs are a multiple of 128. fp8:tokens is an option of "
-            "loading: write fp8 for it.",
+        option(
+            "int8 or fp8, with one scale for each output channel or block of 128 x 128; int4, with one for 128 inputs, and the embedding "
+            "and the head as int8. int4 needs matrices whose inputs are a multiple of 128. fp8:tokens is an option of loading: write fp8 "
+            "for it.",
             **one_of(Weights),
         ),
     ] = Weights.int8,
     dtype: DtypeOption = None,
     lora: LoraOption = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model in OUT, if it holds one and nothing else.")] = False,
+    overwrite: Annotated[bool, option("Replace the model in OUT, if it holds one and nothing else.", "--overwrite")] = False,
 ) -> None:
     """Pack a model's weights, and write them with config and tokenizer. Every command's --model reads the folder.
 

@@ -8,52 +8,45 @@ import typer
 
 from kvjax.serving.cli.options import (
     MAX_BATCH,
-    PREFILLS,
-    ChunkOption,
-    DtypeOption,
+    NOT_MEASURED,
+    POLICY,
+    EngineOptions,
     JsonOption,
-    LoraOption,
-    MaxPositionsOption,
-    ModelOption,
-    PageSizeOption,
     SeedOption,
     TextOption,
-    WeightsOption,
-    load_model,
+    option,
     parse_lengths,
     read_texts,
+    several_prefills,
+    takes_engine,
     whole,
 )
 
+PREFILLS = ("bounds:32+sparse",)
 
+
+@takes_engine(
+    first=("model", "prefill", "lengths", "text", "json_out"),
+    without=("policy", "max_batch", "cache_format", *NOT_MEASURED),
+    model="needle",
+    prefill=several_prefills(", ".join(PREFILLS)),
+)
 def recall_command(
-    model: ModelOption = "needle",
-    prefill: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Prefill policies to compare with dense, dense again and the control; may be given several times: {PREFILLS}. "
-            "[default: bounds:32+sparse]",
-            show_default=False,
-        ),
-    ] = None,
-    lengths: Annotated[str, typer.Option(help="Tokens of whole prompts, separated by commas.")] = "8k",
-    facts: Annotated[int, typer.Option(help="Facts of each length, a multiple of those in a prompt.", **whole(most=MAX_BATCH))] = 400,
-    facts_per_prompt: Annotated[int, typer.Option(help="Facts stated and asked for in each prompt.", **whole(most=MAX_BATCH))] = 16,
-    passages: Annotated[int, typer.Option(help="Passages repeated in each prompt.", **whole(most=MAX_BATCH))] = 8,
-    passage_tokens: Annotated[int, typer.Option(help="Tokens of a passage.", **whole())] = 64,
+    engine: EngineOptions,
+    lengths: Annotated[str, option("Tokens of whole prompts, separated by commas.")] = "8k",
+    facts: Annotated[int, option("Facts of each length, a multiple of those in a prompt.", **whole(most=MAX_BATCH))] = 400,
+    facts_per_prompt: Annotated[int, option("Facts stated and asked for in each prompt.", **whole(most=MAX_BATCH))] = 16,
+    passages: Annotated[int, option("Passages repeated in each prompt.", **whole(most=MAX_BATCH))] = 8,
+    passage_tokens: Annotated[int, option("Tokens of a passage.", **whole())] = 64,
     run_in: Annotated[
-        int, typer.Option(help="Tokens at the start of a passage that are not counted: by them the model finds the passage.", **whole())
+        int, option("Tokens at the start of a passage that are not counted: by them the model finds the passage.", **whole())
     ] = 16,
-    control: Annotated[str, typer.Option(help="Prefill policy that must fail; where it does not, the cell is invalid.")] = "window:64+1024",
+    control: Annotated[
+        str, option("Prefill policy that must fail; where it does not, the cell is invalid.", panel=POLICY)
+    ] = "window:64+1024",
     text: TextOption = None,
     json_out: JsonOption = None,
     seed: SeedOption = 0,
-    page_size: PageSizeOption = 128,
-    prefill_chunk: ChunkOption = 512,
-    dtype: DtypeOption = None,
-    weights: WeightsOption = None,
-    lora: LoraOption = None,
-    max_positions: MaxPositionsOption = None,
 ) -> None:
     """Count the repeated facts and passages of a prompt that prefill predicts, for each prefill policy and for dense.
 
@@ -75,7 +68,7 @@ def recall_command(
     from pallas_kernels.core.tables import show, table
 
     plan = RecallPlan(
-        prefills=tuple(prefill or ("bounds:32+sparse",)),
+        prefills=tuple(engine.prefill or PREFILLS),
         lengths=parse_lengths(lengths),
         facts=facts,
         facts_per_prompt=facts_per_prompt,
@@ -84,12 +77,12 @@ def recall_command(
         run_in=run_in,
         control=control,
         seed=seed,
-        page_size=page_size,
-        prefill_chunk=prefill_chunk,
+        page_size=engine.page_size,
+        prefill_chunk=engine.prefill_chunk,
     )
     for line in dense_at(plan.prefills, plan.lengths):
         typer.echo(line, err=True)
-    loaded = load_model(model, dtype, max_positions, weights=weights, lora=lora)
+    loaded = engine.load()
     run = RecallRun(loaded, source, plan)
     stored = loaded.config.compute_dtype
     settings = {"model": loaded.name, "fingerprint": fingerprint(loaded), "dtype": stored, "text": names, **dataclasses.asdict(plan)}

@@ -55,7 +55,7 @@ def test_help_is_quick_and_imports_nothing_heavy():
         assert re.search(rf"^\s+{command} ", done.stdout, re.MULTILINE), command
 
 
-@pytest.mark.parametrize("command", ["batch", "generate", "score", "plan", "serve", "needle", "recall", "demo"])
+@pytest.mark.parametrize("command", ["batch", "generate", "score", "plan", "serve", "needle", "recall", "evaluate", "demo"])
 def test_every_option_has_a_help_text(kvjax, command):
     status, out, _ = kvjax(command, "--help")
     assert status == 0
