@@ -29,9 +29,9 @@ DRAFTS = (1, 4, 8, 16)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Launch:
-    """Several decode steps in one call (`kvjax.engine.multi_step.decode_steps`). steps: 1 to MAX_STEP_TOKENS. ends: where rows end; the result
-    has those of the next launch. written: the most tokens that these steps write, in every row or row by row; a row that ends early writes
-    fewer, and must not be used afterwards without correcting its sequence's length."""
+    """Several decode steps in one call (`kvjax.engine.multi_step.decode_steps`). steps: 1 to MAX_STEP_TOKENS. ends: where rows end; the
+    result has those of the next launch. written: the most tokens that these steps write, in every row or row by row; a row that ends early
+    writes fewer, and must not be used afterwards without correcting its sequence's length."""
 
     steps: int
     ends: Ends

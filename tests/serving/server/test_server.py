@@ -257,7 +257,7 @@ def test_a_client_closed_by_another_thread_ends_its_generations(server):
 def test_tokens_limits_and_addresses(engine):
     with pytest.raises(ValueError, match="must carry a bearer token"):
         ServerOptions(host="0.0.0.0")
-    with pytest.raises(ValueError, match="16 characters"):
+    with pytest.raises(ValueError, match="16 to 4,096 characters"):
         ServerOptions(tokens=("short",))
     with serving(engine, tokens=(TOKEN,), calls_per_second=0.5, http_port=0) as server:
         address = f"127.0.0.1:{server.port}"
