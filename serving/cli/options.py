@@ -326,8 +326,8 @@ class EngineOptions:
     )] = False  # fmt: skip
     host_memory: Annotated[int | None, option(
         "Host memory for pages that the device has no room for, as 64GB: sequences can be larger than the device, and pages stay "
-        "there for later prompts that begin the same way. Answers do not change, but for last bits of cascade. Steps read there what the policy lists, over the "
-        "bus.",
+        "there for later prompts that begin the same way. Answers do not change, but for last bits of cascade. Steps read there what the "
+        "policy lists, over the bus.",
         panel=MEMORY, **byte_count(),
     )] = None  # fmt: skip
     disk: Annotated[Path | None, option(
