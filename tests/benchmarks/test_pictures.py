@@ -84,7 +84,7 @@ def test_bars_of_a_timeline_carry_names(drawn, tmp_path):
     check(figure)
     rows = figure.axes[0].get_yticks()
     said = [text.get_text() for text in figure.axes[0].texts]
-    assert {"project", "span", "selected"} == set(said)
+    assert {"project", "span", "selected", "refined"} == set(said)
     assert len(said) > 5 * len(rows)
     assert legends(figure) >= {"project", "span", "selected", "append", "merge"}
 
