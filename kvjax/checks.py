@@ -40,16 +40,6 @@ def check_text(name: str, value: object) -> None:
         raise ValueError(f"{name} must be text, got {shown(value)}")
 
 
-def check_path(path: object) -> None:
-    """ValueError unless it can name a file."""
-    try:
-        held = b"\0" in os.fsencode(path)
-    except (TypeError, UnicodeEncodeError):
-        held = True
-    if held:
-        raise ValueError(f"a path must be text or a Path that can name a file, got {shown(path)}")
-
-
 def check_rows(name: str, rows: Iterable[object], width: int) -> None:
     """ValueError unless each row is a tuple of so many whole numbers above 0."""
     for row in rows:
@@ -79,7 +69,10 @@ def file_path(path: object, what: str = "file") -> Path:
     if not isinstance(text, str) or not text or "\0" in text:
         raise ValueError(f"the path of a {what} is needed, as a string or a pathlib.Path, got {shown(path)}")
     try:
+        os.fsencode(text)
         return Path(path).expanduser()
+    except UnicodeEncodeError:
+        raise ValueError(f"the path of a {what} cannot hold half of a surrogate pair, got {shown(path)}") from None
     except RuntimeError as error:  # ~ of an unknown user
         raise ValueError(f"{str(path)!r} names no home directory that is known: {error}") from None
 

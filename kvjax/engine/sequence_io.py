@@ -15,7 +15,7 @@ from kvjax.cache.page_manager import PageManager, stored_pages
 from kvjax.cache.pool import Pool
 from kvjax.cache.stores.blocks import Stored, from_mesh, read_stored, to_mesh, write_blocks
 from kvjax.cache.stores.sequence_file import read_sequence, write_sequence
-from kvjax.checks import check_path, token_ids
+from kvjax.checks import token_ids
 from kvjax.engine.call_lock import CallLock
 from kvjax.engine.capacity_plan import Capacity
 from kvjax.engine.page_eviction import PageEviction, kept_by
@@ -62,7 +62,6 @@ class SequenceCopies:
     def save(self, sequence: CachedSequence, path: str | Path) -> None:
         """Write pages and tokens to a file. ValueError if `.tokens` does not hold the token of every position, and after a policy that
         chose pages by mass."""
-        check_path(path)
         if len(sequence.tokens) != sequence.length:
             raise ValueError(f"{sequence.length} tokens were written, but .tokens holds {len(sequence.tokens)}: append those decoded first")
         token_ids(sequence.tokens, self.model.config.vocab_size)
@@ -82,7 +81,6 @@ class SequenceCopies:
 
     def restore(self, path: str | Path) -> CachedSequence:
         """A sequence from a file. ValueError if it does not fit this engine, or is damaged; OutOfPages."""
-        check_path(path)
         sizes = {"spec": self._one_device, "vocab_size": self.model.config.vocab_size}
         tokens, stored, keeps = read_sequence(path, self.header, interrupt_point=self._guard.interrupt_point, **sizes)
         if self._pool.shards is not None:

@@ -409,6 +409,7 @@ def test_a_budget_that_can_never_make_sense_is_refused_at_once(make, match):
         (lambda e, s, rows: e.free([s]), "a list stands where one sequence is needed"),
         (lambda e, s, rows: e.save(s, "/dev/null"), "/dev/null is a device or a pipe"),
         (lambda e, s, rows: e.save(s, None), "the path of a file is needed, as a string or a pathlib.Path, got None"),
+        (lambda e, s, rows: e.save(s, "\ud800"), "the path of a file cannot hold half of a surrogate pair, got '"),
         (lambda e, s, rows: e.restore(5), "the path of a file is needed, as a string or a pathlib.Path, got 5"),
         (lambda e, s, rows: e.prefill([[1]], on_tokens=5), "on_tokens must be a function, or None, got 5"),
         (lambda e, s, rows: e.decode_and_sample(None, [1], rows), "a step takes a tuple of sequences, None for an empty slot, got None"),
