@@ -103,7 +103,7 @@ BAD = {
     "another config": (
         {},
         {"config": 512, "implementation": "xla"},
-        r"takes a pallas_kernels\.query_sparse_attention\.xla\.Config, got 512",
+        r"takes a pallas_kernels\.attention\.query_sparse_attention\.xla\.Config, got 512",
     ),
     "config of the reference": ({}, {"config": SMALL_TILES, "implementation": "reference"}, "takes no config"),
     "unknown implementation": (
