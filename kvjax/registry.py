@@ -30,7 +30,7 @@ DECODE_FORMS = (
     "cascade:pSHARE/SHORTLIST, as cascade:p0.95/64: as many as have this share of attention; cascade:KpSHARE: at most K), "
     "tokens:K (of models with an indexer of tokens), "
     "heavy:K (pages of most attention; others are given back), heavy-tokens:K (tokens of most attention), auto, auto:LEVEL, "
-    "NAME+missedSHARE (NAME, watched: as top:8+missed0.02), " + _OWN_FORMS
+    "NAME+missedSHARE (NAME, watched: as cascade:8+missed0.02), " + _OWN_FORMS
 )
 PREFILL_FORMS = (
     "dense, bounds:K (blocks of 128; bounds:K+sparse is sparse in shorter prompts too), "

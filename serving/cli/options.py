@@ -272,7 +272,7 @@ _OWN = "dense; tokens:K for models with an indexer of tokens"
 
 def several_policies(default: str = _OWN, more: str = "") -> Any:
     """The option of several decode policies. default: those without it. more: what the help says of them, too."""
-    text = f"What a decode step reads, as top:8; may be given several times: {_NAMES}.{more} [default: {default}]"
+    text = f"What a decode step reads, as cascade:8; may be given several times: {_NAMES}.{more} [default: {default}]"
     return Annotated[list[str] | None, option(text, "--policy", "-p", panel=POLICY)]
 
 
@@ -290,7 +290,7 @@ class EngineOptions:
 
     model: ModelOption
     policy: Annotated[str | None, option(
-        f"What each decode step reads, as top:8: {_NAMES}. [default: {_OWN}]",
+        f"What each decode step reads, as cascade:8: {_NAMES}. [default: {_OWN}]",
         "--policy", "-p", panel=POLICY,
     )] = None  # fmt: skip
     max_missed: Annotated[float | None, option(
@@ -532,7 +532,9 @@ def watched(policy: str | None, max_missed: float | None) -> str | None:
     if max_missed is None:
         return policy
     if policy is None:
-        raise typer.BadParameter("is for a policy that reads less than dense: name one with --policy, as top:8", param_hint="--max-missed")
+        raise typer.BadParameter(
+            "is for a policy that reads less than dense: name one with --policy, as cascade:8", param_hint="--max-missed"
+        )
     return f"{policy}+missed{max_missed!r}"
 
 

@@ -236,17 +236,17 @@ def missed_of(policy: Any, states: Sequence[Any] | None) -> Missed | None:
 def _why_not(policy: Any) -> str | None:
     """Why a policy cannot be watched; None if it can."""
     if isinstance(policy, Dense):
-        return "reads every key and misses nothing. Leave out --max-missed, or name a policy that reads less, as top:8"
+        return "reads every key and misses nothing. Leave out --max-missed, or name a policy that reads less, as cascade:8"
     if isinstance(policy, Watched):
         return "is watched already. Give one share"
     if hasattr(policy, "possible"):  # `kvjax.policies.choice.ChoosesDecode`, which imports this package
-        return "chooses another policy for each launch. Name that one, as top:8"
+        return "chooses another policy for each launch. Name that one, as cascade:8"
     if isinstance(policy, TopTokens):
         return "lists tokens of latent pages, which have no KV heads. Leave out --max-missed"
     if not hasattr(policy, "select"):
-        return "is no policy. Name one, as top:8"
+        return "is no policy. Name one, as cascade:8"
     if getattr(policy, "learns", False) or hasattr(policy, "observe_prefill"):
-        return "learns from attention. Leave out --max-missed, or name a policy without state, as top:8"
+        return "learns from attention. Leave out --max-missed, or name a policy without state, as cascade:8"
     if isinstance(policy, Window) and policy.remap:
         return "counts positions in the cache, so its attention is no part of dense's. Leave out +remap, or --max-missed"
     if hasattr(policy, "keeps") and policy.keeps(128) is not None:
