@@ -88,7 +88,8 @@ class Server:
         try:
             self.port = self._bind(f"{host}:{options.port}")
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {host}:{options.port}: choose another --port ({error})") from None
+            remedy = "choose another --port, or a --host that this machine has"
+            raise OSError(f"cannot listen on {host}:{options.port}: {remedy} ({error})") from None
         self._web: Web | None = None
         self._http: socket.socket | None = None
         if options.http_port is not None:  # so that a port that is taken is said before anything is compiled
