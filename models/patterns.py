@@ -8,19 +8,25 @@ from typing import Any
 MAX_CHARACTERS, MAX_DEPTH = 2000, 8
 """Of a pattern: its length, and how deep its groups are nested. `regex` takes twice the memory for each repeated group around another."""
 
+_NO_GROUPS = re.compile(r"\\.|\(\?#[^)]*\)|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+"""What holds parentheses that are none: escapes, comments and sets of characters."""
+
+_VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
+"""The flag with which a line may end in a comment, where parentheses are none either."""
+
 
 def compiled(pattern: str, form: str = "{}") -> Any:
     """A pattern of `regex`, whose matches take a `timeout`. form: what is put around it. ValueError if it is none, or too large."""
     import regex  # here, because few checkpoints have patterns
 
     depth = deepest = 0
-    for character in re.sub(r"\\.", "", pattern, flags=re.DOTALL):
+    for character in _NO_GROUPS.sub("", pattern[: MAX_CHARACTERS + 1]):
         depth += (character == "(") - (character == ")")
         deepest = max(deepest, depth)
-    if len(pattern) > MAX_CHARACTERS or deepest > MAX_DEPTH:
+    if len(pattern) > MAX_CHARACTERS or deepest > MAX_DEPTH or _VERBOSE.search(pattern):
         raise ValueError(
             f"{pattern!r:.200} is too large for a regular expression of a checkpoint: at most {MAX_CHARACTERS:,} characters and groups "
-            f"nested {MAX_DEPTH} deep"
+            f"nested {MAX_DEPTH} deep, without the flag x"
         )
     try:
         re.compile(pattern)  # the library of peft and transformers, which has no recursion

@@ -8,10 +8,11 @@ import itertools
 import json
 import logging
 import reprlib
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kvjax.text.plain_texts import PlainTexts, each_text, tokenized
+from kvjax.text.plain_texts import PlainTexts, tokenized
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXTS = ("name", "reasoning_content", "tool_call_id")
@@ -157,9 +158,7 @@ def rendered(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], 
 def _check_tools(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], tokenizer: Any) -> None:
     """ValueError if the template leaves out what a tool returned. Logs a warning if it leaves out which tools were called, as older ones
     do."""
-    texts: list[str] = []
-    each_text([*messages, options], lambda text: texts.append(text) or text)
-    begin = next(each for each in map("tool{}says".format, itertools.count()) if not any(each in text for text in texts))
+    begin = secrets.token_hex(8)  # which no text of theirs holds
     results = {place: f"{begin}{place}e" for place, message in enumerate(messages) if message["role"] == "tool"}
     calls = {
         (place, number): f"{begin}{place}c{number}e"

@@ -64,7 +64,7 @@ class PlainTexts:
         size, template = len(tokenizer) if hasattr(tokenizer, "__len__") else 0, str(getattr(tokenizer, "chat_template", None))
         self._tokenizer, self._known = tokenizer, _known(tokenizer, size, template)
         held: set[str] = set()
-        each_text(list(texts), lambda text: held.update(text) or text)
+        _each_text(list(texts), lambda text: held.update(text) or text)
         marks = list(itertools.islice((mark for mark in map(chr, _PRIVATE) if mark not in held), 2))
         if len(marks) < 2:
             raise ValueError("the messages hold all private characters of Unicode, U+E000 to U+F8FE: leave two of them out")
@@ -73,7 +73,7 @@ class PlainTexts:
 
     def mark(self, value: Any, *, answer: bool = False) -> Any:
         """The value, a text or lists and mappings of texts, with marks. answer: whether it is an answer of the model."""
-        return each_text(value, lambda text: _marked(text, self._known.special if answer else self._known.all, self._begins, self._cuts))
+        return _each_text(value, lambda text: _marked(text, self._known.special if answer else self._known.all, self._begins, self._cuts))
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a text with marks. ValueError if a special token is marked, and the tokenizer does not tell places of tokens."""
@@ -189,10 +189,10 @@ def _harmless(value: Any) -> Any:
     return [_harmless(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def each_text(value: Any, change: Callable[[str], str]) -> Any:
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
     """The value, with each text in it changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {each_text(key, change): each_text(each, change) for key, each in value.items()}
-    return [each_text(each, change) for each in value] if isinstance(value, list | tuple) else value
+        return {_each_text(key, change): _each_text(each, change) for key, each in value.items()}
+    return [_each_text(each, change) for each in value] if isinstance(value, list | tuple) else value

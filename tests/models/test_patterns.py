@@ -10,6 +10,9 @@ from kvjax.models.quantization.rules import _matches
 LARGE = {
     "repeats in repeats": "(?:" * 50 + "x{1,1000}" + "){1,1000}" * 50,
     "alternatives in repeats": "(?:" * 20 + "x|y" + ")+" * 20,
+    "parentheses in sets": r"(?:x[)]" * 20 + ")+" * 20,
+    "parentheses in a comment": "(?:x(?#()" * 20 + ")+" * 20,
+    "parentheses in a comment of a line": "(?x)" + "(?:x#)\n" * 20 + ")+" * 20,
     "long": "a" * (MAX_CHARACTERS + 1),
 }
 
@@ -33,4 +36,5 @@ def test_deep_and_escaped_groups_are_read():
     deep = "(?:" * MAX_DEPTH + "x" + ")+" * MAX_DEPTH
     assert compiled(deep).match("xx")
     assert compiled(r"\(" * 20).match("(" * 20)
+    assert compiled("[(]" * 20 + r"[]()\]]").match("(" * 21)
     assert compiled("q_proj", r"(.*\.)?({})$").match("model.q_proj")
