@@ -170,6 +170,8 @@ BUGS = {
 }
 BUGS |= {f"barrier {n} of the choice": (refined, "_choose", _without_barrier(refined._choose, n)) for n in range(4)}
 BUGS["the CTA's barrier of the exchange"] = refined, "_exchange", _without_barrier(refined._exchange, 0)
+BUGS["the barrier after parts of blocks are added up"] = refined, "_fold_key_tiles", _without_barrier(refined._fold_key_tiles, 0)
+BUGS["each lane has a block's sum of its own keys"] = refined, "_over_keys", lambda m, total: (m, total)
 BUGS |= {
     f"every {name} has the keys of the first": (PageKeys, "copy", lambda *args, n=n: COPY_KEYS(*args[:n], args[n] * 0, *args[n + 1 :]))
     for n, name in ((4, "head"), (6, "block of a page"), (7, "turn of a block"))
