@@ -72,7 +72,7 @@ def file_path(path: object, what: str = "file") -> Path:
         os.fsencode(text)
         return Path(path).expanduser()
     except UnicodeEncodeError:
-        raise ValueError(f"the path of a {what} cannot hold half of a surrogate pair, got {shown(path)}") from None
+        raise ValueError(f"the path of a {what} cannot hold half of a surrogate pair, got {shown(path)}; choose another") from None
     except RuntimeError as error:  # ~ of an unknown user
         raise ValueError(f"{str(path)!r} names no home directory that is known: {error}") from None
 

@@ -64,8 +64,6 @@ def check_target(folder: object, overwrite: object) -> Path:
         if path.exists():
             _check_replaceable(path, shown, overwrite)
         _check_writable(path, shown)
-    except UnicodeEncodeError:
-        raise ValueError(f"{shown!r:.200} cannot be the name of a folder; {_ELSEWHERE}") from None
     except OSError as error:
         raise ValueError(f"{shown} cannot be used ({error.strerror}); {_ELSEWHERE}") from None
     return path

@@ -150,7 +150,7 @@ def place(kind, folder):
         return folder / "none" / ("ä" * 128) / "m", "holds a name of 256 bytes, and 255 is the most"
     if kind == "a long path":
         return folder / "/".join(["n" * 200] * 20), "is too long"
-    return folder / "\ud800", "cannot be the name of a folder"
+    return folder / "\ud800", "cannot hold half of a surrogate pair"
 
 
 KINDS = ["a file", "below a file", "a link to nothing", "below a link to nothing", "a link to itself", "a pipe", "a device", "proc"]
