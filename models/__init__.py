@@ -5,8 +5,9 @@ Names are resolved on first use, so that importing this package loads neither tr
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pallas_kernels.core.lazy import names_in
 
 if TYPE_CHECKING:
     from kvjax.models.causal_lm import CausalLM
@@ -28,22 +29,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CausalLM": "causal_lm",
-    "FAMILIES": "families",
-    "TransformerDecoder": "decoder",
-    "causal_mix": "decoder",
-    "init_params": "decoder",
-    "load": "loading",
-    "param_shapes": "decoder",
-    "read_config": "loading",
-    "save": "saving",
+    "CausalLM": ".causal_lm",
+    "FAMILIES": ".families",
+    "TransformerDecoder": ".decoder",
+    "causal_mix": ".decoder",
+    "init_params": ".decoder",
+    "load": ".loading",
+    "param_shapes": ".decoder",
+    "read_config": ".loading",
+    "save": ".saving",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = names_in(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -17,7 +17,6 @@ from typing import Any
 from kvjax.model.config import ModelConfig, uniform_config, uniform_fields
 from kvjax.model.layers import DeltaLayer, LongRope, RopeScaling
 from kvjax.model.rope import mscale
-from kvjax.models.config_classes import unread
 from kvjax.models.families import FAMILIES, family_of, wrapper_of
 from kvjax.models.family import HARMLESS, ONLY, REMEDIES, Family
 from kvjax.models.fields import boolean as _boolean
@@ -236,7 +235,11 @@ def _check_fields(fields: Fields, family: Family) -> None:
         raise ValueError(
             f"config.json has {len(unknown)} fields that kvjax does not know; at most {MAX_UNKNOWN} are looked up in transformers"
         )
-    wrong, ignored = unread(family.model_type, unknown)
+    wrong, ignored = {}, []
+    if unknown:
+        from kvjax.models.config_classes import unread
+
+        wrong, ignored = unread(family.model_type, unknown)
     problems = []
     for name, value in fields.items():
         if name in wrong:

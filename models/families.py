@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvjax.models import (
-    cohere,
-    cohere2,
-    deepseek_v32,
-    ernie4_5,
-    gemma,
-    gemma2,
-    gemma3,
-    glm,
-    glm4,
-    granite,
-    helium,
-    internlm3,
-    llama,
-    ministral,
-    mistral,
-    olmo2,
-    olmo3,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_5,
-    seed_oss,
-    smollm3,
-)
 from kvjax.models.family import Family, Within
-from kvjax.models.missing import nearest
+from pallas_kernels.core.lazy import module_of
 
-_MODULES = (
-    *(llama, qwen2, qwen3, qwen3_5, gemma3, deepseek_v32),
-    *(mistral, ministral, smollm3, granite, seed_oss, internlm3, olmo2, olmo3, phi3),
-    *(gemma, gemma2, cohere, cohere2, helium, ernie4_5, glm, glm4),
-)
+_MODULES = {"qwen3_5_text": "qwen3_5", "gemma3_text": "gemma3"} | {
+    name: name
+    for name in (
+        *("llama", "qwen2", "qwen3", "deepseek_v32", "mistral", "ministral", "smollm3", "granite", "seed_oss", "internlm3"),
+        *("olmo2", "olmo3", "phi3", "gemma", "gemma2", "cohere", "cohere2", "helium", "ernie4_5", "glm", "glm4"),
+    )
+}
+"""The files of families, by `model_type`."""
 
-FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
+
+class _Families(Mapping[str, Family]):
+    """Families by `model_type`. A family's file is imported when it is looked up."""
+
+    def __getitem__(self, model_type: str) -> Family:
+        if (module := module_of(__package__, _MODULES, model_type)) is None:
+            raise KeyError(model_type)
+        return module.FAMILY
+
+    def __contains__(self, model_type: object) -> bool:
+        return model_type in _MODULES
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_MODULES)
+
+    def __len__(self) -> int:
+        return len(_MODULES)
+
+
+FAMILIES = _Families()
 
 
 def family_of(fields: Mapping[str, Any]) -> Family:
@@ -48,11 +45,16 @@ def family_of(fields: Mapping[str, Any]) -> Family:
 
     ValueError for an unknown architecture or model_type; it names the known ones.
     """
+    model_type = fields.get("model_type")
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        named = FAMILIES[model_type]
+        if not fields.get("architectures") or fields["architectures"] == [named.architecture]:
+            return named
     names = [(family.architecture, family.model_type) for family in FAMILIES.values()]
     names += list(dict.fromkeys((each.architecture, each.model_type) for family in FAMILIES.values() for each in family.within))
     by_architecture = dict(names)
     types = set(by_architecture.values())
-    architectures, model_type = fields.get("architectures"), fields.get("model_type")
+    architectures = fields.get("architectures")
     known = ", ".join(f"{architecture} ({model_type})" for architecture, model_type in names)
     if not architectures and model_type is None:
         raise ValueError(f"config.json names neither architectures nor model_type; supported: {known}")
@@ -76,6 +78,8 @@ def family_of(fields: Mapping[str, Any]) -> Family:
 
 def _near(*names: str | None) -> str:
     """For an error: the nearest family, and what differs; empty for names that are not known."""
+    from kvjax.models.missing import nearest
+
     found = [said for name in names if name is not None and name not in FAMILIES and (said := nearest(name))]
     return f"{found[0]} (docs/checkpoints.md lists what loads)" if found else ""
 

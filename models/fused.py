@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from kvjax.models.tensors import RowsOf, RowsPacked, Tensor
 from pallas_kernels.core.matrices import MatrixFormat, PackedMatrix, is_packed
 
 
+@runtime_checkable
 class Source(Protocol):
     """A matrix that is stored packed (`kvjax.models.quantization.reading.PackedSource`)."""
 

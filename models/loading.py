@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +32,12 @@ from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.family import TENSORS
 from kvjax.models.interleaving import in_order, rearranged
 from kvjax.models.load_options import DtypeName, named_dtype, refuse
-from kvjax.models.quantization.reading import PackedSource, Widened, sources
-from kvjax.models.quantization.rules import REMEDY, Published
-from kvjax.models.quantization.schemes import split
 from kvjax.models.tensors import DTYPES, RowsPacked, Tensor
 from pallas_kernels.core.dispatch import compute_capability
 from pallas_kernels.core.matrices import MatrixFormat, PackedMatrix, pack
+
+if TYPE_CHECKING:
+    from kvjax.models.quantization.rules import Published
 
 logger = logging.getLogger(__name__)
 
@@ -142,9 +142,15 @@ def load(
     config, published = _config(opened, max_positions, "float32")
     config, tensors = _tied_as_stored(config, _own_tensors(config, opened.tensors()))
     stored = fused.stored_wanted(config)
-    packed, tensors = _as_stored(config, tensors, weights) if published is None else sources(published, stored, tensors)
-    if published is not None and packed and weights is not None:
-        raise ValueError(f"{path_or_id} holds packed weights ({published.method}) already: leave weights={weights!r} out, or {REMEDY}")
+    if published is None:
+        packed, tensors = _as_stored(config, tensors, weights)
+    else:
+        from kvjax.models.quantization.reading import sources
+        from kvjax.models.quantization.rules import REMEDY
+
+        packed, tensors = sources(published, stored, tensors)
+        if packed and weights is not None:
+            raise ValueError(f"{path_or_id} holds packed weights ({published.method}) already: leave weights={weights!r} out, or {REMEDY}")
     if adapters:
         from kvjax.models.adapters import merge
 
@@ -196,7 +202,14 @@ def _config(opened: Checkpoint, max_positions: int | None, dtype: str | None) ->
 
 def _fields(opened: Checkpoint) -> tuple[config_json.Fields, Published | None]:
     """The configuration's fields without what they say of packed matrices, and that."""
-    fields, published = split(opened.fields())
+    fields = opened.fields()
+    inner = fields.get("text_config")
+    parts = [fields, inner] if isinstance(inner, Mapping) else [fields]
+    if all(part.get(name) is None for part in parts for name in ("quantization_config", "compression_config")):
+        return fields, None
+    from kvjax.models.quantization.schemes import split
+
+    fields, published = split(fields)
     prefixes = family_of(fields).prefixes
     if published is None or not prefixes:
         return fields, published
@@ -213,7 +226,7 @@ def _chosen(dtype: DTypeLike | DtypeName | None) -> np.dtype | None:
 
 def _stored_dtype(tensors: list[Tensor]) -> np.dtype:
     """The common type of all tensors that are stored as they are."""
-    stored = {DTYPES[base.dtype] for base in map(_base_of, tensors) if not isinstance(base, Widened)}
+    stored = {DTYPES[base.dtype] for base in map(_base_of, tensors) if not getattr(base, "widened", False)}
     if len(stored) > 1:
         raise ValueError(f"the weights are stored in several types ({', '.join(sorted(stored))}); choose one with dtype=")
     return jnp.dtype(stored.pop())
@@ -255,15 +268,14 @@ def _say_narrow(path_or_id: str | Path, packed: Mapping[str, Any]) -> None:
         )
 
 
-Whole = PackedSource | fused.PackedRows
-Way = MatrixFormat | Whole | RowsPacked | None
+Way = MatrixFormat | fused.Stays | None
 """How a parameter is packed: while it is loaded, or as it is stored; None: it is an array."""
 
 
 def _place_all(wanted: list[Wanted], ways: list[Way], tensors: dict[str, Tensor], dtype: np.dtype) -> Iterator[Array | PackedMatrix]:
     """Every parameter in turn, on the device. Waits for each piece, so that its host copy is gone before the next is read."""
     for w, own in zip(wanted, ways, strict=True):
-        if isinstance(own, Whole):
+        if isinstance(own, fused.Source):
             yield jax.block_until_ready(jax.tree.map(jnp.asarray, rearranged(own.read(), w.order, w.name)))
             continue
         placed = None
@@ -309,7 +321,7 @@ def _place_parts(
     shapes = [_shape_of(w, own, dtype) for w, own in zip(wanted, ways, strict=True)]
     cuts = structure.flatten_up_to(decoder.cuts(jax.tree.unflatten(structure, shapes), shards.tensor))
     for w, own, how in zip(wanted, ways, cuts, strict=True):
-        if isinstance(own, Whole):
+        if isinstance(own, fused.Source):
             whole = rearranged(own.read(), w.order, w.name)
         elif isinstance(own, RowsPacked):
             whole = own.read_packed(0, w.shape[0])
@@ -323,7 +335,7 @@ def _place_parts(
 
 def _shape_of(w: Wanted, own: Way, dtype: np.dtype) -> jax.ShapeDtypeStruct | PackedMatrix:
     """A parameter without its numbers."""
-    if isinstance(own, Whole):
+    if isinstance(own, fused.Source):
         return own.empty()
     if isinstance(own, RowsPacked):
         return own.format.empty(w.shape)

@@ -3,8 +3,9 @@
 `run_batch` and `run_file` are resolved on first use, so that the command line starts without importing JAX.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pallas_kernels.core.lazy import names_in
 from pallas_kernels.core.renamed import answer
 
 if TYPE_CHECKING:
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Defaults", "KvjaxLM", "Summary", "run_batch", "run_file"]
 
-_HOMES = {"Defaults": "batch.records", "KvjaxLM": "harness", "Summary": "batch.results", "run_batch": "batch.job", "run_file": "batch.job"}
-
 answer(
     {
         "kvjax.serving.session": "kvjax.serving.sessions: the servers are in kvjax.serving.server",
@@ -24,13 +23,15 @@ answer(
     }
 )
 
+_HOMES = {
+    "Defaults": ".batch.records",
+    "KvjaxLM": ".harness",
+    "Summary": ".batch.results",
+    "run_batch": ".batch.job",
+    "run_file": ".batch.job",
+}
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = names_in(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -26,8 +26,8 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.protocols import Params
 from kvjax.model.weight_formats import FormatOf, format_function
 from kvjax.model.weight_formats import weights_bytes as packed_bytes
-from kvjax.policies.decode import DecodePolicy, Window
-from kvjax.policies.prefill import PrefillPolicy, SinkWindow
+from kvjax.policies.decode import DecodePolicy
+from kvjax.policies.prefill import PrefillPolicy
 
 DEVICE_SHARE, HOST_SHARE = 0.85, 0.5
 """Share of the free memory that a plan uses. It is larger on an accelerator, because other programs use the host's memory too."""
@@ -477,8 +477,7 @@ class Capacity:
         return sampling
 
     def _positions(self, policy: DecodePolicy | PrefillPolicy | None) -> int:
-        remapped = isinstance(policy, Window | SinkWindow) and policy.remap
-        return MAX_POSITIONS if remapped else self.config.max_positions
+        return MAX_POSITIONS if getattr(policy, "remap", False) else self.config.max_positions
 
     def check_room(self, tokens: int, sequence: CachedSequence | None, growing: Sequence[CachedSequence]) -> None:
         """`Engine.check_room`."""

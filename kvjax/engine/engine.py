@@ -29,7 +29,7 @@ from kvjax.engine.capacity_plan import Capacity, MemoryPlan, host_memory, memory
 from kvjax.engine.decode_batch import DecodeBatch, Written
 from kvjax.engine.multi_step import decode_steps
 from kvjax.engine.page_eviction import PageEviction
-from kvjax.engine.policy_set import PolicySet
+from kvjax.engine.policy_set import PolicySet, programs_of
 from kvjax.engine.policy_state import rows_of
 from kvjax.engine.prefill_runner import ChunkRun, Prefiller
 from kvjax.engine.sampling import Sampled, Sampling, SamplingRows, check_rows
@@ -50,11 +50,11 @@ from kvjax.engine.step_plan import (
 )
 from kvjax.engine.steps import StepInputs, StepProgram, StepStatic, decode_and_sample, decode_step
 from kvjax.engine.store_options import StoreOptions, check_stores
-from kvjax.engine.watching import after_prompts, alarms_of, program_of, programs_of
 from kvjax.model.placement import place_model
 from kvjax.model.protocols import Model
 from kvjax.policies.choice import Choice, ChoosesDecode
-from kvjax.policies.decode import DecodePolicy, Watched
+from kvjax.policies.decode import DecodePolicy
+from kvjax.policies.decode.base import is_watched
 from kvjax.policies.prefill import PrefillPolicy
 from pallas_kernels.core.messages import shown
 
@@ -334,7 +334,7 @@ class Engine:
             launched = self._launch(inspect_step, padded, given, policy)
             launched.slots.forget()  # the step's result is dropped
             named = self.declared(policy)
-            return read_of(named if isinstance(named, Watched) else launched.policy, len(sequences), self.spec, *launched.results)
+            return read_of(named if is_watched(named) else launched.policy, len(sequences), self.spec, *launched.results)
         finally:
             self.last_reads, declared.last_choice = kept
             for sequence, counts in zip(sequences, pages, strict=True):
@@ -756,7 +756,9 @@ class Engine:
         if isinstance(policy, ChoosesDecode):
             counts = [written] * len(slots.rows) if isinstance(written, int) else written[slots.rows].tolist()
             policy = self._declared.choose(policy, [length + count for length, count in zip(slots.lengths, counts, strict=True)])
-        if isinstance(policy, Watched) and not self._watches_each(tokens):
+        if is_watched(policy) and not self._watches_each(tokens):
+            from kvjax.engine.watching import program_of
+
             policy = program_of(policy, slots, written, several=not isinstance(written, int) or written > 1)
         if self._pool.frames:
             self._pool.advance_copies()
@@ -767,7 +769,9 @@ class Engine:
         if self._pool.beside is not None and not isinstance(tokens, jax.Array):
             tokens = self._pool.put(tokens)
         states = self._declared.states.of_batch(policy, slots.sequences)
-        if isinstance(policy, Watched):
+        if is_watched(policy):
+            from kvjax.engine.watching import after_prompts
+
             states = after_prompts(policy, slots, states)
         inputs = StepInputs(self.model.params, cache, tokens, slots.active, states, *sampling)._replace(following=following)
         static = StepStatic(self.model.decoder, policy, self.indexes, self._pool.shards, steps)
@@ -797,7 +801,10 @@ class Engine:
             try:
                 rows = rows_of(states)
                 learned = [rows[row] for row in slots.rows]
-                alarms = alarms_of(launched.policy, slots, written, states)
+                if is_watched(launched.policy):
+                    from kvjax.engine.watching import alarms_of
+
+                    alarms = alarms_of(launched.policy, slots, written, states)
             except BaseException:  # no memory on the device, say
                 slots.forget()
                 raise

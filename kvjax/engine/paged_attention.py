@@ -20,8 +20,7 @@ from kvjax.engine import recurrent
 from kvjax.engine.policy_state import Learning, attend_and_learn
 from kvjax.engine.sequence_parallel import by_queries, by_tiles, in_parts, own_rows, whole_rows
 from kvjax.model.protocols import Heads, Latents, Recurrence
-from kvjax.policies.decode import Blocks, Cascade, DecodePolicy, IndexerQuery, SelectContext, Stateless, TopBlocks, TopTokens, Window
-from kvjax.policies.decode.base import attend_listed
+from kvjax.policies.decode.base import Blocks, DecodePolicy, IndexerQuery, SelectContext, attend_listed, attends_by_list
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy, query_tile_of
 from pallas_kernels.attention.flash_attention import flash_attention
 from pallas_kernels.core.pages import OpenPages, Pages
@@ -118,7 +117,7 @@ def attend_hot(
     """`policy.attend` through the hot buffer of layer `owner`: output, list and state, the layer's pages (without open ones) and the buffer
     afterwards, and what was listed. now: the step's number. None where the policy does not list whole pages for all queries together, or
     attends by an op of its own: then pages are read where they lie."""
-    if not _has_one_list(policy) or (query.shape[1] > 1 and jax.tree.leaves(state)):
+    if not lists_pages(policy, ctx.page_size) or (query.shape[1] > 1 and jax.tree.leaves(state)):
         return None  # another op than attention over the list, or one for each drafted token
     blocks, state = policy.select(query, layer, ctx, state)
     if blocks is None or blocks.ids.ndim != 3 or blocks.block_size != ctx.page_size:
@@ -135,12 +134,7 @@ def attend_hot(
 def lists_pages(policy: DecodePolicy, page_size: int) -> bool:
     """Whether a step of one token goes through the hot buffer, in layers where `policy` has a list and the engine has a buffer: what
     `attend_hot` finds when it runs, said before."""
-    return _has_one_list(policy) and getattr(policy, "block_size", None) in (None, page_size)
-
-
-def _has_one_list(policy: DecodePolicy) -> bool:
-    """Whether `policy.attend` is attention over one list for all queries of a step."""
-    return attends_by_list(policy) and not isinstance(policy, TopTokens)
+    return attends_by_list(policy) and getattr(policy, "block_size", None) in (None, page_size)
 
 
 def attend_tokens(
@@ -155,14 +149,6 @@ def attend_tokens(
         listed = blocks.replace(ids=blocks.ids[:, :, None])  # a list for each query
     out, block_lse = attend_listed(query, layer, ctx, listed, return_block_lse=policy.learns)
     return out, blocks, policy.observe(blocks, block_lse, ctx, state) if policy.learns else state
-
-
-def attends_by_list(policy: DecodePolicy) -> bool:
-    """Whether `policy.attend` is attention over what `policy.select` lists. `TopBlocks` and `Cascade` attend by one op that also selects,
-    so they are not for a subclass that selects otherwise; nor is `TopTokens`."""
-    kind = type(policy)
-    own = any(kind.attend is each.attend and kind.select is each.select for each in (TopBlocks, Cascade, TopTokens))
-    return kind.attend is Stateless.attend or own
 
 
 def all_gather_pages(
@@ -205,4 +191,8 @@ def with_pages(layer: PagedKV, pages: Pages) -> PagedKV:
 
 def reader_of(policy: DecodePolicy, given: Heads | Latents) -> DecodePolicy:
     """The policy that lists the blocks of a decode step in this layer: `policy`, or the layer's own window."""
-    return policy if given.window is None else Window(0, given.window)
+    if given.window is None:
+        return policy
+    from kvjax.policies.decode.window import Window
+
+    return Window(0, given.window)

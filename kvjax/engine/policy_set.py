@@ -17,17 +17,14 @@ from kvjax.cache.index_spec import without_covered
 from kvjax.cache.page_tables import table_width
 from kvjax.checks import listed
 from kvjax.engine.page_eviction import kept_from_the_start
-from kvjax.engine.paged_attention import attends_by_list
 from kvjax.engine.policy_state import PolicyStates
 from kvjax.engine.sequence_parallel import uneven_work
-from kvjax.engine.watching import programs_of
 from kvjax.model.config import ModelConfig
 from kvjax.model.protocols import Model
 from kvjax.policies.choice import Choice, ChoosesDecode, ChoosesPrefill
-from kvjax.policies.decode import Cascade, DecodePolicy, Dense, TopTokens, Watched, Window, check_budgets, parse
-from kvjax.policies.decode.base import chooses_over_devices
-from kvjax.policies.prefill import DensePrefill, PrefillPolicy, SinkWindow, TopTokensPrefill, indexes_of, parse_prefill
-from kvjax.policies.prefill.lists import TileLists
+from kvjax.policies.decode import DecodePolicy, check_budgets, parse
+from kvjax.policies.decode.base import attends_by_list, chooses_over_devices, is_watched
+from kvjax.policies.prefill import PrefillPolicy, indexes_of, parse_prefill
 from pallas_kernels.core.messages import shown
 
 logger = logging.getLogger(__name__)
@@ -37,11 +34,16 @@ def own_policies(config: ModelConfig) -> tuple[DecodePolicy, PrefillPolicy]:
     """The policies of a model where the caller names none: dense, or tokens:K with the K that its indexer was trained with."""
     counts = {mixer.index_topk for mixer in config.latent}
     if not counts:
-        return Dense(), DensePrefill()
+        return parse("dense"), parse_prefill("dense")
     if len(counts) > 1:
         raise ValueError(f"the indexers of this model's layers choose {sorted(counts)} tokens: name a policy, as tokens:{max(counts)}")
     (k,) = counts
-    return TopTokens(k), TopTokensPrefill(k)
+    return parse(f"tokens:{k}"), parse_prefill(f"tokens:{k}")
+
+
+def programs_of(policy: DecodePolicy) -> tuple[DecodePolicy, ...]:
+    """The policies whose programs run the steps of `policy`, the first step's first."""
+    return (policy, policy.policy) if is_watched(policy) else (policy,)
 
 
 class IndexNotBuilt(ValueError):
@@ -91,14 +93,12 @@ class PolicySet:
         for each in (*self.policies, self.prefill):
             self._check_mesh(each)
             self._check_format(each)
-        _check_layers(f"prefill {self.prefill}", self.prefill, TopTokensPrefill, ChoosesPrefill, model.config)
+        _check_layers(f"prefill {self.prefill}", self.prefill, model.config)
         if isinstance(self.prefill, ChoosesPrefill):
             self.prefill = self.prefill.bind(model, **self._bound_to)
         scanned = [each.indexes() for each in self.policies] + [indexes_of(self.prefill)]
         self.indexes = without_covered(itertools.chain.from_iterable(scanned))
-        if isinstance(self.prefill, TileLists):
-            self.prefill.check_pages(page_size)
-        _check_remap(f"prefill {self.prefill}", self.prefill, model.config, page_size)
+        _check_pages(f"prefill {self.prefill}", self.prefill, model.config, page_size)
         self.reach = kept_from_the_start(self.policies, self.prefill, page_size)
         # All that `find` checks was checked above. One that chooses is bound when it is named.
         self._found: dict[str | DecodePolicy | None, DecodePolicy] = {None: self.policy}
@@ -173,8 +173,8 @@ class PolicySet:
         """The policy of a name. A policy that chooses another, such as `auto`, is bound to this model, once."""
         policy = parse(policy)
         check_budgets(policy, table_width(-(-self.model.config.max_positions // self.page_size)) * self.page_size, self.page_size)
-        _check_layers(f"policy {policy}", policy, TopTokens, ChoosesDecode, self.model.config)
-        _check_remap(f"policy {policy}", policy, self.model.config, self.page_size)
+        _check_layers(f"policy {policy}", policy, self.model.config)
+        _check_pages(f"policy {policy}", policy, self.model.config, self.page_size)
         if not isinstance(policy, ChoosesDecode):
             return policy
         if policy not in self._choosers:
@@ -202,7 +202,7 @@ class PolicySet:
         shards = self._shards
         if shards is None:
             return
-        if isinstance(policy, Watched) and jax.process_count() > 1:
+        if is_watched(policy) and jax.process_count() > 1:
             raise ValueError(f"policy {policy} is watched by one process, which reads the figures of all heads: leave out --max-missed")
         if shards.context == 1 or not isinstance(policy, DecodePolicy) or isinstance(policy, ChoosesDecode):
             return  # one that chooses has been bound to the mesh
@@ -213,24 +213,27 @@ class PolicySet:
             )
 
 
-def _check_layers(said: str, policy: DecodePolicy | PrefillPolicy, ranks: type, chooses: type, config: ModelConfig) -> None:
-    """ValueError for a policy that the model's layers cannot run. ranks: the type of policies that need an indexer of tokens. chooses: the
-    type of those that choose another; they need evidence and times, which models of latent attention do not have."""
+def _check_layers(said: str, policy: DecodePolicy | PrefillPolicy, config: ModelConfig) -> None:
+    """ValueError for a policy that the model's layers cannot run. One that chooses another needs evidence and times, which models of latent
+    attention do not have."""
     paged = len(config.attention) + len(config.latent)
-    if isinstance(policy, ranks) and len(config.latent) < paged:
+    if getattr(policy, "needs_indexer", False) and len(config.latent) < paged:
         raise ValueError(f"{said} needs latent pages and a lightning indexer in every layer of attention, which this model does not have")
-    if config.latent and (isinstance(policy, chooses | Cascade) or indexes_of(policy)):
+    chooses = isinstance(policy, ChoosesDecode | ChoosesPrefill)
+    if config.latent and (chooses or getattr(policy, "needs_kv_heads", False) or indexes_of(policy)):
         own = " or ".join(dict.fromkeys(map(str, own_policies(config))))
         scanned = [f"scans the index {index.name}, not kept in" for index in indexes_of(policy)]
-        needs = "has no evidence about" if isinstance(policy, chooses) else (*scanned, "reads keys of each KV head, not kept in")[0]
+        needs = "has no evidence about" if chooses else (*scanned, "reads keys of each KV head, not kept in")[0]
         raise ValueError(f"{said} {needs} layers of latent attention, as this model has: leave it out for {own}, or name dense or window")
 
 
-def _check_remap(said: str, policy: DecodePolicy | PrefillPolicy, config: ModelConfig, page_size: int) -> None:
-    """ValueError for a policy that counts positions in the cache, where the model or its pages do not allow it."""
-    if not isinstance(policy, Window | SinkWindow) or not policy.remap:
+def _check_pages(said: str, policy: DecodePolicy | PrefillPolicy, config: ModelConfig, page_size: int) -> None:
+    """ValueError for a policy that cannot read pages of this size, or that counts positions in the cache where the model does not allow
+    it."""
+    if hasattr(policy, "check_pages"):
+        policy.check_pages(page_size)
+    if not getattr(policy, "remap", False):
         return
-    policy.check_pages(page_size)
     if config.latent:
         raise ValueError(f"{said} turns rotated queries, which layers of latent attention do not have: leave out +remap")
     if (keys := policy.sink_tokens + policy.window_tokens) > config.max_positions:

@@ -18,13 +18,8 @@ from kvjax.compilation import program
 from kvjax.engine.decode_batch import DecodeBatch, Written, of_slot
 from kvjax.engine.page_eviction import LAG
 from kvjax.engine.sequence import Alarm, CachedSequence, States
-from kvjax.policies.decode import DecodePolicy, Watched
-from kvjax.policies.decode.watched import DUE, LEVEL, OWN
-
-
-def programs_of(policy: DecodePolicy) -> tuple[DecodePolicy, ...]:
-    """The policies whose programs run the steps of `policy`, the first step's first."""
-    return (policy, policy.policy) if isinstance(policy, Watched) else (policy,)
+from kvjax.policies.decode.base import DecodePolicy
+from kvjax.policies.decode.watched import DUE, LEVEL, OWN, Watched
 
 
 def program_of(policy: Watched, slots: DecodeBatch, written: Written, *, several: bool) -> DecodePolicy:
@@ -45,10 +40,10 @@ def after_prompts(policy: Watched, slots: DecodeBatch, states: States) -> States
     return _due(states, np.isin(np.arange(slots.size), rows)) if rows else states
 
 
-def alarms_of(policy: DecodePolicy, slots: DecodeBatch, written: Written, states: States) -> dict[CachedSequence, Alarm]:
+def alarms_of(policy: Watched, slots: DecodeBatch, written: Written, states: States) -> dict[CachedSequence, Alarm]:
     """The alarms of the sequences that a launch has measured. written: how many of its tokens stay. states: after it. Call it before the
     sequences grow."""
-    if not isinstance(policy, Watched) or policy.max_missed == 1 or not any(measured := _measured(policy, slots, written)):
+    if policy.max_missed == 1 or not any(measured := _measured(policy, slots, written)):
         return {}
     flags = _raised(states)
     flags.copy_to_host_async()

@@ -20,7 +20,7 @@ from kvjax.engine.sampling import NotFinite, Sampling, SamplingRows
 from kvjax.engine.sequence import CachedSequence
 from kvjax.engine.step_output import BLOCKS, FINITE, KEYS, TOKENS, listed, unpack
 from kvjax.engine.step_plan import Decoded, DecodeGroup, Launch
-from kvjax.policies.decode.watched import missed_of
+from kvjax.policies.decode.base import is_watched
 from kvjax.scheduler.request import Completion, Request
 from kvjax.text.detokenizer import TextStream
 
@@ -141,6 +141,7 @@ class Sample:
             text = self._unwritten(error)
         if self.error is not None:
             return Completion(finish_reason="error", prompt_tokens=self.handle.prompt_tokens, error=self.error)
+        policy = self.state.policy
         heads = kv_heads * max(len(self.ids) - 1, 1)  # the first token comes from prefill
         return Completion(
             text=text,
@@ -153,7 +154,7 @@ class Sample:
             keys_per_step=self.keys / heads,
             found_tokens=self.handle.found_tokens,
             prompt_end=self.handle.prompt_end,
-            missed=missed_of(self.state.policy, self.sequence.states.get(self.state.policy)),
+            missed=policy.missed(self.sequence.states.get(policy)) if is_watched(policy) else None,
         )
 
 

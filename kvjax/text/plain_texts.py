@@ -25,9 +25,14 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
 
 def tokenized(tokenizer: Any, text: str, **options: Any) -> Mapping[str, Any]:
     """What a tokenizer makes of a text. ValueError if it cannot read it."""
+    return _read(text, lambda: tokenizer(text, **options))
+
+
+def _read[T](text: str, read: Callable[[], T]) -> T:
+    """What a call that reads a text returns. ValueError if it raises anything."""
     try:
         text.encode()
-        return tokenizer(text, **options)
+        return read()
     except UnicodeEncodeError as error:
         raise ValueError(f"the text holds half of a surrogate pair at character {error.start}, which is not text") from None
     except PASSED_ON:
@@ -92,10 +97,14 @@ class PlainTexts:
         for token, (start, stop) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
             # A special token may take spaces beside it, so its beginning is anywhere in its span.
             if token in self._known.all.ids and (not begins.isdisjoint(range(start, stop)) or not cuts.isdisjoint(range(start + 1, stop))):
-                ids += _plain_tokenizer(self._tokenizer).encode(whole[start:stop], add_special_tokens=False).ids
+                ids += self._plain_ids(whole[start:stop])
             else:
                 ids.append(token)
         return ids
+
+    def _plain_ids(self, text: str) -> list[int]:
+        """Token ids of the characters that a special token is written with."""
+        return _read(text, lambda: _plain_tokenizer(self._tokenizer).encode(text, add_special_tokens=False).ids)
 
     def check(self, ids: Sequence[int], render: Callable[[Callable[..., Any]], str]) -> None:
         """ValueError unless the special tokens among `ids` are those that the template writes.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.models.dense import FULL, SLIDING
-from kvjax.models.gguf.metadata import Metadata
+from kvjax.models.gguf.metadata import Metadata, says_something
 
 
 def layer_types(metadata: Metadata, every: int) -> list[str]:
@@ -112,7 +112,7 @@ def cohere2(metadata: Metadata) -> dict[str, Any]:
 
 def glm(metadata: Metadata) -> dict[str, Any]:
     """ValueError for the text part of GLM-4V, whose rows of q and k are in another order."""
-    if np.any(metadata.get("rope.dimension_sections", 0, lists=True)):
+    if says_something(metadata.get("rope.dimension_sections", 0, lists=True)):
         raise metadata.unsupported("rope.dimension_sections", "it is the text part of a model for images")
     return {"attention_bias": metadata.has("blk.0.attn_q.bias") or metadata.has("blk.0.attn_qkv.bias")}
 

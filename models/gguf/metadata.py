@@ -32,6 +32,11 @@ HARMLESS = frozenset(
 """Keys that change nothing in what the model computes, unless the architecture reads them."""
 
 
+def says_something(value: Any) -> bool:
+    """Whether a value is not 0, false, empty, or a list of such. Texts stay a list: an array would give each the room of the longest."""
+    return any(value) if isinstance(value, list) else bool(np.any(value))
+
+
 class Metadata:
     """A file's metadata under the keys of its architecture. Errors name file and key. read: the keys that were asked for."""
 
@@ -45,7 +50,7 @@ class Metadata:
         false and none change nothing."""
         prefix = f"{self.architecture}."
         names = sorted(key.removeprefix(prefix) for key in self.entries if key.startswith(prefix))
-        left = [name for name in names if name not in self.read | HARMLESS and np.any(self.entries[prefix + name])]
+        left = [name for name in names if name not in self.read | HARMLESS and says_something(self.entries[prefix + name])]
         for name in left:
             if name in KNOWN:
                 raise ValueError(

@@ -25,6 +25,9 @@ UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
 MAX_TOKEN = 1024
 """Characters of a token, beyond which it has no merges: pieces of it are tried at every place."""
 
+MAX_MERGED = 2**25
+"""Characters of all merges of a vocabulary. Those of Gemma 3 have 3 million."""
+
 REMEDY = "in Python, tokenizer=False loads the model alone"
 
 
@@ -147,13 +150,17 @@ class _Vocabulary:
             return given
         never = {token for token, kind in zip(self.tokens, self.types, strict=True) if kind in (UNKNOWN, CONTROL, BYTE)}
         texts = {token: number for token, number in self.ids.items() if token not in never and len(token) <= MAX_TOKEN}
-        found = [
-            (-float(scores[number]), len(token[:cut]), token[:cut], token[cut:])
-            for token, number in texts.items()
-            for cut in range(1, len(token))
-            if token[:cut] in texts and token[cut:] in texts
-        ]
-        return [(first, second) for _, _, first, second in sorted(found, key=lambda each: each[:2])]
+        found, characters = [], 0
+        for token, number in texts.items():
+            for cut in range(1, len(token)):
+                first, second = texts.get(token[:cut]), texts.get(token[cut:])
+                if first is None or second is None:
+                    continue
+                found.append((-float(scores[number]), cut, first, second))
+                characters += len(token)
+            if characters > MAX_MERGED:
+                raise self.error("tokens", f"tokens whose merges have at most {MAX_MERGED:,} characters together")
+        return [(self.tokens[first], self.tokens[second]) for _, _, first, second in sorted(found, key=lambda each: each[:2])]
 
     def wrapped(self, tokenizer: Any, kind: str) -> Any:
         """The tokenizer with special tokens, BOS and EOS as the file says, and chat templates."""

@@ -68,6 +68,9 @@ class PackedSource:
 class Widened:
     """A packed matrix that none of our formats holds: a tensor (`kvjax.models.tensors.Tensor`) of its numbers in float32."""
 
+    widened = True
+    """What is stored has no type in common with other tensors."""
+
     matrix: StoredMatrix
 
     @property
@@ -82,7 +85,7 @@ class Widened:
 
     @property
     def dtype(self) -> str:
-        """Of what is read. What is stored has no type in common with other tensors."""
+        """Of what is read."""
         return "F32"
 
     def read(self, start: int, stop: int) -> np.ndarray:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -38,11 +39,13 @@ from kvjax.serving.batch.records import Defaults, Record, read, request_of
 from kvjax.serving.batch.results import Result, Summary, answered, named, refused
 from kvjax.serving.batch.resume import CHECKPOINT, SAID, checkpoint_of, of_defaults
 from kvjax.serving.progress import JobProgress
-from kvjax.text.plain_texts import tokenized
+from kvjax.text.plain_texts import PASSED_ON, tokenized
 from kvjax.text.token_bounds import LONG
 
 if TYPE_CHECKING:
     from kvjax.serving.batch.setup import Setup
+
+logger = logging.getLogger(__name__)
 
 
 def run_batch(
@@ -214,6 +217,11 @@ def prepared(
                 return prepare(record)
         except ValueError as error:
             return error
+        except PASSED_ON:
+            raise
+        except BaseException as error:  # a tokenizer of Python or Rust may raise anything; it concerns only this record
+            logger.warning("line %d: the record cannot be prepared", record.line, exc_info=True)
+            return ValueError(f"the record cannot be prepared: {type(error).__name__}: {error!s:.200}")
 
     short, long = deque(record for record in records if record.size <= LONG), deque(record for record in records if record.size > LONG)
     apart: tuple[Record, Future[Request | ValueError]] | None = None

@@ -162,6 +162,8 @@ def parse(line: bytes | str | Mapping[str, Any], number: int, defaults: Defaults
         error = str(wrong)
     except RecursionError:
         error = "lists and objects of the line are nested too deeply"
+    except Exception as raised:  # an object of Python that compares or converts itself may raise anything
+        error = f"the record cannot be read: {type(raised).__name__}: {raised!s:.200}"
     if record.id is None:  # only the line number identifies the record
         error = f"input line {number}: {error}"
         record = _numbered(record) if record.endpoint is None else record

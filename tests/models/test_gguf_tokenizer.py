@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import tiny_gguf
 
+from kvjax.models.gguf import vocabulary as vocabularies
 from kvjax.models.gguf.header import Header
+from kvjax.models.gguf.metadata import Metadata, says_something
 from kvjax.models.gguf.splits import SPLITS
 from kvjax.models.gguf.vocabulary import read_vocabulary
 
@@ -108,3 +110,24 @@ def test_special_tokens_and_templates():
 def test_damaged_vocabularies_are_refused(values, more, message):
     with pytest.raises(ValueError, match=message):
         vocabulary(values, **more)
+
+
+def test_merges_of_a_vocabulary_are_bounded(monkeypatch):
+    """Tokens of one letter have a merge at every place: 1,024 of them have half a million."""
+    tokens = ["<unk>", "<s>", "</s>", *("a" * length for length in range(1, 65))]
+    values = {"model": "llama", "tokens": tokens, "scores": [-float(each) for each in range(67)], "token_type": [2, 3, 3] + [1] * 64}
+    values |= {"unknown_token_id": 0, "add_bos_token": False, "add_space_prefix": False}
+    assert vocabulary(values)("a" * 64).input_ids == [66]
+    monkeypatch.setattr(vocabularies, "MAX_MERGED", 10_000)
+    with pytest.raises(ValueError, match=r"model.gguf: tokenizer.ggml.tokens is .*merges have at most 10,000 characters together"):
+        vocabulary(values)
+
+
+def test_texts_under_a_key_of_the_architecture_take_their_own_room(caplog):
+    """As an array each would have the room of the longest: 400 GB here."""
+    texts = ["x" * 1_000_000, *[""] * 100_000]
+    Metadata(Header(Path("model.gguf"), {"general.architecture": "llama", "llama.note": texts}, {})).check_all_read()
+    assert "ignored, because llama.cpp has no such keys: note" in caplog.text
+    assert [says_something(value) for value in ([], [""], 0, False, np.zeros(3), "x", ["", "x"], np.array([0, 1]))] == [False] * 5 + [
+        True
+    ] * 3

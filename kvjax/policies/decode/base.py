@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import flax.struct
@@ -263,6 +264,12 @@ class Stateless:
     """Base class of policies that learn nothing: no state, no attention mass, and no index unless a subclass names one."""
 
     learns = False
+    one_op: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+    """Of a class whose `attend` selects and attends in one op: its `select` and that `attend`, which give the same."""
+    needs_indexer = False
+    """Whether it ranks tokens by a lightning indexer, which every layer of attention must then have."""
+    needs_kv_heads = False
+    """Whether it reads keys of each KV head, which layers of latent attention do not keep."""
     chooses_over_devices = False
     """Whether `select` lists the same on every device of a mesh over which pages are sharded (`SelectContext.sharded`). A class that
     defines `select` says so itself."""
@@ -298,6 +305,18 @@ class Stateless:
     def describe(self) -> str:
         """For reports: the name alone, unless a policy says more."""
         return str(self)
+
+
+def attends_by_list(policy: DecodePolicy) -> bool:
+    """Whether `policy.attend` is attention over what `policy.select` lists. A class whose `attend` is one op that also selects says so by
+    `Stateless.one_op`, which does not hold for a subclass that selects or attends otherwise."""
+    kind = type(policy)
+    return kind.attend is Stateless.attend or (kind.select, kind.attend) == getattr(kind, "one_op", None)
+
+
+def is_watched(policy: DecodePolicy) -> bool:
+    """Whether it is a `Watched`, whose module this does not load."""
+    return hasattr(policy, "max_missed")
 
 
 def chooses_over_devices(policy: DecodePolicy) -> bool:

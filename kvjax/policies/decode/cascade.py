@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import re
 from typing import Literal
 
 import jax
@@ -68,6 +69,7 @@ class Cascade(Stateless):
     every: int = 1
 
     chooses_over_devices = True
+    needs_kv_heads = True
 
     def __post_init__(self):
         if self.share is not None:
@@ -148,6 +150,8 @@ class Cascade(Stateless):
             **codes,
         )
         return out, Blocks(ids[:, 0] if ids.shape[1] == 1 else ids, self.block_size), state
+
+    one_op = select, attend
 
     def _of_anchor(self, listed: Blocks, layer: PagedKV) -> Blocks:
         """The list of an earlier layer, which has to have as many KV heads."""
@@ -275,3 +279,13 @@ class Cascade(Stateless):
         listed += "" if self.every == 1 else f", chosen in every {self.every} layers"
         most = "" if self.share is None else "up to "
         return f"{self} ({most}{self._listed.keys:,} keys: {listed})"
+
+
+def named(text: str) -> Cascade | None:
+    """The policy of a name, None for other names; ValueError for numbers that it cannot have."""
+    match = re.fullmatch(r"cascade:(?=\d|p)(\d+)?(?:p(\d*\.?\d+))?(?:/(\d+|all))?(?:\+(?:(\d+)bit|(cache)))?(?:\+every(\d+))?", text)
+    if match is None:
+        return None
+    kept, share = (None if each is None else of(each) for each, of in zip(match.groups()[:2], (int, float), strict=True))
+    shortlist = match[3] if match[3] in (None, "all") else int(match[3])
+    return Cascade(kept, shortlist, int(match[4]) if match[4] else match[5], share=share, every=int(match[6] or 1))

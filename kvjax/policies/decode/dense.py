@@ -27,3 +27,8 @@ class Dense(Stateless):
     def describe(self) -> str:
         """For reports."""
         return "dense (every key)"
+
+
+def named(text: str) -> Dense | None:
+    """The policy of a name, None for other names."""
+    return Dense() if text == "dense" else None

@@ -8,6 +8,7 @@ because a page with one chosen token would have to stay. Both never read again w
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import flax.struct
 import jax
@@ -220,3 +221,9 @@ class HeavyTokens(_Heavy):
 
 def _by_kv_head(mass: Float32[Array, "B H S"], kv_heads: int) -> Float32[Array, "B K S"]:
     return mass.reshape(mass.shape[0], kv_heads, -1, mass.shape[2]).sum(axis=2)
+
+
+def named(text: str) -> HeavyPages | HeavyTokens | None:
+    """The policy of a name, None for other names."""
+    match = re.fullmatch(r"(heavy|heavy-tokens):(\d+)", text)
+    return None if match is None else {"heavy": HeavyPages, "heavy-tokens": HeavyTokens}[match[1]](int(match[2]))

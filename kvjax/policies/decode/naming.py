@@ -5,51 +5,34 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from kvjax.policies.decode.base import DecodePolicy
-from kvjax.policies.decode.cascade import Cascade
-from kvjax.policies.decode.dense import Dense
-from kvjax.policies.decode.heavy import HeavyPages, HeavyTokens
-from kvjax.policies.decode.top_blocks import TopBlocks
-from kvjax.policies.decode.top_tokens import TopTokens
-from kvjax.policies.decode.watched import EVERY, Watched, suffix_of
-from kvjax.policies.decode.window import Window
+from kvjax.policies.decode.base import DecodePolicy, is_watched
 from kvjax.registry import DECODE_FORMS as FORMS
 from kvjax.registry import Registry
+from pallas_kernels.core.lazy import module_of
 
-WINDOW_SINK = 128
-"""Sink tokens of `window:KEYS`: one block, as in top:K, so that the two can be compared at equal keys."""
+if TYPE_CHECKING:
+    from kvjax.policies.decode.watched import Watched
+
+MODULES = {
+    "dense": "dense",
+    "window": "window",
+    "top": "top_blocks",
+    "mean": "top_blocks",
+    "quest": "top_blocks",
+    "cascade": "cascade",
+    "tokens": "top_tokens",
+    "heavy": "heavy",
+    "heavy-tokens": "heavy",
+}
+"""First words of built-in names, and the modules of this folder whose `named` reads them, loaded when one is named."""
 
 
 def _read(text: str) -> DecodePolicy | None:
     """The policy of a built-in name; ValueError for numbers that it cannot have."""
-    if text == "dense":
-        return Dense()
-    if match := re.fullmatch(r"window:(\d+)(?:\+(\d+))?(\+release)?(\+remap)?", text):
-        changes = {"release": match[3] is not None, "remap": match[4] is not None}
-        if match[2]:
-            return Window(int(match[1]), int(match[2]), **changes)
-        keys = int(match[1])
-        if keys <= WINDOW_SINK:
-            raise ValueError(
-                f"policy {text!r}: the {keys} keys of window:KEYS count {WINDOW_SINK} sink tokens, which leaves no window: "
-                f"use more than {WINDOW_SINK}, or window:SINK+WINDOW"
-            )
-        return Window(WINDOW_SINK, keys - WINDOW_SINK, **changes)
-    if match := re.fullmatch(r"tokens:(\d+)", text):
-        return TopTokens(int(match[1]))
-    if match := re.fullmatch(r"(heavy|heavy-tokens):(\d+)", text):
-        return {"heavy": HeavyPages, "heavy-tokens": HeavyTokens}[match[1]](int(match[2]))
-    if match := re.fullmatch(r"cascade:(?=\d|p)(\d+)?(?:p(\d*\.?\d+))?(?:/(\d+|all))?(?:\+(?:(\d+)bit|(cache)))?(?:\+every(\d+))?", text):
-        kept, share = (None if each is None else of(each) for each, of in zip(match.groups()[:2], (int, float), strict=True))
-        shortlist = match[3] if match[3] in (None, "all") else int(match[3])
-        return Cascade(kept, shortlist, int(match[4]) if match[4] else match[5], share=share, every=int(match[6] or 1))
-    if match := re.fullmatch(r"(top|mean|quest):(\d+)", text):
-        k = int(match[2])
-        if match[1] == "quest":
-            return TopBlocks(k, sink=1, local=32, block_size=16)
-        return TopBlocks(k, index="bounds" if match[1] == "top" else "mean")
-    return None
+    module = module_of(__package__, MODULES, text.partition(":")[0])
+    return None if module is None else module.named(text)
 
 
 _NAMES = Registry(
@@ -57,7 +40,7 @@ _NAMES = Registry(
     forms=FORMS,
     remedy="inherit from kvjax.policies.decode.Stateless",
     parts=("select", "learns", "indexes", "init", "observe", "attend", "describe"),
-    reserved=("dense", "window", "top", "mean", "quest", "cascade", "tokens", "heavy", "heavy-tokens", "auto"),
+    reserved=(*MODULES, "auto"),
     read=_read,
 )
 register = _NAMES.register
@@ -99,12 +82,12 @@ def is_built_in(name: str) -> bool:
 
 def name_of(policy: DecodePolicy) -> str:
     """The name under which reports list a policy, and from which `parse` gives it back (`Registry.name_of`)."""
-    return f"{name_of(policy.policy)}{suffix_of(policy)}" if isinstance(policy, Watched) else _NAMES.name_of(policy)
+    return f"{name_of(policy.policy)}{policy.suffix}" if is_watched(policy) else _NAMES.name_of(policy)
 
 
 def identity(policy: DecodePolicy) -> str:
     """Everything that decides what a policy does, for journals of jobs (`Registry.identity`)."""
-    return f"{identity(policy.policy)}, {suffix_of(policy)}" if isinstance(policy, Watched) else _NAMES.identity(policy)
+    return f"{identity(policy.policy)}, {policy.suffix}" if is_watched(policy) else _NAMES.identity(policy)
 
 
 def _watched(name: str | DecodePolicy, find: Callable[[str], DecodePolicy | None]) -> Watched | None:
@@ -112,6 +95,8 @@ def _watched(name: str | DecodePolicy, find: Callable[[str], DecodePolicy | None
     match = _WATCHED.fullmatch(name.strip()) if isinstance(name, str) else None
     if match is None:
         return None
+    from kvjax.policies.decode.watched import EVERY, Watched
+
     try:
         share = float(match["share"])
     except ValueError:

@@ -7,6 +7,7 @@ Its Bill" (BRL-2026-07, sections 3.2 and 8.1).
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Literal
 
 import jax.numpy as jnp
@@ -91,6 +92,8 @@ class TopBlocks(Stateless):
         )
         return out, self._blocks(ids), state
 
+    one_op = select, attend
+
     def _best_of_all(self, ids: Int[Array, "B T K W"], query, layer: LayerCache, ctx: SelectContext) -> Int[Array, "B T K W"]:
         """The list over the pages of all devices, from that over each one's own: the k best of what each found, with its scores."""
         per_page = ctx.page_size // self.block_size
@@ -157,3 +160,13 @@ class TopBlocks(Stateless):
         """For reports."""
         dense = f", first {self.dense_layers} layers dense" if self.dense_layers else ""
         return f"{self} ({self.keys:,} keys: {self.sink} sink + {self.local} local + {self.k} distant blocks of {self.block_size}{dense})"
+
+
+def named(text: str) -> TopBlocks | None:
+    """The policy of a name, None for other names."""
+    if (match := re.fullmatch(r"(top|mean|quest):(\d+)", text)) is None:
+        return None
+    k = int(match[2])
+    if match[1] == "quest":
+        return TopBlocks(k, sink=1, local=32, block_size=16)
+    return TopBlocks(k, index="bounds" if match[1] == "top" else "mean")

@@ -7,6 +7,7 @@ Sparse-Attention Decoding".
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -42,6 +43,8 @@ class TopTokens(Stateless):
     hinted: bool = False
 
     chooses_over_devices = True
+    needs_indexer = True
+    block_size = 1
 
     def __post_init__(self):
         if not isinstance(self.k, int) or self.k < 1:
@@ -79,6 +82,8 @@ class TopTokens(Stateless):
         """Select, then attend. Every query is a separate row, as every query has its own list."""
         blocks, state = self.select(query, layer, ctx, state)
         return read_tokens(query, layer, ctx.frames, _seen(ctx, query.shape[1]), blocks.ids, ctx.sm_scale), blocks, state
+
+    one_op = select, attend
 
     def keys_read(self, length: int, layer: int, page_size: int) -> int | None:
         """Tokens a query attends to in a sequence of `length` tokens, its own included."""
@@ -149,3 +154,9 @@ def read_tokens(
 def _seen(ctx: SelectContext, num_queries: int) -> Int[Array, "B T"]:
     """Tokens that each query may attend to, its own included; 0 for queries before the sequence."""
     return jnp.maximum(ctx.lengths[:, None] - num_queries + 1 + jnp.arange(num_queries, dtype=jnp.int32), 0)
+
+
+def named(text: str) -> TopTokens | None:
+    """The policy of a name, None for other names."""
+    match = re.fullmatch(r"tokens:(\d+)", text)
+    return None if match is None else TopTokens(int(match[1]))

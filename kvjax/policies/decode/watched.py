@@ -25,10 +25,8 @@ from kvjax.cache.index_spec import IndexSpec
 from kvjax.cache.page_manager import Reach
 from kvjax.checks import whole_number
 from kvjax.engine.missed import Missed
-from kvjax.policies.decode.base import Blocks, DecodePolicy, ScoresBlocks, SelectContext, Stateless, StateSpec, keys_listed
+from kvjax.policies.decode.base import Blocks, DecodePolicy, ScoresBlocks, SelectContext, Stateless, StateSpec, is_watched, keys_listed
 from kvjax.policies.decode.dense import Dense
-from kvjax.policies.decode.top_tokens import TopTokens
-from kvjax.policies.decode.window import Window
 from pallas_kernels.attention.gather_attention import gather_attention
 from pallas_kernels.core.messages import shown
 
@@ -193,8 +191,30 @@ class Watched(Stateless):
         keys = keys_listed(listed.ids, listed.block_size, listed.window, ctx.lengths[:, None, None]).sum(axis=2)
         return *_attend(query, layer.pages, ctx, listed, live), keys
 
+    def missed(self, states: Sequence[Any] | None) -> Missed:
+        """What a sequence's steps missed. states: of its layers; None before its first step. Waits for the device."""
+        if states is None:
+            return Missed()
+        layers = [np.asarray(each, np.float64)[0] for each in jax.device_get(tuple(states))]
+        sums = sum(layer.sum(axis=0) for layer in layers)
+        if not math.isfinite(sums[TOTAL]):  # so are the logits of such a step, and the answer is an error
+            return Missed()
+        heads = [(row[LARGEST], number, head) for number, layer in enumerate(layers) for head, row in enumerate(layer) if row[SAMPLES]]
+        largest, layer, head = max(heads, key=operator.itemgetter(0), default=(0.0, None, None))
+        counts = {name: int(sums[column]) for name, column in (("samples", SAMPLES), ("alarms", ALARMS), ("steps", STEPS), ("keys", MORE))}
+        for name, level in (("wide_heads", WIDE), ("dense_heads", WHOLE)):
+            counts[name] = int(sum((each[:, LEVEL] == level).sum() for each in layers))
+        return Missed(mean=float(sums[TOTAL] / max(sums[SAMPLES], 1)), largest=float(largest), layer=layer, head=head, **counts)
+
+    @property
+    def suffix(self) -> str:
+        """What its name adds to that of the policy: "+missed0.02", or "+missed0.02/8" where every 8th step is measured."""
+        share = f"{self.max_missed:g}"
+        share = share if float(share) == self.max_missed else repr(self.max_missed)
+        return f"+missed{share}" + f"/{self.every}" * (self.every != EVERY)
+
     def __str__(self) -> str:
-        return f"{self.policy}{suffix_of(self)}"
+        return f"{self.policy}{self.suffix}"
 
     def describe(self) -> str:
         """For reports."""
@@ -202,52 +222,26 @@ class Watched(Stateless):
         return f"{self} ({self.policy.describe()}; measured every {self.every} steps{said})"
 
 
-def suffix_of(policy: Watched) -> str:
-    """What the name of a watched policy adds to that of the policy: "+missed0.02", or "+missed0.02/8" where every 8th step is measured."""
-    share = f"{policy.max_missed:g}"
-    share = share if float(share) == policy.max_missed else repr(policy.max_missed)
-    return f"+missed{share}" + f"/{policy.every}" * (policy.every != EVERY)
-
-
 def missed_share(listed: Float32[Array, "..."], whole: Float32[Array, "..."]) -> Float32[Array, "..."]:
     """The share of attention that a list misses, 0 to 1, from the log-sum-exp of its logits and that of all logits."""
     return jnp.clip(-jnp.expm1(listed - whole), 0, 1)
-
-
-def missed_of(policy: Any, states: Sequence[Any] | None) -> Missed | None:
-    """What a sequence's steps under a policy missed; None where the policy is not watched. states: of its layers; None before its first
-    step. Waits for the device."""
-    if not isinstance(policy, Watched):
-        return None
-    if states is None:
-        return Missed()
-    layers = [np.asarray(each, np.float64)[0] for each in jax.device_get(tuple(states))]
-    sums = sum(layer.sum(axis=0) for layer in layers)
-    if not math.isfinite(sums[TOTAL]):  # so are the logits of such a step, and the answer is an error
-        return Missed()
-    heads = [(row[LARGEST], number, head) for number, layer in enumerate(layers) for head, row in enumerate(layer) if row[SAMPLES]]
-    largest, layer, head = max(heads, key=operator.itemgetter(0), default=(0.0, None, None))
-    counts = {name: int(sums[column]) for name, column in (("samples", SAMPLES), ("alarms", ALARMS), ("steps", STEPS), ("keys", MORE))}
-    for name, level in (("wide_heads", WIDE), ("dense_heads", WHOLE)):
-        counts[name] = int(sum((each[:, LEVEL] == level).sum() for each in layers))
-    return Missed(mean=float(sums[TOTAL] / max(sums[SAMPLES], 1)), largest=float(largest), layer=layer, head=head, **counts)
 
 
 def _why_not(policy: Any) -> str | None:
     """Why a policy cannot be watched; None if it can."""
     if isinstance(policy, Dense):
         return "reads every key and misses nothing. Leave out --max-missed, or name a policy that reads less, as cascade:8"
-    if isinstance(policy, Watched):
+    if is_watched(policy):
         return "is watched already. Give one share"
     if hasattr(policy, "possible"):  # `kvjax.policies.choice.ChoosesDecode`, which imports this package
         return "chooses another policy for each launch. Name that one, as cascade:8"
-    if isinstance(policy, TopTokens):
+    if getattr(policy, "needs_indexer", False):
         return "lists tokens of latent pages, which have no KV heads. Leave out --max-missed"
     if not hasattr(policy, "select"):
         return "is no policy. Name one, as cascade:8"
     if getattr(policy, "learns", False) or hasattr(policy, "observe_prefill"):
         return "learns from attention. Leave out --max-missed, or name a policy without state, as cascade:8"
-    if isinstance(policy, Window) and policy.remap:
+    if getattr(policy, "remap", False):
         return "counts positions in the cache, so its attention is no part of dense's. Leave out +remap, or --max-missed"
     if hasattr(policy, "keeps") and policy.keeps(128) is not None:
         return "gives pages back, and dense's attention is not known without them. Leave out +release, or --max-missed"

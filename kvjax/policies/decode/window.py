@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax.numpy as jnp
 
 from kvjax.checks import whole_number
 from kvjax.policies.decode.base import Blocks, Stateless
 from pallas_kernels.core.messages import shown
+
+SINK = 128
+"""Sink tokens of `window:KEYS`: one block, as in top:K, so that the two can be compared at equal keys."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,3 +110,19 @@ def check_sinks(said: str, sink_tokens: int, page_size: int) -> None:
             f"{said} reads sinks apart from the window, so they must be whole pages of {page_size} tokens: use "
             f"{-(-sink_tokens // page_size) * page_size} sink tokens, or leave out +remap"
         )
+
+
+def named(text: str) -> Window | None:
+    """The policy of a name, None for other names; ValueError for numbers that it cannot have."""
+    if (match := re.fullmatch(r"window:(\d+)(?:\+(\d+))?(\+release)?(\+remap)?", text)) is None:
+        return None
+    changes = {"release": match[3] is not None, "remap": match[4] is not None}
+    if match[2]:
+        return Window(int(match[1]), int(match[2]), **changes)
+    keys = int(match[1])
+    if keys <= SINK:
+        raise ValueError(
+            f"policy {text!r}: the {keys} keys of window:KEYS count {SINK} sink tokens, which leaves no window: "
+            f"use more than {SINK}, or window:SINK+WINDOW"
+        )
+    return Window(SINK, keys - SINK, **changes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from jaxtyping import Array, Int
 
@@ -97,3 +98,9 @@ class BoundsBlocks(ByBounds):
             f"{self} prefill (per {self.chi} queries {self.k} blocks of {self.key_block} by bounds, {self.sink_tokens} sink + "
             f"{self.window_tokens} latest keys; dense up to {self.dense_tokens:,} tokens)"
         )
+
+
+def named(text: str) -> BoundsBlocks | None:
+    """The policy of a name, None for other names; ValueError for numbers that it cannot have."""
+    match = re.fullmatch(r"bounds:(\d+)(\+sparse)?", text)
+    return None if match is None else BoundsBlocks(int(match[1]), dense_below=0 if match[2] else None)

@@ -35,3 +35,8 @@ class DensePrefill:
     def describe(self) -> str:
         """For reports."""
         return "dense prefill"
+
+
+def named(text: str) -> DensePrefill | None:
+    """The policy of a name, None for other names."""
+    return DensePrefill() if text == "dense" else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -138,3 +139,11 @@ class MeasureOnceMaskOnce(TileLists):
             f"{estimated}; per {self.chi} queries {trimmed}, {self.sink_tokens} sink + {self.window_tokens} latest keys; {corrected}; "
             f"dense up to {self.dense_tokens:,} tokens)"
         )
+
+
+def named(text: str) -> MeasureOnceMaskOnce | None:
+    """The policy of a name, None for other names; ValueError for numbers that it cannot have."""
+    if (match := re.fullmatch(r"momo:(\d+)/(\d+)", text)) is None:
+        return None
+    k, k_exact = map(int, match.groups())
+    return MeasureOnceMaskOnce(k=k, k_exact=k_exact, k_trim=k)

@@ -7,29 +7,18 @@ import re
 from kvjax.policies.choice import ChoosesPrefill
 from kvjax.policies.decode.naming import is_built_in as is_decode_policy
 from kvjax.policies.prefill.base import PrefillPolicy
-from kvjax.policies.prefill.bounds import BoundsBlocks
-from kvjax.policies.prefill.dense import DensePrefill
-from kvjax.policies.prefill.measure_once import MeasureOnceMaskOnce
-from kvjax.policies.prefill.sink_window import SinkWindow
-from kvjax.policies.prefill.top_tokens import TopTokensPrefill
 from kvjax.registry import PREFILL_FORMS as FORMS
 from kvjax.registry import Registry
+from pallas_kernels.core.lazy import module_of
+
+MODULES = {"dense": "dense", "bounds": "bounds", "momo": "measure_once", "window": "sink_window", "tokens": "top_tokens"}
+"""First words of built-in names, and the modules of this folder whose `named` reads them, loaded when one is named."""
 
 
 def _read(text: str) -> PrefillPolicy | None:
     """The prefill policy of a built-in name; ValueError for numbers that it cannot have."""
-    if text == "dense":
-        return DensePrefill()
-    if match := re.fullmatch(r"momo:(\d+)/(\d+)", text):
-        k, k_exact = map(int, match.groups())
-        return MeasureOnceMaskOnce(k=k, k_exact=k_exact, k_trim=k)
-    if match := re.fullmatch(r"window:(\d+)\+(\d+)(\+remap)?", text):
-        return SinkWindow(int(match[1]), int(match[2]), remap=match[3] is not None)
-    if match := re.fullmatch(r"bounds:(\d+)(\+sparse)?", text):
-        return BoundsBlocks(int(match[1]), dense_below=0 if match[2] else None)
-    if match := re.fullmatch(r"tokens:(\d+)", text):
-        return TopTokensPrefill(int(match[1]))
-    return None
+    module = module_of(__package__, MODULES, text.partition(":")[0])
+    return None if module is None else module.named(text)
 
 
 PEERS = {
@@ -58,7 +47,7 @@ _NAMES = Registry(
     forms=FORMS,
     remedy="kvjax.policies.prefill.PrefillPolicy says what each does",
     parts=("attend", "queries_stand_alone", "describe"),
-    reserved=("dense", "bounds", "momo", "window", "oracle", "tokens", "auto"),
+    reserved=(*MODULES, "oracle", "auto"),
     read=_read,
     hint=_hint,
 )

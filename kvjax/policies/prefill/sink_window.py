@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax.numpy as jnp
 
@@ -81,3 +82,9 @@ class SinkWindow(DenseWhereCovered):
         """For reports."""
         placed = ", positions in the cache" * self.remap
         return f"{self} prefill ({self.dense_tokens:,} keys: {self.sink_tokens} sink + {self.window_tokens} latest{placed})"
+
+
+def named(text: str) -> SinkWindow | None:
+    """The policy of a name, None for other names."""
+    match = re.fullmatch(r"window:(\d+)\+(\d+)(\+remap)?", text)
+    return None if match is None else SinkWindow(int(match[1]), int(match[2]), remap=match[3] is not None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ class TopTokensPrefill:
 
     queries_stand_alone = True
     query_tile = 1
+    needs_indexer = True
 
     def __post_init__(self):
         check_sizes(self, k=1)
@@ -64,3 +66,9 @@ class TopTokensPrefill:
     def describe(self) -> str:
         """For reports."""
         return f"{self} prefill (per query the {self.k:,} tokens that score best; dense up to there)"
+
+
+def named(text: str) -> TopTokensPrefill | None:
+    """The policy of a name, None for other names."""
+    match = re.fullmatch(r"tokens:(\d+)", text)
+    return None if match is None else TopTokensPrefill(int(match[1]))

@@ -18,10 +18,9 @@ from kvjax import Engine
 from kvjax.axes import WHOLE_COPY, Shards
 from kvjax.cache import PagedKV
 from kvjax.cost_model.bytes import step_bytes
-from kvjax.engine.paged_attention import attends_by_list
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode import Cascade, SelectContext, cascade, parse, register
-from kvjax.policies.decode.base import attend_listed
+from kvjax.policies.decode.base import attend_listed, attends_by_list
 from pallas_kernels.cache.pack_pages import pack_pages
 from pallas_kernels.core import dispatch
 from pallas_kernels.core.page_format import PageFormat, unpack

@@ -25,7 +25,7 @@ from kvjax.policies.decode import (
     parse_recorded,
 )
 from kvjax.policies.decode import watched as module
-from kvjax.policies.decode.watched import DUE, LARGEST, LEVEL, MORE, OWN, SAMPLES, STEPS, TOTAL, WHOLE, WIDE, missed_of
+from kvjax.policies.decode.watched import DUE, LARGEST, LEVEL, MORE, OWN, SAMPLES, STEPS, TOTAL, WHOLE, WIDE
 from pallas_kernels.core.pages import Pages
 from pallas_kernels.selection.page_index import page_index
 
@@ -195,7 +195,7 @@ def test_nan_raises_the_alarm():
     query, layer, ctx = case()
     _, _, state = step(Watched(TOP, 0.9), query.at[0, 0, :G].set(jnp.nan), layer, ctx)
     assert state[0, :, LEVEL].tolist() == [WHOLE, OWN]
-    assert missed_of(Watched(TOP), (state[:1],)) == Missed()
+    assert Watched(TOP).missed((state[:1],)) == Missed()
 
 
 @dataclasses.dataclass(frozen=True)

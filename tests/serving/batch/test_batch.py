@@ -7,8 +7,13 @@ import io
 import json
 
 import jax
+import numpy as np
 import pytest
 from rich.console import Console
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from kvjax.engine.engine import Engine
 from kvjax.engine.sampling import Sampling
@@ -200,6 +205,38 @@ def test_what_a_tokenizer_raises_concerns_its_record_alone(engine, model, monkey
 
 class Panic(BaseException):
     """As Rust's PanicException, no Exception."""
+
+
+def test_a_special_token_that_cannot_be_read_as_text_concerns_its_record_alone(engine, model, monkeypatch):
+    """Nothing but words of a list has a token here, and a special token's text is no word."""
+    words = Tokenizer(WordLevel({"user": 0, "hello": 1, "xxxxx": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    words.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
+    own = PreTrainedTokenizerFast(tokenizer_object=words, chat_template="{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
+    monkeypatch.setattr(engine, "model", dataclasses.replace(model, tokenizer=own))
+    said = [{"id": each, "messages": [{"role": "user", "content": each}], "max_new_tokens": 1} for each in ("hello <|end|>", "hello")]
+    found = answers(engine, said)
+    assert "the tokenizer cannot read this text: WordLevel error" in found["hello <|end|>"]["error"]
+    assert found["hello"]["error"] is None
+
+
+def test_whatever_preparing_a_record_raises_concerns_it_alone(engine, model, monkeypatch):
+    """A number that Python refuses to write, an array that has no truth, and a tokenizer whose properties raise."""
+    odd = {"id": 10**5000, "prompt": "hello"}, {"custom_id": "tools", "body": {"prompt": "hello", "tools": np.array([1, 2])}}
+    found = answers(engine, [*odd, RECORDS[0]])
+    assert "the record cannot be read: ValueError: Exceeds the limit" in found[10**5000]["error"]
+    assert "the record cannot be read: ValueError: operands could not be broadcast" in found["tools"]["error"]["message"]
+    assert found["short"]["error"] is None
+
+    class Raises(type(model.tokenizer)):
+        @property
+        def added_tokens_decoder(self):
+            raise Panic("no tokens")
+
+    monkeypatch.setattr(model.tokenizer, "__class__", Raises)
+    found = answers(engine, [{"id": "chat", "messages": [{"role": "user", "content": "x"}]}, RECORDS[0]])
+    assert found["chat"]["error"] == "the record cannot be prepared: Panic: no tokens"
+    assert found["short"]["error"] is None
 
 
 def test_a_tokenizer_that_panics_concerns_its_record_alone(engine, model, monkeypatch):
