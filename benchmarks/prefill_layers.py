@@ -18,9 +18,9 @@ import typer
 from jaxtyping import Array, Float
 
 from benchmarks import prefill_tables as prefill_report
+from benchmarks.prefill_quality import output_error, record_prefill
 from benchmarks.run import main, read_prompt, run, sparse_of
 from kvjax.cache import PagedKV
-from kvjax.evaluation.measures import output_error, record_prefill
 from kvjax.model.protocols import Model
 from kvjax.policies.prefill import DensePrefill, PrefillContext, PrefillPolicy, indexes_of
 from kvjax.policies.prefill.lists import TileLists

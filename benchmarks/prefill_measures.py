@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import prefill_tables as prefill_report
+from benchmarks.prefill_quality import ablation, check_measurable, measure_recorded, record_prefill
 from benchmarks.run import main, read_prompt, run
-from kvjax.evaluation.measures import ablation, check_measurable, measure_recorded, record_prefill
 from kvjax.policies.prefill import DensePrefill, MeasureOnceMaskOnce
 from kvjax.serving.bench.decode import PAGE_SIZE
 from kvjax.serving.bench.prefill import policies_of

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import kvjax
-from kvjax.evaluation.measures import record_prefill
+from benchmarks.prefill_quality import record_prefill
 from kvjax.evaluation.needle import encode
 from pallas_kernels.core.results import write_result
 

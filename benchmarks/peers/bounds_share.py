@@ -8,8 +8,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kvjax.evaluation.estimates import share_text
-from kvjax.evaluation.missed import COST, sample
+from benchmarks.estimates import share_text
+from benchmarks.missed import COST, sample
 from kvjax.policies.prefill.bounds import ByBounds
 from kvjax.policies.prefill.lists import check_sizes, covered_tokens, sorted_lists
 from pallas_kernels.selection.select_tiles.api import POOLINGS
@@ -23,7 +23,7 @@ class BoundsShare(ByBounds):
     """`BoundsBlocks` whose lists widen, per layer, query head and chunk, until drawn queries miss less than `share` of their attention.
 
     The blocks of a tile are ranked once, by bounds. One random query of every 16 to 4,096 of the chunk attends exactly (see
-    `kvjax.evaluation.missed`), and the head takes the first entry of `ladder` with which these queries miss less than `share` on
+    `benchmarks.missed`), and the head takes the first entry of `ladder` with which these queries miss less than `share` on
     average, or every block if there is none. Draws depend only on positions, and the choice only on the chunk, so another prefill_chunk
     may change it. A chunk without a drawn query lists every block. Shorter sequences draw more queries: as many as cost 5% of attention
     over lists of the ladder's middle entry.

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.evaluation.estimates import blocks_and_bands, fewest_that_hold, mean_keys, mean_queries, ranked_until, share_text
+from benchmarks.estimates import blocks_and_bands, fewest_that_hold, mean_keys, mean_queries, ranked_until, share_text
 from kvjax.policies.prefill.lists import TileLists, check_sizes, distant_blocks, sorted_lists
 from pallas_kernels.core.soft_cap import scaled
 

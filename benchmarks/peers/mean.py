@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.evaluation.estimates import mean_keys, mean_queries
+from benchmarks.estimates import mean_keys, mean_queries
 from kvjax.policies.prefill.lists import BestBlocks, best_blocks
 
 

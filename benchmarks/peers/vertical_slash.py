@@ -6,7 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.evaluation.estimates import blocks_and_bands
+from benchmarks.estimates import blocks_and_bands
 from kvjax.policies.prefill.lists import TileLists, best_blocks, check_sizes, covered_tokens, distant_blocks, sorted_lists
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.evaluation.estimates import ranked_until, share_text
+from benchmarks.estimates import ranked_until, share_text
 from kvjax.evaluation.key_walk import padded_tokens, tile_tokens, walk_keys
 from kvjax.policies.prefill.lists import TileLists, check_sizes
 from pallas_kernels.core.soft_cap import divided

@@ -28,9 +28,9 @@ from quick_cases import some_long
 from scipy.spatial import distance
 from tiny_models import VOCAB, make_model
 
+from benchmarks.missed import drawn_positions
+from benchmarks.prefill_quality import measure_prefill
 from kvjax import Engine
-from kvjax.evaluation.measures import measure_prefill
-from kvjax.evaluation.missed import drawn_positions
 from kvjax.policies.prefill import BoundsBlocks, DensePrefill, identity, name_of, parse_prefill
 from kvjax.policies.prefill.naming import PEERS, built_in_name, parse_recorded_prefill
 

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from prefill_chunks import FOLDER, SIZES, peer
 from scipy import stats
+from tiny_models import make_model, shallow
 
+from benchmarks import missed
+from benchmarks import prefill_quality as measures
+from benchmarks.missed import drawn_positions, sample_every, sampled_miss
+from benchmarks.prefill_quality import ablation, captured_by_rows, captured_mass, measure_prefill, output_error, record_prefill
 from kvjax.cache import PagedKV
-from kvjax.evaluation import measures, missed
-from kvjax.evaluation.measures import ablation, captured_by_rows, captured_mass, measure_prefill, output_error, record_prefill
-from kvjax.evaluation.missed import drawn_positions, sample_every, sampled_miss
 from kvjax.evaluation.oracle_blocks import OracleBlocks
 from kvjax.evaluation.statistics import mean_over_blocks
 from kvjax.policies.prefill import DensePrefill, MeasureOnceMaskOnce, PrefillContext, SinkWindow, parse_prefill
@@ -26,8 +28,8 @@ POLICIES = (MOMO, OracleBlocks(k=3, **SIZES), peer("mean", 3))
 
 
 @pytest.fixture(scope="module")
-def model(one_layer):
-    return one_layer
+def model():
+    return shallow(make_model())
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from benchmarks.missed import sample_every, sampled_miss
 from kvjax.cache.arrays import PagedKV
 from kvjax.engine.engine import Engine
-from kvjax.evaluation.missed import sample_every, sampled_miss
 from kvjax.evaluation.oracle_blocks import OracleBlocks
 from kvjax.evaluation.statistics import mean_over_blocks
 from kvjax.model.protocols import Model
