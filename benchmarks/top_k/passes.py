@@ -1,6 +1,6 @@
 """`python -m benchmarks.top_k.passes`: how many passes over a row `top_k` takes, by kind of row, without a GPU.
 
-The kernel's decisions are replayed (`pallas_kernels.selection.top_k.replay`). They depend only on scores, hint and sizes, so the counts are
+The kernel's decisions are replayed (`benchmarks.top_k.replay`). They depend only on scores, hint and sizes, so the counts are
 the kernel's, on any machine. Rows are those of `benchmarks.top_k`, but more of them, one row at a time.
 """
 

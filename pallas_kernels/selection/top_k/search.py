@@ -7,7 +7,7 @@ always ends: at last the k-th best score itself is known, and of the scores that
 however the best scores are clustered, and they keep the row's order.
 
 Scores and thresholds are compared as order-preserving integers ("keys"). The secant uses them too, so every number here is an integer, and
-`replay` gets the same numbers. Source: "Guess-Verify-Refine", sections 4.2.1 to 4.2.3; the marks and the digits are ours.
+`benchmarks/top_k/replay.py` gets the same numbers. Source: "Guess-Verify-Refine", sections 4.2.1 to 4.2.3; marks and digits are ours.
 """
 
 from __future__ import annotations

@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quick_cases import rest_long, some_long
 
+from benchmarks.top_k.replay import replay_row
 from pallas_kernels.core import dispatch
 from pallas_kernels.hopper.threads import lanes
 from pallas_kernels.selection.indexer_scores import indexer_scores
 from pallas_kernels.selection.select_blocks import choose
 from pallas_kernels.selection.top_k import guesses, mosaic_gpu, plan, search, top_k
 from pallas_kernels.selection.top_k.plan import Config
-from pallas_kernels.selection.top_k.replay import replay_row
 
 SMALL = {"capacity": 512}
 

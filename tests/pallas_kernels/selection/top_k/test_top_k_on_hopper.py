@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.top_k.replay import replay_row
 from pallas_kernels.core import dispatch
 from pallas_kernels.selection.top_k import plan, top_k
 from pallas_kernels.selection.top_k.plan import Config
-from pallas_kernels.selection.top_k.replay import replay_row
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
