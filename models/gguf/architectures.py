@@ -65,7 +65,7 @@ class Architecture:
     paired: bool = False
     norm_offset: float = 0.0
     fields: Callable[[Metadata], dict[str, Any]] | None = None
-    layers: Callable[[Metadata], int] = lambda metadata: metadata.size("block_count")
+    layers: Callable[[Metadata], int] = lambda metadata: metadata.layers
     tensor: Callable[[Metadata, str, GgufTensor], GgufTensor] | None = None
     type_of: Callable[[Metadata], str] | None = None
 
@@ -166,7 +166,7 @@ def tensors_of(header: Header) -> dict[str, GgufTensor]:
     found: dict[str, GgufTensor] = {}
     for entry in header.tensors.values():
         stored, block = architecture.hf_name(entry.name), _NAME.fullmatch(entry.name)
-        if stored is None or (block and layers <= int(block[1]) < metadata.size("block_count")):
+        if stored is None or (block and layers <= int(block[1]) < metadata.layers):
             continue
         for name, tensor in _apart(architecture, metadata, stored, GgufTensor(entry, entry.shape)).items():
             if name in found:

@@ -16,7 +16,7 @@ from kvjax.models.gguf.metadata import Metadata, says_something
 def layer_types(metadata: Metadata, every: int) -> list[str]:
     """The kind of each layer. every: of so many layers one has no window, unless the file says otherwise. ValueError for a bad pattern."""
     key = "attention.sliding_window_pattern"
-    count, pattern = metadata.size("block_count"), metadata.get(key, every, lists=True)
+    count, pattern = metadata.layers, metadata.get(key, every, lists=True)
     if isinstance(pattern, np.ndarray) and len(pattern) == count:
         return [SLIDING if each else FULL for each in pattern.tolist()]
     if not isinstance(pattern, int) or isinstance(pattern, bool) or pattern < 0:
@@ -39,7 +39,7 @@ def one_theta(metadata: Metadata) -> None:
 def gemma2(metadata: Metadata) -> dict[str, Any]:
     """llama.cpp scales the queries of the 27B model by its width."""
     one_theta(metadata)
-    wide, hidden = metadata.size("block_count") == 46, metadata.size("embedding_length")
+    wide, hidden = metadata.layers == 46, metadata.size("embedding_length")
     return {
         "sliding_window": metadata.size("attention.sliding_window", 4096),
         "layer_types": layer_types(metadata, 2),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from gguf.constants import Keys
 
-from kvjax.models.fields import BELOW
+from kvjax.models.fields import BELOW, MAX_LAYERS
 from kvjax.models.gguf.header import Header
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,13 @@ class Metadata:
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < BELOW:
             raise self.error(f"{self.architecture}.{key}", "a positive integer")
         return value
+
+    @property
+    def layers(self) -> int:
+        """Blocks of the file. Bounded, because tables of fields have an entry for each."""
+        if (count := self.size("block_count")) > MAX_LAYERS:
+            raise self.error(f"{self.architecture}.block_count", f"at most {MAX_LAYERS}")
+        return count
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number. float32 becomes the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06."""

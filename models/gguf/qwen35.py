@@ -49,7 +49,7 @@ def fields_of(metadata: Metadata) -> dict[str, Any]:
 def layers_of(metadata: Metadata) -> int:
     """Layers of the model itself. ValueError where there is none beside those of multi-token prediction."""
     more = metadata.get("nextn_predict_layers", 0)
-    count = metadata.size("block_count") - (more if isinstance(more, int) else 0)
+    count = metadata.layers - (more if isinstance(more, int) else 0)
     if count < 1 or not isinstance(more, int):
         raise metadata.error(f"{metadata.architecture}.nextn_predict_layers", "fewer than all layers")
     return count

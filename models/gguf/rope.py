@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.models.gguf.header import Entry, Header
 from kvjax.models.gguf.metadata import Metadata
-from kvjax.models.gguf.tensors import GgufTensor
+from kvjax.models.gguf.tensors import GgufTensor, check_types
 
 FACTORS = "rope_freqs.weight"
 """What the frequencies are divided by: how llama.cpp stores the scaling `llama3`."""
@@ -72,6 +72,7 @@ def _numbers(entry: Entry, rotated: int) -> np.ndarray:
     """Factors of each rotated pair, float64, above 0."""
     if len(entry.shape) != 1 or entry.shape[0] != rotated // 2:
         raise ValueError(f"{entry.file}: {entry.name} is {list(entry.shape)}, must be [{rotated // 2}]; download it again")
+    check_types([entry])
     stored = GgufTensor(entry, entry.shape).read(0, entry.shape[0]).astype(np.float64)
     if (stored <= 0).any():
         raise ValueError(f"{entry.file}: {entry.name} holds {stored.min()}; its numbers must be above 0: download it again")
@@ -93,7 +94,10 @@ def _llama3(entry: Entry, theta: float, rotated: int) -> dict[str, Any] | None:
     smooth = (1 / stored - 1 / factor) / (1 - 1 / factor) if factor > 1 else stored
     candidates = [(1.0, 4.0, 8192)]
     if between.sum() >= 2:
-        slope, intercept = np.polyfit(inverse[between], smooth[between], 1)
+        try:
+            slope, intercept = np.polyfit(inverse[between], smooth[between], 1)
+        except np.linalg.LinAlgError:  # of numbers that no converter writes
+            slope, intercept = 0.0, 0.0
         if slope > 0 > intercept:
             width = -1 / intercept  # with low_freq_factor 1: only ratios of the three numbers count
             candidates.append((1.0, float(str(np.float32(1 + width))), max(1, round(slope * width))))

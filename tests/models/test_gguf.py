@@ -175,6 +175,15 @@ def test_rope_factors_of_another_scaling_are_refused(tmp_path):
     says(rewritten(dataclasses.replace(SPECS["llama-llama3"], rope_factors=made), tmp_path), "rope_freqs.weight", "llama3")
 
 
+def test_rope_factors_of_other_types_are_named(tmp_path):
+    """They are read with the configuration, before the other tensors are looked at."""
+    spec = SPECS["llama-llama3"]
+    tensors = tiny_gguf.numbers_of(spec)
+    stored, _ = tensors["rope_freqs.weight"]
+    wrong = tensors | {"rope_freqs.weight": (stored.astype(np.int32), tiny_gguf.Type.I32)}
+    says(rewritten(spec, tmp_path, tensors=wrong), "rope_freqs.weight is stored as I32")
+
+
 def test_end_of_turn_ends_too(tmp_path):
     path = rewritten(LEAST, tmp_path, metadata={"tokenizer.ggml.eot_token_id": 9, "tokenizer.ggml.eom_token_id": 2})
     assert read_config(path).eos_token_ids == (2, 9)

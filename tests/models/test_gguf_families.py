@@ -105,6 +105,7 @@ def test_metadata_of_families(written, tmp_path):
         ("llama-q8", {"llama.rope.scaling.attn_factor": 1.5}, ("rope.scaling.attn_factor is 1.5",)),
         ("llama-llama3", {"llama.rope.scaling.factor": 2.0}, ("rope_freqs.weight", "two scalings")),
         ("gemma3", {"gemma3.final_logit_softcapping": 30.0}, ("gemma3.final_logit_softcapping is 30.0",)),
+        ("gemma2", {"gemma2.block_count": 100_000_000}, ("gemma2.block_count is 100000000", "at most 10000")),
         ("gemma2", {"gemma2.rope.freq_base_swa": 1e6}, ("gemma2.rope.freq_base_swa is 1000000.0",)),
         ("gemma2", {"gemma2.attention.sliding_window_pattern": [True]}, ("sliding_window_pattern", "a list of 3")),
         ("mistral3", {"mistral3.attention.temperature_scale": 0.1}, ("Ministral 3", "temperature_scale is 0.1")),
