@@ -25,7 +25,8 @@ from kvjax.cache.pool import Layers, Pool, PoolStats
 from kvjax.checks import PROMPTS_REMEDY, TokenIds, check_model, check_salt, engine_sizes, listed, optional_function, token_ids, whole_number
 from kvjax.compilation import CompileAhead
 from kvjax.engine.call_lock import CallLock, guarded
-from kvjax.engine.capacity_plan import Capacity, MemoryPlan, host_memory, memory_plan, plan_with_weights, pool_pages
+from kvjax.engine.capacity import Capacity
+from kvjax.engine.capacity_plan import MemoryPlan, host_memory, memory_plan, plan_with_weights, pool_pages
 from kvjax.engine.decode_batch import DecodeBatch, Written
 from kvjax.engine.multi_step import decode_steps
 from kvjax.engine.page_eviction import PageEviction

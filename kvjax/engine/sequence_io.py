@@ -17,7 +17,7 @@ from kvjax.cache.stores.blocks import Stored, from_mesh, read_stored, to_mesh, w
 from kvjax.cache.stores.sequence_file import read_sequence, write_sequence
 from kvjax.checks import token_ids
 from kvjax.engine.call_lock import CallLock
-from kvjax.engine.capacity_plan import Capacity
+from kvjax.engine.capacity import Capacity
 from kvjax.engine.page_eviction import PageEviction, kept_by
 from kvjax.engine.sequence import CachedSequence, Keeping
 from kvjax.model.identity import fingerprint

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from kvjax.engine.call_lock import interrupts
-from kvjax.engine.capacity_plan import MAX_POSITIONS
+from kvjax.engine.capacity import MAX_POSITIONS
 from kvjax.engine.sampling import Sampling
 from kvjax.serving.batch.files import BYTES, Reading, check_extras, check_form
 from kvjax.serving.batch.partial import Partial

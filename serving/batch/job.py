@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from kvjax.engine.call_lock import interrupts
-from kvjax.engine.capacity_plan import MAX_POSITIONS
+from kvjax.engine.capacity import MAX_POSITIONS
 from kvjax.engine.engine import Engine
 from kvjax.generation import run
 from kvjax.model.identity import fingerprint
