@@ -298,13 +298,13 @@ class ActiveBatch:
 class PendingStep:
     """Tokens in flight to the host: the sample of each row, and the array that `kvjax.engine.step_output.pack` made.
 
-    Of several steps in one launch, packed has an axis N first. roster: that of their decode step; None: a first token, from prefill. left:
+    Of several steps in one launch, packed has an axis N first. active: that of their decode step; None: a first token, from prefill. left:
     the number of the step that may bring a sample's last token, counted from 1.
     """
 
     samples: Sequence[Sample | None]
     packed: Int32[Array, "*N B C"]
-    roster: ActiveBatch | None = None
+    active: ActiveBatch | None = None
     left: int = 1
 
     @property
@@ -325,7 +325,7 @@ class Batch:
         self.samples: list[Sample | None] = [None] * size
         self._tokens = jax.device_put(np.zeros(size, np.int32))
         self._rows: SamplingRows | None = None
-        self._roster = ActiveBatch(self.samples)
+        self._active = ActiveBatch(self.samples)
         self._counts: Int[Array, "B V"] | None = None  # tokens of every slot, while a sample has a penalty
 
     def __len__(self) -> int:
@@ -334,7 +334,7 @@ class Batch:
     def put(self, sample: Sample, token: Int[Array, "1"], counts: Int[np.ndarray, " V"] | None) -> None:
         """Give a sample a free slot. It continues with its latest token. counts: those of its other tokens."""
         slot = self.samples.index(None)
-        self._roster.close()
+        self._active.close()
         self.samples[slot], self._rows = sample, None
         self._tokens = _set_token(self._tokens, slot, token)
         if self._left is not None:
@@ -346,16 +346,16 @@ class Batch:
 
     def remove(self, sample: Sample) -> None:
         """Take a sample out of its slot."""
-        self._roster.close()
+        self._active.close()
         self.samples[self.samples.index(sample)] = self._rows = None
 
     def group(self, steps: int = 1) -> DecodeGroup | None:
         """The next step of the samples that want more tokens; None if none does. steps: so many in one launch, if some sample has as many
         tokens left, and no stop string may end one."""
-        if not self._roster.steps:
-            self._roster.close()
-            self._roster = ActiveBatch([sample if sample is not None and sample.wants_more else None for sample in self.samples])
-        if not self._roster.steps:
+        if not self._active.steps:
+            self._active.close()
+            self._active = ActiveBatch([sample if sample is not None and sample.wants_more else None for sample in self.samples])
+        if not self._active.steps:
             return None
         if self._rows is None:
             rows = SamplingRows.of([None if sample is None else sample.sampling for sample in self.samples])
@@ -363,35 +363,35 @@ class Batch:
             self._counts = self._counts if rows.penalises else None
             if self._left is not None:
                 self._stop_ids = jax.device_put(_padded([() if sample is None else sample.stop_ids for sample in self.samples]))
-        given = self._roster.sequences, self._tokens, self._rows, self.policy, self._counts
+        given = self._active.sequences, self._tokens, self._rows, self.policy, self._counts
         return DecodeGroup(*given, launch=None if self._left is None else self._launch(steps))
 
     def _launch(self, steps: int) -> Launch:
-        roster = self._roster
+        active = self._active
         if steps > 1 and (reason := self._why_single()) is not None:
             if reason not in self._told:
                 logger.warning("decode steps of %s are launched one by one, not %d at once: %s", self.policy, steps, reason)
                 self._told.add(reason)
             steps = 1
-        if roster.left.max() < steps:
+        if active.left.max() < steps:
             steps = 1
-        written = steps if roster.steps >= steps else np.minimum(roster.left, steps)
+        written = steps if active.steps >= steps else np.minimum(active.left, steps)
         return Launch(steps, Ends(self._left, self._stop_ids), written)
 
     def _why_single(self) -> str | None:
         """Why the host has to see each step of these samples, if it has to."""
         if not takes_several(self.policy):
             return "the host gives pages back between steps"
-        return "a request has stop strings, which the host looks for after each step" if self._roster.has_stop_strings else None
+        return "a request has stop strings, which the host looks for after each step" if self._active.has_stop_strings else None
 
     def launched(self, decoded: Decoded) -> PendingStep:
         """The step of `group` was launched, or its steps."""
-        self._tokens, self._counts, left = decoded.sampled.tokens, decoded.sampled.counts, self._roster.steps
+        self._tokens, self._counts, left = decoded.sampled.tokens, decoded.sampled.counts, self._active.steps
         if self._left is not None:
             self._left, self._stop_ids = decoded.ends.left, decoded.ends.stop_ids
-        flight = PendingStep(self._roster.samples, decoded.packed, self._roster, left)
-        self._roster.launched(flight.steps)
-        return flight
+        step = PendingStep(self._active.samples, decoded.packed, self._active, left)
+        self._active.launched(step.steps)
+        return step
 
 
 def _padded(stop_ids: Sequence[Collection[int]]) -> Int32[np.ndarray, "B S"]:
@@ -415,33 +415,33 @@ def _set_counts(counts: Int[Array, "B V"], slot: Int[Array, ""], row: Int[Array,
     return counts.at[slot].set(row)
 
 
-def read(flight: PendingStep, *, listening: bool) -> tuple[list[tuple[Sample, int, str]], bool]:
+def read(pending: PendingStep, *, listening: bool) -> tuple[list[tuple[Sample, int, str]], bool]:
     """Wait for tokens and give them to the samples that have not ended.
 
     listening: whether a caller wants every token. Returns the sample, token and newly certain text of every token that was read one by one
     (of all if a caller listens), and whether any sample has ended. MissingPages if the step listed a page that no frame holds.
     """
-    packed, taken, ended = np.asarray(flight.packed), [], False
+    packed, taken, ended = np.asarray(pending.packed), [], False
     for number, step in enumerate(packed if packed.ndim == 3 else packed[None], start=1):
-        found, has_ended = _read_step(flight, step, ends=number >= flight.left, listening=listening)
+        found, has_ended = _read_step(pending, step, ends=number >= pending.left, listening=listening)
         taken += found
         if has_ended:
             ended = True
-            if flight.roster is not None:
-                flight.roster.close()  # rows of samples that have ended mean nothing in later steps
+            if pending.active is not None:
+                pending.active.close()  # rows of samples that have ended mean nothing in later steps
     return taken, ended
 
 
 def _read_step(
-    flight: PendingStep, packed: Int32[np.ndarray, "B C"], *, ends: bool, listening: bool
+    pending: PendingStep, packed: Int32[np.ndarray, "B C"], *, ends: bool, listening: bool
 ) -> tuple[list[tuple[Sample, int, str]], bool]:
     """`read` of one step. ends: whether a token of it may be the last of its sample."""
     outcome, taken, ended = None, [], False
-    if flight.roster is not None:
-        if not ends and flight.roster.buffer(packed):
-            return flight.roster.latest() if listening else taken, ended
-        flight.roster.settle()
-    for slot, (sample, token, is_finite, blocks, keys) in enumerate(zip(flight.samples, *listed(packed), strict=True)):
+    if pending.active is not None:
+        if not ends and pending.active.buffer(packed):
+            return pending.active.latest() if listening else taken, ended
+        pending.active.settle()
+    for slot, (sample, token, is_finite, blocks, keys) in enumerate(zip(pending.samples, *listed(packed), strict=True)):
         if sample is None or sample.finish_reason is not None:
             continue
         if not is_finite:

@@ -103,7 +103,7 @@ class Scheduler:
         self._prefilling: RequestState | None = None
         self._batches: dict[DecodePolicy, Batch] = {}
         self._ending: list[Sample] = []  # samples whose only token is in flight: they count among `slots`, but have no slot of a batch
-        self._flights: list[PendingStep] = []  # in order
+        self._pending: list[PendingStep] = []  # in order
         self._ended = False  # whether a sample has ended and was not collected yet
         self._finished: list[Handle] = []  # that no step has returned yet
         self._slices = 0  # that were launched after the latest steps
@@ -374,7 +374,7 @@ class Scheduler:
             state.sequence = None
             if state in self._waiting:
                 self._waiting.remove(state)
-        self._flights.append(PendingStep((sample,), packed))
+        self._pending.append(PendingStep((sample,), packed))
         if sampling.max_new_tokens == 1:
             self._ending.append(sample)
         else:
@@ -423,9 +423,9 @@ class Scheduler:
         if result is None:
             return 0
         self._single_step = False
-        flights = [batch.launched(decoded) for (batch, _), decoded in zip(groups, result.decodes, strict=True)]
+        pending = [batch.launched(decoded) for (batch, _), decoded in zip(groups, result.decodes, strict=True)]
         self._read()
-        self._flights, self._slices_before = flights, self._slices
+        self._pending, self._slices_before = pending, self._slices
         self._prefilled(result.chunks)
         return slices
 
@@ -442,7 +442,7 @@ class Scheduler:
             self._single_step = any(group.launch is not None and group.launch.steps > 1 for group in plan.decodes)
             self._make_room(error)
         except Exception as error:
-            self._flights = []
+            self._pending = []
             for state in dict.fromkeys([*(sample.state for sample in self._started()), *filter(None, [self._prefilling])]):
                 self._end(state, error)
             raise
@@ -450,15 +450,15 @@ class Scheduler:
 
     def _read(self) -> None:
         """Wait for the tokens in flight, and give them to their samples."""
-        flights, self._flights = self._flights, []
-        steps = [flight for flight in flights if flight.roster is not None]
-        for flight in flights:
-            taken, ended = read(flight, listening=self.on_token is not None)
+        pending, self._pending = self._pending, []
+        steps = [step for step in pending if step.active is not None]
+        for step in pending:
+            taken, ended = read(step, listening=self.on_token is not None)
             self._ended = self._ended or ended
             if self.on_token is not None:
                 self._events += [(sample.state.request, token, piece) for sample, token, piece in taken]
-            if self._gap is not None and steps and flight is steps[-1]:
-                self._gap.steps_read(self._slices_before, flight.steps)
+            if self._gap is not None and steps and step is steps[-1]:
+                self._gap.steps_read(self._slices_before, step.steps)
         if self._gap is not None and not steps:
             self._gap.idle()
 

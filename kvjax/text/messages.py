@@ -32,7 +32,10 @@ def checked_messages(messages: Any) -> tuple[dict[str, Any], ...]:
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise ValueError(f"messages must be a list of at least one message, got {_show(messages)}")
-    return tuple(_checked(f"messages[{place}]", message) for place, message in enumerate(messages))
+    try:
+        return tuple(_checked(f"messages[{place}]", message) for place, message in enumerate(messages))
+    except RecursionError:
+        raise ValueError("lists and objects of messages are nested too deeply") from None
 
 
 def _checked(name: str, message: Any) -> dict[str, Any]:

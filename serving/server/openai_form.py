@@ -53,6 +53,8 @@ def asked(body: Any, chat: bool, runtime: SessionRuntime, options: ServerOptions
         _check_served(read)
     except WrongField as error:
         raise InvalidArgument(str(error), field=error.field) from None
+    except RecursionError:
+        raise InvalidArgument("lists and objects of the body are nested too deeply") from None
     if read.model != options.model_name:
         raise no_model(read.model, options.model_name)
     ids = _prompt(read, model)

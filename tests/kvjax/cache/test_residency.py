@@ -291,16 +291,16 @@ def test_prefill_needs_the_pages_that_its_queries_may_read(name, group, page, mi
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_the_error_is_raised_where_a_step_is_read(logprobs):
     """Whether rows are looked at one by one, as for log-probabilities, or not."""
-    one, roster = jnp.ones(1, jnp.int32), ActiveBatch([Sample(None, 0, Sampling(logprobs=logprobs), None, frozenset(), None)])
+    one, active = jnp.ones(1, jnp.int32), ActiveBatch([Sample(None, 0, Sampling(logprobs=logprobs), None, frozenset(), None)])
     sampled = Sampled(one, jnp.ones(1), jnp.ones(1, bool))
     for missing in (None, 0 * one):
         packed = pack(sampled, AttentionStats(one, one, missing))
-        taken, ended = read(PendingStep(roster.samples, packed, roster, left=2), listening=False)
+        taken, ended = read(PendingStep(active.samples, packed, active, left=2), listening=False)
         assert (len(taken), ended) == (int(logprobs), False)
         assert unpack(np.asarray(packed)).blocks.tolist() == [1]
     packed = pack(sampled, AttentionStats(one, one, 3 * one))
     with pytest.raises(MissingPages, match="3 in row 0"):
-        read(PendingStep(roster.samples, packed, roster, left=2), listening=False)
+        read(PendingStep(active.samples, packed, active, left=2), listening=False)
     with pytest.raises(MissingPages, match="3 in row 0"):
         unpack(np.asarray(packed))
 

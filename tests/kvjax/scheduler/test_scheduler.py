@@ -273,9 +273,9 @@ def test_no_prompt_waits_for_the_first_token_of_another(engine, monkeypatch):
         events.extend(["chunk"] * len(plan.chunks) + ["step"] * len(plan.decodes))
         return run_plan(self, plan)
 
-    def read(flight, *, listening):
-        events.append("first" if flight.roster is None else "read")
-        return read_one(flight, listening=listening)
+    def read(step, *, listening):
+        events.append("first" if step.active is None else "read")
+        return read_one(step, listening=listening)
 
     monkeypatch.setattr(Engine, "step", step)
     monkeypatch.setattr(module, "read", read)
@@ -518,11 +518,11 @@ def _latest_token_lost(monkeypatch):
 
 
 def _flight_not_read(monkeypatch):
-    """What the step in flight sampled is not waited for before a sequence is suspended."""
+    """What the step in step sampled is not waited for before a sequence is suspended."""
     real = Scheduler._make_room
 
     def make_room(self, error):
-        self._flights = []
+        self._pending = []
         real(self, error)
 
     monkeypatch.setattr(Scheduler, "_make_room", make_room)

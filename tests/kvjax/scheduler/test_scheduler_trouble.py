@@ -285,7 +285,7 @@ def test_a_step_does_not_wait_for_itself(engine):
     scheduler.step()
     (sample,) = state_of(scheduler, handle).samples
     assert (sample.issued, len(sample.ids)) == (2, 1)
-    assert isinstance(scheduler._flights[0].packed, jax.Array)
+    assert isinstance(scheduler._pending[0].packed, jax.Array)
     finish(scheduler)
 
 

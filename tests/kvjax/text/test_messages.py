@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 
 import pytest
 from hypothesis import given, settings
@@ -142,8 +143,11 @@ def test_added_tokens_that_the_template_writes_are_plain_text_outside_answers():
 def test_texts_that_are_none_are_said():
     tokenizer = TOKENIZERS["bytes"]
     call = {"function": {"name": "f", "arguments": '{"a": ["\\ud800"]}'}}
+    deep = functools.reduce(lambda inner, _: [inner], range(2000), 1)
+    nested = {"function": {"name": "f", "arguments": {"a": deep}}}
     for messages, options, said in (
         ([{"role": "assistant", "tool_calls": [call]}], {}, r"messages\[0\].tool_calls\[0\].function.arguments holds half"),
+        ([{"role": "assistant", "tool_calls": [nested]}], {}, "lists and objects of messages are nested too deeply"),
         ([{"role": "user", "content": "a"}], {"note": ["\ud800"]}, "chat_template_kwargs holds half of a surrogate pair"),
         ([{"role": "user", "content": "".join(map(chr, range(0xE000, 0xF8FF)))}], {}, "all private characters of Unicode"),
         ([{"role": "user", "content": "a"}], {"messages": []}, "may hold only variables of the model's chat template, and 'messages'"),
