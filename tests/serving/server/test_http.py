@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import http.client
 import io
 import json
@@ -289,6 +290,16 @@ def test_bodies_that_are_none_are_refused(server, client):
         cut = raw(server, body)
         assert b" 400 " in cut.recv(100)
         cut.close()
+
+
+def test_arguments_nested_too_deeply_are_refused(server):
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": functools.reduce(lambda inner, _: [inner], range(1900), 1)}}}
+    body = json.dumps({"model": "tiny", "max_tokens": 1, "messages": [{"role": "assistant", "tool_calls": [call]}]})
+    request = urllib.request.Request(f"http://127.0.0.1:{server.http_port}/v1/chat/completions", body.encode())
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request)
+    assert caught.value.code == 400
+    assert "nested too deeply" in json.load(caught.value)["error"]["message"]
 
 
 def test_errors_name_fields_as_they_were_typed(client):
