@@ -195,7 +195,7 @@ def decode_step(
     length: Int[Array, "1"],
 ) -> tuple[Float[Array, " V"], Layers, Keys]:
     """Write one token after the sequence's `length` tokens, and return the logits after it. DONATES layers."""
-    positions, lengths = length[:, None], length + 1
+    positions, lengths = length[:, None], length + 1  # lengths count this token too
 
     def mix(number: int, heads: Heads, state: tuple) -> tuple[Float[Array, "1 1 H D"], tuple]:
         layers, keys = state
@@ -230,7 +230,7 @@ def attend_best(
     kinds = {"kind": "bounds", "block_size": PAGE, "budget": top, "sink": SINK, "local": LOCAL}
     index = layer.index[indexes_of(None, top)[0].name]
     out, _, blocks = selected_attention(heads.q, layer.pages, index, table, lengths, sm_scale=heads.sm_scale, **kinds)
-    full = (blocks >= 0).sum(axis=-1) - 1  # blocks [1, 1, K, W], -1 where there is none. All but the newest are full
+    full = (blocks >= 0).sum(axis=-1) - 1  # blocks [B, T, K, W], B and T are 1; -1 where there is none. All but the newest are full
     return out, (full * PAGE + (lengths - 1) % PAGE + 1).mean()
 
 

@@ -1,7 +1,7 @@
 """Writing to layers whose sealed pages are packed: tokens go to the open rows; a page that fills is packed, and then indexed as it reads.
 
 All functions are pure; under jit with a donated cache the updates are in place. What a query reads depends on its position alone: its own
-page in compute dtype, from the rows (`Pages.open`), and every earlier page as packed.
+page in compute dtype, from the rows (`Pages.open`), and every earlier page as packed. Codes and scales are made by the op `pack_pages`.
 """
 
 from __future__ import annotations

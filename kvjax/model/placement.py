@@ -1,4 +1,5 @@
-"""Parameters on the devices of a mesh, each with its part, and whole again."""
+"""Parameters on the devices of a mesh, each with its part, and whole again. Which matrix is cut along which axis: `cuts` of each kind of
+layer in `kvjax.model.layers`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gated MLP."""
+"""The gated MLP. `Mlp.cuts` in `kvjax.model.layers` says how a mesh cuts its matrices."""
 
 from __future__ import annotations
 
