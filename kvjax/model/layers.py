@@ -1,7 +1,9 @@
 """What a model's layers are: how each mixes tokens, its MLP, and the norms around them. Static and hashable.
 
 A mixer is one of the dataclasses in `Mixer`. Each says what parameters it has (`shapes`), how a mesh cuts them (`cuts`), what it keeps
-per token (`cache_spec`), and which latest tokens it reads (`window`). Dimension letters: H query heads, K KV heads, D head dim, E model width, F MLP width.
+per token (`cache_spec`), and which latest tokens it reads (`window`).
+
+Dimension letters: H query heads, K KV heads, D head dim, E model width, F MLP width.
 """
 
 from __future__ import annotations

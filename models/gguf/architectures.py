@@ -21,6 +21,7 @@ from kvjax.models.gguf.metadata import Metadata
 from kvjax.models.gguf.tensors import GgufTensor
 from kvjax.models.missing import nearest
 from kvjax.models.partial_rope import rotary_fraction
+from pallas_kernels.core.messages import shown
 
 OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
 """Name of a tensor outside the layers -> its name in Hugging Face's checkpoints."""
@@ -99,7 +100,9 @@ def architecture_of(header: Header) -> tuple[Architecture, Metadata]:
             if near
             else ("If transformers has the model, give its original checkpoint: its family may be supported there")
         )
-        raise ValueError(f"{header.file} holds a model of architecture {name!r:.200}; supported: {known}. {advice[0].upper()}{advice[1:]}")
+        raise ValueError(
+            f"{header.file} holds a model of architecture {shown(name, 200)}; supported: {known}. {advice[0].upper()}{advice[1:]}"
+        )
     found = ARCHITECTURES[name]
     return found if found.type_of is None else dataclasses.replace(found, model_type=found.type_of(metadata)), metadata
 

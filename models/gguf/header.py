@@ -22,6 +22,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from kvjax.text.checkpoint_files import check_pointer, named
+from pallas_kernels.core.messages import shown
 
 DAMAGED = "the file is damaged: download it again"
 
@@ -136,7 +137,7 @@ class _Reader:
         for kind, what, keys in ((str, "text", _TEXTS), (int, "a whole number", _COUNTS)):
             for key in keys:
                 if not isinstance(metadata.get(key, kind()), kind):
-                    raise self.error(f"{key} is {metadata[key]!r:.200}, and must be {what}")
+                    raise self.error(f"{key} is {shown(metadata[key], 200)}, and must be {what}")
         found = [self.tensor(number) for number in range(tensors)]
         return Header(self.file, metadata, self.placed(found, metadata.get("general.alignment", 32)))
 
@@ -192,7 +193,7 @@ class _Reader:
         """The tensors, each of which must lie within the file."""
         good = isinstance(alignment, int) and not isinstance(alignment, bool) and 1 <= alignment <= MAX_ALIGNMENT
         if not good or alignment & (alignment - 1):
-            raise self.error(f"general.alignment is {alignment!r:.200}; it must be a power of two up to {MAX_ALIGNMENT:,}")
+            raise self.error(f"general.alignment is {shown(alignment, 200)}; it must be a power of two up to {MAX_ALIGNMENT:,}")
         begin = -(-self.at // alignment) * alignment
         tensors: dict[str, Entry] = {}
         for name, shape, kind, offset in found:

@@ -10,6 +10,7 @@ from gguf.constants import Keys
 
 from kvjax.models.fields import BELOW, MAX_LAYERS
 from kvjax.models.gguf.header import Header
+from pallas_kernels.core.messages import shown
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Metadata:
         for name in left:
             if name in KNOWN:
                 raise ValueError(
-                    f"{self.header.file}: {prefix}{name} is {self.entries[prefix + name]!r:.200}, which would change what the model "
+                    f"{self.header.file}: {prefix}{name} is {shown(self.entries[prefix + name], 200)}, which would change what the model "
                     f"computes and is not supported for architecture {self.architecture}: take another file, or the original checkpoint"
                 )
         if left:
@@ -62,13 +63,13 @@ class Metadata:
 
     def error(self, key: str, needs: str) -> ValueError:
         value = self.entries.get(key)
-        return ValueError(f"{self.header.file}: {key} is {value!r:.200}; it must be {needs}: download the file again")
+        return ValueError(f"{self.header.file}: {key} is {shown(value, 200)}; it must be {needs}: download the file again")
 
     def unsupported(self, key: str, why: str) -> ValueError:
         """For a value under the architecture's keys that is right, and describes a model that kvjax does not have."""
         name = f"{self.architecture}.{key}"
         return ValueError(
-            f"{self.header.file}: {name} is {self.entries.get(name)!r:.200}: {why}, which is not supported: take another model"
+            f"{self.header.file}: {name} is {shown(self.entries.get(name), 200)}: {why}, which is not supported: take another model"
         )
 
     def get(self, key: str, default: Any = None, *, lists: bool = False) -> Any:

@@ -16,6 +16,7 @@ from kvjax.models.gguf.header import Header
 from kvjax.models.gguf.splits import OF_ARCHITECTURE, SPLITS, STARTS, WHOLE_FIRST
 from kvjax.text.checkpoint_files import first_line
 from kvjax.text.transformers_import import import_transformers
+from pallas_kernels.core.messages import shown
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def read_vocabulary(header: Header) -> Any:
     if kind is None:
         raise ValueError(f"{header.file} holds no tokenizer (no tokenizer.ggml.model): take a file that has one")
     if kind not in ("gpt2", "llama"):
-        raise ValueError(f"{header.file}: tokenizer.ggml.model is {kind!r:.200}; supported: gpt2 and llama")
+        raise ValueError(f"{header.file}: tokenizer.ggml.model is {shown(kind, 200)}; supported: gpt2 and llama")
     vocabulary = _Vocabulary(header)
     try:
         tokenizer = vocabulary.byte_level() if kind == "gpt2" else vocabulary.sentencepiece()
@@ -63,7 +64,7 @@ class _Vocabulary:
 
     def error(self, key: str, needs: str) -> ValueError:
         value = self.metadata.get(f"tokenizer.ggml.{key}")
-        said = f"{value!r:.100}"
+        said = shown(value, 100)
         return ValueError(f"{self.header.file}: tokenizer.ggml.{key} is {said}; it must be {needs}: download the file again")
 
     def strings(self, key: str) -> list[str]:
@@ -105,7 +106,9 @@ class _Vocabulary:
         known = self.ids.keys()
         absent = next((pair for pair in merges if pair[0] not in known or pair[1] not in known or "".join(pair) not in known), None)
         if absent is not None:
-            raise ValueError(f"{self.header.file}: a merge of {absent!r:.200} names no token of the vocabulary: download the file again")
+            raise ValueError(
+                f"{self.header.file}: a merge of {shown(absent, 200)} names no token of the vocabulary: download the file again"
+            )
         tokenizer = Tokenizer(models.BPE(vocab=self.ids, merges=merges, ignore_merges=name in WHOLE_FIRST))
         splits = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in SPLITS[name]]
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -121,7 +124,7 @@ class _Vocabulary:
         if name not in SPLITS:
             known = ", ".join(sorted(SPLITS))
             raise ValueError(
-                f"{self.header.file}: its tokenizer splits text as {name!r:.200} (tokenizer.ggml.pre), which is not known; known: {known}. "
+                f"{self.header.file}: its tokenizer splits text as {shown(name, 200)} (tokenizer.ggml.pre), which is not known; known: {known}. "
                 f"Another split would give other tokens: {REMEDY}"
             )
         return name
@@ -199,5 +202,5 @@ class _Vocabulary:
                 found[str(name)] = text
         for name, text in found.items():
             if not isinstance(text, str):
-                raise ValueError(f"{self.header.file}: the chat template {name:.200} is {text!r:.100}; it must be text")
+                raise ValueError(f"{self.header.file}: the chat template {name:.200} is {shown(text, 100)}; it must be text")
         return found or None if len(found) > 1 else found.get("default")
