@@ -124,7 +124,8 @@ class _Vocabulary:
         if name not in SPLITS:
             known = ", ".join(sorted(SPLITS))
             raise ValueError(
-                f"{self.header.file}: its tokenizer splits text as {shown(name, 200)} (tokenizer.ggml.pre), which is not known; known: {known}. "
+                f"{self.header.file}: its tokenizer splits text as {shown(name, 200)} (tokenizer.ggml.pre), which is not known; known: "
+                f"{known}. "
                 f"Another split would give other tokens: {REMEDY}"
             )
         return name
