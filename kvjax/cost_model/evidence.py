@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.checks import check_amount, check_fields, check_text, whole_number
+from kvjax.cost_model.records import Count, check_record, from_json
 from kvjax.model.identity import check_fingerprint
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode.naming import parse_recorded
@@ -87,30 +87,24 @@ class Evidence:
     model: str
     fingerprint: str
     policy: str
-    length: int
+    length: Count
     kl: float | None
     task: str
     haystack: str
-    valid: int | None
+    valid: Count | None
     lost: int | None
     source: str
 
     def __post_init__(self):
-        for name in ("source", "policy", "model", "fingerprint", "task", "haystack"):
-            check_text(f"{name} of evidence", getattr(self, name))
+        where = f"the evidence for {self.policy} from {self.source}"
+        check_record(self, where)
         if not self.source:
             raise ValueError(f"evidence for {self.policy} names no source: give the file of its measurement")
         self._check_policy()
-        where = f"the evidence for {self.policy} from {self.source}"
-        whole_number(f"length of {where}", self.length, 1)
-        if self.kl is not None:
-            check_amount(f"kl of {where}", self.kl)
         if (self.valid is None) != (self.lost is None):
             raise ValueError(f"valid and lost of {where} must both be whole numbers, or both null, got {self.valid} and {self.lost}")
-        if self.valid is not None:
-            whole_number(f"valid of {where}", self.valid, 1)
-            if whole_number(f"lost of {where}", self.lost) > self.valid:
-                raise ValueError(f"lost of {where} must be at most valid, {self.valid}, got {self.lost}")
+        if self.valid is not None and self.lost > self.valid:
+            raise ValueError(f"lost of {where} must be at most valid, {self.valid}, got {self.lost}")
         check_fingerprint(self.fingerprint, where, "measure it again with kvjax evaluate")
 
     def _check_policy(self) -> None:
@@ -168,9 +162,8 @@ def _meet(tasks: Sequence[Evidence], level: Fidelity) -> bool:
 
 def read_evidence(file: Path, kind: type[Evidence] = Evidence) -> tuple[Evidence, ...]:
     """The rows of a table; kind: `Evidence` or `PrefillEvidence`. The ValueError names the file, and a missing, unknown or wrong field."""
-    names = [field.name for field in dataclasses.fields(Evidence)]
     remedy = "give a table that kvjax cost evidence wrote, or a new name"
-    return read_list(file, "rows", lambda row: kind(**check_fields("a row of evidence", names, row)), remedy)
+    return read_list(file, "rows", lambda row: from_json(kind, row, "a row of evidence"), remedy)
 
 
 @functools.cache
