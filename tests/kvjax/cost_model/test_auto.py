@@ -268,8 +268,8 @@ def test_a_budget_without_a_price_is_not_compared():
     assert str(auto(rows).choose([500_000]).policy) == "top:8"
     choice = auto(rows[:1]).choose([500_000])
     assert choice.policy == Dense()
-    assert "no c1 for them" not in choice.why
-    assert "mean:8, for which the cost model of chip has no c1" in choice.why
+    assert "on record as assured are mean:8, which the cost model of chip cannot price" in choice.why
+    assert "--policies dense,mean:8 --json FILE" in choice.why
 
 
 def test_it_says_why():
