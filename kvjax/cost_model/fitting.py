@@ -344,26 +344,9 @@ def checks(cells: Sequence[Cell]) -> dict[str, Any]:
 Rows = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
-def _named(cost: dict[str, Any]) -> str:
+def named(cost: dict[str, Any]) -> str:
+    """The model of a cost model in a file, what is packed, and its launches."""
     return cost["model"] + packed_text(cost) + launch_text(cost)
-
-
-def term_table(file: dict[str, Any]) -> Rows:
-    """Columns and rows: the fitted values of a file's cost models."""
-    rows = []
-    for cost in file["cost_models"]:
-        terms = {"bandwidth": f"{cost['bytes_per_s'] / 1e12:.3f} TB/s", "c0": f"{cost['c0'] * 1e3:.3f} ms"}
-        for name, price in cost["c1"].items():
-            terms[f"c1({name})"] = f"{price['fixed'] * 1e3:.3f} ms + {price['per_byte'] * 1e12:.3f} ms/GB of index"
-        if (bus := cost["bus"]) is not None:
-            hits = "hits not measured" if bus["hits"] is None else f"hits of recorded lists {bus['hits']:.0%}"
-            terms["bus"] = f"{bus['per_s'] / 1e9:.1f} GB/s + {bus['layer_s'] * 1e6:.1f} us a layer; {hits}"
-        if (term := cost["exchanges"]) is not None:
-            link = "no time told" if term["link_per_s"] is None else f"{term['link_per_s'] / 1e9:.1f} GB/s"
-            choose = "" if term["choose_s"] is None else f"; {term['choose_s'] * 1e6:.1f} us a layer that chooses over devices"
-            terms["exchanges"] = f"{link} + {term['latency_s'] * 1e6:.1f} us each{choose}"
-        rows += [(cost["device"], _named(cost), *each) for each in terms.items()]
-    return ("device", "model", "term", "fitted"), rows
 
 
 def error_table(file: dict[str, Any]) -> Rows:
@@ -373,5 +356,5 @@ def error_table(file: dict[str, Any]) -> Rows:
         for kind, groups in checked["errors"].items():
             for by, found in groups.items():
                 shown = [f"{part[0]:.1%}, {part[1]:.1%}" if (part := found[name]) else "-" for name in ("seconds", "speedup")]
-                rows.append((_named(cost), kind, f"a {by}", str(found["count"]), *shown))
+                rows.append((named(cost), kind, f"a {by}", str(found["count"]), *shown))
     return ("model", "kind", "held out together", "cells", "time: mean, worst error", "speed-up: mean, worst error"), rows

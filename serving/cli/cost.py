@@ -194,7 +194,7 @@ def _fit_prefill(runs: dict[Path, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _fit_steps(runs: dict[Path, dict[str, Any]], steps_per_launch: int) -> dict[str, Any]:
-    from kvjax.cost_model.fitting import checks, error_table, fit, term_table
+    from kvjax.cost_model.fitting import checks, error_table, fit
     from kvjax.cost_model.records import to_json
     from kvjax.serving.bench.decode import config_of
     from pallas_kernels.core.results import devices_of
@@ -217,7 +217,7 @@ def _fit_steps(runs: dict[Path, dict[str, Any]], steps_per_launch: int) -> dict[
             typer.echo(f"choosing by it loses {checked['regret']:.2%} against the best choice")
         figures["cost_models"].append(to_json(cost))
         figures["held_out"].append(checked)
-    show(*(table(*make(figures), title=name, left=3) for name, make in (("terms", term_table), ("errors", error_table))))
+    show(table(*error_table(figures), left=3, title="errors on steps that the fit has not seen"))
     return figures
 
 
