@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import logging
-import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -266,13 +264,6 @@ def test_names():
         parse_prefill("auto:sure")
 
 
-def test_it_can_be_sent_to_other_processes_after_it_chose():
-    made = auto()
-    choice = made.choose(15_872, 16_384)
-    sent = pickle.loads(pickle.dumps(made))
-    assert (sent, sent.choose(15_872, 16_384)) == (made, choice)
-
-
 def test_unbound_it_cannot_choose():
     with pytest.raises(RuntimeError, match="not bound to a model"):
         AutoPrefill().choose(0, 512)
@@ -499,27 +490,6 @@ def test_an_engine_binds_it(small, prompt):
     assert "auto:fast prefill" in engine.prefill_policy.describe()
     assert "prefill auto:fast" in repr(engine)
     assert engine_of(small, "dense").last_prefill_choice is None
-
-
-@pytest.mark.parametrize("text", ["[]", "null", "{}", '{"rows": 3}', '{"rows": [1]}', "{"])
-def test_what_is_no_table_of_evidence_is_refused_in_a_sentence(text, tmp_path):
-    (tmp_path / "table.json").write_text(text)
-    with pytest.raises(ValueError, match=r"table\.json.*; give a table that kvjax cost evidence wrote"):
-        read_evidence(tmp_path / "table.json", PrefillEvidence)
-
-
-def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
-    file = tmp_path / "table.json"
-    file.write_text("old")
-
-    def fails(*_, **__):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(Path, "write_text", fails)
-    with pytest.raises(OSError, match="no space left"):
-        write_evidence((), file)
-    assert file.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_a_chunk_shorter_than_anything_timed_is_a_projection():
