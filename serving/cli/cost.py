@@ -132,22 +132,21 @@ def predict_command(
         except ValueError as error:
             if len(meshes) == 1:
                 raise
-            refused[f"refused: tensor {split} x context {spread}: {error}"] = None
+            refused[f"tensor {split} x context {spread}: {error}"] = None
             continue
         for policy in named:
             each, place = found[policy], (str(split), str(spread), f"{length:,}", str(batch), name_of(policy))
-            reasons |= dict.fromkeys(f"projection: {reason}" for reason in each.projection)
+            reasons |= dict.fromkeys(each.projection)
             gigabytes = (f"{count / 1e9:.3f}" for count in (each.bytes.weights, each.bytes.kv, each.bytes.index, each.bus_bytes))
             times = f"{each.parts.get('exchanges', 0.0) * 1e3:.3f}", f"{each.seconds * 1e3:.3f}"
             gain, known = f"{found['dense'].seconds / each.seconds:.2f}", "projection" if each.projection else "measurements"
             rows.append((*place, *gigabytes, *times, gain, known))
-    typer.echo(str(cost))
-    if rows:
-        show(table(STEP_COLUMNS, rows, left=5))
-    for line in (*refused, *reasons):
-        typer.echo(line)
     if not rows:
-        raise typer.BadParameter("no mesh of these can run this: give others", param_hint="--tensor and --context")
+        raise typer.BadParameter(f"no mesh of these can run this: {'; '.join(refused)}", param_hint="--tensor and --context")
+    typer.echo(str(cost))
+    show(table(STEP_COLUMNS, rows, left=5))
+    for line in (*(f"refused: {each}" for each in refused), *(f"projection: {each}" for each in reasons)):
+        typer.echo(line)
 
 
 @cost_app.command("fit")

@@ -22,7 +22,6 @@ DECODE = "bench decode --shape tiny --lengths 256 --steps 2 --rounds 1 --policie
 PREFILL = "bench prefill --shape tiny --lengths 256 --policies dense --chunk 128"
 FIT = "cost fit {run}"
 PREDICT = "cost predict"
-CALIBRATE = "cost fit --model {model}"
 CHOOSE = "cost choose --model {model}"
 EVIDENCE = "cost evidence {evaluation} --into {out}"
 REGIME = "cost regimes --out {out}.png"
@@ -113,7 +112,7 @@ WRONG = [
     (BATCH + " --prefill oracle:99999999999", "99999999999"),
     (BATCH + " --prefill top:8", "top:8"),
     (BATCH + " --prefill auto:sure", "'sure'"),
-    ("cost fit {run} {evaluation}", "is missing from"),
+    ("cost fit {run} {evaluation}", "is missing, so it is no result"),
     ("cost fit {binary}", "is not JSON ('utf-8'"),
     ("cost evidence {none} --into {out}", "there is no file"),
     ("cost choose --prefill --model {model} --lengths 8k --level sure", "'sure'"),
@@ -242,7 +241,6 @@ WRONG = [
     (PREFILL + " --json {folder}", "is not a file"),
     (PREFILL + " --json=", "is not the name of a file"),
     (PREFILL + " --json {text}/x.json", "is a file, so"),
-    (CALIBRATE + " --json {folder}", "is not a file"),
     (PREFILL + " --chunk 100", "100"),
     (PREFILL + " --policies dense,auto:fast", "auto:fast"),
     (PREFILL + " --chunk 0", "got 0"),
@@ -258,10 +256,7 @@ WRONG = [
     (FIT, "run.json"),
     (PREDICT + " --policies auto", "chooses among policies: name those"),
     ("bench decode --shape tiny --weights int3", "is not one of none, int8, fp8"),
-    (PREDICT + " --tensor 2 --prefill dense --policies top:8", "--policies"),
-    (PREDICT + " --prefill-chunk 512", "needs --prefill"),
-    (PREDICT + " --devices 7..9", "no mesh of 7 devices"),
-    (PREDICT + " --link 5", "--tier host"),
+    (PREDICT + " --tensor 3 --context 1,2", "no mesh of these can run this"),
     (PREDICT + " --shape big", "qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny"),
     (PREDICT + " --lengths 0", "lengths '0'"),
     (PREDICT + " --lengths {long}", "characters)"),
@@ -274,20 +269,13 @@ WRONG = [
     (PREDICT + " --dtype int3", "int3"),
     (PREDICT + " --cache-format int3", "int3"),
     (PREDICT + " --page-size 0", "got 0"),
-    (PREDICT + " --tier tape", "tape"),
-    (PREDICT + " --tier host", "--link"),
-    (PREDICT + " --tier host --link 0", "got 0"),
-    (PREDICT + " --tier host --link nan", "nan"),
-    (PREDICT + " --tier host --link inf", "inf"),
-    (PREDICT + " --bandwidth nan", "nan"),
-    (PREDICT + " --bandwidth -1", "-1"),
-    (PREDICT + " --bandwidth 0", "got 0"),
+    (PREDICT + " --assume speed=1", "speed"),
+    (PREDICT + " --assume bandwidth=nan", "nan"),
+    (PREDICT + " --assume bandwidth=-1", "-1"),
+    (PREDICT + " --assume bandwidth=0", "got 0"),
     (PREDICT + " --fit {none}", "none"),
     (PREDICT + " --fit {in}", "in.jsonl"),
     (PREDICT + " --fit {evaluation}", "evaluation.json"),
-    (CALIBRATE + " --seconds nan", "nan"),
-    (CALIBRATE + " --seconds 0", "got 0"),
-    (CALIBRATE + " --policies auto", "auto"),
     (CHOOSE + " --level kl=nan,loss=1", "kl=nan"),
     (CHOOSE + " --level sure", "sure"),
     (CHOOSE + " --batches x", "'x'"),
