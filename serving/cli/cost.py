@@ -367,18 +367,19 @@ def choose_command(
         refuse_given(ctx, "needs --prefill: decoding is calibrated on this device", "device")
         if device_memory is None:
             refuse_given(ctx, "needs --prefill, or --device-memory and --host-memory", "prefill_chunk")
+    cells = list(itertools.product(parse_lengths(lengths), parse_lengths(batches, "batches")))
     auto = AutoPrefill(level) if prefill else Auto(level)
     loaded = load_model(model, dtype, max_positions, weights=weights)
     sizes = {"page_size": 128, "dtype": loaded.config.compute_dtype}
     auto = auto.bind(loaded, **sizes, device=device) if prefill else auto.bind(loaded, **sizes)
     typer.echo(auto.describe())
     if prefill:
-        for length in parse_lengths(lengths):
+        for length in dict.fromkeys(length for length, _ in cells):
             start = (length - 1) // prefill_chunk * prefill_chunk
             typer.echo(f"tokens {start:,} to {start + prefill_chunk:,}: {auto.choose(start, start + prefill_chunk)}")
         return
     frames = _frames(loaded.config, (auto,), 128, device_memory, host_memory, chunk=prefill_chunk)
-    for length, batch in itertools.product(parse_lengths(lengths), parse_lengths(batches, "batches")):
+    for length, batch in cells:
         typer.echo(f"{length:,} tokens, batch {batch}: {auto.choose([length] * batch, frames)}")
 
 

@@ -294,11 +294,9 @@ WRONG = [
     (REGIME + " --memory inf", "inf"),
     (REGIME + " --memory 0", "got 0"),
     (REGIME + " --memory 1 --lengths 1k,2k --batches 1,2", "1 GiB do not hold"),
-    (REGIME + " --bandwidth inf", "inf"),
+    (REGIME + " --assume bandwidth=inf", "inf"),
     (REGIME + " --policies best", "best"),
     (REGIME + " --policies auto", "chooses among policies: name those"),
-    (REGIME + " --measured {text}", "text.txt is not JSON"),
-    (REGIME + " --measured {none}", "none"),
     ("cost regimes --out {folder}", "is a directory"),
     # recall
     (RECALL + " --prefill best", "best"),
