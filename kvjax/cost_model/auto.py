@@ -243,8 +243,6 @@ class Auto(_ByLevel, ChoosesDecode, Stateless):
             unknown = (f"the cost model of {cost.device} has no term for pages in host memory, and counts them as on the device",)
         elif frames is not None:
             error = max(error, cost.bus.error)
-        if bound.on_mesh:
-            error = max(error, cost.exchanges.error)
         found, unpriced = {}, {}
         sizes = {"dtype": bound.dtype, "weights": bound.weights, "page_size": bound.page_size, "frames": counted}
         for name in ("dense", *names):
@@ -256,6 +254,8 @@ class Auto(_ByLevel, ChoosesDecode, Stateless):
         if "dense" in unpriced or not priced:
             why = f"on record as {level} are {', '.join(names)}, which the cost model of {cost.device} cannot price"
             return Choice(Dense(), f"{why}: {'; '.join(unpriced.values())}")
+        if bound.on_mesh:
+            error = max(error, cost.exchanges.error)
         seconds = {name: each.seconds for name, each in found.items()}
         projected = [name for name in priced if found[name].projection or unknown]
         best, chosen = min(priced, key=seconds.__getitem__), worthwhile(seconds, error, projected)
