@@ -1,20 +1,12 @@
 """Evidence: how well a policy agrees with dense, for one model. `auto` chooses only budgets that have evidence.
 
-The table is `evidence.json` in this folder, written by `kvjax cost evidence` from the evaluation.json of `kvjax evaluate`. Its format:
+The table is `evidence.json` in this folder, written by `kvjax cost evidence` from the evaluation.json of `kvjax evaluate`: {"rows": [...]},
+each an `Evidence`. (The committed rows were measured with an earlier kind of fingerprint. Only the fingerprints were computed again.)
 
-    {"rows": [{"model": "needle", "fingerprint": "0123456789abcdef", "policy": "top:32", "length": 8192, "kl": 0.0123,
-               "task": "needle", "haystack": "codes", "valid": 200, "lost": 1, "source": "benchmarks/results/h200/fidelity-8192.json"}]}
-
-fingerprint: `kvjax.model.identity.fingerprint`, so other weights or another dtype have no evidence. (The committed rows were measured with
-an earlier kind of fingerprint. Only the fingerprints were computed again; no measurement changed.) length: tokens. kl: upper end of the 95%
-interval, over windows of text, of the mean KL divergence of dense from the policy per forced step, in nats. valid: trials of the task that
-dense answered. lost: those of them that the policy did not answer. Both are null if dense itself fails at any depth. kl is null for a task
-without a KL measurement; such a task alone qualifies no policy.
-
-Evidence about prefill policies is `prefill_evidence.json`, in the same format, written by the same command from the JSON of `kvjax recall`
-and of `kvjax needle --prefill ...`. The first measures what later tokens of a prompt recall of its earlier ones. Its facts and its KL can
-qualify a policy. Needles are looked for by dense decoding after the prefill, which finds them after nearly any prefill. So their rows have
-no KL: they can refuse a policy, but never qualify one.
+Evidence about prefill policies is `prefill_evidence.json`, in the same format, from the JSON of `kvjax recall` and of `kvjax needle
+--prefill`. The first measures what later tokens of a prompt recall of its earlier ones. Its facts and its KL can qualify a policy. Needles
+are looked for by dense decoding after the prefill, which finds them after nearly any prefill. So their rows have no KL: they can refuse a
+policy, but never qualify one.
 """
 
 from __future__ import annotations
@@ -82,7 +74,12 @@ def parse_level(text: str) -> Fidelity:
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """One row of the table. The top of this file describes the fields."""
+    """One row of a table.
+
+    fingerprint: `kvjax.model.identity.fingerprint`, so other weights or another dtype have no evidence. length: tokens. kl: upper end of
+    the 95% interval of the mean KL divergence of dense from the policy per forced step, in nats; None: not measured. valid: trials of the
+    task that dense answered. lost: those of them that the policy did not. Both are None if dense itself fails at any depth.
+    """
 
     model: str
     fingerprint: str
