@@ -4,9 +4,29 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from kvjax.cost_model.fitting import error_table, term_table
+from kvjax.cost_model.fitting import Rows, error_table, named
 from pallas_kernels.core.tables import markdown
+
+
+def term_table(file: dict[str, Any]) -> Rows:
+    """Columns and rows: the fitted values of a file's cost models."""
+    rows = []
+    for cost in file["cost_models"]:
+        terms = {"bandwidth": f"{cost['bytes_per_s'] / 1e12:.3f} TB/s", "c0": f"{cost['c0'] * 1e3:.3f} ms"}
+        for name, price in cost["c1"].items():
+            terms[f"c1({name})"] = f"{price['fixed'] * 1e3:.3f} ms + {price['per_byte'] * 1e12:.3f} ms/GB of index"
+        if (bus := cost["bus"]) is not None:
+            hits = "hits not measured" if bus["hits"] is None else f"hits of recorded lists {bus['hits']:.0%}"
+            terms["bus"] = f"{bus['per_s'] / 1e9:.1f} GB/s + {bus['layer_s'] * 1e6:.1f} us a layer; {hits}"
+        if (term := cost["exchanges"]) is not None:
+            link = "no time told" if term["link_per_s"] is None else f"{term['link_per_s'] / 1e9:.1f} GB/s"
+            choose = "" if term["choose_s"] is None else f"; {term['choose_s'] * 1e6:.1f} us a layer that chooses over devices"
+            terms["exchanges"] = f"{link} + {term['latency_s'] * 1e6:.1f} us each{choose}"
+        rows += [(cost["device"], named(cost), *each) for each in terms.items()]
+    return ("device", "model", "term", "fitted"), rows
+
 
 TABLES = {"terms": term_table, "errors": error_table}
 

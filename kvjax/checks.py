@@ -40,23 +40,6 @@ def check_text(name: str, value: object) -> None:
         raise ValueError(f"{name} must be text, got {shown(value)}")
 
 
-def check_rows(name: str, rows: Iterable[object], width: int) -> None:
-    """ValueError unless each row is a tuple of so many whole numbers above 0."""
-    for row in rows:
-        if not isinstance(row, tuple) or len(row) != width:
-            raise ValueError(f"each row of {name} must be {width} whole numbers, got {shown(row)}")
-        for number in row:
-            whole_number(f"each number in {name}", number, 1)
-
-
-def check_fields(what: str, names: Iterable[str], given: object) -> dict[str, Any]:
-    """What was given; ValueError unless it is an object with these fields and no others."""
-    if not isinstance(given, dict) or set(given) != set(names):
-        found = f"different here: {', '.join(sorted(set(names) ^ set(given)))}" if isinstance(given, dict) else f"got {shown(given)}"
-        raise ValueError(f"{what} has the fields {', '.join(sorted(names))}; {found}")
-    return given
-
-
 def optional_function(name: str, value: object) -> None:
     """ValueError unless the value is a function, or None."""
     if value is not None and not callable(value):

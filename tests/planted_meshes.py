@@ -6,7 +6,7 @@ import numpy as np
 from tiny_models import QWEN_7B
 
 from kvjax.cost_model import step_bytes
-from kvjax.cost_model.exchanges import counts_of, layers_that_choose, step_exchanges
+from kvjax.cost_model.exchanges import step_exchanges
 from kvjax.policies.decode import parse
 
 RATE, C0, C1 = 3.0e12, 5e-4, 1e-4
@@ -22,9 +22,8 @@ def mesh_seconds(name, length, batch, tensor, context):
     """What the law says of a step."""
     policy, mesh = parse(name), {"tensor": tensor, "context": context}
     seconds = step_bytes(QWEN_7B, policy, length, batch, **mesh).total / RATE + C0 + C1 * (name != "dense")
-    for each in step_exchanges(QWEN_7B, policy, batch, **mesh):
-        seconds += each.count * LATENCY + each.received / LINK
-    return seconds + CHOOSE * layers_that_choose(QWEN_7B, policy) * (context > 1)
+    found = step_exchanges(QWEN_7B, policy, batch, **mesh)
+    return seconds + found.count * LATENCY + found.received / LINK + found.choosing * CHOOSE
 
 
 def mesh_run(meshes=MESHES, lengths=LENGTHS, batches=BATCHES, policies=("dense", "top:32"), noise=0.0):
@@ -36,12 +35,9 @@ def mesh_run(meshes=MESHES, lengths=LENGTHS, batches=BATCHES, policies=("dense",
             mesh = {"tensor": tensor, "context": context}
             moved = step_bytes(QWEN_7B, parse(name), length, batch, **mesh)
             seconds = mesh_seconds(name, length, batch, tensor, context) * (1 + noise * draw.standard_normal())
-            counts = counts_of(step_exchanges(QWEN_7B, parse(name), batch, **mesh))
             row = {"op": "decode", "shape": "qwen2.5-7b", "layers": 28, "dtype": "bfloat16", "tokens": length, "batch": batch}
-            row |= {"policy": name, "median_s": seconds, "path": {"all_reduce": "xla"}, **mesh}
-            row |= {"bytes": {"weights": moved.weights, "kv": moved.kv, "index": moved.index}}
-            names = ("kind", "axis", "size", "bytes", "count")
-            rows.append(row | {"exchanges": [dict(zip(names, (*what, count), strict=True)) for what, count in counts.items()]})
+            row |= {"policy": name, "median_s": seconds, **mesh}
+            rows.append(row | {"bytes": {"weights": moved.weights, "kv": moved.kv, "index": moved.index}})
     rows.append(
         {"op": "decode", "shape": "qwen2.5-7b", "layers": 28, "tokens": 2**22, "tensor": 8, "context": 1, "skipped": "too few devices"}
     )

@@ -33,11 +33,11 @@ def tier_run(lengths=(2**16, 2**17, 2**18, 2**19), devices=(2 * 10**9, 6 * 10**9
                     continue
                 moved, found = step_bytes(QWEN_7B, parse(name), length, frames=frames), hits[lists]
                 seconds = moved.from_device / RATE + C0 + C1 * (name != "dense") + layer_s * moved.hot_layers
-                seconds += (moved.in_place + moved.copied(found)) / BUS
+                seconds += moved.over_bus(found) / BUS
                 row = {"shape": "qwen2.5-7b", "layers": 28, "dtype": "bfloat16", "tokens": length, "mean_length": length, "name": name}
                 row |= {"policy": name if lists == "own" else f"{name}, {lists}", "lists": lists, "device_bytes": device_bytes}
                 row |= {"frames": frames and list(dataclasses.astuple(frames)), "median_s": seconds * (1 + noise * draw.standard_normal())}
-                row |= {"read_bytes": float(moved.kv), "asked_bytes": float(moved.listed), "copied_bytes": moved.copied(found)}
-                rows.append(row | {"host_bytes": moved.in_place + moved.copied(found)})
+                row |= {"read_bytes": float(moved.kv), "asked_bytes": float(moved.listed), "copied_bytes": moved.listed * (1 - found)}
+                rows.append(row | {"host_bytes": moved.over_bus(found)})
     rows.append({"shape": "qwen2.5-7b", "layers": 28, "tokens": 2**22, "policy": "dense", "skipped": "does not fit"})
     return {"bench": "tiers", "provenance": {"device": "Planted 9000", "date": "2026"}, "rows": rows}

@@ -14,13 +14,15 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from kvjax.cache import OutOfPages
 from kvjax.cache.host_pool.mapped_memory import FrameCounts
+from kvjax.cache.index_spec import IndexSpec
 from kvjax.cost_model.bytes import pages_on_host, step_bytes
 from kvjax.cost_model.evidence import (
     Evidence,
@@ -43,7 +45,7 @@ from kvjax.model.identity import fingerprint
 from kvjax.model.protocols import Model
 from kvjax.model.weight_formats import FormatOf, packing_of
 from kvjax.policies.choice import ByFields, Choice, ChoosesDecode, ChoosesPrefill
-from kvjax.policies.decode.base import DecodePolicy, Stateless, chooses_over_devices
+from kvjax.policies.decode.base import DecodePolicy, Stateless
 from kvjax.policies.decode.dense import Dense
 from kvjax.policies.decode.naming import name_of, parse, parse_recorded
 from kvjax.policies.prefill.base import indexes_of
@@ -80,8 +82,58 @@ class Bound:
         return self.tensor * self.context > 1
 
 
+class _ByLevel(ByFields):
+    """What both kinds of `auto` share. A subclass has the fields `level` and `bound`, and the names of its `candidates`."""
+
+    def __post_init__(self):
+        self.fidelity  # noqa: B018  so that a wrong level raises here, not at the first step
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """The level in numbers."""
+        return parse_level(self.level)
+
+    def indexes(self) -> tuple[IndexSpec, ...]:
+        """The indexes of all candidates."""
+        return () if self.bound is None else self._indexes
+
+    @functools.cached_property
+    def _indexes(self) -> tuple[IndexSpec, ...]:
+        return tuple(dict.fromkeys(spec for name in self.candidates for spec in self._indexes_of(name)))
+
+    @functools.cached_property
+    def _decide(self) -> Callable[..., Choice]:
+        """`_choose`, which remembers its results, because every step and chunk calls it."""
+        return functools.lru_cache(maxsize=4096)(self._choose)
+
+    def _bound(self) -> Any:
+        if self.bound is None:
+            raise RuntimeError(f"{self} is not bound to a model: an Engine binds it, or auto.bind(model, page_size=128, dtype=...)")
+        return self.bound
+
+    def _qualified(self, length: int) -> tuple[str, ...]:
+        return qualified(self._bound().evidence, self.fidelity, length)
+
+    def _ever_qualified(self) -> tuple[str, ...]:
+        """Policies whose evidence meets the level at some length."""
+        lengths = sorted({row.length for row in self._bound().evidence})
+        return tuple(dict.fromkeys(name for length in lengths for name in self._qualified(length)))
+
+    def _recorded_lengths(self) -> str:
+        return "recorded lengths: " + ", ".join(f"{length:,}" for length in sorted({row.length for row in self._bound().evidence}))
+
+    def _why(self, times: str, best: str, chosen: str, error: float, projected: Sequence[str]) -> str:
+        """The end of a choice's reason. chosen: what `worthwhile` gave."""
+        if chosen == "dense":
+            return f"{times}, no gain above the {max(error, PROJECTED_GAIN if best in projected else 0):.1%} that is asked for"
+        return f"{times}; evidence: {', '.join(sorted({row.source for row in self._bound().evidence if row.policy == chosen}))}"
+
+    def __str__(self) -> str:
+        return "auto" if self.level == "assured" else f"auto:{self.level}"
+
+
 @dataclasses.dataclass(frozen=True)
-class Auto(ByFields, ChoosesDecode, Stateless):
+class Auto(_ByLevel, ChoosesDecode, Stateless):
     """Chooses a decode policy for each step. level: how close to dense, by name or numbers (`kvjax.cost_model.evidence.parse_level`).
 
     An engine binds it to its model. Pass `bound` to decide by another cost model or other evidence. Without evidence for the model or the
@@ -91,14 +143,6 @@ class Auto(ByFields, ChoosesDecode, Stateless):
 
     level: str = "assured"
     bound: Bound | None = None
-
-    def __post_init__(self):
-        self.fidelity  # noqa: B018  so that a wrong level raises here, not at the first step
-
-    @property
-    def fidelity(self) -> Fidelity:
-        """The level in numbers."""
-        return parse_level(self.level)
 
     def bind(self, model: Model, *, page_size: int, dtype: str, tensor: int = 1, context: int = 1) -> Auto:
         """This policy for a model. Evidence is looked up by the model's fingerprint. If some policy has evidence that it meets the level,
@@ -137,9 +181,7 @@ class Auto(ByFields, ChoosesDecode, Stateless):
     @functools.cached_property
     def candidates(self) -> tuple[str, ...]:
         """Policies whose evidence meets the level at some length."""
-        rows = self._bound().evidence
-        lengths = sorted({row.length for row in rows})
-        return tuple(dict.fromkeys(name for length in lengths for name in qualified(rows, self.fidelity, length)))
+        return self._ever_qualified()
 
     def choose(self, lengths: Sequence[int], frames: FrameCounts | None = None) -> Choice:
         """The choice for one step over sequences of these lengths in tokens, the current token of each included.
@@ -162,21 +204,12 @@ class Auto(ByFields, ChoosesDecode, Stateless):
         lengths = [size << power for power in range(max(1, longest // size).bit_length())]
         return tuple(dict.fromkeys(self.choose([min(length, longest)] * batch, frames).policy for length in (*lengths, longest)))
 
-    def indexes(self):
-        """The indexes of all candidates."""
-        return () if self.bound is None else self._indexes
-
-    @functools.cached_property
-    def _indexes(self):
-        names = self.candidates
-        return tuple(dict.fromkeys(spec for name in names for spec in parse_recorded(name).indexes()))
+    def _indexes_of(self, name: str) -> tuple[IndexSpec, ...]:
+        return parse_recorded(name).indexes()
 
     def select(self, query, layer, ctx, state):
         """An engine never calls this: it asks `choose` first."""
         raise RuntimeError("auto chooses on the host, before a step: run it through an Engine, or pass auto.choose(lengths).policy")
-
-    def __str__(self) -> str:
-        return "auto" if self.level == "assured" else f"auto:{self.level}"
 
     def describe(self) -> str:
         """The policy in words, for reports."""
@@ -188,15 +221,56 @@ class Auto(ByFields, ChoosesDecode, Stateless):
             return f"{self} ({level}; dense, as {self.bound.lacking or 'nothing else is on record for this model'})"
         return f"{self} ({level}; dense, {', '.join(names)} by the cost model of {self.bound.cost.device})"
 
-    @functools.cached_property
-    def _decide(self):
-        """`_choose`, which remembers its results, because every step calls it."""
-        return functools.lru_cache(maxsize=4096)(functools.partial(_choose, self))
-
-    def _bound(self) -> Bound:
-        if self.bound is None:
-            raise RuntimeError(f"{self} is not bound to a model: an Engine binds it, or auto.bind(model, page_size=128, dtype=...)")
-        return self.bound
+    def _choose(self, mean: int, longest: int, batch: int, frames: FrameCounts | None) -> Choice:
+        bound, level = self.bound, self.level
+        if not bound.evidence:
+            packed = "" if bound.weights is None else ", with packed weights"
+            another = "without --weights" if packed else "in another (--dtype bfloat16, say)"
+            why = (
+                f"no evidence is recorded for this model (fingerprint {bound.fingerprint}), so no budget can be trusted; evidence holds "
+                f"for one dtype and one packing of weights, and this model runs in {bound.dtype}{packed}: load it {another}, or measure it "
+                "with kvjax evaluate and kvjax cost evidence"
+            )
+            return Choice(Dense(), why)
+        names, cost = self._qualified(longest), bound.cost
+        if not names:
+            return Choice(Dense(), f"nothing is on record as {level} for {longest:,} tokens; {self._recorded_lengths()}")
+        if cost is None:
+            return Choice(Dense(), bound.lacking)
+        error, unknown, counted = cost.error, (), frames
+        if frames is not None and cost.bus is None:
+            counted = None
+            unknown = (f"the cost model of {cost.device} has no term for pages in host memory, and counts them as on the device",)
+        elif frames is not None:
+            error = max(error, cost.bus.error)
+        found, unpriced = {}, {}
+        sizes = {"dtype": bound.dtype, "weights": bound.weights, "page_size": bound.page_size, "frames": counted}
+        for name in ("dense", *names):
+            try:
+                found[name] = cost.predict(bound.config, name, mean, batch, **sizes, tensor=bound.tensor, context=bound.context)
+            except (NotImplementedError, ValueError) as problem:
+                unpriced[name] = str(problem)
+        priced = [name for name in names if name in found]
+        if "dense" in unpriced or not priced:
+            why = f"on record as {level} are {', '.join(names)}, which the cost model of {cost.device} cannot price"
+            return Choice(Dense(), f"{why}: {'; '.join(unpriced.values())}")
+        if bound.on_mesh:
+            error = max(error, cost.exchanges.error)
+        seconds = {name: each.seconds for name, each in found.items()}
+        projected = [name for name in priced if found[name].projection or unknown]
+        best, chosen = min(priced, key=seconds.__getitem__), worthwhile(seconds, error, projected)
+        named = best if chosen == "dense" else chosen
+        times = (
+            f"the cost model of {cost.device} gives {named}, the fastest on record as {level}, {seconds[named] * 1e3:.3f} ms against "
+            f"{seconds['dense'] * 1e3:.3f} dense ({seconds['dense'] / seconds[named]:.3f}x) at {mean:,} tokens, batch {batch}"
+        )
+        if bound.on_mesh:
+            times += f", tensor {bound.tensor} x context {bound.context}"
+        if counted is not None:
+            pages = batch * -(-mean // bound.page_size)
+            times += f", {pages_on_host(frames, mean, batch, bound.page_size):,} of {pages:,} pages in host memory"
+        why = self._why(times, best, chosen, error, projected)
+        return Choice(parse_recorded(chosen), why, seconds[chosen], seconds["dense"], (*found[chosen].projection, *unknown))
 
 
 def _checked(auto: Auto) -> Auto:
@@ -215,76 +289,6 @@ def _checked(auto: Auto) -> Auto:
         f"exchanges. Name the policy that it is to choose (on record as {auto.level}: {named}), or measure them: {measured}, then "
         "kvjax cost fit FILE --json MODELS, and put MODELS into kvjax/cost_model/fitted of a checkout"
     )
-
-
-def _why_unpriced(bound: Bound, name: str) -> str:
-    """Why the cost model cannot price steps of a policy on the mesh; "" if it can."""
-    if not bound.cost.has_price(name):
-        return f"{name} has no c1"
-    if bound.context > 1 and not chooses_over_devices(parse_recorded(name)):
-        return f"{name} does not choose over the devices of context"
-    try:
-        bound.cost.predict(bound.config, name, bound.page_size, **_mesh_sizes(bound))
-    except (NotImplementedError, ValueError) as error:
-        return str(error)
-    return ""
-
-
-def _mesh_sizes(bound: Bound) -> dict[str, int]:
-    return {"tensor": bound.tensor, "context": bound.context}
-
-
-def _choose(auto: Auto, mean: int, longest: int, batch: int, frames: FrameCounts | None) -> Choice:
-    bound, level = auto.bound, auto.level
-    if not bound.evidence:
-        packed = "" if bound.weights is None else ", with packed weights"
-        another = "without --weights" if packed else "in another (--dtype bfloat16, say)"
-        advice = (
-            f"evidence holds for one dtype and one packing of weights, and this model runs in {bound.dtype}{packed}: load it {another}, or "
-            "measure it with kvjax evaluate and kvjax cost evidence"
-        )
-        return Choice(
-            Dense(), f"no evidence is recorded for this model (fingerprint {bound.fingerprint}), so no budget can be trusted; {advice}"
-        )
-    names = qualified(bound.evidence, auto.fidelity, longest)
-    if not names:
-        recorded = ", ".join(f"{length:,}" for length in sorted({row.length for row in bound.evidence}))
-        return Choice(Dense(), f"nothing is on record as {level} for {longest:,} tokens; recorded lengths: {recorded}")
-    if bound.cost is None:
-        return Choice(Dense(), bound.lacking)
-    unpriced = {name: why for name in ("dense", *names) if (why := _why_unpriced(bound, name))}
-    priced = [name for name in names if name not in unpriced]
-    if bound.on_mesh and ("dense" in unpriced or not priced):
-        return Choice(Dense(), f"the cost model of {bound.cost.device} cannot price steps on this mesh: {'; '.join(unpriced.values())}")
-    if not priced:
-        advice = f"measure it: {bound.cost.how_to_measure(','.join(names))}"
-        unpriced = f"on record as {level} are {', '.join(names)}, for which the cost model of {bound.cost.device} has no c1"
-        return Choice(Dense(), f"{unpriced}; {advice}")
-    sizes = {"dtype": bound.dtype, "weights": bound.weights, "page_size": bound.page_size} | _mesh_sizes(bound)
-    error, unknown = max(bound.cost.error, bound.cost.exchanges.error if bound.on_mesh else 0.0), ()
-    if frames is not None and not bound.cost.knows_bus:
-        unknown = (f"the cost model of {bound.cost.device} has no term for pages in host memory, and counts them as on the device",)
-    elif frames is not None:
-        sizes["frames"], error = frames, max(error, bound.cost.bus.error if bound.cost.bus else 0.0)
-    found = {name: bound.cost.predict(bound.config, name, mean, batch, **sizes) for name in ("dense", *priced)}
-    seconds = {name: each.seconds for name, each in found.items()}
-    projected = [name for name in priced if found[name].projection or unknown]
-    best, chosen = min(priced, key=seconds.__getitem__), worthwhile(seconds, error, projected)
-    times = (
-        f"the cost model of {bound.cost.device} gives {best}, the fastest on record as {level}, {seconds[best] * 1e3:.3f} ms against "
-        f"{seconds['dense'] * 1e3:.3f} dense ({seconds['dense'] / seconds[best]:.3f}x) at {mean:,} tokens, batch {batch}"
-    )
-    if bound.on_mesh:
-        times += f", tensor {bound.tensor} x context {bound.context}"
-    if "frames" in sizes:
-        pages = batch * -(-mean // bound.page_size)
-        times += f", {pages_on_host(frames, mean, batch, bound.page_size):,} of {pages:,} pages in host memory"
-    if chosen == "dense":
-        asked = max(error, PROJECTED_GAIN if best in projected else 0)
-        why = f"{times}, no gain above the {asked:.1%} that is asked for"
-    else:
-        why = f"{times}; evidence: {', '.join(sorted({row.source for row in bound.evidence if row.policy == best}))}"
-    return Choice(parse_recorded(chosen), why, seconds[chosen], seconds["dense"], (*found[chosen].projection, *unknown))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -308,7 +312,7 @@ class PrefillBound:
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoPrefill(ByFields, ChoosesPrefill):
+class AutoPrefill(_ByLevel, ChoosesPrefill):
     """Chooses a prefill policy for each chunk. level: how close to dense, by name or numbers (`kvjax.cost_model.evidence.parse_level`).
 
     An engine binds it to its model. Pass `bound` to decide by other times or other evidence. A chunk is dense if there is no evidence for
@@ -319,14 +323,6 @@ class AutoPrefill(ByFields, ChoosesPrefill):
 
     level: str = "assured"
     bound: PrefillBound | None = None
-
-    def __post_init__(self):
-        self.fidelity  # noqa: B018  so that a wrong level raises here, not at the first chunk
-
-    @property
-    def fidelity(self) -> Fidelity:
-        """The level in numbers."""
-        return parse_level(self.level)
 
     def bind(
         self, model: Model, *, page_size: int, dtype: str, device: str | None = None, tensor: int = 1, context: int = 1
@@ -365,29 +361,19 @@ class AutoPrefill(ByFields, ChoosesPrefill):
         pages."""
         bound = self._bound()
         timed = {name for each in bound.times for name, _ in each.seconds}
-        lengths = sorted({row.length for row in bound.evidence})
-        met = dict.fromkeys(name for length in lengths for name in qualified(bound.evidence, self.fidelity, length))
-        return tuple(name for name in met if timed_as(name) in timed and name not in dict(bound.unusable))
+        return tuple(name for name in self._ever_qualified() if timed_as(name) in timed and name not in dict(bound.unusable))
 
     def choose(self, start: int, end: int) -> Choice:
         """The choice for the chunk at positions [start, end) of its prompt, whether the prompt fills it or not. It uses evidence for
         prompts of `end` tokens, and times at the chunk's middle. Its seconds are those of attention, per layer and token."""
         return self._decide(start, end)
 
-    def indexes(self):
-        """The indexes of all candidates."""
-        return () if self.bound is None else self._indexes
-
-    @functools.cached_property
-    def _indexes(self):
-        return tuple(dict.fromkeys(spec for name in self.candidates for spec in indexes_of(parse_recorded_prefill(name))))
+    def _indexes_of(self, name: str) -> tuple[IndexSpec, ...]:
+        return indexes_of(parse_recorded_prefill(name))
 
     def attend(self, query, layer, ctx):
         """An engine never calls this: it asks `choose` first."""
         raise RuntimeError("prefill auto chooses on the host, before a chunk: run it through an Engine, or name what auto.choose gives")
-
-    def __str__(self) -> str:
-        return "auto" if self.level == "assured" else f"auto:{self.level}"
 
     def describe(self) -> str:
         """The policy in words, for reports."""
@@ -398,15 +384,41 @@ class AutoPrefill(ByFields, ChoosesPrefill):
             return f"{self} prefill ({level}; dense: {self.choose(0, 1).why})"
         return f"{self} prefill ({level}; dense, {', '.join(self.candidates)} by times of {self.bound.device})"
 
-    @functools.cached_property
-    def _decide(self):
-        """`_choose_prefill`, which remembers its results, because every chunk calls it."""
-        return functools.lru_cache(maxsize=4096)(functools.partial(_choose_prefill, self))
-
-    def _bound(self) -> PrefillBound:
-        if self.bound is None:
-            raise RuntimeError(f"prefill {self} is not bound to a model: an Engine binds it, or auto.bind(model, page_size=128, dtype=...)")
-        return self.bound
+    def _choose(self, start: int, end: int) -> Choice:
+        bound, level = self._bound(), self.level
+        if not bound.evidence:
+            advice = "measure it with kvjax recall and record it with kvjax cost evidence"
+            what = f"this model as it is loaded, in {bound.sizes.dtype} (fingerprint {bound.fingerprint})"
+            return _dense(f"no prefill evidence is recorded for {what}; {advice}")
+        met = self._qualified(end)
+        if not met:
+            return _dense(f"no prefill policy is on record as {level} for {end:,} tokens; {self._recorded_lengths()}")
+        if not bound.times:
+            advice = f"python -m benchmarks.prefill_ops --policies {','.join(met)} --json FILE, then kvjax cost fit FILE --json TABLE"
+            return _dense(f"no prefill was timed on {bound.device}; on record as {level} are {', '.join(met)}; measure it: {advice}")
+        names = [name for name in met if name not in dict(bound.unusable)]
+        quotes = {name: nearest_quote(bound.times, bound.sizes, name, start, end) for name in names}
+        priced = {name: quote for name, quote in quotes.items() if quote is not None}
+        if not priced:
+            why = "; ".join(dict(bound.unusable).get(name, f"{name} was not timed at {end:,} tokens on {bound.device}") for name in met)
+            return _dense(f"no policy that is on record as {level} can be chosen: {why}")
+        # Relative to dense of the same table, because times of different sizes cannot be compared.
+        share = {"dense": 1.0} | {name: quote.seconds / quote.dense_seconds for name, quote in priced.items()}
+        projected, error = [name for name, quote in priced.items() if quote.projection], max(quote.error for quote in priced.values())
+        best, chosen = min(priced, key=share.__getitem__), worthwhile(share, error, projected)
+        named = best if chosen == "dense" else chosen
+        quote, covered = priced[named], getattr(parse_recorded_prefill(named), "dense_tokens", 0)
+        if covered >= end:
+            why = f"{named}, the fastest on record as {level}, is itself dense up to {covered:,} tokens"
+            return Choice(DensePrefill(), why, quote.dense_seconds, quote.dense_seconds)
+        times = (
+            f"of those on record as {level}, {named} is the fastest on {bound.device}: {quote.seconds * 1e6:.3f} us of attention per token "
+            f"and layer from token {start:,} to {end:,}, {quote.dense_seconds * 1e6:.3f} dense ({quote.dense_seconds / quote.seconds:.2f}x)"
+        )
+        why = self._why(times, best, chosen, error, projected)
+        if chosen == "dense":
+            return Choice(DensePrefill(), why, quote.dense_seconds, quote.dense_seconds)
+        return Choice(parse_recorded_prefill(chosen), why, quote.seconds, quote.dense_seconds, quote.projection)
 
 
 def _unusable(names, page_size: int) -> tuple[tuple[str, str], ...]:
@@ -420,45 +432,6 @@ def _unusable(names, page_size: int) -> tuple[tuple[str, str], ...]:
         except ValueError as error:
             found.append((name, str(error)))
     return tuple(found)
-
-
-def _choose_prefill(auto: AutoPrefill, start: int, end: int) -> Choice:
-    bound, level = auto._bound(), auto.level
-    if not bound.evidence:
-        advice = "measure it with kvjax recall and record it with kvjax cost evidence"
-        what = f"this model as it is loaded, in {bound.sizes.dtype} (fingerprint {bound.fingerprint})"
-        return _dense(f"no prefill evidence is recorded for {what}; {advice}")
-    met = qualified(bound.evidence, auto.fidelity, end)
-    if not met:
-        recorded = ", ".join(f"{length:,}" for length in sorted({row.length for row in bound.evidence}))
-        return _dense(f"no prefill policy is on record as {level} for {end:,} tokens; recorded lengths: {recorded}")
-    if not bound.times:
-        advice = f"python -m benchmarks.prefill_ops --policies {','.join(met)} --json FILE, then kvjax cost fit FILE --json TABLE"
-        return _dense(f"no prefill was timed on {bound.device}; on record as {level} are {', '.join(met)}; measure it: {advice}")
-    names = [name for name in met if name not in dict(bound.unusable)]
-    quotes = {name: nearest_quote(bound.times, bound.sizes, name, start, end) for name in names}
-    priced = {name: quote for name, quote in quotes.items() if quote is not None}
-    if not priced:
-        why = "; ".join(dict(bound.unusable).get(name, f"{name} was not timed at {end:,} tokens on {bound.device}") for name in met)
-        return _dense(f"no policy that is on record as {level} can be chosen: {why}")
-    # Relative to dense of the same table, because times of different sizes cannot be compared.
-    share = {"dense": 1.0} | {name: quote.seconds / quote.dense_seconds for name, quote in priced.items()}
-    projected, error = [name for name, quote in priced.items() if quote.projection], max(quote.error for quote in priced.values())
-    best, chosen = min(priced, key=share.__getitem__), worthwhile(share, error, projected)
-    named = best if chosen == "dense" else chosen
-    quote, covered = priced[named], getattr(parse_recorded_prefill(named), "dense_tokens", 0)
-    if covered >= end:
-        why = f"{named}, the fastest on record as {level}, is itself dense up to {covered:,} tokens"
-        return Choice(DensePrefill(), why, quote.dense_seconds, quote.dense_seconds)
-    times = (
-        f"of those on record as {level}, {named} is the fastest on {bound.device}: {quote.seconds * 1e6:.3f} us of attention per token and "
-        f"layer from token {start:,} to {end:,}, {quote.dense_seconds * 1e6:.3f} dense ({quote.dense_seconds / quote.seconds:.2f}x)"
-    )
-    if chosen == "dense":
-        asked = max(error, PROJECTED_GAIN if best in projected else 0)
-        return Choice(DensePrefill(), f"{times}, no gain above the {asked:.1%} that is asked for", quote.dense_seconds, quote.dense_seconds)
-    sources = ", ".join(sorted({row.source for row in bound.evidence if row.policy == chosen}))
-    return Choice(parse_recorded_prefill(chosen), f"{times}; evidence: {sources}", quote.seconds, quote.dense_seconds, quote.projection)
 
 
 def _dense(why: str) -> Choice:
@@ -498,7 +471,7 @@ def calibrate(
     took, weights = time.perf_counter() - started, packing_of(model.params)
     named = OWN if callable(weights) else weights
     key = Key(jax.local_devices()[0].device_kind, model.config.family, model.config.num_layers, model.config.compute_dtype, named)
-    return fit(cells, model.config, key, source=f"a calibration of {took:.0f} s", per_byte=False)
+    return fit(cells, model.config, key, source=f"a calibration of {took:.0f} s")
 
 
 def _timed_cells(model: Model, names: Sequence[str], page_size: int, batch: int, until: float) -> list[Cell]:

@@ -26,13 +26,10 @@ from kvjax.policies.decode.cascade import Cascade
 from kvjax.policies.decode.top_tokens import TopTokens
 from pallas_kernels.core.page_format import CODES
 
-TIERS = ("device", "host", "disk")
-"""Where keys and values may be stored. Weights and indexes are always on the device (BRL-2026-07, section 10)."""
-
 
 @dataclasses.dataclass(frozen=True)
 class StepBytes:
-    """Bytes that one step reads: `weights`, `index` and `states` (of recurrent layers) from device memory, `kv` from `tier`.
+    """Bytes that one step reads: `weights`, `kv`, `index`, and `states` of recurrent layers.
 
     Of `kv`, in an engine with pages in host memory: in_place: read there, over the bus. listed: of pages there, looked up in the hot
     buffer; those not found are copied over the bus first, and all are read on the device. hot_layers: layers that look up lists in a hot
@@ -42,15 +39,10 @@ class StepBytes:
     weights: int
     kv: int
     index: int
-    tier: str = "device"
     states: int = 0
     in_place: int = 0
     listed: int = 0
     hot_layers: int = 0
-
-    def __post_init__(self):
-        if self.tier not in TIERS:
-            raise ValueError(f"tier {self.tier!r} is unknown; there are {', '.join(TIERS)}")
 
     @property
     def total(self) -> int:
@@ -60,11 +52,11 @@ class StepBytes:
     @property
     def from_device(self) -> int:
         """Bytes that come from device memory."""
-        return self.total - (self.in_place if self.tier == "device" else self.kv)
+        return self.total - self.in_place
 
-    def copied(self, hits: float) -> float:
-        """Bytes that are copied over the bus to the hot buffer, if a share of `hits` of the listed ones is found there."""
-        return self.listed * (1 - hits)
+    def over_bus(self, hits: float) -> float:
+        """Bytes that come over the bus, if a share of `hits` of the listed ones is found in the hot buffer."""
+        return self.in_place + self.listed * (1 - hits)
 
 
 def step_bytes(
@@ -77,7 +69,6 @@ def step_bytes(
     weights: str | FormatOf | None = None,
     cache_format: str | CacheFormat | None = None,
     page_size: int = 128,
-    tier: str = "device",
     frames: FrameCounts | None = None,
     tensor: int = 1,
     context: int = 1,
@@ -88,12 +79,11 @@ def step_bytes(
     dtype: of what is not packed, and of the index (None: the model's compute_dtype). weights: how matrices are packed, as in `kvjax.load`,
     or a function that says it; None: they are not. cache_format: how full pages are packed (`kvjax.cache.formats`); None: they are not.
     Scales count, those of channels and pages in proportion to the tokens that are read; the open page of each sequence is not packed.
-    page_size: tokens. tier: where keys and values are stored ("device", "host", "disk"). Every weight is read once, whatever the batch;
-    but if the embedding is not also the head, only one row of it per sequence. Index rows are counted for whole pages, in layers where the
-    policy selects. Of `Cascade`, codes are counted for the shortlist, and as kv the cache's own keys that it reads to choose, once more
-    than attention reads them. Sink and local keys count once where `selected_attention` chooses, as its launch on Hopper GPUs reads
-    them; on other devices, and for inputs that this kernel refuses, plain XLA reads them twice. In layers of latents, the indexer's key of
-    every token is counted, if the policy ranks by it.
+    page_size: tokens. Every weight is read once, whatever the batch; but if the embedding is not also the head, only one row of it per
+    sequence. Index rows are counted for whole pages, in layers where the policy selects. Of `Cascade`, codes are counted for the
+    shortlist, and as kv the cache's own keys that it reads to choose, once more than attention reads them. Sink and local keys count
+    once where `selected_attention` chooses, as its launch on Hopper GPUs reads them; on other devices, and for inputs that this kernel
+    refuses, plain XLA reads them twice. In layers of latents, the indexer's key of every token is counted, if the policy ranks by it.
 
     measured_keys: what a KV head of a layer with lists attended to per step (`keys_per_step` of a run), in place of what the policy says.
     `Cascade` with a share says only the most that it may read.
@@ -106,11 +96,10 @@ def step_bytes(
     each device along `context` reads an equal share, as if listed keys were spread evenly; so it does of codes and keys by which `Cascade`
     chooses. Where devices hold the same KV heads, each reads them.
 
-    Raises ValueError for sizes below 1, dtypes, weights and formats that are not known, frames with another tier or a mesh,
-    and heads or MLP columns that do not divide; NotImplementedError for a policy that does not say what it reads,
-    and for `Cascade` with keys in other tiers.
+    Raises ValueError for sizes below 1, dtypes, weights and formats that are not known, frames with a mesh, and heads or MLP columns
+    that do not divide; NotImplementedError for a policy that does not say what it reads, and for `Cascade` with frames.
     """
-    _check(policy, {"length": length, "batch": batch, "page_size": page_size, "tensor": tensor, "context": context}, tier, frames)
+    _check(policy, {"length": length, "batch": batch, "page_size": page_size, "tensor": tensor, "context": context}, frames)
     stored = dataclasses.replace(config, compute_dtype=config.compute_dtype if dtype is None else _name(dtype))
     packed = parse_cache_format(cache_format, stored.compute_dtype)
     pages = -(-batch * -(-length // page_size) // context)  # of the device that has most
@@ -153,7 +142,6 @@ def step_bytes(
         weights=_weights_read(stored, weights, batch, tensor),
         kv=round(kv),
         index=index_elements * jnp.dtype(stored.compute_dtype).itemsize + code_bytes,
-        tier=tier,
         states=batch * sum(spec.bytes_per_page(group) for group in spec.state_groups),
         in_place=round(in_place),
         listed=round(listed),
@@ -166,19 +154,17 @@ def rows_bytes(table: int, rows: int, count: int) -> int:
     return round(count * table / rows)
 
 
-def _check(policy: DecodePolicy, sizes: dict[str, int], tier: str, frames: FrameCounts | None) -> None:
+def _check(policy: DecodePolicy, sizes: dict[str, int], frames: FrameCounts | None) -> None:
     """Raise as `step_bytes` does."""
     for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if not hasattr(policy, "keys_read"):
         raise NotImplementedError(f"policy {policy} does not say what it reads: give it keys_read(length, layer, page_size)")
-    if frames is not None and tier != "device":
-        raise ValueError(f"frames say which pages lie in host memory, and tier {tier!r} that all of them lie there: give one of both")
-    if (frames is not None or tier != "device") and sizes["tensor"] * sizes["context"] > 1:
-        raise ValueError("pages of a mesh are on its devices alone: leave out frames and tier, or the mesh")
-    if isinstance(policy, Cascade) and (frames is not None or tier != "device"):
-        raise NotImplementedError(f"what policy {policy} reads to choose is counted in device memory alone: leave out frames and tier")
+    if frames is not None and sizes["tensor"] * sizes["context"] > 1:
+        raise ValueError("pages of a mesh are on its devices alone: leave out frames, or the mesh")
+    if frames is not None and isinstance(policy, Cascade):
+        raise NotImplementedError(f"what policy {policy} reads to choose is counted in device memory alone: leave out frames")
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,20 +1,12 @@
 """Evidence: how well a policy agrees with dense, for one model. `auto` chooses only budgets that have evidence.
 
-The table is `evidence.json` in this folder, written by `kvjax cost evidence` from the evaluation.json of `kvjax evaluate`. Its format:
+The table is `evidence.json` in this folder, written by `kvjax cost evidence` from the evaluation.json of `kvjax evaluate`: {"rows": [...]},
+each an `Evidence`. (The committed rows were measured with an earlier kind of fingerprint. Only the fingerprints were computed again.)
 
-    {"rows": [{"model": "needle", "fingerprint": "0123456789abcdef", "policy": "top:32", "length": 8192, "kl": 0.0123,
-               "task": "needle", "haystack": "codes", "valid": 200, "lost": 1, "source": "benchmarks/results/h200/fidelity-8192.json"}]}
-
-fingerprint: `kvjax.model.identity.fingerprint`, so other weights or another dtype have no evidence. (The committed rows were measured with
-an earlier kind of fingerprint. Only the fingerprints were computed again; no measurement changed.) length: tokens. kl: upper end of the 95%
-interval, over windows of text, of the mean KL divergence of dense from the policy per forced step, in nats. valid: trials of the task that
-dense answered. lost: those of them that the policy did not answer. Both are null if dense itself fails at any depth. kl is null for a task
-without a KL measurement; such a task alone qualifies no policy.
-
-Evidence about prefill policies is `prefill_evidence.json`, in the same format, written by the same command from the JSON of `kvjax recall`
-and of `kvjax needle --prefill ...`. The first measures what later tokens of a prompt recall of its earlier ones. Its facts and its KL can
-qualify a policy. Needles are looked for by dense decoding after the prefill, which finds them after nearly any prefill. So their rows have
-no KL: they can refuse a policy, but never qualify one.
+Evidence about prefill policies is `prefill_evidence.json`, in the same format, from the JSON of `kvjax recall` and of `kvjax needle
+--prefill`. The first measures what later tokens of a prompt recall of its earlier ones. Its facts and its KL can qualify a policy. Needles
+are looked for by dense decoding after the prefill, which finds them after nearly any prefill. So their rows have no KL: they can refuse a
+policy, but never qualify one.
 """
 
 from __future__ import annotations
@@ -29,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.checks import check_amount, check_fields, check_text, whole_number
+from kvjax.cost_model.records import Count, check_record, from_json
 from kvjax.model.identity import check_fingerprint
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode.naming import parse_recorded
@@ -82,35 +74,34 @@ def parse_level(text: str) -> Fidelity:
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """One row of the table. The top of this file describes the fields."""
+    """One row of a table.
+
+    fingerprint: `kvjax.model.identity.fingerprint`, so other weights or another dtype have no evidence. length: tokens. kl: upper end of
+    the 95% interval of the mean KL divergence of dense from the policy per forced step, in nats; None: not measured. valid: trials of the
+    task that dense answered. lost: those of them that the policy did not. Both are None if dense itself fails at any depth.
+    """
 
     model: str
     fingerprint: str
     policy: str
-    length: int
+    length: Count
     kl: float | None
     task: str
     haystack: str
-    valid: int | None
+    valid: Count | None
     lost: int | None
     source: str
 
     def __post_init__(self):
-        for name in ("source", "policy", "model", "fingerprint", "task", "haystack"):
-            check_text(f"{name} of evidence", getattr(self, name))
+        where = f"the evidence for {self.policy} from {self.source}"
+        check_record(self, where)
         if not self.source:
             raise ValueError(f"evidence for {self.policy} names no source: give the file of its measurement")
         self._check_policy()
-        where = f"the evidence for {self.policy} from {self.source}"
-        whole_number(f"length of {where}", self.length, 1)
-        if self.kl is not None:
-            check_amount(f"kl of {where}", self.kl)
         if (self.valid is None) != (self.lost is None):
             raise ValueError(f"valid and lost of {where} must both be whole numbers, or both null, got {self.valid} and {self.lost}")
-        if self.valid is not None:
-            whole_number(f"valid of {where}", self.valid, 1)
-            if whole_number(f"lost of {where}", self.lost) > self.valid:
-                raise ValueError(f"lost of {where} must be at most valid, {self.valid}, got {self.lost}")
+        if self.valid is not None and self.lost > self.valid:
+            raise ValueError(f"lost of {where} must be at most valid, {self.valid}, got {self.lost}")
         check_fingerprint(self.fingerprint, where, "measure it again with kvjax evaluate")
 
     def _check_policy(self) -> None:
@@ -168,9 +159,8 @@ def _meet(tasks: Sequence[Evidence], level: Fidelity) -> bool:
 
 def read_evidence(file: Path, kind: type[Evidence] = Evidence) -> tuple[Evidence, ...]:
     """The rows of a table; kind: `Evidence` or `PrefillEvidence`. The ValueError names the file, and a missing, unknown or wrong field."""
-    names = [field.name for field in dataclasses.fields(Evidence)]
     remedy = "give a table that kvjax cost evidence wrote, or a new name"
-    return read_list(file, "rows", lambda row: kind(**check_fields("a row of evidence", names, row)), remedy)
+    return read_list(file, "rows", lambda row: from_json(kind, row, "a row of evidence"), remedy)
 
 
 @functools.cache

@@ -14,17 +14,16 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvjax.cache.formats import CacheFormat, parse_cache_format
 from kvjax.cache.host_pool.mapped_memory import FrameCounts
-from kvjax.checks import check_amount, check_fields, check_rows, check_text, whole_number
 from kvjax.cost_model.bytes import StepBytes, step_bytes
-from kvjax.cost_model.exchanges import MEASURE_EXCHANGES, ExchangeTerm, layers_that_choose, step_exchanges
-from kvjax.engine.capacity_plan import memory_plan
+from kvjax.cost_model.exchanges import MEASURE_EXCHANGES, NO_EXCHANGES, Exchanges, ExchangeTerm, step_exchanges
+from kvjax.cost_model.records import Count, Rate, check_record, from_json
 from kvjax.model.config import DTYPES, ModelConfig, uniform_fields
-from kvjax.model.weight_formats import FormatOf, weights_bytes
-from kvjax.policies.decode.base import DecodePolicy, chooses_over_devices
+from kvjax.model.weight_formats import FormatOf
+from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.naming import name_of, parse, parse_recorded
 from kvjax.policies.decode.top_blocks import TopBlocks
 from pallas_kernels.core.files import read_list
@@ -37,56 +36,87 @@ SIZES = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_
 OWN = "the model's own"
 """Name of weights that a function describes: those of a checkpoint that was packed by others."""
 
-MAX_DEVICES = 4096
-"""The most devices of a mesh that is predicted."""
+ASSUMABLE = {
+    "bandwidth": ("TB/s", 1e12),
+    "c0": ("ms", 1e-3),
+    "bus": ("GB/s", 1e9),
+    "hits": ("of what is listed", 1.0),
+    "latency": ("us", 1e-6),
+    "links": ("GB/s", 1e9),
+}
+"""What may be set by hand (`CostModel.assuming`), in which unit, and that in bytes and seconds."""
 
 
-class Price(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Price:
     """c1 of a policy: seconds per step, and seconds per byte of index scanned, besides the byte's transfer (0 in the paper's form)."""
 
     fixed: float
     per_byte: float = 0.0
 
 
+FREE = Price(0.0)
+
+
 @dataclasses.dataclass(frozen=True)
 class BusTerm:
     """What pages in host memory cost: bytes over the bus / per_s + layers with a hot buffer * layer_s.
 
-    model: the name of the measured model. per_s: bytes per second. layer_s: seconds in which a layer looks up its list and launches copies.
-    hits: the default share of listed bytes in host memory that the hot buffer holds; None: not measured. measured: (batch, shortest,
-    longest), lengths in tokens. error: mean relative error of held-out steps.
+    model: the name of the measured model. per_s: bytes per second. layer_s: seconds in which a layer looks up its list and launches copies;
+    None: not measured. hits: the share of listed bytes in host memory that the hot buffer holds; None: not measured. measured: (batch,
+    shortest, longest), lengths in tokens. error: mean relative error of held-out steps.
     """
 
     model: str
-    per_s: float
-    layer_s: float = 0.0
+    per_s: Rate
+    layer_s: float | None = 0.0
     hits: float | None = None
-    measured: tuple[tuple[int, int, int], ...] = ()
+    measured: tuple[tuple[Count, Count, Count], ...] = ()
     error: float = 0.0
 
     def __post_init__(self):
-        check_text("model of the bus", self.model)
-        for name in ("per_s", "layer_s", "error"):
-            check_amount(f"{name} of the bus", getattr(self, name), above_zero=name == "per_s")
-        check_rows("measured of the bus", self.measured, 3)
-        if self.hits is not None:
-            check_amount("hits of the bus", self.hits)
-            check_hits(self.hits)
-
-    def seconds(self, moved: StepBytes, hits: float) -> float:
-        """Seconds of a step's bytes over the bus, if a share of `hits` of the listed ones is found in the hot buffer."""
-        return (moved.in_place + moved.copied(hits)) / self.per_s + self.layer_s * moved.hot_layers
+        check_record(self, "the bus")
+        if self.hits is not None and self.hits > 1:
+            raise ValueError(f"hits is the share of listed bytes that is found in the hot buffer, from 0 to 1, got {self.hits}")
 
     def __str__(self) -> str:
         hits = "hits not measured" if self.hits is None else f"hits {self.hits:.0%}"
-        return f"bus: {self.per_s / 1e9:.1f} GB/s, {self.layer_s * 1e6:.1f} us a layer, {hits}, error {self.error:.1%}"
+        return f"bus: {self.per_s / 1e9:.1f} GB/s, {(self.layer_s or 0.0) * 1e6:.1f} us a layer, {hits}, error {self.error:.1%}"
 
 
-def check_hits(hits: float) -> float:
-    """Returns `hits`; ValueError unless it is a share."""
-    if not 0 <= hits <= 1:
-        raise ValueError(f"hits is the share of listed bytes that is found in the hot buffer, from 0 to 1, got {hits}")
-    return hits
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What a step costs. bytes_per_s: bandwidth. c0: seconds per step. c1: the `Price` of selecting, by policy name. bus, exchanges: terms
+    of pages in host memory and of a mesh; None: not measured."""
+
+    bytes_per_s: Rate
+    c0: float
+    c1: tuple[tuple[str, Price], ...]
+    bus: BusTerm | None = None
+    exchanges: ExchangeTerm | None = None
+
+    def parts(
+        self, moved: StepBytes, price: Price, exchanges: Exchanges = NO_EXCHANGES, hits: float = 0.0, layers: float = 1.0
+    ) -> dict[str, float]:
+        """Seconds of a step by their cause. hits: the share of listed bytes that the hot buffer holds. layers: of the model, over those of
+        the measured one."""
+        found = {"bytes": moved.from_device / self.bytes_per_s, "c0": self.c0 * layers}
+        # The price per byte is not scaled, because the bytes of index already grow with the layers.
+        found["c1"] = price.fixed * layers + price.per_byte * moved.index
+        if self.bus is not None:
+            found["bus"] = moved.over_bus(hits) / self.bus.per_s + (self.bus.layer_s or 0.0) * moved.hot_layers
+        if exchanges.count and self.exchanges is not None:
+            found["exchanges"] = self.exchanges.seconds(exchanges)
+        return found
+
+    def find_price(self, policy: DecodePolicy) -> Price | None:
+        """c1 of a policy, measured or between two measured budgets; None if there is none."""
+        prices = {"dense": FREE, **dict(self.c1)}
+        return prices.get(name_of(policy)) or interpolated(policy, prices)
+
+    def has_price(self, policy: str | DecodePolicy) -> bool:
+        """Whether a policy has a c1."""
+        return self.find_price(parse(policy)) is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,69 +124,48 @@ class Prediction:
     """Seconds of one step, and the bytes that one device reads.
 
     projection: the reasons why the seconds are not interpolated between measurements; empty if they are. bus_bytes: those of the bytes that
-    come over the bus, or from another tier. parts: (name, seconds), whose sum are the seconds.
+    come over the bus. parts: seconds by their cause, whose sum are the seconds.
     """
 
     seconds: float
     bytes: StepBytes
-    projection: tuple[str, ...] = ()
-    bus_bytes: float = 0.0
-    parts: tuple[tuple[str, float], ...] = ()
+    projection: tuple[str, ...]
+    bus_bytes: float
+    parts: Mapping[str, float]
 
 
-@dataclasses.dataclass(frozen=True)
-class CostModel:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CostModel(Terms):
     """A fitted cost model. Static and hashable.
 
     device: as JAX names it. model, sizes: the name and the sizes (`sizes_of`) of the measured model. dtype: of weights and cache, but for
-    those that were packed: weights, cache_format: how, by name; None: they were not. bytes_per_s: bandwidth. c0: seconds per step. c1: the
-    `Price` of selecting, by policy name. measured: (batch, shortest, longest), lengths in tokens, ascending. error: mean relative error of
-    the speed-up of steps that were held out. source: files of the measurements. links: bytes per second at which keys and values come from
-    other tiers, by tier. assumed: fields that were set by hand; every prediction is then a projection. bus, exchanges: terms of pages in
-    host memory and of a mesh; None: not measured. steps_per_launch: of the measured launches. In launches of one step the host may take
-    longer than the device, so times of longer ones are not times of those.
+    those that were packed: weights, cache_format: how, by name; None: they were not. measured: (batch, shortest, longest), lengths in
+    tokens, ascending. error: mean relative error of the speed-up of steps that were held out. source: files of the measurements. assumed:
+    what was set by hand; every prediction is then a projection. steps_per_launch: of the measured launches. In launches of one step the
+    host may take longer than the device, so times of longer ones are not times of those.
     """
 
     device: str
     model: str
     sizes: tuple[int, ...]
     dtype: str
-    bytes_per_s: float
-    c0: float
-    c1: tuple[tuple[str, Price], ...]
-    measured: tuple[tuple[int, int, int], ...]
+    measured: tuple[tuple[Count, Count, Count], ...]
     error: float
     source: str
-    links: tuple[tuple[str, float], ...] = ()
     assumed: tuple[str, ...] = ()
-    bus: BusTerm | None = None
-    exchanges: ExchangeTerm | None = None
     weights: str | None = None
     cache_format: str | None = None
-    steps_per_launch: int = 1
+    steps_per_launch: Count = 1
 
     def __post_init__(self):
-        for name in ("device", "model", "dtype", "source") if self.weights is None else ("device", "model", "dtype", "source", "weights"):
-            check_text(f"{name} of a cost model", getattr(self, name))
-        for why in self.assumed:
-            check_text("each of assumed of a cost model", why)
+        check_record(self, "a cost model")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype of a cost model must be one of {', '.join(DTYPES)}, got {shown(self.dtype)}")
         parse_cache_format(self.cache_format, self.dtype)
-        for name in ("bytes_per_s", "c0", "error"):
-            check_amount(f"{name} of a cost model", getattr(self, name), above_zero=name == "bytes_per_s")
-        whole_number("steps_per_launch of a cost model", self.steps_per_launch, 1)
-        whole_number("the number of layers in sizes of a cost model", next(iter(self.sizes), None), 1)
-        for size in self.sizes:
-            whole_number("each of sizes of a cost model", size, 0, 2**63)
-        for policy, price in self.c1:
-            check_text("the policy of a price in c1", policy)
-            for name, amount in price._asdict().items():
-                check_amount(f"{name} of {policy} in c1", amount)
-        for tier, rate in self.links:
-            check_text("the tier of a link", tier)
-            check_amount(f"links of a cost model, {tier},", rate, above_zero=True)
-        check_rows("measured of a cost model", self.measured, 3)
+        if not self.sizes or not self.sizes[0]:
+            raise ValueError(f"sizes of a cost model must begin with a number of layers, got {shown(self.sizes)}")
+        if not self.measured:
+            raise ValueError("measured of a cost model is empty, so it is without measured steps")
 
     def predict(
         self,
@@ -169,9 +178,7 @@ class CostModel:
         weights: str | FormatOf | None = None,
         cache_format: str | CacheFormat | None = None,
         page_size: int = 128,
-        tier: str = "device",
         frames: FrameCounts | None = None,
-        hits: float | None = None,
         tensor: int = 1,
         context: int = 1,
     ) -> Prediction:
@@ -181,44 +188,35 @@ class CostModel:
             dtype: None is the measured one.
             weights, cache_format: as for `step_bytes`; None: not packed, whatever was measured.
             frames: those of an engine with pages in host memory, as for `step_bytes`.
-            hits: the share of listed bytes of pages there that the hot buffer holds; None: the measured default, or 0 without one.
             tensor, context: of a mesh of devices.
 
         For another model, the bytes are computed for it, and c0 and c1 are scaled by its number of layers. The result is a projection for
-        another model, dtype, packed weights, pages or tier, for a mesh that was not measured, and outside the measured lengths and batches.
-        Raises ValueError for a policy without a price, a tier without a link, frames without a term of the bus, and a mesh without a term
-        of exchanges; and what `step_bytes` and `step_exchanges` raise.
+        another model, dtype, packed weights or pages, for a mesh that was not measured, and outside the measured lengths and batches.
+        Raises ValueError for a policy without a price, frames without a term of the bus, and a mesh without a term of exchanges; and what
+        `step_bytes` and `step_exchanges` raise.
         """
         policy = parse(policy)
         dtype = self.dtype if dtype is None else str(dtype)
-        sizes = {"dtype": dtype, "weights": weights, "cache_format": cache_format, "page_size": page_size}
-        moved = step_bytes(config, policy, length, batch, **sizes, tier=tier, frames=frames, tensor=tensor, context=context)
+        sizes, mesh = {"dtype": dtype, "page_size": page_size}, {"tensor": tensor, "context": context}
+        moved = step_bytes(config, policy, length, batch, **sizes, **mesh, weights=weights, cache_format=cache_format, frames=frames)
         price, guessed = self.price(policy)
-        layers = config.num_layers / self.sizes[0]
-        # The price per byte is not scaled, because the bytes of index already grow with the layers.
-        selecting = price.fixed * layers + price.per_byte * moved.index
-        parts = [("bytes", moved.from_device / self.bytes_per_s), ("c0", self.c0 * layers), ("c1", selecting)]
-        reasons, measured, bus_bytes = [*self.assumed, *guessed], self.measured, 0.0
-        if tier != "device":
-            bus_bytes = float(moved.kv)
-            parts.append((tier, moved.kv / self._link(tier)))
+        reasons, measured, exchanges, hits = [*self.assumed, *guessed], self.measured, NO_EXCHANGES, 0.0
         if frames is not None:
-            bus, share, why = self._bus_of(moved, hits)
-            parts.append(("bus", bus.seconds(moved, share)))
-            bus_bytes, measured, reasons = moved.in_place + moved.copied(share), bus.measured, reasons + why
+            measured, hits, why = self._bus_of(moved)
+            reasons += why
             if (needed := batch * -(-length // page_size)) > frames.device + frames.host:
                 reasons.append(f"the pool has {frames.device + frames.host:,} pages, and these sequences need {needed:,}")
         if tensor * context > 1:
-            seconds, measured, why = self._exchange(config, policy, batch, tensor, context, dtype, page_size)
-            parts.append(("exchanges", seconds))
+            exchanges = step_exchanges(config, policy, batch, **sizes, **mesh)
+            measured, why = self._mesh_of(config, policy, tensor, context)
             reasons += why
+        layers = config.num_layers / self.sizes[0]
         if sizes_of(config) != self.sizes:
             reasons.append(f"measured on {self.model}, c0 and c1 scaled by layers ({layers:.3g})")
         reasons += self._packed_otherwise(dtype, weights, cache_format)
-        if tier != "device":
-            reasons.append(f"measured with keys and values on the device, not on {tier}")
         reasons += _outside(measured, length, batch)
-        return Prediction(sum(each for _, each in parts), moved, tuple(reasons), bus_bytes, tuple(parts))
+        parts = self.parts(moved, price, exchanges, hits, layers)
+        return Prediction(sum(parts.values()), moved, tuple(reasons), moved.over_bus(hits), parts)
 
     def speedup(self, config: ModelConfig, policy: str | DecodePolicy, length: int, batch: int = 1, **options: Any) -> float:
         """The predicted time of dense divided by that of the policy. options: as for `predict`."""
@@ -228,17 +226,14 @@ class CostModel:
     def price(self, policy: str | DecodePolicy) -> tuple[Price, tuple[str, ...]]:
         """c1 of a policy, and why it is a projection (empty if it was measured). It may be interpolated between two measured budgets, but
         is never extrapolated. ValueError for a policy without a price."""
-        policy = parse(policy)
-        prices = {"dense": Price(0.0), **dict(self.c1)}
-        if name_of(policy) in prices:
-            return prices[name_of(policy)], ()
-        found = interpolated(policy, prices)
+        policy, found = parse(policy), self.find_price(parse(policy))
+        names = ("dense", *dict(self.c1))
         if found is None:
             raise ValueError(
-                f"the cost model of {self.device} has no c1 for {policy}; it has {', '.join(prices)}. "
+                f"the cost model of {self.device} has no c1 for {policy}; it has {', '.join(names)}. "
                 f"Measure it: {self.how_to_measure(name_of(policy))}"
             )
-        return found, (f"c1 of {policy} is interpolated between measured budgets",)
+        return found, () if name_of(policy) in names else (f"c1 of {policy} is interpolated between measured budgets",)
 
     def how_to_measure(self, policies: str) -> str:
         """The commands that fit a cost model of these formats and launches to policies besides dense, separated by commas."""
@@ -247,39 +242,34 @@ class CostModel:
         measured = "".join(f"{option} {value}" for option, value in packed) + launches
         return f"kvjax bench decode --policies dense,{policies}{measured} --json FILE, then kvjax cost fit FILE{launches}"
 
-    def has_price(self, policy: str | DecodePolicy) -> bool:
-        """Whether `price` has a price for a policy."""
-        policy, prices = parse(policy), {"dense": Price(0.0), **dict(self.c1)}
-        return name_of(policy) in prices or interpolated(policy, prices) is not None
-
     @property
     def formats(self) -> str:
         """dtype, and what is packed, in words."""
         return self.dtype + packed_text({"weights": self.weights, "cache_format": self.cache_format})
 
-    @property
-    def knows_bus(self) -> bool:
-        """Whether `predict` can price pages in host memory."""
-        return self.bus is not None or "host" in dict(self.links)
+    def assuming(self, **given: float) -> CostModel:
+        """The projection with values set by hand, of the names and in the units of `ASSUMABLE`: another chip's bandwidth, c0=0, the bus of
+        another host. Every prediction of it says what was assumed. ValueError for other names, and where a term needs another one."""
+        if unknown := [name for name in given if name not in ASSUMABLE]:
+            known = ", ".join(f"{name} ({unit})" for name, (unit, _) in ASSUMABLE.items())
+            raise ValueError(f"{unknown[0]!r} cannot be assumed; there are {known}")
+        values = {name: value * ASSUMABLE[name][1] for name, value in given.items()}
 
-    def projected(self, why: str, **changes: Any) -> CostModel:
-        """This model with fields set by hand (another chip's bytes_per_s, c0=0, links). Every prediction of it is a projection that says
-        `why`."""
-        return dataclasses.replace(self, **changes, assumed=(*self.assumed, why))
+        def named(**fields: str) -> dict[str, float]:
+            return {field: values[name] for field, name in fields.items() if name in values}
 
-    def with_link(self, tier: str, gigabytes_per_s: float) -> CostModel:
-        """The projection to another rate from a tier ("host", "disk"), in GB/s. For "host" it takes the place of the measured rate of the
-        bus."""
-        rate, changes = gigabytes_per_s * 1e9, {}
-        if tier == "host" and self.bus is not None:
-            changes["bus"] = dataclasses.replace(self.bus, per_s=rate)
-        links = tuple(dict(self.links, **{tier: rate}).items())
-        return self.projected(f"a {tier} link of {gigabytes_per_s:g} GB/s", links=links, **changes)
-
-    def without_overhead(self) -> CostModel:
-        """The projection to a runtime without overhead, whose steps take time only for bytes and selecting: c0 = 0 (BRL-2026-07, section
-        9)."""
-        return self.projected("c0 set to 0", c0=0.0)
+        changes: dict[str, Any] = named(bytes_per_s="bandwidth", c0="c0")
+        if bus := named(per_s="bus", hits="hits"):
+            if self.bus is None and "per_s" not in bus:
+                raise ValueError(f"the cost model of {self.device} has no term of the bus: assume its rate, too (bus=50)")
+            changes["bus"] = BusTerm(self.model, layer_s=None, **bus) if self.bus is None else dataclasses.replace(self.bus, **bus)
+        if exchanges := named(latency_s="latency", link_per_s="links"):
+            if self.exchanges is None and len(exchanges) < 2:
+                raise ValueError(f"the cost model of {self.device} has no term of exchanges: assume latency and links together")
+            term = ExchangeTerm(self.model, 0.0, None, 0.0) if self.exchanges is None else self.exchanges
+            changes["exchanges"] = dataclasses.replace(term, **exchanges)
+        why = ", ".join(f"{name} {value:g} {ASSUMABLE[name][0]}" for name, value in given.items())
+        return dataclasses.replace(self, **changes, assumed=(*self.assumed, f"assumed: {why}"))
 
     def __str__(self) -> str:
         prices = ", ".join(
@@ -309,53 +299,41 @@ class CostModel:
                 reasons.append(f"measured with {what} {_packed_as(there)}, not with those {_packed_as(here)}{slower}")
         return reasons
 
-    def _bus_of(self, moved: StepBytes, hits: float | None) -> tuple[BusTerm, float, list[str]]:
-        """The term of pages in host memory, the share of hits, and why these are a projection."""
+    def _bus_of(self, moved: StepBytes) -> tuple[tuple[tuple[int, int, int], ...], float, list[str]]:
+        """Which batches and lengths were measured over the bus, the share of hits, and why the term is a projection."""
         bus, reasons = self.bus, []
         if bus is None:
-            bus = BusTerm(self.model, self._link("host"), measured=self.measured)
+            raise ValueError(
+                f"the cost model of {self.device} has no term of the bus; fit one to rows of benchmarks.tiers, or assume its rate: "
+                "--assume bus=50, or in Python cost.assuming(bus=50)"
+            )
+        if bus.layer_s is None:
             reasons.append("the work of the hot buffer was not measured, and counts as none")
         if bus.model != self.model:
             reasons.append(f"the bus was measured on {bus.model}")
-        if hits is None and bus.hits is None and moved.listed:
+        if bus.hits is None and moved.listed:
             reasons.append("no share of hits was measured, and none is assumed")
-        return bus, check_hits((bus.hits or 0.0) if hits is None else hits), reasons
+        return bus.measured or self.measured, bus.hits or 0.0, reasons
 
-    def _exchange(
-        self, config: ModelConfig, policy: DecodePolicy, batch: int, tensor: int, context: int, dtype: str, page_size: int
-    ) -> tuple[float, tuple[tuple[int, int, int], ...], list[str]]:
-        """Seconds of exchanges, which batches and lengths were measured, and why the seconds are a projection."""
-        term = self.exchanges
+    def _mesh_of(
+        self, config: ModelConfig, policy: DecodePolicy, tensor: int, context: int
+    ) -> tuple[tuple[tuple[int, int, int], ...], list[str]]:
+        """Which batches and lengths were measured on a mesh, and why the term of exchanges is a projection."""
+        term, reasons = self.exchanges, []
         if term is None:
             raise ValueError(f"the cost model of {self.device} has no term for exchanges between devices; {MEASURE_EXCHANGES}")
-        exchanges = step_exchanges(config, policy, batch, tensor=tensor, context=context, dtype=dtype, page_size=page_size)
-        seconds = term.seconds(exchanges, layers_that_choose(config, policy) if context > 1 else 0)
-        ranges, reasons = tuple(each[2:] for each in term.measured if each[:2] == (tensor, context)), [*term.assumed]
-        if not term.assumed and (sizes_of(config), term.model) != (self.sizes, self.model):
+        if (sizes_of(config), term.model) != (self.sizes, self.model):
             reasons.append(f"exchanges were measured on {term.model}")
-        if not term.assumed and name_of(policy) not in term.policies:
+        if name_of(policy) not in term.policies:
             reasons.append(f"{policy} was not timed on a mesh")
+        ranges = tuple(each[2:] for each in term.measured if each[:2] == (tensor, context))
         if not ranges:
-            reasons.append(unmeasured(tensor, context))
-        return seconds, ranges or self.measured, reasons
-
-    def _link(self, tier: str) -> float:
-        try:
-            return dict(self.links)[tier]
-        except KeyError:
-            raise ValueError(
-                f"the cost model of {self.device} has no bandwidth for the tier {tier!r}; fit one to rows of benchmarks.tiers (host), or "
-                f'put one in: --link 52, or in Python model.projected("a {tier} link of 52 GB/s", links=(({tier!r}, 52e9),))'
-            ) from None
+            reasons.append(f"tensor {tensor} x context {context} was not measured")
+        return ranges or self.measured, reasons
 
 
 def _packed_as(name: object) -> str:
     return "as they are" if name is None else f"packed as {name}"
-
-
-def unmeasured(tensor: int, context: int) -> str:
-    """The reason why a step on a mesh is a projection, if it was not measured."""
-    return f"tensor {tensor} x context {context} was not measured"
 
 
 def _outside(measured: tuple[tuple[int, int, int], ...], length: int, batch: int) -> tuple[str, ...]:
@@ -382,7 +360,7 @@ def interpolated(policy: DecodePolicy, prices: Mapping[str, Price]) -> Price | N
         return None
     (low, first), (high, last) = below, above
     share = 0.0 if low == high else (policy.k - low) / (high - low)
-    return Price(*(one + (other - one) * share for one, other in zip(first, last, strict=True)))
+    return Price(first.fixed + (last.fixed - first.fixed) * share, first.per_byte + (last.per_byte - first.per_byte) * share)
 
 
 PROJECTED_GAIN = 0.1
@@ -409,142 +387,13 @@ def sizes_of(config: ModelConfig) -> tuple[int, ...]:
     return (len(each), config.hidden_size, config.vocab_size, int(config.tie_embeddings), *itertools.chain(*each))
 
 
-# Meshes
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshChoice:
-    """A mesh for a step. found: None if the mesh was refused. device_bytes: weights and pages of one device. refused: why it cannot be; ""
-    if it can."""
-
-    tensor: int
-    context: int
-    found: Prediction | None
-    device_bytes: int
-    refused: str = ""
-
-
-def rank_meshes(
-    cost: CostModel,
-    config: ModelConfig,
-    policy: str | DecodePolicy,
-    length: int,
-    batch: int,
-    devices: int,
-    *,
-    memory_bytes: int | None = None,
-    dtype: str | None = None,
-    page_size: int = 128,
-) -> list[MeshChoice]:
-    """All meshes of so many devices, the fastest first, and those that cannot be at the end, with the reason.
-
-    memory_bytes: of one device, for weights and pages; None: not looked at. What a step and prefill need besides is not counted. Raises
-    ValueError as `CostModel.predict` does, for what has nothing to do with the mesh's form, and for more than `MAX_DEVICES`.
-    """
-    if not 1 <= devices <= MAX_DEVICES:
-        raise ValueError(f"devices must be from 1 to {MAX_DEVICES:,}, got {devices:,}")
-    policy, found, refused = parse(policy), [], []
-    stored = dataclasses.replace(config, compute_dtype=dtype or cost.dtype)
-    pages = batch * -(-length // page_size)
-    for tensor in [each for each in range(1, devices + 1) if devices % each == 0]:
-        context, size = devices // tensor, 0
-        why = _impossible(stored, policy, tensor, context)
-        if not why:
-            options = {"page_size": page_size, "indexes": policy.indexes(), "available_bytes": 0, "sequences": batch}
-            plan = memory_plan(stored, **options, tensor=tensor, context=context)
-            size = plan.weights_bytes + plan.pool_bytes(-(-pages // context) * context)
-            if memory_bytes is not None and size > memory_bytes:
-                why = f"weights and pages need {size / 2**30:.1f} GiB on each device, and there are {memory_bytes / 2**30:.1f}"
-        if why:
-            refused.append(MeshChoice(tensor, context, None, size, why))
-        else:
-            step = cost.predict(config, policy, length, batch, dtype=dtype, page_size=page_size, tensor=tensor, context=context)
-            found.append(MeshChoice(tensor, context, step, size))
-    return sorted(found, key=lambda each: each.found.seconds) + refused
-
-
-def _impossible(config: ModelConfig, policy: DecodePolicy, tensor: int, context: int) -> str:
-    """Why an engine refuses a mesh; "" if it does not."""
-    if context & (context - 1):
-        return f"context {context} is no power of two"
-    if context > 1 and not chooses_over_devices(policy):
-        return f"policy {policy} does not choose over devices"
-    try:
-        weights_bytes(config, tensor=tensor)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 # Files
-
-
-def to_json(cost: CostModel) -> dict[str, Any]:
-    """A cost model as a JSON object, for `from_json`."""
-    fields = dataclasses.asdict(cost)
-    sizes = dict(zip(SIZES, cost.sizes, strict=True)) if len(cost.sizes) == len(SIZES) else list(cost.sizes)
-    fields |= {"sizes": sizes, "c1": {name: price._asdict() for name, price in cost.c1}, "links": dict(cost.links)}
-    if cost.exchanges is not None and math.isinf(cost.exchanges.link_per_s):
-        fields["exchanges"]["link_per_s"] = None  # JSON has no infinity
-    return fields
-
-
-def from_json(fields: dict[str, Any]) -> CostModel:
-    """A cost model from its JSON object. ValueError for missing or unknown fields, which it names."""
-    given = dict(check_fields("a cost model", _names(CostModel), fields))
-    sizes = given["sizes"]
-    if isinstance(sizes, dict):
-        check_fields("sizes", SIZES, sizes)
-        given["sizes"] = tuple(whole_number(f"{name} of sizes", sizes[name], int(name != "tie_embeddings")) for name in SIZES)
-    else:
-        given["sizes"] = _list("sizes", sizes)
-    prices = _object("c1", given["c1"]).items()
-    given["c1"] = tuple((name, Price(**check_fields(f"the price of {name} in c1", Price._fields, price))) for name, price in prices)
-    given |= {"links": tuple(_object("links", given["links"]).items()), "assumed": _list("assumed", given["assumed"])}
-    given["measured"] = _rows("measured", given["measured"])
-    if given["bus"] is not None:
-        bus = check_fields("bus", _names(BusTerm), given["bus"])
-        given["bus"] = BusTerm(**(bus | {"measured": _rows("measured of bus", bus["measured"])}))
-    if given["exchanges"] is not None:
-        term = check_fields("exchanges", _names(ExchangeTerm), given["exchanges"])
-        tuples = {name: _list(f"{name} of exchanges", term[name]) for name in ("policies", "assumed")}
-        tuples["measured"] = tuple(map(_tuple, _list("measured of exchanges", term["measured"])))
-        link = math.inf if term["link_per_s"] is None else term["link_per_s"]
-        given["exchanges"] = ExchangeTerm(**(term | tuples | {"link_per_s": link}))
-    return CostModel(**given)
-
-
-def _names(kind: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind)]
-
-
-def _object(name: str, given: object) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise ValueError(f"{name} must be an object, got {shown(given)}")
-    return given
-
-
-def _list(name: str, given: object) -> tuple[Any, ...]:
-    if not isinstance(given, list | tuple):
-        raise ValueError(f"{name} must be a list, got {shown(given)}")
-    return tuple(given)
-
-
-def _tuple(row: object) -> object:
-    return tuple(row) if isinstance(row, list) else row
-
-
-def _rows(name: str, given: object) -> tuple[Any, ...]:
-    """The rows of what was measured. ValueError without any: what nothing was measured for has no file."""
-    if not (rows := tuple(map(_tuple, _list(name, given)))):
-        raise ValueError(f"{name} is empty, so it is without measured steps")
-    return rows
 
 
 def load_cost_models(file: Path) -> tuple[CostModel, ...]:
     """The cost models of a file that `kvjax cost fit --json` wrote; ValueError, with the file's name, for another file."""
     advice = "give a file that kvjax cost fit --json wrote"
-    models = read_list(file, "cost_models", from_json, advice)
+    models = read_list(file, "cost_models", lambda given: from_json(CostModel, given, "a cost model"), advice)
     if not models:
         raise ValueError(f"{file} holds no cost models; {advice}")
     return models

@@ -16,21 +16,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.checks import check_amount, check_fields, check_text, whole_number
+from kvjax.cost_model.records import Count, Rate, check_record, from_json
 from kvjax.model.config import ModelConfig
 from kvjax.policies.prefill.naming import built_in_name, parse_recorded_prefill
 from pallas_kernels.core.files import read_list
-from pallas_kernels.core.messages import shown
 
 
-class LayerSizes(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class LayerSizes:
     """The sizes on which one layer's attention time depends, besides device, policy and length. page_size: tokens."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
     dtype: str
-    page_size: int
+    page_size: Count
 
     def __str__(self) -> str:
         return f"{self.heads}/{self.kv_heads} heads of {self.head_dim} in {self.dtype}, pages of {self.page_size}"
@@ -66,21 +66,12 @@ class PrefillTimes:
     device: str
     shape: str
     sizes: LayerSizes
-    seconds: tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
+    seconds: tuple[tuple[str, tuple[tuple[Count, Rate], ...]], ...]
     error: float
     source: str
 
     def __post_init__(self):
-        for name, text in (("device", self.device), ("shape", self.shape), ("source", self.source), ("dtype of sizes", self.sizes.dtype)):
-            check_text(f"{name} of prefill times", text)
-        for name in ("heads", "kv_heads", "head_dim", "page_size"):
-            whole_number(f"{name} of prefill times", getattr(self.sizes, name), 1)
-        check_amount("error of prefill times", self.error)
-        for policy, points in self.seconds:
-            check_text("each policy of prefill times", policy)
-            for tokens, each in points:
-                whole_number(f"tokens of {policy} in prefill times", tokens, 1)
-                check_amount(f"seconds of {policy} in prefill times", each, above_zero=True)
+        check_record(self, "prefill times")
         if "dense" not in dict(self.seconds):
             raise ValueError(f"times of prefill are compared with dense, and those of {self.device}, {self.shape}, have none of it")
         for policy, points in self.seconds:
@@ -133,12 +124,16 @@ def per_token(points: Sequence[tuple[int, float]], position: float) -> float:
 def nearest_quote(tables: Iterable[PrefillTimes], sizes: LayerSizes, policy: str, start: int, end: int) -> Quote | None:
     """The quote for these sizes if they were measured, else a projection from the measured sizes that differ in the fewest fields. None if
     no table can quote the policy."""
-    for times in sorted(tables, key=lambda times: sum(a != b for a, b in zip(times.sizes, sizes, strict=True))):
+    for times in sorted(tables, key=lambda times: _differences(times.sizes, sizes)):
         found = times.quote(policy, start, end)
         if found is not None:
             other = () if times.sizes == sizes else (f"measured with {times.sizes}, not with {sizes}",)
             return found._replace(projection=(*other, *found.projection))
     return None
+
+
+def _differences(one: LayerSizes, other: LayerSizes) -> int:
+    return sum(a != b for a, b in zip(dataclasses.astuple(one), dataclasses.astuple(other), strict=True))
 
 
 def fit_prefill(results: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[PrefillTimes, ...]:
@@ -157,7 +152,7 @@ def fit_prefill(results: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Prefi
             for row in run["rows"]:
                 name = _name(row)
                 if name is not None and "median_s" in row:
-                    sizes = LayerSizes(*(row[field] for field in LayerSizes._fields))
+                    sizes = LayerSizes(**{field.name: row[field.name] for field in dataclasses.fields(LayerSizes)})
                     spread = (row["p90_s"] - row["p10_s"]) / (2 * row["median_s"])
                     measured = points.setdefault((run["provenance"]["device"], row["shape"], sizes), {})
                     measured[name, row["tokens"]] = (row["median_s"] / row.get("layers", 1), spread, source)
@@ -188,30 +183,11 @@ def _name(row: Mapping[str, Any]) -> str | None:
     return None if was_dense else timed_as(name)
 
 
-def to_json(times: PrefillTimes) -> dict[str, Any]:
-    """Times as a JSON object, for `read_prefill_times`."""
-    fields = dataclasses.asdict(times)
-    return fields | {"sizes": times.sizes._asdict(), "seconds": {name: dict(points) for name, points in times.seconds}}
-
-
 def read_prefill_times(file: Path) -> tuple[PrefillTimes, ...]:
     """The times of a file that `kvjax cost fit --json` wrote. ValueError, with the file's name, for another file."""
-    return read_list(file, "prefill_times", _from_json, "give a file that kvjax cost fit --json wrote")
-
-
-def _from_json(fields: object) -> PrefillTimes:
-    given = check_fields("a table of times", [field.name for field in dataclasses.fields(PrefillTimes)], fields)
-    if not isinstance(given["seconds"], dict):
-        raise ValueError(f"seconds must be an object with the times of each policy, got {shown(given['seconds'])}")
-    seconds = tuple((name, _points(name, points)) for name, points in given["seconds"].items())
-    sizes = LayerSizes(**check_fields("sizes", LayerSizes._fields, given["sizes"]))
-    return PrefillTimes(**(given | {"sizes": sizes, "seconds": seconds}))
-
-
-def _points(policy: str, points: object) -> tuple[tuple[int, float], ...]:
-    if not isinstance(points, dict) or not all(tokens.isdecimal() and len(tokens) < 20 for tokens in points):
-        raise ValueError(f"the seconds of {policy} must be an object with a time for each number of tokens, got {shown(points)}")
-    return tuple((int(tokens), each) for tokens, each in points.items())
+    return read_list(
+        file, "prefill_times", lambda given: from_json(PrefillTimes, given, "prefill times"), "give a file that kvjax cost fit --json wrote"
+    )
 
 
 @functools.cache

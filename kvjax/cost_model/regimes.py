@@ -63,32 +63,25 @@ def regime_map(
     lengths: Sequence[int],
     batches: Sequence[int],
     *,
-    dtype: str | None = None,
-    weights: str | None = None,
-    cache_format: str | None = None,
-    page_size: int = 128,
     memory_bytes: int | None = None,
     model: str | None = None,
-    frames: FrameCounts | None = None,
-    hits: float | None = None,
+    **options: Any,
 ) -> RegimeMap:
     """The speed-up of a policy at every length (tokens, ascending) and batch.
 
-    memory_bytes: of the device (None: everything fits). model: the name of the model of `config` (None: that of the cost model's). weights,
-    cache_format, frames, hits: as for `CostModel.predict`; what fits is then what these frames hold.
+    memory_bytes: of the device (None: everything fits). model: the name of the model of `config` (None: that of the cost model's). options:
+    as for `CostModel.predict`; with frames, what fits is what these hold.
     """
-    policy = parse(policy)
-    dtype = cost.dtype if dtype is None else dtype
+    policy, frames = parse(policy), options.get("frames")
     if frames is not None and memory_bytes is not None:
         raise ValueError(f"memory_bytes {memory_bytes:,} and frames {frames} both say what fits: leave one of them out")
     if not lengths or not batches:
         raise ValueError(f"a map needs lengths and batches, got {list(lengths)} and {list(batches)}")
+    packed, page_size = {name: options.get(name) for name in ("weights", "cache_format")}, options.get("page_size", 128)
+    computed = dataclasses.replace(config, compute_dtype=options.get("dtype") or cost.dtype)
     available = 2**63 if memory_bytes is None else memory_bytes
-    computed = dataclasses.replace(config, compute_dtype=dtype)
-    packed = {"weights": weights, "cache_format": cache_format}
     plan = memory_plan(computed, page_size=page_size, indexes=policy.indexes(), available_bytes=available, **packed)
     room = plan.pages_that_fit if frames is None else frames.device + frames.host
-    options = packed | {"dtype": dtype, "page_size": page_size, "frames": frames, "hits": hits}
     shape = len(batches), len(lengths)
     speedup, projected, fits = np.zeros(shape), np.zeros(shape, bool), np.zeros(shape, bool)
     for row, batch in enumerate(batches):
@@ -134,9 +127,9 @@ MARKED = (1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24)
 """Speed-ups at which a map has a contour line."""
 
 
-def draw(found: RegimeMap, axis: Axes, measured: Sequence[tuple[int, int]] = ()) -> None:
+def draw(found: RegimeMap, axis: Axes) -> None:
     """Draw the map on a matplotlib axis: blue where sparse is faster than dense, red where it is slower, a thick line at 1. Projections are
-    pale and beyond the dashed line. It is grey where the cache does not fit. measured: (length, batch) of dots."""
+    pale and beyond the dashed line. It is grey where the cache does not fit."""
     from matplotlib.colors import LogNorm
 
     shown = np.ma.array(found.speedup, mask=~found.fits)
@@ -165,8 +158,6 @@ def draw(found: RegimeMap, axis: Axes, measured: Sequence[tuple[int, int]] = ())
         border = np.ma.array(found.projected.astype(float), mask=~found.fits)
         if projected.any() and border.min() == 0:
             axis.contour(found.lengths, found.batches, border, levels=[0.5], colors="0.25", linestyles="dashed", linewidths=1)
-    if measured:
-        axis.plot(*zip(*measured, strict=True), "o", color="black", markersize=3)
     axis.set(xscale="log", yscale="log", xlabel="tokens in the cache", ylabel="sequences decoded together")
     token_ticks(axis.xaxis, found.lengths)
     token_ticks(axis.yaxis, found.batches, most=8)
@@ -175,10 +166,10 @@ def draw(found: RegimeMap, axis: Axes, measured: Sequence[tuple[int, int]] = ())
     axis.set_title(f"{found.policy}{note}\n{found.cost.device}, {found.model}{tiers}")
 
 
-def save(maps: Sequence[RegimeMap], file: Path, measured: Sequence[tuple[int, int]] = ()) -> None:
+def save(maps: Sequence[RegimeMap], file: Path) -> None:
     """Write the maps to one PNG, two in a row."""
     with picture(file, *grid_of(len(maps), 2), height=4.0) as (_, axes):
         for axis, found in zip(axes.flat, maps, strict=False):
-            draw(found, axis, measured)
+            draw(found, axis)
         for axis in axes.flat[len(maps) :]:
             axis.remove()

@@ -6,8 +6,7 @@ the end of a round. Policies take turns on one cache, round by round, always ove
 positions too, because no draft is ever accepted: a step adds one token, however many it writes. Several steps in one launch
 (`kvjax.engine.multi_step.decode_steps`) are timed together: a row has the time of one of them.
 
-Weights and pages may be packed. On a mesh, they are made on their devices, and a row also holds what the program exchanges
-(`kvjax.cost_model.exchanges`).
+Weights and pages may be packed. On a mesh, they are made on their devices.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from kvjax.cache.page_tables import page_table, table_width
 from kvjax.cache.spec import PagedSpec
 from kvjax.compilation import compiled
 from kvjax.cost_model.bytes import rows_bytes, step_bytes
-from kvjax.cost_model.exchanges import counts_in
 from kvjax.engine.multi_step import STOP_IDS, Ends, decode_steps
 from kvjax.engine.page_eviction import check_several
 from kvjax.engine.policy_state import state_specs
@@ -353,11 +351,7 @@ def random_cache(plan: Plan, length: int) -> Cache:
 
 @dataclasses.dataclass
 class _Runner:
-    """A policy's compiled step that writes `drafted` tokens of each sequence, or its launch of several steps, and what was measured of it.
-
-    exchanges: what the step exchanges between the devices of `shards`. launched: the same in the compiled program, in which XLA may have
-    put several into one.
-    """
+    """A policy's compiled step that writes `drafted` tokens of each sequence, or its launch of several steps, and what was measured."""
 
     policy: DecodePolicy
     drafted: int
@@ -369,8 +363,6 @@ class _Runner:
     timeline: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
     reads: AttentionStats | None = None
     shards: Shards | None = None
-    exchanges: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    launched: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     steps_per_launch: int = 1
     ends: Ends | None = None
 
@@ -426,23 +418,10 @@ def _compiled(
                 else:
                     program = decode_steps.lower(static, given._replace(ends=ends))
             named = {"path": heard, "states": states, "shards": shards, "steps_per_launch": launch, "ends": ends}
-            exchanges = [] if shards is None else _listed(program.as_text(dialect="hlo"), plan.tensor)
-            found.append(functools.partial(_Runner, policy, drafted, **named, exchanges=exchanges))
+            found.append(functools.partial(_Runner, policy, drafted, **named))
             yield program
 
-    runners = [make(step=step) for make, step in zip(found, compiled(lowered()), strict=True)]
-    for runner in runners if shards is not None else ():
-        try:
-            runner.launched = _listed(runner.step.as_text(), plan.tensor)
-        except ValueError as error:  # a compiler may choose other kinds; times are measured all the same
-            runner.launched = [{"unknown": str(error)}]
-    return runners
-
-
-def _listed(program: str, tensor: int) -> list[dict[str, Any]]:
-    """What a program exchanges, for a row."""
-    names = ("kind", "axis", "size", "bytes", "count")
-    return [dict(zip(names, (*what, count), strict=True)) for what, count in counts_in(program, tensor).items()]
+    return [make(step=step) for make, step in zip(found, compiled(lowered()), strict=True)]
 
 
 def _round(plan: Plan, length: int, runner: _Runner, params: Params, cache: Cache, rows: SamplingRows) -> tuple[float, Cache]:
@@ -520,8 +499,6 @@ def _row(plan: Plan, length: int, runner: _Runner, params: Params, rate: float) 
         "temp_bytes": runner.step.memory_analysis().temp_size_in_bytes,
         "profile": runner.profile and runner.profile.figures(),
         "timeline": runner.timeline,
-        "exchanges": runner.exchanges,
-        "launched": runner.launched,
     }
 
 

@@ -119,7 +119,7 @@ def test_a_regime_map_has_no_hatching_and_a_scale_of_its_data(drawn, tmp_path):
     lengths, batches = [int(n) for n in np.geomspace(512, 2**20, 17)], [1, 2, 4, 8, 16, 32, 64]
     cost = known_cost_model("NVIDIA H200", config, "bfloat16")
     maps = [regime_map(cost, config, name, lengths, batches, memory_bytes=131 * 2**30) for name in ("top:8", "top:32")]
-    save(maps, tmp_path / "map.png", [(8192, 1)])
+    save(maps, tmp_path / "map.png")
     (figure,) = drawn
     check(figure)
     assert not any(getattr(each, "get_hatch", lambda: None)() or getattr(each, "hatches", [None])[0] for each in figure.findobj())

@@ -28,16 +28,7 @@ pytestmark = pytest.mark.bits
 
 
 def row(policy="top:8", length=8192, **changed):
-    fields = {
-        "model": "m",
-        "fingerprint": "f",
-        "kl": 0.01,
-        "task": "needle",
-        "haystack": "codes",
-        "valid": 200,
-        "lost": 0,
-        "source": "p.json",
-    }
+    fields = {"model": "m", "fingerprint": "f", "kl": 0.01, "task": "needle", "haystack": "codes", "valid": 200, "lost": 0}
     return Evidence(policy=policy, length=length, **(fields | {"source": "p.json"} | changed))
 
 
@@ -91,6 +82,7 @@ def test_what_was_not_measured_meets_nothing():
         ({"length": 0}, "length of .* must be at least 1, got 0"),
         ({"source": ""}, "names no source"),
         ({"policy": "best"}, "not understood"),
+        ({"policy": "auto:fast"}, "'auto:fast' chooses among several"),
     ],
 )
 def test_evidence_that_makes_no_sense(changed, words):
@@ -156,12 +148,14 @@ def test_a_run_in_which_dense_fails_everything_is_on_record_as_saying_nothing():
     assert (found.task, found.valid, found.lost) == ("variables", None, None)
 
 
-def test_a_task_that_dense_fails_at_some_depth_is_left_out():
-    made = run()
-    for each in made["retrieval"]:
-        if each["task"] == "needle":
-            each["invalid_trials"] = 40
-    assert {each.valid for each in with_evaluation((), made, "evaluation.json")} == {None}
+def test_a_run_must_say_which_weights_it_ran():
+    unmarked = run()
+    del unmarked["settings"]["fingerprint"]
+    with pytest.raises(ValueError, match="does not say which weights"):
+        with_evaluation((), unmarked, "evaluation.json")
+    assert with_evaluation((), unmarked, "evaluation.json", "abc")[0].fingerprint == "abc"
+    with pytest.raises(ValueError, match=r"has no 'forced', so it is no evaluation.json"):
+        with_evaluation((), {name: value for name, value in run().items() if name != "forced"}, "x.json")
 
 
 @pytest.mark.parametrize("settings", [{"windows": 4}, {"steps": 255}])
@@ -186,24 +180,6 @@ def test_the_committed_evidence_is_found_for_the_embedded_model(monkeypatch):
     bound = Auto().bind(model, page_size=128, dtype="bfloat16").bound
     assert bound.evidence == tuple(row for row in auto_module.recorded_evidence() if row.model == "needle") != ()
     assert asked, "there is something to choose between"
-
-
-def test_nothing_is_recorded_about_auto():
-    with pytest.raises(ValueError, match="'auto:fast' chooses among several"):
-        row(policy="auto:fast")
-
-
-def test_runs_and_tables_that_lack_something(tmp_path):
-    unmarked, table = run(), tmp_path / "table.json"
-    table.write_text(json.dumps({"rows": [{name: value for name, value in dataclasses.asdict(row()).items() if name != "kl"}]}))
-    del unmarked["settings"]["fingerprint"]
-    with pytest.raises(ValueError, match="does not say which weights"):
-        with_evaluation((), unmarked, "evaluation.json")
-    assert with_evaluation((), unmarked, "evaluation.json", "abc")[0].fingerprint == "abc"
-    with pytest.raises(ValueError, match=r"has no 'forced', so it is no evaluation.json"):
-        with_evaluation((), {name: value for name, value in run().items() if name != "forced"}, "x.json")
-    with pytest.raises(ValueError, match=r"rows\[0\]: .*different here: kl"):
-        read_evidence(table)
 
 
 # Choosing
@@ -268,8 +244,8 @@ def test_a_budget_without_a_price_is_not_compared():
     assert str(auto(rows).choose([500_000]).policy) == "top:8"
     choice = auto(rows[:1]).choose([500_000])
     assert choice.policy == Dense()
-    assert "no c1 for them" not in choice.why
-    assert "mean:8, for which the cost model of chip has no c1" in choice.why
+    assert "on record as assured are mean:8, which the cost model of chip cannot price" in choice.why
+    assert "--policies dense,mean:8 --json FILE" in choice.why
 
 
 def test_it_says_why():

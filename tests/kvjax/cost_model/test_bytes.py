@@ -137,8 +137,6 @@ def test_what_cannot_be_counted_is_refused():
     for sizes, name in (({"length": 0}, "length"), ({"batch": 0}, "batch"), ({"page_size": 0}, "page_size")):
         with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
             step_bytes(QWEN_7B, Dense(), **({"length": 8} | sizes))
-    with pytest.raises(ValueError, match="'tape' is unknown; there are device, host, disk"):
-        step_bytes(QWEN_7B, Dense(), 8, tier="tape")
     with pytest.raises(NotImplementedError, match="keys_read"):
         step_bytes(QWEN_7B, object(), 8)
 
@@ -180,7 +178,7 @@ def test_bytes_by_hand():
     share = (924 - 1) / (1024 - 4 - 1)  # of the pages between sink and local ones
     assert top.listed == pytest.approx((1 + 32 * share) * PAGE_BYTES, rel=1e-6), "and the sink page"
     assert (top.in_place, top.hot_layers, top.from_device) == (0, 28, top.total)
-    assert top.copied(0.25) == 0.75 * top.listed
+    assert (top.over_bus(0.25), dense.over_bus(0.25)) == (0.75 * top.listed, dense.in_place)
     quest = step_bytes(QWEN_7B, parse("quest:64"), length, frames=frames)
     assert (quest.listed, quest.hot_layers) == (0, 0), "smaller blocks than pages are read in place"
     assert quest.in_place == pytest.approx((1 + 64 * (924 * 8 - 1) / (1024 * 8 - 32 - 1)) * PAGE_BYTES / 8, rel=1e-3)
@@ -200,8 +198,6 @@ def test_what_fits_on_the_device_crosses_no_bus():
         assert dataclasses.replace(moved, hot_layers=0) == step_bytes(QWEN_7B, policy, 1024 * 128)
     without = step_bytes(QWEN_7B, parse("top:32"), 2048 * 128, frames=FrameCounts(1024, 0, 2000))
     assert without.in_place > without.listed == without.hot_layers == 0, "there is no hot buffer"
-    with pytest.raises(ValueError, match=r"tier 'disk' that all of them lie there"):
-        step_bytes(QWEN_7B, Dense(), 128, tier="disk", frames=frames)
 
 
 def test_packed_pages_lie_in_host_memory_as_codes_and_scales():
@@ -247,6 +243,5 @@ def test_bytes_of_a_device_by_hand():
     assert (half.kv, half.index) == (packed.kv // 2, packed.index // 2)
     shared = step_bytes(QWEN_7B, parse("top:32"), length, cache_format="int8", context=2)
     assert packed.kv / 2 < shared.kv < 0.6 * packed.kv, "all open tokens, and half of the others"
-    for elsewhere in ({"tier": "host"}, {"frames": FrameCounts(100, 300, 2000)}):
-        with pytest.raises(ValueError, match="pages of a mesh are on its devices alone"):
-            step_bytes(QWEN_7B, parse("dense"), length, tensor=2, **elsewhere)
+    with pytest.raises(ValueError, match="pages of a mesh are on its devices alone"):
+        step_bytes(QWEN_7B, parse("dense"), length, tensor=2, frames=FrameCounts(100, 300, 2000))

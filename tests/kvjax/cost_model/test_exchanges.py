@@ -1,8 +1,8 @@
-"""What the programs of steps and chunks exchange on a mesh, and how long it takes by the term."""
+"""What the program of a step exchanges on a mesh, and how long it takes by the term."""
 
-import collections
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,32 +11,20 @@ from quick_cases import rest_long
 from tiny_models import QWEN_7B, RECURRENT, TINY, altered, make_family, random_weights
 
 import kvjax
-from kvjax.axes import CONTEXT, TENSOR, Shards
+from kvjax.axes import Shards
 from kvjax.cache.cache import Cache
 from kvjax.cache.spec import WHOLE
 from kvjax.cost_model import step_bytes
-from kvjax.cost_model.exchanges import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    Exchange,
-    ExchangeTerm,
-    assumed_exchanges,
-    chunk_exchanges,
-    counts_in,
-    counts_of,
-    layers_that_choose,
-    prompt_exchanges,
-    step_exchanges,
-)
+from kvjax.cost_model.exchanges import Exchanges, ExchangeTerm, step_exchanges
 from kvjax.engine.sampling import SamplingRows
-from kvjax.engine.steps import ChunkInputs, StepInputs, StepStatic, decode_and_sample, embed_chunk, prefill_slice, row_logits
+from kvjax.engine.steps import StepInputs, StepStatic, decode_and_sample
 from kvjax.model.layers import DeltaLayer
 from kvjax.model.placement import place_params
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode import Cascade, TopBlocks, TopTokens, parse
-from kvjax.policies.prefill import BoundsBlocks, DensePrefill, indexes_of, parse_prefill
 
 PAGE, BATCH = 16, 3
+OPERATION = re.compile(r"= (\S+) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(")
 
 
 def lowered(config, policy, tensor, context):
@@ -51,6 +39,28 @@ def lowered(config, policy, tensor, context):
     cache, rows = Cache(layers, tables, row, spec), SamplingRows.of([None] * BATCH)
     given = StepInputs(params, cache, row, jax.ShapeDtypeStruct((BATCH,), bool), ((),) * len(spec.paged), rows)
     return decode_and_sample.lower(StepStatic(decoder, policy, policy.indexes(), shards), given)
+
+
+def exchanged(program):
+    """How many exchanges the text of a lowered program has, and the bytes that each device receives in them: all are gathers."""
+    count, received = 0, 0.0
+    for line in program.as_text(dialect="hlo").splitlines():
+        if (operation := OPERATION.search(line)) is None:
+            continue
+        (bits, shape), members = re.match(r"[a-z]+(\d*)\[([\d,]*)\]", operation[1]).groups(), members_of(line)
+        assert operation[2] == "all-gather", line
+        size = math.prod(int(each) for each in shape.split(",")) * int(bits) // 8
+        count, received = count + 1, received + size * (members - 1) / members
+    return count, received
+
+
+def members_of(line):
+    """How many devices take part in an exchange."""
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] \{'(\w+)'\}", line):
+        return int(re.search(rf"'{named[2]}'=(\d+)", named[1])[1])
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return listed[1].count(",") + 1
+    return int(re.search(r"replica_groups=\[\d+,(\d+)\]<=", line)[1])
 
 
 TINY_TOP = TopBlocks(k=3, sink=1, local=2, block_size=8)
@@ -86,86 +96,15 @@ QUICK = (
 )
 
 
+def counted(case):
+    config, policy, tensor, context = case
+    return step_exchanges(config, policy, BATCH, tensor=tensor, context=context, page_size=PAGE)
+
+
 @pytest.mark.quick_but("dense, copied heads", "a layer is dense", "top, context 4", "top, both, in 16 bits")
 @pytest.mark.parametrize("case", rest_long(CASES, *QUICK))
 def test_a_steps_program_exchanges_what_is_counted(case):
-    config, policy, tensor, context = CASES[case]
-    program = lowered(config, policy, tensor, context)
-    counted = counts_of(step_exchanges(config, policy, BATCH, tensor=tensor, context=context, page_size=PAGE))
-    assert counts_in(program.as_text(dialect="hlo"), tensor) == counted
-    assert {(axis, size) for _, axis, size, _ in counted} == {(TENSOR, tensor), (CONTEXT, context)} - {(TENSOR, 1), (CONTEXT, 1)}
-
-
-def lowered_chunk(config, policy, tensor, context, last):
-    """The programs of a chunk of prefill of a tiny model on a mesh, lowered: the embedding, all layers as one slice, and logits."""
-    spec, decoder, chunk = config.cache_spec(PAGE).on_mesh(tensor), TransformerDecoder(config), 4 * PAGE
-    each = {group.name: 8 for group in spec.groups if group.page_size != WHOLE and context > 1}
-    shards = Shards(kvjax.mesh(tensor=tensor, context=context), tuple(each.items()), context)
-    params = place_params(decoder, random_weights(config), shards)
-    indexes = indexes_of(policy)
-    layers = jax.eval_shape(lambda: spec.empty({group.name: 8 * context for group in spec.groups}, indexes))
-    tables = {group.name: jax.ShapeDtypeStruct((1, 16), jnp.int32) for group in spec.groups}
-    row, tokens = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1, chunk), jnp.int32)
-    x = jax.ShapeDtypeStruct((1, chunk, config.hidden_size), jnp.dtype(config.compute_dtype))
-    ends = decoder.params_of(params, 0, 0)
-    programs = [embed_chunk.lower(decoder, ends, tokens, shards)]
-    inputs = ChunkInputs(params, Cache(layers, tables, row, spec), x, row, row)
-    programs.append(prefill_slice.lower(StepStatic(decoder, policy, indexes, shards), inputs))
-    programs += [row_logits.lower(decoder, ends, x, row, row, all_logits=False, shards=shards)] if last else []
-    found = collections.Counter()
-    for program in programs:
-        found.update(counts_in(program.as_text(dialect="hlo"), tensor))
-    return dict(found)
-
-
-BOUNDS = BoundsBlocks(k=2, chi=8, key_block=16, sink_tokens=16, window_tokens=32, dense_below=0)
-CHUNKS = {
-    "dense, tensor 2": (TINY, DensePrefill(), 2, 1),
-    "dense, context 4": (TINY, DensePrefill(), 1, 4),
-    "dense, both, copied heads": (TINY, DensePrefill(), 4, 2),
-    "bounds, both, in 16 bits": (altered(TINY, compute_dtype="bfloat16"), BOUNDS, 2, 2),
-    "bounds, tiles larger than parts": (TINY, dataclasses.replace(BOUNDS, chi=32), 1, 2),
-    "a layer with a window": (make_family("gemma3_text").config, BOUNDS, 2, 2),
-    "shared pages": (make_family("shared").config, DensePrefill(), 1, 2),
-    "latents": (make_family("deepseek_v32").config, DensePrefill(), 2, 2),
-    "recurrent": (dataclasses.replace(RECURRENT, layers=(WIDE, RECURRENT.layers[1])), DensePrefill(), 2, 2),
-}
-
-
-@pytest.mark.parametrize("case", rest_long(CHUNKS, "dense, both, copied heads", "bounds, tiles larger than parts"))
-def test_a_chunks_programs_exchange_what_is_counted(case):
-    config, policy, tensor, context = CHUNKS[case]
-    sizes = {"tensor": tensor, "context": context, "page_size": PAGE}
-    for last in (False, True):
-        counted = counts_of(chunk_exchanges(config, policy, 16, 4 * PAGE, last=last, **sizes))
-        assert lowered_chunk(config, policy, tensor, context, last) == counted
-    assert {(axis, size) for _, axis, size, _ in counted} == {(TENSOR, tensor), (CONTEXT, context)} - {(TENSOR, 1), (CONTEXT, 1)}
-
-
-def test_a_prompts_chunks_bring_as_many_pages_as_they_reach():
-    """Of 40 pages in chunks of 16: tables of 16, 64 and 64."""
-    sizes = {"context": 2, "page_size": PAGE}
-    found = prompt_exchanges(TINY, DensePrefill(), 40 * PAGE, 16 * PAGE, **sizes)
-    places = {each.bytes: each.count for each in found if each.part == "places"}
-    assert places == {16 * 4: TINY.num_layers, 64 * 4: 2 * TINY.num_layers}
-    assert sum(each.count for each in found if each.part == "hidden") == 1
-    with pytest.raises(NotImplementedError, match="oracle"):
-        prompt_exchanges(TINY, parse_prefill("oracle:8"), 640, 256, **sizes)
-
-
-def test_seconds_are_bytes_over_a_rate_and_a_latency_of_each():
-    exchanges = Exchange("merge", ALL_GATHER, CONTEXT, 4, 10, 1000), Exchange("products", ALL_REDUCE, TENSOR, 2, 5, 200)
-    term = ExchangeTerm("it", 3e-6, 50e9, 2e-5)
-    assert term.seconds(exchanges, 7) == pytest.approx(15 * 3e-6 + (10 * 3 * 1000 + 5 * 200) / 50e9 + 7 * 2e-5)
-    assert assumed_exchanges(3.0, 50.0).seconds(exchanges, 7) == pytest.approx(term.seconds(exchanges))
-    free = dataclasses.replace(term, link_per_s=math.inf, choose_s=None)
-    assert free.seconds(exchanges) == pytest.approx(15 * 3e-6)
-    assert "bytes not told from nothing, choice not measured" in str(free)
-    with pytest.raises(ValueError, match="the choice over the devices of context was not measured on it; measure them"):
-        free.seconds(exchanges, 1)
-    for wrong in ({"latency_s": -1.0}, {"link_per_s": 0.0}, {"choose_s": -1.0}, {"error": -1.0}):
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))} of the exchanges must be a finite number"):
-            dataclasses.replace(term, **wrong)
+    assert exchanged(lowered(*CASES[case])) == counted(CASES[case])[:2]
 
 
 MUTANTS = {
@@ -181,71 +120,33 @@ MUTANTS = {
 def test_an_exchange_that_is_left_out_would_show(method, monkeypatch):
     config = altered(TINY, vocab_size=200 + list(MUTANTS).index(method))  # no program of the sound method
     monkeypatch.setattr(Shards, method, MUTANTS[method])
-    ran = counts_in(lowered(config, TINY_TOP, 2, 2).as_text(dialect="hlo"), 2)
-    counted = counts_of(step_exchanges(config, TINY_TOP, BATCH, tensor=2, context=2, page_size=PAGE))
-    assert sum(ran.values()) < sum(counted.values())
-
-
-def test_a_compiled_program_exchanges_as_many_bytes():
-    """XLA may put exchanges of one type and axis into one: here the two small counts."""
-    config, policy, tensor, context = CASES["top, context 2"][0], TINY_TOP, 2, 2
-    program = lowered(config, policy, tensor, context)
-    ran = counts_in(program.compile().as_text(), tensor)
-    counted = counts_of(step_exchanges(config, policy, BATCH, tensor=tensor, context=context, page_size=PAGE))
-    in_bytes = [{}, {}]
-    for found, counts in zip(in_bytes, (ran, counted), strict=True):
-        for (kind, axis, _, size), count in counts.items():
-            found[kind, axis] = found.get((kind, axis), 0) + size * count
-    assert in_bytes[0] == in_bytes[1]
-    assert sum(counted.values()) - 1 <= sum(ran.values()) <= sum(counted.values())
-
-
-def test_the_programs_of_other_compilers_are_read_too():
-    groups = {
-        "replica_groups={{0,1},{2,3}}": (TENSOR, 2),
-        "replica_groups={{0,2},{1,3}}": (CONTEXT, 2),
-        "replica_groups=[2,2]<=[4]": (TENSOR, 2),
-        "replica_groups=[2,2]<=[2,2]T(1,0)": (CONTEXT, 2),
-        "replica_groups=mesh['context'=2,'tensor'=2] {'context'}": (CONTEXT, 2),
-    }
-    for said, along in groups.items():
-        assert counts_in(f"  %x = bf16[3,8]{{1,0}} all-reduce(%y), channel_id=1, {said}, to_apply=%add", 2) == {(ALL_REDUCE, *along, 48): 1}
-    both = "%g = ((f32[1,3]{1,0}, s32[1,2]{1,0}), (f32[2,3]{1,0}, s32[2,2]{1,0})) all-gather-start(%a, %b), replica_groups=[2,2]<=[4]"
-    assert counts_in(both, 2) == {(ALL_GATHER, TENSOR, 2, 20): 1}
-    for wrong in ("%x = f32[4]{0} all-to-all(%y), replica_groups=[2,2]<=[4]", "%x = f32[4]{0} all-reduce(%y), replica_groups=[1,4]<=[4]"):
-        with pytest.raises(ValueError, match="none of all_reduce, all_gather along one axis"):
-            counts_in(wrong, 2)
+    assert exchanged(lowered(config, TINY_TOP, 2, 2))[0] < counted((config, TINY_TOP, 2, 2)).count
 
 
 def test_exchanges_by_hand():
-    found = {(each.part, each.bytes): each for each in step_exchanges(QWEN_7B, parse("top:32"), 8, tensor=4, context=2)}
-    item, own_heads = 2, 7
-    assert found["products", 8 * 3584 * item].count == 1 + 2 * 28
-    assert found["logits", 8 * 152_064 // 4 * 4] == Exchange("logits", ALL_GATHER, TENSOR, 4, 1, 8 * 38_016 * 4)
-    assert {found["merge", 8 * own_heads * size].count for size in (128 * item, 4)} == {28}
-    assert found["candidates", 8 * 1 * (32 + 1 + 4) * 4].count == 2 * 28, "scores and ids"
-    assert found["counts", 8 * 4].count == 2
-    assert len(found) == 6
-    assert Exchange("products", ALL_REDUCE, TENSOR, 4, 10, 100).received == 10 * 100 * 3
-    large = Exchange("products", ALL_REDUCE, TENSOR, 4, 10, 2**21)
-    assert large.received == 10 * 2 * 2**21 * 3 / 4
-    with pytest.raises(NotImplementedError, match="in parts"):
-        counts_of([large])
-    assert counts_of([large], "mosaic_gpu") == {}
-
-
-def test_what_kernels_exchange_is_not_asked_of_xla():
-    exchanges = step_exchanges(QWEN_7B, parse("top:32"), tensor=2, context=2)
-    assert counts_of(exchanges, "mosaic_gpu", "mosaic_gpu") == {}
-    logits = 8 * 152_064 // 2 * 4
-    large = step_exchanges(QWEN_7B, parse("top:32"), 8, tensor=2)
-    assert counts_of(large, "mosaic_gpu", "mosaic_gpu") == {(ALL_GATHER, TENSOR, 2, logits): 1}, "too large for the kernel"
-    assert Exchange("x", ALL_GATHER, TENSOR, 4, 10, 100).received == 10 * 100 * 3
-    assert step_exchanges(QWEN_7B, parse("top:32"), 8) == ()
-    assert layers_that_choose(QWEN_7B, TopBlocks(8, dense_layers=3)) == 25
-    assert layers_that_choose(QWEN_7B, parse("cascade:4+every3")) == 10
+    item, heads, batch = 2, 7, 8  # of a device
+    products, logits, counts = 57 * batch * 3584 * item * 3, batch * 38_016 * 4 * 3, 2 * batch * 4 * 3
+    merges, lists = 28 * batch * heads * (128 * item + 4), 28 * 2 * batch * (32 + 1 + 4) * 4
+    found = step_exchanges(QWEN_7B, parse("top:32"), batch, tensor=4, context=2)
+    assert found == Exchanges(57 + 1 + 2 + 4 * 28, products + logits + counts + merges + lists, 28)
+    assert step_exchanges(QWEN_7B, parse("top:32"), batch) == Exchanges()
+    assert step_exchanges(QWEN_7B, parse("dense"), batch, tensor=2) == (58, 57 * batch * 3584 * item + batch * 76_032 * 4, 0)
+    large = step_exchanges(QWEN_7B, parse("dense"), 1024, tensor=4).received - 1024 * 38_016 * 4 * 3
+    assert large == 57 * 2 * 1024 * 3584 * item * 3 / 4, "sums of more than 4 MiB go round in a ring"
+    for policy, choosing in ((TopBlocks(8, dense_layers=3), 25), (parse("cascade:4+every3"), 10), (parse("window:4+8"), 0)):
+        assert step_exchanges(QWEN_7B, policy, context=2).choosing == choosing
     with pytest.raises(NotImplementedError, match="heavy:4 exchanges on a mesh is not counted"):
         step_exchanges(QWEN_7B, parse("heavy:4"), tensor=2)
+
+
+def test_seconds_are_bytes_over_a_rate_and_a_latency_of_each():
+    exchanges, term = Exchanges(15, 31_000.0, 7), ExchangeTerm("it", 3e-6, 50e9, 2e-5)
+    assert term.seconds(exchanges) == pytest.approx(15 * 3e-6 + 31_000 / 50e9 + 7 * 2e-5)
+    free = dataclasses.replace(term, link_per_s=None, choose_s=None)
+    assert free.seconds(exchanges._replace(choosing=0)) == pytest.approx(15 * 3e-6)
+    assert "bytes not told from nothing, choice not measured" in str(free)
+    with pytest.raises(ValueError, match="the choice over the devices of context was not measured on it; measure them"):
+        free.seconds(exchanges)
 
 
 @pytest.mark.parametrize("case", ["dense, copied heads", "top, both, in 16 bits", "latents"])

@@ -30,7 +30,7 @@ def test_the_map_is_the_prediction_and_the_line_is_where_it_is_one(tmp_path):
         assert cost().speedup(QWEN_7B, "top:32", start, batch) > 1 >= cost().speedup(QWEN_7B, "top:32", start - 1, batch)
     assert crossover(cost(c1=(("top:8", Price(100.0)),)), QWEN_7B, "top:8", 1) is None
     assert crossover(cost(c1=(("window:64+960", Price(0.0)),)), QWEN_7B, "window:64+960", 1) == 1025, "as fast as dense up to 1,024"
-    save([found], tmp_path / "map.png", [(131_072, 1)])
+    save([found], tmp_path / "map.png")
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads(json.dumps(found.figures()))["batches"] == [1, 8]
     with pytest.raises(ValueError, match="lengths and batches"):

@@ -17,6 +17,7 @@ import kvjax
 from kvjax import Engine
 from kvjax.axes import WHOLE_COPY, Shards
 from kvjax.cache import PagedKV
+from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.cost_model.bytes import step_bytes
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode import Cascade, SelectContext, cascade, parse, register
@@ -437,7 +438,7 @@ def test_step_bytes_counts_what_the_choice_reads():
     on_mesh = step_bytes(QWEN_7B, parse("cascade:4/32"), 131_072, context=4)
     assert (on_mesh.kv, on_mesh.index) == ((top.kv + near) // 4, bits4.index // 4)
     with pytest.raises(NotImplementedError, match=r"cascade:4.*in device memory alone"):
-        step_bytes(QWEN_7B, parse("cascade:4/32"), 131_072, tier="host")
+        step_bytes(QWEN_7B, parse("cascade:4/32"), 131_072, frames=FrameCounts(100, 300, 2000))
 
 
 NAMES = "4, 4/32, 4/all+1bit, 4/all+4bit, 2/all+cache, 8+2bit, p0.95, p0.95/64, 16p0.9/all+4bit, 16p0.9, 4p0.5/8+cache, p0.00001"
