@@ -25,7 +25,7 @@ TARGETS = {
     "circles of imports": 0,
     "modules of kvjax that generate loads": 75,
     "their lines": 13_000,
-    "files of the first step, above the kernels": 24,
+    "files of the first decode step, above the kernels": 24,
     "lines of those files": 6_000,
     "folders and files at the root of kvjax/": 14,
 }
@@ -39,12 +39,19 @@ STEPS = """
 import sys, kvjax
 scheduler = kvjax.Scheduler(kvjax.Engine(kvjax.load("needle"), "top:2", pages=16))
 handle = scheduler.submit(kvjax.Request([1, 2, 3] * 20, kvjax.Sampling(max_new_tokens=4)))
-while handle.prompting:
+seen, launch = set(), scheduler._launch
+
+def watched(call):
+    sys.setprofile(lambda frame, event, _: seen.add(frame.f_code.co_filename) if event == "call" else None)
+    try:
+        return call()
+    finally:
+        sys.setprofile(None)
+
+scheduler._launch = lambda: watched(launch)  # after the prompt, which the same step reads
+while not handle.started:
     scheduler.step()
-seen = set()
-sys.setprofile(lambda frame, event, _: seen.add(frame.f_code.co_filename) if event == "call" else None)
-scheduler.step()
-sys.setprofile(None)
+watched(scheduler.step)  # reads the first one
 print(*sorted(seen), sep="\\n")
 """
 
@@ -82,7 +89,7 @@ def figures() -> dict[str, int]:
         "circles of imports": len(circles({name: imports_of(path) for name, path in files().items() if path.parts[0] in LAYERS})),
         "modules of kvjax that generate loads": len(loaded),
         "their lines": lines_of(loaded),
-        "files of the first step, above the kernels": len(stepped),
+        "files of the first decode step, above the kernels": len(stepped),
         "lines of those files": lines_of(stepped),
         "folders and files at the root of kvjax/": len(root),
     }
