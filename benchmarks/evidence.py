@@ -15,11 +15,12 @@ from typing import Any
 from benchmarks.certificates import lists_rows
 from benchmarks.recall_tables import markdown, needles_table, recall_table
 from benchmarks.report import source
-from kvjax.evaluation.report import found_of, kinds_rows, points, policy_and_keys, remarks, table_rows
+from kvjax.evaluation.report import controls, found_of, kinds_rows, not_counted, points, policy_and_keys, table_rows
 
 
 def evidence(runs: Sequence[dict[str, Any]]) -> str:
-    """The Markdown of all runs, one after the other: for each its tables, the remarks, and its source. Without runs it says so."""
+    """The Markdown of all runs, one after the other: for each its tables, whether its control does not fail, what dense cannot, and its
+    source. Without runs it says so."""
     return "\n\n".join(map(_made, runs)) or "*Not measured yet.*"
 
 
@@ -68,7 +69,9 @@ def _run(figures: dict[str, Any]) -> str:
     title = f"**{what}; {settings['steps']:,} forced steps{_model(settings)}**"
     parts = [title, markdown(("tokens", *columns), [(f"{length:,}", *cells) for length, cells in rows])]
     parts += [markdown(columns, rows) for columns, rows in (kinds_rows(figures), lists_rows(figures)) if rows]
-    return "\n\n".join((*parts, "\n".join(f"* {line}" for line in remarks(figures)), source(figures)))
+    silent = [line for line in controls(figures) if "no control" in line or "does not fail" in line]
+    said = "\n".join(f"* {line}" for line in (*silent, *not_counted(figures)))
+    return "\n\n".join(filter(None, (*parts, said, source(figures))))
 
 
 def rendered(text: str, runs: Sequence[dict[str, Any]], part: str = "evidence") -> str:

@@ -1,4 +1,6 @@
-"""Evaluation runs of released checkpoints, one after the other within a time limit, and their results for docs/real-checkpoints.md.
+"""Evaluation runs of released checkpoints, one after the other within a time limit.
+
+Their results are shown in docs/measured/real-checkpoints.md.
 
     python tests/real_checkpoint.py checkpoints
     python -m benchmarks.real_checkpoints checkpoints --out out/real --json benchmarks/results/h200 --minutes 9

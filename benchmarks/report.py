@@ -1,6 +1,7 @@
 """Tables and plots from the JSON of runs, and the marked parts of documents that are made from them.
 
-`rendered` replaces the text between `<!-- bench:NAME -->` and `<!-- /bench -->` for every NAME that `parts` returns.
+`rendered` replaces the text between `<!-- bench:NAME -->` and `<!-- /bench -->` for every NAME that `parts` returns. A page names each
+command once, below the first table that it made.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from pallas_kernels.core.tables import markdown, span, tokens_text
 Row = dict[str, Any]
 
 MARK = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+SOURCE = re.compile(r".+, jax [\w.]+, \d{4}-\d\d-\d\d; `.*`\.")
+"""What `source` makes."""
 
 
 def source(run: dict[str, Any]) -> str:
@@ -218,12 +221,19 @@ def merged(runs: Sequence[dict[str, Any]]) -> list[Row]:
 
 def rendered(text: str, runs: Sequence[dict[str, Any]]) -> str:
     """A document with every marked part made again. ValueError for a part that does not exist, or a mark that is not closed."""
-    known = parts(runs)
+    known, said = parts(runs), set()
     if unknown := sorted({name for _, name, _ in MARK.findall(text)} - set(known)):
         raise ValueError(f"no part is called {unknown[0]!r}; there are {', '.join(known)}")
     if len(MARK.findall(text)) != text.count("<!-- bench:"):
         raise ValueError("a mark <!-- bench:NAME --> is not followed by <!-- /bench -->")
-    return MARK.sub(lambda found: f"{found[1]}{known[found[2]]()}\n{found[3]}", text)
+
+    def made(found: re.Match[str]) -> str:
+        lines = known[found[2]]().splitlines()
+        text = "\n".join(line for line in lines if line not in said or not SOURCE.fullmatch(line))
+        said.update(lines)
+        return f"{found[1]}{text.rstrip()}\n{found[3]}"
+
+    return MARK.sub(made, text)
 
 
 def load(files: Iterable[Path]) -> list[dict[str, Any]]:

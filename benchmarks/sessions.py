@@ -388,7 +388,7 @@ def sessions_command(
     layers: LayersOption = None,
     json_out: JsonOption = None,
 ) -> None:
-    """Let simulated agents work on a server over gRPC, through the Python client, and compute the gates of docs/sessions.md.
+    """Let simulated agents work on a server over gRPC, through the Python client, and compute the gates of docs/measured/sessions.md.
 
     How many tokens they append and generate, and how long they wait, follows a published trace of coding agents (TraceLab, arXiv
     2606.30560). A run shorter than three buckets of ten minutes does not decide G1 and G2.

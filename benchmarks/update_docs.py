@@ -4,8 +4,8 @@
     python -m benchmarks.update_docs --pictures  # their pictures, too
     python -m benchmarks.update_docs --check     # changes nothing; says which documents would change
 
-A table stands between a mark such as `<!-- bench:decode-step -->` and `<!-- /bench -->`. `PAGES` says which results each document shows.
-Those of docs/cost-model.md are of the cost models that `kvjax cost fit` makes of results.
+A table stands between a mark such as `<!-- bench:decode-step -->` and `<!-- /bench -->`, mostly in a page of docs/measured/. `PAGES` says
+which results each document shows. Those of docs/cost-model.md are of the cost models that `kvjax cost fit` makes of results.
 """
 
 from __future__ import annotations
@@ -60,33 +60,33 @@ KINDS = ("ops", "decode", "drafts", "prefill", "host", "throughput", "gaps", "co
 SESSIONS = ("cpu/sessions", "cpu/session-tokens", "cpu/session-idle", "h200/session-tokens", "h200/session-tokens-16k")
 
 PAGES = {
-    "benchmarks": [Tables([f"h200/{kind}*.json" for kind in KINDS])],
-    "cache-formats": [
+    "measured/decode": [Tables([f"h200/{kind}*.json" for kind in KINDS])],
+    "measured/cache-formats": [
         Tables(["*/packed-attention*.json", "*/packed-chunks*.json"]),
         _runs("cache-formats", "cpu/fidelity-cache-formats.json", "h200/pages-fidelity-*.json"),
     ],
     "cost-model": [Tables(["nvidia-h200.json", "nvidia-h200-packed.json"], cost_model_docs.rendered, FITTED)],
-    "devices": [Tables(["*/exchange*.json", "*/mesh-*.json"])],
-    "evaluation": [
+    "measured/devices": [Tables(["*/exchange*.json", "*/mesh-*.json"])],
+    "measured/evaluation": [
         _runs("evidence", "h200/fidelity-*.json"),
         *(_runs(part, f"cpu/fidelity-{part}.json") for part in ("released", "baselines", "near-miss")),
     ],
-    "formats": [
+    "measured/formats": [
         Tables(["*/packed-matrices*.json", "*/packed-steps*.json", "*/packed-prompts*.json"]),
         _runs("weights", "h200/weights-fidelity*.json"),
     ],
-    "long-model": [_runs("long", "h200/long-*.json")],
-    "platforms": [Tables(["cpu/transformers-*.json", "h200/platform-*.json", "cpu/cpu-smollm2.json"])],
-    "prefill": [Tables(["*/*prefill*.json", "*/block-mass.json"])],
-    "real-checkpoints": [
+    "measured/long-model": [_runs("long", "h200/long-*.json")],
+    "measured/platforms": [Tables(["cpu/transformers-*.json", "h200/platform-*.json", "cpu/cpu-smollm2.json"])],
+    "measured/prefill": [Tables(["*/*prefill*.json", "*/block-mass.json"])],
+    "measured/real-checkpoints": [
         *(_runs(part, "h200/real*-*.json", "h200/passage-*.json") for part in ("overview", "real")),
         _runs("smollm2", "h200/smollm2-*.json"),
         _runs("recall", "h200/echo-*.json"),
     ],
-    "selectors": [Tables(["h200/designs-block-scores.json"], _scores)],
-    "sessions": [Tables([f"{name}.json" for name in (*SESSIONS, "h200/session-turn", "h200/session-turn-128")])],
-    "tiers": [Tables(["*/reuse*.json", "*/tiers*.json"])],
-    "top-k": [Tables(["*/top-k*.json"])],
+    "measured/selectors": [Tables(["h200/designs-block-scores.json"], _scores)],
+    "measured/sessions": [Tables([f"{name}.json" for name in (*SESSIONS, "h200/session-turn", "h200/session-turn-128")])],
+    "measured/tiers": [Tables(["*/reuse*.json", "*/tiers*.json"])],
+    "measured/top-k": [Tables(["*/top-k*.json"])],
 }
 """Every document with tables."""
 
@@ -99,8 +99,8 @@ def made(page: str, text: str) -> str:
 
 
 def draw(folder: Path) -> None:
-    """Draw the pictures of the documents into a folder like docs/."""
-    runs = [run for page in ("benchmarks", "prefill", "top-k") for tables in PAGES[page] for run in report.load(tables.files)]
+    """Draw the pictures of the documents into a folder like docs/measured/."""
+    runs = [run for page in ("decode", "prefill", "top-k") for tables in PAGES[f"measured/{page}"] for run in report.load(tables.files)]
 
     def rows_of(kind: str) -> list[dict[str, Any]]:
         return report.merged([run for run in runs if run["bench"] == kind])
@@ -117,8 +117,7 @@ def draw(folder: Path) -> None:
     top_k_report.plot_overlap([run for run in runs if run["bench"] == "overlap"][-1]["rows"], folder / "top-k-overlap.png")
     recall_pictures.plot(recalls, folder / "prefill-echo.png")
     recall_pictures.plot_against_time(recalls, layers, folder / "prefill-echo-time.png")
-    (folder / "evaluation").mkdir(exist_ok=True)
-    plots.draw(evidence.load(PAGES["evaluation"][0].files)[0], folder / "evaluation")
+    plots.draw(evidence.load(PAGES["measured/evaluation"][0].files)[0], folder)
 
 
 def update_command(
@@ -131,16 +130,16 @@ def update_command(
         file = DOCS / f"{page}.md"
         text = file.read_text(encoding="utf-8")
         if (new := made(page, text)) != text:
-            stale.append(file)
+            stale.append(page)
             if not check:
                 file.write_text(new, encoding="utf-8")
-    for file in stale:
-        typer.echo(f"docs/{file.name} {'is not what its results make' if check else 'is new'}")
+    for page in stale:
+        typer.echo(f"docs/{page}.md {'is not what its results make' if check else 'is new'}")
     if check and stale:
         typer.echo("run: python -m benchmarks.update_docs", err=True)
         raise typer.Exit(1)
     if pictures:
-        draw(DOCS)
+        draw(DOCS / "measured")
 
 
 if __name__ == "__main__":

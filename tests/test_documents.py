@@ -15,24 +15,28 @@ def test_the_tables_are_what_the_results_make():
 
 
 def test_every_document_with_tables_is_made():
-    texts = {file.stem: file.read_text(encoding="utf-8") for file in update_docs.DOCS.glob("*.md")}
+    texts = {
+        str(file.relative_to(update_docs.DOCS).with_suffix("")): file.read_text(encoding="utf-8") for file in update_docs.DOCS.rglob("*.md")
+    }
     marked = {name for name, text in texts.items() if re.search(r"<!-- (bench|cost|evaluation):", text)}
     assert marked - set(update_docs.PAGES) == set()
 
 
 def test_a_wrong_figure_is_noticed_and_mended(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(update_docs, "DOCS", tmp_path)
-    monkeypatch.setattr(update_docs, "PAGES", {"top-k": update_docs.PAGES["top-k"]})
-    text = (update_docs.ROOT / "docs" / "top-k.md").read_text(encoding="utf-8")
+    monkeypatch.setattr(update_docs, "PAGES", {"measured/top-k": update_docs.PAGES["measured/top-k"]})
+    text = (update_docs.ROOT / "docs" / "measured" / "top-k.md").read_text(encoding="utf-8")
     wrong = text.replace("| 2,048 | 4 |", "| 2,048 | 5 |").replace("| 2,048 | sample |", "| 2,048 | hint |")
     assert wrong != text
-    (tmp_path / "top-k.md").write_text(wrong, encoding="utf-8")
+    page = tmp_path / "measured" / "top-k.md"
+    page.parent.mkdir()
+    page.write_text(wrong, encoding="utf-8")
     with pytest.raises(typer.Exit):
         update_docs.update_command(check=True)
-    assert "docs/top-k.md is not what its results make" in capsys.readouterr().out
-    assert (tmp_path / "top-k.md").read_text(encoding="utf-8") == wrong
+    assert "docs/measured/top-k.md is not what its results make" in capsys.readouterr().out
+    assert page.read_text(encoding="utf-8") == wrong
     update_docs.update_command()
-    assert (tmp_path / "top-k.md").read_text(encoding="utf-8") == text
+    assert page.read_text(encoding="utf-8") == text
 
 
 def test_a_page_without_a_part_and_results_that_are_not_there_are_refused():

@@ -2,8 +2,6 @@
 
 import doctest
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,13 +28,8 @@ def test_the_example_of_the_readme_prints_what_the_readme_says(capsys):
         assert abs(int(share) - int(said_share)) <= 2  # Python's documentation differs a little from release to release
 
 
-def test_the_readme_is_short_and_its_links_lead_somewhere():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 150
-    documents = {ROOT / "README.md": text} | {path: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
-    for path, page in documents.items():
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]*)?\)", page):
-            assert (path.parent / target).exists(), f"{path.name}: {target}"
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 EXAMPLES = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
@@ -66,16 +59,3 @@ def test_a_wrong_output_is_noticed():
     wrong = EXAMPLES[: EXAMPLES.index("## load")] + ">>> model.name\n'another'\n"
     examples = doctest.DocTestParser().get_doctest(wrong, {}, "examples", "docs/examples.md", 0)
     assert doctest.DocTestRunner().run(examples, out=lambda text: None).failed == 1
-
-
-@pytest.mark.long
-def test_the_api_reference_has_every_public_name_with_its_example(tmp_path):
-    command = [sys.executable, str(ROOT / "tools" / "make_docs.py"), str(tmp_path)]
-    made = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr
-    assert "Warning" not in made.stderr
-    page = (tmp_path / "kvjax.html").read_text(encoding="utf-8")
-    _, *parts = re.split(r'<section id="(\w+)">', page)
-    with_example = {name for name, part in zip(parts[::2], parts[1::2], strict=True) if "<strong>Example</strong>" in part}
-    assert with_example == set(kvjax.__all__) - {"__version__"}
-    assert sorted(path.name for path in tmp_path.glob("*.html")) == ["index.html", "kvjax.html"]

@@ -1,4 +1,4 @@
-"""docs/selectors.md says what its files hold, and the scores that it compares are what they are called."""
+"""docs/measured/selectors.md says what its files hold, and the scores that it compares are what they are called."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from kvjax.model.rope import turned
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-TEXT = (ROOT / "docs" / "selectors.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "measured" / "selectors.md").read_text(encoding="utf-8")
 WORDS = " ".join(TEXT.split())
 
 
@@ -62,8 +62,7 @@ def test_the_needles_are_what_the_results_say():
     for name, kind in kinds.items():
         sixteen, longer = (short.get(f"Proto:8/kind={kind}/short={count}", "-") for count in (16, 32))
         assert f"| {name} | {sixteen} | {longer} |" in TEXT
-    said = "Of 32 distant blocks, `top:32` finds {}, `cascade:32` {}, the exact choice {}"
-    assert said.format(*(wide[name] for name in ("top:32", "cascade:32", "cascade:32/all+cache"))) in WORDS
+    assert wide["top:32"] < 0.8 * at_8k["dense"] < 0.95 * at_8k["dense"] < wide["cascade:32"], "nearly what dense finds"
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ blocks of 128 tokens, and figures say what it loses:
 * recall: where a KV head gives the needle's block at least 0.2 of its queries' mass, summed over the group, while the answer is
   written: how often, by mass, the block is among the best 8 and the best 32.
 
-With `--into docs/selectors.md` the table of that page is made again from the JSON file, and nothing is measured.
+With `--into docs/measured/selectors.md` the table of that page is made again from the JSON file, and nothing is measured.
 """
 
 from __future__ import annotations

@@ -46,8 +46,10 @@ class PagedKV:
     open: OpenRows | None = None
 
 
-INDEXER, INDEXER_SCALES = "indexer", "indexer_scales"
-"""Names of a lightning indexer's keys, and of their scales where they are 8-bit, in `LatentPages.index`."""
+INDEXER = "indexer"
+"""The name of a lightning indexer's keys in `LatentPages.index`."""
+INDEXER_SCALES = "indexer_scales"
+"""The name of their scales there, where they are 8-bit."""
 
 
 @flax.struct.dataclass

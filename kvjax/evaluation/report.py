@@ -343,10 +343,7 @@ def kinds_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]
 def remarks(figures: dict[str, Any]) -> list[str]:
     """Remarks below the tables: which policies hold, whether the control fails, what dense cannot do, bootstraps over too few blocks,
     policies of equal budget, agreement on confident steps, and the time taken."""
-    lines = [*verdicts(figures), *controls(figures)]
-    for row in figures["retrieval"]:
-        if row["policy"] == "dense" and row["invalid_trials"]:
-            lines.append(_cannot(row))
+    lines = [*verdicts(figures), *controls(figures), *not_counted(figures)]
     for length, blocks in {row["length"]: row["blocks"] for row in figures["forced"] if "blocks" in row}.items():
         if blocks < FEW_BLOCKS:
             within = "`kl_within` and `perplexity_ratio_within`, bootstraps over them, are too narrow"
@@ -368,6 +365,11 @@ def remarks(figures: dict[str, Any]) -> list[str]:
             lines.append(f"{pool['policy']} at {lengths} tokens: {agree} ({len(pool['members'])} windows, {spread})")
     took = ", ".join(f"{seconds:.0f} s at {int(length):,} tokens" for length, seconds in figures["took"].items())
     return [*lines, f"wall-clock time, compilation included: {took}"]
+
+
+def not_counted(figures: dict[str, Any]) -> list[str]:
+    """The trials that do not count, because dense does not answer them."""
+    return [_cannot(row) for row in figures["retrieval"] if row["policy"] == "dense" and row["invalid_trials"]]
 
 
 def _cannot(row: dict[str, Any]) -> str:

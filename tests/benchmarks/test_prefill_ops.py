@@ -17,6 +17,7 @@ from kvjax.policies.prefill import BoundsBlocks, MeasureOnceMaskOnce, SinkWindow
 from kvjax.serving.bench.decode import config_of
 from kvjax.serving.bench.prefill import PrefillPlan, policies_of, run_prefill_plan
 
+DOCS = Path(__file__).parents[2] / "docs"
 SMALL = MeasureOnceMaskOnce(k=4, k_exact=2, k_trim=4, chi=64, window_tokens=64)
 OPS = ["baseline", "dense", "dense", "query-sparse", "union", "block-sparse", "delta", "sparse"]
 NUMBERS = dict.fromkeys(("captured", "of_oracle", "error", "sparsity"), 0.5)
@@ -85,12 +86,12 @@ def test_bounds_cost_what_the_documentation_says(bounds_rows):
     dense, select = bounds_rows[:2]
     assert 64 * select["flops"] == pytest.approx(dense["flops"] * 9 / 8, rel=2e-3)  # a query's own block, one of 8, counts whole
     assert (BoundsBlocks(32, dense_below=0).dense_tokens, BoundsBlocks(32).dense_tokens) == (5248, 10_496)
-    text = (Path(__file__).parents[2] / "docs" / "prefill.md").read_text(encoding="utf-8")
+    text = " ".join("\n".join((DOCS / f"{page}.md").read_text(encoding="utf-8") for page in ("prefill", "prefill-kernels")).split())
     for said in (
-        "which costs 1/64 of the keys' bytes",
-        "both together 1/64 of dense attention's",
-        "Up to 5,248 tokens the lists of `bounds:32`",
-        "Up to twice as many tokens, 10,496, it is dense too",
+        "1/64 of the keys' bytes",
+        "Both walks together cost 1/64 of dense attention's products",
+        "Up to 10,496 tokens `bounds:32` is dense",
+        "by lists from 5,248 tokens on",
     ):
         assert said in text
 

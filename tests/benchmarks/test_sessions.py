@@ -148,7 +148,7 @@ def pages_over_time(seed, agents, seconds, work):
 
 
 def test_peaks_differ_by_chance_without_a_leak():
-    """So that a bound on their drift says little about leaks, for the load of docs/sessions.md."""
+    """So that a bound on their drift says little about leaks, for the load of docs/measured/sessions.md."""
     work, drifts = Work(1.0, 30.0, 1 / 16, 4096, 10, 600.0), []
     for seed in range(20):
         peaks = pages_over_time(seed, 6, 1800, work).reshape(3, 600).max(1)

@@ -28,7 +28,7 @@ def affected():
         ("kvjax/cache/allocator.py", "tests/kvjax/cache/test_allocator.py", "tests/pallas_kernels/selection/top_k/test_top_k.py"),
         ("serving/sessions/throttle.py", "tests/serving/sessions/test_throttle.py", "tests/models/test_decoder.py"),
         ("tests/tiny_models.py", "tests/models/test_decoder.py", "tests/kvjax/cache/test_allocator.py"),
-        ("docs/tiers.md", "tests/test_tiers_document.py", "tests/kvjax/cache/test_allocator.py"),
+        ("docs/walk.md", "tests/test_walk.py", "tests/kvjax/cache/test_allocator.py"),
         ("examples/nano_kvjax.py", "tests/examples/test_nano_kvjax.py", "tests/kvjax/cache/test_allocator.py"),
     ],
 )

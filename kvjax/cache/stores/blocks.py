@@ -56,7 +56,7 @@ def stored_shapes(spec: CacheSpec, group: str, number: int, pages: int) -> dict[
 
 Block = UInt8[Array, " bytes"]
 """One page of a layer group, or one sequence's row of state: the bytes of `stored_arrays` of every layer that holds it, one after the
-other. Wider words, which need no conversion, were slower (docs/tiers.md)."""
+other. Wider words, which need no conversion, were slower (benchmarks/results/h100/designs-reuse-words.json)."""
 
 Stored = dict[str, UInt8[np.ndarray, "n bytes"]]
 """A sequence in host memory: by layer group, the blocks of its pages in logical order, or of its row of state."""

@@ -32,7 +32,7 @@ BITS = {bits: kind for kind, bits in CODED.items()}
 
 SHORTLIST = 256
 """Blocks of the default shortlist: every distant one of contexts up to 32K tokens. Bounds alone miss too much on released models
-(docs/selectors.md), so they choose only where there are more blocks."""
+(docs/measured/selectors.md), so they choose only where there are more blocks."""
 
 KEPT = 8
 """Blocks that are kept by default; with a share, at most `KEPT_FOR_SHARE`."""

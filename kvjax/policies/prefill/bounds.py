@@ -53,7 +53,7 @@ class BoundsBlocks(ByBounds):
     The bounds come from elementwise maxima and minima of the block's keys, the index that `top:K` scans in decoding. So every query counts,
     and no key is read. pooling: "sum" or "max" over a tile's queries. Blocks that sinks or window hold anyway are not listed. dense_below:
     sequences up to this many tokens are dense. None: twice what lists, sinks and window hold, because up to there dense attention was as
-    fast on an H200 (docs/prefill.md). 0: only sequences are dense whose lists would hold everything.
+    fast on an H200 (docs/measured/prefill.md). 0: only sequences are dense whose lists would hold everything.
 
     Source: bounds of Quest (Tang et al., ICML 2024), of every query of a tile.
     """

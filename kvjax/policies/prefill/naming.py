@@ -51,7 +51,10 @@ _NAMES = Registry(
     read=_read,
     hint=_hint,
 )
-register, name_of, identity, parse_recorded_prefill = _NAMES.register, _NAMES.name_of, _NAMES.identity, _NAMES.parse_recorded
+register = _NAMES.register
+name_of = _NAMES.name_of
+identity = _NAMES.identity
+parse_recorded_prefill = _NAMES.parse_recorded
 
 
 def parse_prefill(name: str | PrefillPolicy) -> PrefillPolicy:

@@ -100,7 +100,8 @@ def query_sparse_attention(
        with the best of every m-th block passed on. Neighbouring blocks, which tend to be good together, seldom compete for one slot. There
        is no rounding: where scores are the same, so are lists.
 
-    The default is the published one. `kvjax.policies.prefill.MeasureOnceMaskOnce` uses buckets, whose lists are better (docs/prefill.md).
+    The default is the published one. `kvjax.policies.prefill.MeasureOnceMaskOnce` uses buckets, whose lists are better
+    (docs/measured/prefill.md).
 
     Names of the paper: k_exact = k_blocks is the exact (or tournament tree) selector, k_exact = 0 the estimated one, else the hybrid.
 
