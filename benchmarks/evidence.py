@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.certificates import lists_rows
 from benchmarks.recall_tables import markdown, needles_table, recall_table
-from benchmarks.report import source
+from benchmarks.report import sources
 from kvjax.evaluation.report import controls, found_of, kinds_rows, not_counted, points, policy_and_keys, table_rows
 
 
@@ -55,7 +55,7 @@ def _made(figures: dict[str, Any]) -> str:
         title, table = f"**facts and passages repeated in a prompt{_model(figures['settings'])}**", recall_table([figures])
     else:
         title, table = f"**needles found by dense decoding after each prefill{_model(figures)}**", needles_table([figures])
-    return "\n\n".join((title, table, source(figures)))
+    return "\n\n".join((title, table, sources([figures])))
 
 
 def _model(settings: dict[str, Any]) -> str:
@@ -71,7 +71,7 @@ def _run(figures: dict[str, Any]) -> str:
     parts += [markdown(columns, rows) for columns, rows in (kinds_rows(figures), lists_rows(figures)) if rows]
     silent = [line for line in controls(figures) if "no control" in line or "does not fail" in line]
     said = "\n".join(f"* {line}" for line in (*silent, *not_counted(figures)))
-    return "\n\n".join(filter(None, (*parts, said, source(figures))))
+    return "\n\n".join(filter(None, (*parts, said, sources([figures]))))
 
 
 def rendered(text: str, runs: Sequence[dict[str, Any]], part: str = "evidence") -> str:

@@ -24,15 +24,18 @@ from pallas_kernels.core.tables import markdown, span, tokens_text
 Row = dict[str, Any]
 
 MARK = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
-SOURCE = re.compile(r".+, jax [\w.]+, \d{4}-\d\d-\d\d; `.*`\.")
-"""What `source` makes."""
+SOURCES = "| made on | jax | date | command |\n| --- | --- | --- | --- |\n"
+"""What a table of sources begins with."""
 
 
-def source(run: dict[str, Any]) -> str:
-    """A line on where the figures come from; for a run that continued earlier runs, a line each."""
-    all_made = [*(before["provenance"] for before in run.get("continues", ())), run["provenance"]]
-    lines = [f"{made['device']}, jax {made['versions']['jax']}, {made['date'][:10]}; `{made['command']}`." for made in all_made]
-    return "\n".join(dict.fromkeys(lines))
+def sources(runs: Iterable[dict[str, Any]]) -> str:
+    """A table of where figures come from: a line for each run, and for each earlier run that it continued."""
+    lines = {}
+    for run in runs:
+        for made in (*(before["provenance"] for before in run.get("continues", ())), run["provenance"]):
+            command = made["command"].replace("|", "\\|")
+            lines[f"| {made['device']} | {made['versions']['jax']} | {made['date'][:10]} | `{command}` |\n"] = None
+    return f"{SOURCES}{''.join(lines)}".rstrip("\n")
 
 
 def decode_table(rows: Sequence[Row], shape: str) -> str:
@@ -142,7 +145,7 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
 
     def sourced(kind: Sequence[dict[str, Any]], make: Callable[[], str]) -> Callable[[], str]:
         text = "*Not measured yet.*"
-        return lambda: f"{make()}\n\n" + "\n".join(dict.fromkeys(map(source, kind))) if kind else text
+        return lambda: f"{make()}\n\n{sources(kind)}" if kind else text
 
     def of(kind: Sequence[dict[str, Any]], make: Callable[[list[Row]], str]) -> Callable[[], str]:
         return sourced(kind, lambda: make(merged(kind)))
@@ -228,10 +231,11 @@ def rendered(text: str, runs: Sequence[dict[str, Any]]) -> str:
         raise ValueError("a mark <!-- bench:NAME --> is not followed by <!-- /bench -->")
 
     def made(found: re.Match[str]) -> str:
-        lines = known[found[2]]().splitlines()
-        text = "\n".join(line for line in lines if line not in said or not SOURCE.fullmatch(line))
-        said.update(lines)
-        return f"{found[1]}{text.rstrip()}\n{found[3]}"
+        table, begins, lines = known[found[2]]().partition(SOURCES)
+        new = [line for line in lines.splitlines() if line not in said]
+        said.update(new)
+        text = f"{table}{begins}{chr(10).join(new)}" if new else table.rstrip("\n")
+        return f"{found[1]}{text}\n{found[3]}"
 
     return MARK.sub(made, text)
 

@@ -35,7 +35,7 @@ import typer
 import kvjax
 from benchmarks.designs.loose_bounds import looseness
 from benchmarks.designs.score_kinds import BLOCK, SCORES, Layer, Score, combined, true_lse
-from benchmarks.report import source
+from benchmarks.report import sources
 from kvjax.evaluation.needle import NeedleTask, Trial, documentation_text, encode_text, vocabulary_words
 from kvjax.evaluation.retrieval import prompt_start
 from kvjax.model.identity import fingerprint
@@ -267,7 +267,7 @@ def table(figures: dict[str, Any]) -> str:
         lines += [f"| {' | '.join(_cells(row))} |" for row in sorted(run["rows"], key=lambda row: -(row["recall_8"] or 0))]
         of = f" (SHA-256 `{run['sha256']}`)" if "sha256" in run else ""
         made.append(f"`{run['file']}`{of}, {run['length']:,} tokens, {run['contexts']} contexts:\n\n" + "\n".join(lines))
-    return "\n\n".join([*made, *why_table(figures["runs"]), source(figures)])
+    return "\n\n".join([*made, *why_table(figures["runs"]), sources([figures])])
 
 
 REASONS = {

@@ -130,7 +130,7 @@ def test_documents_are_rendered_between_marks():
     made = report.rendered(text, [OPS])
     assert made.startswith("a\n<!-- bench:decode-op -->\n| batch |")
     assert "old" not in made
-    assert "some GPU, jax 0.11.2, 2026-01-02; `python -m it`." in made
+    assert "| some GPU | 0.11.2 | 2026-01-02 | `python -m it` |" in made
     assert made.endswith("<!-- /bench -->\nb\n<!-- bench:decode-step -->\n*Not measured yet.*\n<!-- /bench -->\n")
     assert report.rendered(made, [OPS]) == made
     assert "5.70" in report.rendered(made, [OPS, STEPS])
@@ -142,12 +142,23 @@ def test_documents_are_rendered_between_marks():
 
 def test_a_run_that_went_on_names_the_ones_before():
     before = PROVENANCE | {"command": "python -m it --first"}
-    assert report.source({"provenance": PROVENANCE}) == "some GPU, jax 0.11.2, 2026-01-02; `python -m it`."
-    both = report.source({"provenance": PROVENANCE, "continues": [{"provenance": before}]})
-    assert both.splitlines() == [
-        "some GPU, jax 0.11.2, 2026-01-02; `python -m it --first`.",
-        "some GPU, jax 0.11.2, 2026-01-02; `python -m it`.",
+    both = report.sources([{"provenance": PROVENANCE, "continues": [{"provenance": before}]}, {"provenance": PROVENANCE}])
+    assert both.splitlines()[2:] == [
+        "| some GPU | 0.11.2 | 2026-01-02 | `python -m it --first` |",
+        "| some GPU | 0.11.2 | 2026-01-02 | `python -m it` |",
     ]
+
+
+def test_a_page_names_each_command_once():
+    marks = "<!-- bench:decode-op -->\n<!-- /bench -->\n<!-- bench:op-rows -->\n<!-- /bench -->\n"
+    made = report.rendered(marks, [OPS])
+    assert made.count("`python -m it`") == 1
+    assert made.index("`python -m it`") < made.index("<!-- bench:op-rows -->")
+    assert report.rendered(made, [OPS]) == made
+
+
+def test_a_bar_in_a_command_ends_no_cell():
+    assert "`python -m it 'a\\|b'`" in report.sources([{"provenance": PROVENANCE | {"command": "python -m it 'a|b'"}}])
 
 
 def test_a_later_run_replaces_what_it_measured_again(tmp_path):
