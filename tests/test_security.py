@@ -1,4 +1,4 @@
-"""What is data never becomes code: names in files, records, templates and checkpoints. docs/security.md lists every road."""
+"""What is data never becomes code: names in files, records, templates and checkpoints. docs/security.md lists every way."""
 
 import collections
 import dataclasses
@@ -273,7 +273,7 @@ def test_arrays_of_objects_are_not_read(tmp_path):
 def test_the_page_of_roads_names_what_is_there():
     text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
-    roads = [row for row in rows if len(row) == 3 and row[0] != "road" and not set(row[0]) <= set("-: ")]
+    roads = [row for row in rows if len(row) == 3 and row[0] != "way" and not set(row[0]) <= set("-: ")]
     assert len(roads) >= 15
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     for road, guard, tested in roads:
