@@ -25,8 +25,7 @@ MODULES = {
     "models": ("kvjax.models", "kvjax.model.layers"),
     "cost-model": ("kvjax.cost_model",),
     "evaluation": tuple(
-        f"kvjax.evaluation.{name}"
-        for name in ("run", "report", "teacher_forcing", "retrieval", "tasks", "prompt_recall", "missed", "statistics")
+        f"kvjax.evaluation.{name}" for name in ("run", "report", "teacher_forcing", "retrieval", "tasks", "prompt_recall", "statistics")
     ),
     "serving": ("kvjax.serving", "kvjax.serving.batch.setup", "kvjax.serving.batch.ray"),
     "pallas-kernels": (
