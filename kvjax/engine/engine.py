@@ -61,6 +61,7 @@ from pallas_kernels.core.messages import shown
 
 if TYPE_CHECKING:
     from kvjax.cache.prefix_cache import PrefixStats
+    from kvjax.cache.stores.suspended import SuspendedPages
     from kvjax.engine.inspection import StepRead
     from kvjax.engine.prefix_reuse import Reuse
     from kvjax.engine.sequence_io import SequenceCopies
@@ -440,6 +441,8 @@ class Engine:
         self.sequences.remove(sequence)
         self._runs.pop(sequence, None)
         sequence.pages = self._groups.new()  # slots notice the change by this
+        if sequence.suspended is not None:
+            self.suspended.drop(sequence)
         sequence.logits = sequence.suspended = None
 
     @guarded
@@ -522,6 +525,11 @@ class Engine:
     def unpin(self, prefix: CachedSequence | Sequence[int], cache_salt: str | None = None) -> int:
         """Let the longest pinned prefix of these tokens go again, and return how many it holds. ValueError if there is none."""
         return self._reusing().unpin(self._prefix(prefix), cache_salt)
+
+    @property
+    def suspended(self) -> SuspendedPages:
+        """The pages of suspended sequences."""
+        return self._copies.suspended
 
     def stats(self) -> PrefixStats | None:
         """What reused pages are where, and what was found; None where the engine reuses nothing."""

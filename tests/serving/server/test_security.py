@@ -22,13 +22,13 @@ from session_servers import WAIT, serving, until
 from tiny_models import VOCAB, make_model
 
 from kvjax import Engine, SessionRuntime
+from kvjax.cache.stores.suspended import SuspendedPages
 from kvjax.client import Cancelled, Client, DeadlineExceeded, InvalidArgument, ResourceExhausted
 from kvjax.policies.decode import Window, naming, register
 from kvjax.serving.server.grpc_calls import Calls
 from kvjax.serving.server.openai_form import asked
 from kvjax.serving.server.options import ServerOptions
 from kvjax.serving.sessions import core, runtime
-from kvjax.serving.sessions.disk_tier import DiskTier, OnDisk
 from kvjax.serving.sessions.journal import HEAD, Journal, _line, _record
 from kvjax.serving.sessions.policy_table import PolicyTable
 from kvjax.serving.sessions.throttle import Throttle
@@ -349,12 +349,9 @@ def test_pages_on_disk_that_come_back_changed_are_computed_again(engine, tmp_pat
             next(stream)
             stream.cancel(keep=0)
             session.demote()
-            record = used._core.records[session.id]
-            assert record.on_disk
-            stored = record.sequence.suspended
-            blocks = dict.__getitem__(stored, "full").copy()
-            blocks[0, 7] ^= 1
-            dict.__setitem__(stored, "full", blocks)
+            (stored,) = engine.suspended._disk.values()
+            stored["full"] = stored["full"].copy()
+            stored["full"][0, 7] ^= 1
             assert use() in (None, expected)
             assert "damaged; its history is prefilled again" in caplog.text
         assert used.counts["damaged"] == 3
@@ -363,16 +360,22 @@ def test_pages_on_disk_that_come_back_changed_are_computed_again(engine, tmp_pat
 
 def test_every_read_of_pages_on_disk_is_checked(tmp_path):
     blocks = np.arange(12, dtype=np.uint8).reshape(3, 4)
-    stored = DiskTier(tmp_path, 100).put({"full": blocks, "none": blocks[:0]})
-    assert stored.whole
-    assert (stored["full"] == blocks).all()
+    store = SuspendedPages()
+    store.limit(0, tmp_path, 100)
     for bit in range(8 * blocks.size):
+        store.put(bit, {"full": blocks, "none": blocks[:0]})
+        assert store.make_room(0)
+        assert store.on_disk(bit)
         flipped = blocks.copy()
         flipped.reshape(-1)[bit // 8] ^= 1 << bit % 8
-        changed = OnDisk([("full", flipped, zlib.crc32(blocks))])
-        assert not changed.whole
-        with pytest.raises(ValueError, match="other pages of layer group full"):
-            changed["full"]
+        whole, store._disk[bit]["full"] = store._disk[bit]["full"], flipped
+        for _ in range(2):
+            with pytest.raises(ValueError, match="other pages of layer group full"):
+                store.get(bit)
+        store._disk[bit]["full"] = whole
+        assert (store.get(bit)["full"] == blocks).all()
+        store.drop(bit)
+    assert not any(store.usage().values())
 
 
 # Time
