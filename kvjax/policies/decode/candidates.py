@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32
 
-from kvjax.policies.decode.base import SelectContext
+from kvjax.policies.decode.base import Blocks, SelectContext
 
 _NONE = jnp.iinfo(jnp.int32).max  # sorts behind every id
 FEW = 512
@@ -75,3 +75,38 @@ def rows_of_blocks(page_table: Int[Array, "B M"], ids: Int[Array, "B T K n"], pe
     at = jnp.maximum(ids, 0)
     pages = jnp.take_along_axis(page_table[:, None, None], at // per_page, axis=3)
     return jnp.where((ids >= 0) & (pages >= 0), pages * per_page + at % per_page, -1)
+
+
+def largest_blocks(
+    scores: Float[Array, "B K S"], ctx: SelectContext, *, k: int, sink: int, local: int, block_size: int, num_queries: int = 1
+) -> Blocks:
+    """Sink, local and the `k` distant blocks of the largest scores, per KV head, as `pallas_kernels.select_blocks` lists them.
+
+    The last `local` blocks always include those of open pages. Of equal scores the lower block wins. num_queries: T of the step.
+    """
+    newest = (ctx.lengths - 1) // block_size
+    first_open = (ctx.lengths - num_queries) // ctx.page_size * (ctx.page_size // block_size)
+    first_local = jnp.maximum(jnp.minimum(newest - local + 1, first_open), 0)[:, None, None]
+    block = jnp.arange(scores.shape[2], dtype=jnp.int32)
+    distant = largest(scores, (block >= sink) & (block < first_local), k)
+    room = max(local, -(-(ctx.page_size - 1 + num_queries) // block_size))
+    ids = with_ends(distant, first_local, newest[:, None, None], sink=min(sink, scores.shape[2]), room=room)
+    return Blocks(ids, block_size)
+
+
+def largest(scores: Float[Array, "*B S"], candidates: Bool[Array, "*#B S"], k: int) -> Int32[Array, "*B k"]:
+    """The `k` candidates of the largest scores, in no order that matters, -1 where there are fewer. Of equal scores the lower one wins. NaN
+    and -inf count as the lowest finite score."""
+    lowest = jnp.finfo(scores.dtype).min
+    weighed = jnp.where(candidates, jnp.maximum(jnp.nan_to_num(scores, nan=lowest), lowest), -jnp.inf)
+    best, chosen = jax.lax.top_k(weighed, min(k, scores.shape[-1]))
+    return jnp.where(best > -jnp.inf, chosen, -1)
+
+
+def with_ends(
+    distant: Int[Array, "*B k"], first_local: Int[Array, "*#B 1"], newest: Int[Array, "*#B 1"], *, sink: int, room: int
+) -> Int32[Array, "*B W"]:
+    """A list: `sink` ids from 0 on and `distant` ones, all before `first_local`, and those from there up to `newest`, at most `room`."""
+    sinks, ends = jnp.arange(sink, dtype=jnp.int32), first_local + jnp.arange(room, dtype=jnp.int32)
+    parts = jnp.where(sinks < first_local, sinks, -1), distant, jnp.where(ends <= newest, ends, -1)
+    return ascending(jnp.concatenate([jnp.broadcast_to(part, (*distant.shape[:-1], part.shape[-1])) for part in parts], axis=-1))

@@ -18,7 +18,7 @@ from kvjax.engine.capacity_plan import memory_plan
 from kvjax.engine.engine import Engine
 from kvjax.engine.sampling import SamplingRows
 from kvjax.models.decoder import TransformerDecoder
-from kvjax.policies.decode import PrefillMass, TopBlocks, TopTokens, parse
+from kvjax.policies.decode import AttentionMass, TopBlocks, TopTokens, parse
 from kvjax.policies.prefill import TopTokensPrefill, parse_prefill
 from kvjax.scheduler.scheduler import Scheduler
 
@@ -256,13 +256,10 @@ def test_a_step_reads_every_key_of_the_indexer_and_few_latents(latent_model):
 class Learns(TopBlocks):
     """Learns from prefill."""
 
-    prefill_mass = PrefillMass(block_size=PAGE)
+    learns = AttentionMass(block_size=PAGE)
 
     def indexes(self):
         return ()
-
-    def observe_prefill(self, mass, ctx, state):
-        return state
 
 
 @pytest.mark.parametrize(
