@@ -204,9 +204,7 @@ def attend_and_learn(
     states = []
     for each, before in zip(learning.policies, known, strict=True):
         mass, first = masses[each.learns]
-        sizes = {"page_size": layer.pages.page_size, "shards": ctx.shards, "copies": ctx.copies}
-        at = MassContext(first, ctx.lengths, layer=ctx.layer, **sizes)
-        states.append(each.observe(mass, at, before))
+        states.append(each.observe(mass, MassContext(first, ctx.lengths, ctx.layer, ctx.shards, ctx.copies), before))
     return out, tuple(states)
 
 

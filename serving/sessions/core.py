@@ -187,10 +187,20 @@ class SessionCore:
 
     def demote(self, record: Record) -> None:
         """Move a session's pages to host memory, and those that have been there longest on to disk if it is full. ResourceExhausted if both
-        are."""
-        if record.sequence.suspended is None and record.sequence.length and not self._demote(record):
-            full = f"the {self.engine.suspended.host_bytes:,} bytes of host memory for sessions are full"
-            raise ResourceExhausted(f"{full}, and so is the disk")
+        are, or if the disk cannot be written to."""
+        store, sequence = self.engine.suspended, record.sequence
+        if sequence.suspended is not None or not sequence.length:
+            return
+        try:
+            if not store.make_room(self.live_bytes(record)):
+                raise ResourceExhausted(f"the {store.host_bytes:,} bytes of host memory for sessions are full, and so is the disk")
+            self.engine.suspend(sequence)
+            self.counts["demoted"] += 1
+            store.make_room(0)  # its own pages go on, too, if there was room for them on disk alone
+        except OSError as error:
+            raise ResourceExhausted(f"pages of a session could not be written to {store.folder}: {error.strerror}") from error
+        finally:
+            self.counts |= collections.Counter(shelved=store.moved)  # without a count of 0
 
     def end(self, record: Record, reason: str) -> None:
         """End a session, and free its pages. A generation that runs ends with the error Cancelled, and calls that wait with NOT_FOUND."""
@@ -434,28 +444,11 @@ class SessionCore:
     def _demote_if_room(self, record: Record) -> bool:
         """Demote a session if host memory and disk have room. Returns whether its pages have left the device."""
         try:
-            return self._demote(record)
+            self.demote(record)
         except ResourceExhausted as error:
-            logger.error("%s; for a while nothing is written there", error)
-            return record.sequence.suspended is not None
-
-    def _demote(self, record: Record) -> bool:
-        """Move a session's pages to host memory, and on to disk what has no room there. Returns whether there was room. ResourceExhausted
-        if the disk cannot be written to."""
-        store = self.engine.suspended
-        before = store.moved
-        try:
-            if not store.make_room(self.live_bytes(record)):
-                return False
-            self.engine.suspend(record.sequence)
-            self.counts["demoted"] += 1
-            store.make_room(0)  # its own pages go on, too, if there was room for them on disk alone
-            return True
-        except OSError as error:
-            raise ResourceExhausted(f"pages of a session could not be written to {store.folder}: {error.strerror}") from error
-        finally:
-            if store.moved > before:
-                self.counts["shelved"] += store.moved - before
+            if error.__cause__ is not None:
+                logger.error("%s; for a while nothing is written there", error)
+        return record.sequence.suspended is not None
 
     def _leaving_for_one(self, busy: Record | None = None) -> list[Record]:
         """The idle sessions but `busy`, those used longest ago, that have to end for one more. After a restart there may be more than the

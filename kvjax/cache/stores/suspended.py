@@ -24,13 +24,13 @@ RETRY_S = 60.0
 
 
 class SuspendedPages:
-    """Blocks by sequence. moved: how often those of a sequence went on to disk."""
+    """Blocks by sequence. moved: how often those of a sequence went on to disk since `limit` was called."""
 
     def __init__(self):
         self._host: OrderedDict[Hashable, Stored] = OrderedDict()  # the one used longest ago first
         self._disk: dict[Hashable, Stored] = {}
         self._unread: dict[Hashable, dict[str, int]] = {}
-        self.moved = self.host_used = self.disk_used = 0
+        self.host_used = self.disk_used = 0
         self.limit(None)
 
     def limit(self, host_bytes: int | None, folder: Path | None = None, disk_bytes: int = 0) -> None:
@@ -44,7 +44,7 @@ class SuspendedPages:
         except OSError as error:
             raise ValueError(f"{folder} cannot hold pages of suspended sequences: {error.strerror}; name another folder") from None
         self.host_bytes, self.folder, self.disk_bytes = host_bytes, folder, disk_bytes
-        self._failed = float("-inf")
+        self.moved, self._failed = 0, float("-inf")
 
     def usage(self) -> dict[str, int]:
         """Bytes and pages in host memory and on disk."""

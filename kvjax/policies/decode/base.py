@@ -130,7 +130,6 @@ class MassContext:
     first: Int[Array, "B"]
     lengths: Int[Array, "B"]
     layer: int | Int[Array, ""]
-    page_size: int = flax.struct.field(pytree_node=False)
     shards: Shards | None = flax.struct.field(pytree_node=False, default=None)
     copies: int = flax.struct.field(pytree_node=False, default=1)
 
@@ -250,8 +249,8 @@ def attend_and_observe(
     if learns:
         size = policy.learns.tokens(ctx.page_size)
         mass = mass_of_step(blocks, block_lse, ctx, size, ctx.max_pages * ctx.page_size // size)
-        sizes = {"layer": ctx.layer, "page_size": ctx.page_size, "shards": ctx.shards, "copies": ctx.copies}
-        state = policy.observe(mass, MassContext(ctx.lengths - query.shape[1], ctx.lengths, **sizes), state)
+        at = MassContext(ctx.lengths - query.shape[1], ctx.lengths, ctx.layer, ctx.shards, ctx.copies)
+        state = policy.observe(mass, at, state)
     return out, blocks, state
 
 

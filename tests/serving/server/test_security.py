@@ -22,7 +22,6 @@ from session_servers import WAIT, serving, until
 from tiny_models import VOCAB, make_model
 
 from kvjax import Engine, SessionRuntime
-from kvjax.cache.stores.suspended import SuspendedPages
 from kvjax.client import Cancelled, Client, DeadlineExceeded, InvalidArgument, ResourceExhausted
 from kvjax.policies.decode import Window, naming, register
 from kvjax.serving.server.grpc_calls import Calls
@@ -356,26 +355,6 @@ def test_pages_on_disk_that_come_back_changed_are_computed_again(engine, tmp_pat
             assert "damaged; its history is prefilled again" in caplog.text
         assert used.counts["damaged"] == 3
         assert not used.counts.get("inv1")
-
-
-def test_every_read_of_pages_on_disk_is_checked(tmp_path):
-    blocks = np.arange(12, dtype=np.uint8).reshape(3, 4)
-    store = SuspendedPages()
-    store.limit(0, tmp_path, 100)
-    for bit in range(8 * blocks.size):
-        store.put(bit, {"full": blocks, "none": blocks[:0]})
-        assert store.make_room(0)
-        assert store.on_disk(bit)
-        flipped = blocks.copy()
-        flipped.reshape(-1)[bit // 8] ^= 1 << bit % 8
-        whole, store._disk[bit]["full"] = store._disk[bit]["full"], flipped
-        for _ in range(2):
-            with pytest.raises(ValueError, match="other pages of layer group full"):
-                store.get(bit)
-        store._disk[bit]["full"] = whole
-        assert (store.get(bit)["full"] == blocks).all()
-        store.drop(bit)
-    assert not any(store.usage().values())
 
 
 # Time
