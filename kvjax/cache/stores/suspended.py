@@ -24,11 +24,12 @@ RETRY_S = 60.0
 
 
 class SuspendedPages:
-    """Blocks by sequence. moved: how often those of a sequence went on to disk since `limit` was called."""
+    """Blocks by sequence: in host memory, the one used longest ago first, and on disk. moved: how often those of a sequence went on to disk
+    since `limit` was called."""
 
     def __init__(self):
-        self._host: OrderedDict[Hashable, Stored] = OrderedDict()  # the one used longest ago first
-        self._disk: dict[Hashable, Stored] = {}
+        self.on_host: OrderedDict[Hashable, Stored] = OrderedDict()
+        self.on_disk: dict[Hashable, Stored] = {}
         self._unread: dict[Hashable, dict[str, int]] = {}
         self.host_used = self.disk_used = 0
         self.limit(None)
@@ -48,38 +49,34 @@ class SuspendedPages:
 
     def usage(self) -> dict[str, int]:
         """Bytes and pages in host memory and on disk."""
-        pages = {f"{name}_pages": sum(map(_pages, kept.values())) for name, kept in (("host", self._host), ("disk", self._disk))}
+        pages = {f"{name}_pages": sum(map(_pages, kept.values())) for name, kept in (("host", self.on_host), ("disk", self.on_disk))}
         return {"host_bytes": self.host_used, "disk_bytes": self.disk_used, **pages}
-
-    def on_disk(self, key: Hashable) -> bool:
-        """Whether the blocks of a sequence are on disk."""
-        return key in self._disk
 
     def put(self, key: Hashable, stored: Stored) -> None:
         """Keep the blocks of a sequence in host memory, whatever its limit."""
-        self._host[key] = stored
+        self.on_host[key] = stored
         self.host_used += _bytes(stored)
 
     def get(self, key: Hashable) -> Stored:
         """The blocks of a sequence. ValueError if the disk gives back others than were written."""
-        if key in self._host:
-            return self._host[key]
+        if key in self.on_host:
+            return self.on_host[key]
         for name, checksum in self._unread.get(key, {}).items():
-            if _checksum(self._disk[key][name]) != checksum:
+            if _checksum(self.on_disk[key][name]) != checksum:
                 raise ValueError(f"the disk gives back other pages of layer group {name} than were written: they are damaged")
         self._unread.pop(key, None)
-        return self._disk[key]
+        return self.on_disk[key]
 
     def drop(self, key: Hashable) -> None:
         """Forget the blocks of a sequence, if there are any."""
-        self.host_used -= _bytes(self._host.pop(key, {}))
-        self.disk_used -= _bytes(self._disk.pop(key, {}))
+        self.host_used -= _bytes(self.on_host.pop(key, {}))
+        self.disk_used -= _bytes(self.on_disk.pop(key, {}))
         self._unread.pop(key, None)
 
     def touch(self, key: Hashable) -> None:
         """A sequence was used: its blocks, if there are any, go to disk after those of others."""
-        if key in self._host:
-            self._host.move_to_end(key)
+        if key in self.on_host:
+            self.on_host.move_to_end(key)
 
     @property
     def full(self) -> bool:
@@ -95,7 +92,7 @@ class SuspendedPages:
         surplus, room, leaving = self.host_used + size - self.host_bytes, self._disk_left(), []
         if surplus > max(room, 0):
             return False
-        for key, stored in self._host.items():
+        for key, stored in self.on_host.items():
             if surplus <= 0:
                 break
             if (held := _bytes(stored)) > room:
@@ -112,14 +109,14 @@ class SuspendedPages:
         return 0 if self.folder is None or time.monotonic() < self._failed + RETRY_S else self.disk_bytes - self.disk_used
 
     def _to_disk(self, key: Hashable) -> None:
-        stored = self._host[key]
+        stored = self.on_host[key]
         try:
             mapped = {name: self._mapped(blocks) for name, blocks in stored.items()}
         except OSError:
             self._failed = time.monotonic()
             raise
         self.drop(key)
-        self._disk[key], self._unread[key] = mapped, {name: _checksum(blocks) for name, blocks in stored.items()}
+        self.on_disk[key], self._unread[key] = mapped, {name: _checksum(blocks) for name, blocks in stored.items()}
         self.disk_used += _bytes(mapped)
         self.moved += 1
 

@@ -13,7 +13,7 @@ def test_what_was_used_longest_ago_goes_to_disk_first(tmp_path):
         store.put(key, {"full": page})
     store.touch("a")
     assert store.make_room(1)
-    assert [store.on_disk(key) for key in "abc"] == [False, True, False]
+    assert [*store.on_host, *store.on_disk] == [*"cab"]
     assert not store.make_room(3)
     assert store.usage() == {"host_bytes": 2, "disk_bytes": 1, "host_pages": 2, "disk_pages": 1}
     assert store.make_room(2)
@@ -27,14 +27,14 @@ def test_every_read_of_pages_on_disk_is_checked(tmp_path):
     for bit in range(8 * blocks.size):
         store.put(bit, {"full": blocks, "none": blocks[:0]})
         assert store.make_room(0)
-        assert store.on_disk(bit)
+        assert bit in store.on_disk
         flipped = blocks.copy()
         flipped.reshape(-1)[bit // 8] ^= 1 << bit % 8
-        whole, store._disk[bit]["full"] = store._disk[bit]["full"], flipped
+        whole, store.on_disk[bit]["full"] = store.on_disk[bit]["full"], flipped
         for _ in range(2):
             with pytest.raises(ValueError, match="other pages of layer group full"):
                 store.get(bit)
-        store._disk[bit]["full"] = whole
+        store.on_disk[bit]["full"] = whole
         assert (store.get(bit)["full"] == blocks).all()
         store.drop(bit)
     assert not any(store.usage().values())

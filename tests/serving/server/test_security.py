@@ -348,7 +348,7 @@ def test_pages_on_disk_that_come_back_changed_are_computed_again(engine, tmp_pat
             next(stream)
             stream.cancel(keep=0)
             session.demote()
-            (stored,) = engine.suspended._disk.values()
+            (stored,) = engine.suspended.on_disk.values()
             stored["full"] = stored["full"].copy()
             stored["full"][0, 7] ^= 1
             assert use() in (None, expected)

@@ -270,7 +270,7 @@ def test_demoted_sessions_go_on_to_disk_when_host_memory_is_full(engine, tmp_pat
         gauges = runtime.gauges()
         assert (gauges["host_bytes"], gauges["disk_bytes"], gauges["host_pages"], gauges["disk_pages"]) == (stored, 2 * stored, 10, 20)
         held = [runtime._core.records[each.id].sequence for each in sessions]
-        assert [engine.suspended.on_disk(each) for each in held] == [
+        assert [each in engine.suspended.on_disk for each in held] == [
             True,
             False,
             True,
