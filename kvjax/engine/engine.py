@@ -149,9 +149,9 @@ class Engine:
         self._prefiller = Prefiller(self.model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)
         self._reuse: Reuse | None = None
         if kept_in.reuse:
-            from kvjax.engine.prefix_reuse import make_reuse
+            from kvjax.engine.prefix_reuse import Reuse
 
-            self._reuse = make_reuse(model, self._pool, self._groups, self._declared, self._prefiller, kept_in, host)
+            self._reuse = Reuse(model, self._pool, self._groups, self._declared, self._prefiller, kept_in, host)
         self._capacity.pinned = None if self._reuse is None else self._reuse.pinned
         self._runs: dict[CachedSequence, ChunkRun] = {}
         self._slots: dict[tuple[int, DecodePolicy], DecodeBatch] = {}  # of every policy and batch size; they stay on the device
