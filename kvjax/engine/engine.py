@@ -474,11 +474,11 @@ class Engine:
         return sequence
 
     @guarded
-    def suspend(self, sequence: CachedSequence) -> None:
+    def suspend(self, sequence: CachedSequence, *, briefly: bool = False) -> None:
         """Move the sequence's pages and states to host memory, and free them on the device. Call `resume` before you use it again; its bits
-        are then the same. Waits for the device."""
+        are then the same. Waits for the device. briefly: it comes back by itself, so limits of `suspended` do not count it."""
         self._check_live([sequence])
-        self._copies.suspend(sequence)
+        self._copies.suspend(sequence, briefly)
 
     @guarded
     def resume(self, sequence: CachedSequence) -> None:

@@ -102,13 +102,13 @@ class SequenceCopies:
         self._take_back(sequence, len(tokens), stored, {each.name: stored_pages(each, len(tokens), reach) for each in self.spec.groups})
         return sequence
 
-    def suspend(self, sequence: CachedSequence) -> None:
-        """Move pages and states to host memory, and free them on the device."""
+    def suspend(self, sequence: CachedSequence, briefly: bool) -> None:
+        """Move pages and states to host memory, and free them on the device. briefly: as in `Engine.suspend`."""
         self._release.settle()
         held = self._groups.held(sequence, self._chunk)
         stored = read_stored(self._pool, self.spec, self._groups.ids(sequence, held))
         sequence.keep_on_host(held)
-        self.suspended.put(sequence, stored)
+        self.suspended.put(sequence, stored, briefly)
         self._groups.keep_written(sequence, 0)
         sequence.pages = self._groups.new()
 

@@ -24,12 +24,13 @@ RETRY_S = 60.0
 
 
 class SuspendedPages:
-    """Blocks by sequence: in host memory, the one used longest ago first, and on disk. moved: how often those of a sequence went on to disk
-    since `limit` was called."""
+    """Blocks by sequence: in host memory, the one used longest ago first, and on disk. Those of sequences that come back by themselves stay
+    in host memory, and do not count. moved: how often those of a sequence went on to disk since `limit` was called."""
 
     def __init__(self):
         self.on_host: OrderedDict[Hashable, Stored] = OrderedDict()
         self.on_disk: dict[Hashable, Stored] = {}
+        self._brief: dict[Hashable, Stored] = {}
         self._unread: dict[Hashable, dict[str, int]] = {}
         self.host_used = self.disk_used = 0
         self.limit(None)
@@ -52,15 +53,15 @@ class SuspendedPages:
         pages = {f"{name}_pages": sum(map(_pages, kept.values())) for name, kept in (("host", self.on_host), ("disk", self.on_disk))}
         return {"host_bytes": self.host_used, "disk_bytes": self.disk_used, **pages}
 
-    def put(self, key: Hashable, stored: Stored) -> None:
-        """Keep the blocks of a sequence in host memory, whatever its limit."""
-        self.on_host[key] = stored
-        self.host_used += _bytes(stored)
+    def put(self, key: Hashable, stored: Stored, briefly: bool = False) -> None:
+        """Keep the blocks of a sequence in host memory, whatever its limit. briefly: it comes back by itself."""
+        (self._brief if briefly else self.on_host)[key] = stored
+        self.host_used += 0 if briefly else _bytes(stored)
 
     def get(self, key: Hashable) -> Stored:
         """The blocks of a sequence. ValueError if the disk gives back others than were written."""
-        if key in self.on_host:
-            return self.on_host[key]
+        if (stored := self._brief.get(key) or self.on_host.get(key)) is not None:
+            return stored
         for name, checksum in self._unread.get(key, {}).items():
             if _checksum(self.on_disk[key][name]) != checksum:
                 raise ValueError(f"the disk gives back other pages of layer group {name} than were written: they are damaged")
@@ -69,6 +70,7 @@ class SuspendedPages:
 
     def drop(self, key: Hashable) -> None:
         """Forget the blocks of a sequence, if there are any."""
+        self._brief.pop(key, None)
         self.host_used -= _bytes(self.on_host.pop(key, {}))
         self.disk_used -= _bytes(self.on_disk.pop(key, {}))
         self._unread.pop(key, None)

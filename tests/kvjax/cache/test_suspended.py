@@ -12,6 +12,8 @@ def test_what_was_used_longest_ago_goes_to_disk_first(tmp_path):
     for key in "abc":
         store.put(key, {"full": page})
     store.touch("a")
+    store.put("d", {"full": page}, briefly=True)
+    assert store.get("d")["full"] is page
     assert store.make_room(1)
     assert [*store.on_host, *store.on_disk] == [*"cab"]
     assert not store.make_room(3)
