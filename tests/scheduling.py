@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import Engine, Request, Sampling, Scheduler
-from kvjax.policies.decode import PrefillMass, Stateless, largest_blocks, mass_of_step
+from kvjax.policies.decode import AttentionMass, Stateless, largest_blocks
 
 PAGES = 64
 
@@ -79,8 +79,7 @@ BLOCK = 16
 class Masses(Stateless):
     """A policy whose states are kept per sequence: the blocks of most mass so far, in prefill and in steps."""
 
-    learns = True
-    prefill_mass = PrefillMass(BLOCK)
+    learns = AttentionMass(BLOCK)
 
     def init(self, spec, batch):
         return jnp.zeros((batch, spec.num_heads, spec.max_pages))
@@ -89,10 +88,7 @@ class Masses(Stateless):
         scores = state.reshape(state.shape[0], layer.pages.kv_heads, -1, state.shape[2]).sum(axis=2)
         return largest_blocks(scores, ctx, k=1, sink=0, local=1, block_size=BLOCK), state
 
-    def observe(self, blocks, block_lse, ctx, state):
-        return state + mass_of_step(blocks, block_lse, ctx, BLOCK, state.shape[2])
-
-    def observe_prefill(self, mass, ctx, state):
+    def observe(self, mass, ctx, state):
         return state + mass
 
 

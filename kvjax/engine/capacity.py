@@ -78,7 +78,7 @@ class Capacity:
 
     def check_room(self, tokens: int, sequence: CachedSequence | None, growing: Sequence[CachedSequence]) -> None:
         """`Engine.check_room`."""
-        held = None if sequence is None or sequence.suspended is None else sequence.held
+        held = None if sequence is None else sequence.suspended
         with self.advice():
             self._groups.check_room(tokens, sequence, held, growing)
 

@@ -61,6 +61,7 @@ from pallas_kernels.core.messages import shown
 
 if TYPE_CHECKING:
     from kvjax.cache.prefix_cache import PrefixStats
+    from kvjax.cache.stores.suspended import SuspendedPages
     from kvjax.engine.inspection import StepRead
     from kvjax.engine.prefix_reuse import Reuse
     from kvjax.engine.sequence_io import SequenceCopies
@@ -148,9 +149,9 @@ class Engine:
         self._prefiller = Prefiller(self.model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)
         self._reuse: Reuse | None = None
         if kept_in.reuse:
-            from kvjax.engine.prefix_reuse import make_reuse
+            from kvjax.engine.prefix_reuse import Reuse
 
-            self._reuse = make_reuse(model, self._pool, self._groups, self._declared, self._prefiller, kept_in, host)
+            self._reuse = Reuse(model, self._pool, self._groups, self._declared, self._prefiller, kept_in, host)
         self._capacity.pinned = None if self._reuse is None else self._reuse.pinned
         self._runs: dict[CachedSequence, ChunkRun] = {}
         self._slots: dict[tuple[int, DecodePolicy], DecodeBatch] = {}  # of every policy and batch size; they stay on the device
@@ -440,6 +441,8 @@ class Engine:
         self.sequences.remove(sequence)
         self._runs.pop(sequence, None)
         sequence.pages = self._groups.new()  # slots notice the change by this
+        if sequence.suspended is not None:
+            self.suspended.drop(sequence)
         sequence.logits = sequence.suspended = None
 
     @guarded
@@ -471,11 +474,11 @@ class Engine:
         return sequence
 
     @guarded
-    def suspend(self, sequence: CachedSequence) -> None:
+    def suspend(self, sequence: CachedSequence, *, briefly: bool = False) -> None:
         """Move the sequence's pages and states to host memory, and free them on the device. Call `resume` before you use it again; its bits
-        are then the same. Waits for the device."""
+        are then the same. Waits for the device. briefly: it comes back by itself, so limits of `suspended` do not count it."""
         self._check_live([sequence])
-        self._copies.suspend(sequence)
+        self._copies.suspend(sequence, briefly)
 
     @guarded
     def resume(self, sequence: CachedSequence) -> None:
@@ -522,6 +525,11 @@ class Engine:
     def unpin(self, prefix: CachedSequence | Sequence[int], cache_salt: str | None = None) -> int:
         """Let the longest pinned prefix of these tokens go again, and return how many it holds. ValueError if there is none."""
         return self._reusing().unpin(self._prefix(prefix), cache_salt)
+
+    @property
+    def suspended(self) -> SuspendedPages:
+        """The pages of suspended sequences."""
+        return self._copies.suspended
 
     def stats(self) -> PrefixStats | None:
         """What reused pages are where, and what was found; None where the engine reuses nothing."""

@@ -20,7 +20,7 @@ from kvjax.engine import recurrent
 from kvjax.engine.policy_state import Learning, attend_and_learn
 from kvjax.engine.sequence_parallel import by_queries, by_tiles, in_parts, own_rows, whole_rows
 from kvjax.model.protocols import Heads, Latents, Recurrence
-from kvjax.policies.decode.base import Blocks, DecodePolicy, IndexerQuery, SelectContext, attend_listed, attends_by_list
+from kvjax.policies.decode.base import Blocks, DecodePolicy, IndexerQuery, SelectContext, attend_and_observe, attends_by_list
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy, query_tile_of
 from pallas_kernels.attention.flash_attention import flash_attention
 from pallas_kernels.core.pages import OpenPages, Pages
@@ -126,9 +126,7 @@ def attend_hot(
     pages = layer.pages.replace(open=None)  # sealed pages alone are in the buffer
     hot, pages, fetched = fetch(hot, pages, *where, num_queries=query.shape[1], border=ctx.border, owner=owner)
     layer = with_pages(layer, pages)
-    out, block_lse = attend_listed(query, layer, ctx, blocks, return_block_lse=policy.learns, frames=fetched.frames)
-    state = policy.observe(blocks, block_lse, ctx, state) if policy.learns else state
-    return out, blocks, state, pages, hot, fetched
+    return *attend_and_observe(policy, query, layer, ctx, blocks, state, fetched.frames), pages, hot, fetched
 
 
 def lists_pages(policy: DecodePolicy, page_size: int) -> bool:
@@ -147,8 +145,8 @@ def attend_tokens(
     listed = blocks
     if blocks is not None and blocks.ids.ndim == 3 and blocks.ids.shape[1] == query.shape[1] > 1 and layer.pages.kv_heads == 1:
         listed = blocks.replace(ids=blocks.ids[:, :, None])  # a list for each query
-    out, block_lse = attend_listed(query, layer, ctx, listed, return_block_lse=policy.learns)
-    return out, blocks, policy.observe(blocks, block_lse, ctx, state) if policy.learns else state
+    out, _, state = attend_and_observe(policy, query, layer, ctx, listed, state)
+    return out, blocks, state
 
 
 def all_gather_pages(

@@ -18,8 +18,8 @@ from kvjax.compilation import program
 from kvjax.engine.sequence import OpenChunk, States
 from kvjax.model.config import ModelConfig
 from kvjax.model.layers import DeltaLayer, LatentLayer
-from kvjax.policies.decode import DecodePolicy, LearnsFromPrefill, MassContext, PrefillMass, StateSpec
-from kvjax.policies.decode.mass import fitted
+from kvjax.policies.decode import AttentionMass, DecodePolicy, MassContext, StateSpec
+from kvjax.policies.decode.base import fitted
 from kvjax.policies.prefill import DensePrefill, PrefillContext, PrefillPolicy
 from pallas_kernels.attention.flash_attention import flash_attention
 from pallas_kernels.selection.block_mass import block_mass
@@ -38,7 +38,7 @@ class Learning:
 
     states: tuple[States, ...]
     first: Int[Array, "B"]
-    policies: tuple[LearnsFromPrefill, ...] = flax.struct.field(pytree_node=False)
+    policies: tuple[DecodePolicy, ...] = flax.struct.field(pytree_node=False)
     max_pages: int = flax.struct.field(pytree_node=False)
 
     def of_layers(self, first: int, last: int) -> Learning:
@@ -47,8 +47,10 @@ class Learning:
 
 
 def learns_from_prefill(policy: DecodePolicy) -> bool:
-    """Whether a policy asks for attention mass of prefill."""
-    return isinstance(policy, LearnsFromPrefill) and policy.prefill_mass is not None
+    """Whether a policy asks for attention mass of prefill. ValueError if nobody can tell."""
+    if not isinstance(policy.learns, AttentionMass | None):
+        raise ValueError(f"policy {policy}: learns must be a kvjax.policies.decode.AttentionMass or None, got {policy.learns!r}")
+    return policy.learns is not None and policy.learns.queries != 0
 
 
 def state_specs(config: ModelConfig, page_size: int, max_pages: int, tensor: int = 1) -> tuple[StateSpec, ...]:
@@ -175,10 +177,8 @@ def after_chunk(
         sequence.open_chunk = dataclasses.replace(opened, tokens=(*opened.tokens, *written[early:]))
 
 
-def _check(policy: LearnsFromPrefill, page_size: int, prefill_chunk: int) -> None:
-    asked = policy.prefill_mass
-    if not isinstance(asked, PrefillMass):
-        raise ValueError(f"policy {policy}: prefill_mass must be a kvjax.policies.decode.PrefillMass or None, got {asked!r}")
+def _check(policy: DecodePolicy, page_size: int, prefill_chunk: int) -> None:
+    asked = policy.learns
     if page_size % asked.tokens(page_size):
         raise ValueError(f"policy {policy} asks for blocks of {asked.block_size} tokens, which do not divide the page size {page_size}")
     if asked.queries is not None and asked.queries > prefill_chunk:
@@ -200,20 +200,16 @@ def attend_and_learn(
     if learning is None:
         return policy.attend(query, layer, ctx), ()
     out, lse = policy.attend_with_lse(query, layer, ctx) if isinstance(policy, DensePrefill) else (policy.attend(query, layer, ctx), None)
-    masses = {
-        asked: _mass(asked, query, lse, layer, ctx, learning) for asked in dict.fromkeys(each.prefill_mass for each in learning.policies)
-    }
+    masses = {asked: _mass(asked, query, lse, layer, ctx, learning) for asked in dict.fromkeys(each.learns for each in learning.policies)}
     states = []
     for each, before in zip(learning.policies, known, strict=True):
-        mass, first = masses[each.prefill_mass]
-        sizes = {"page_size": layer.pages.page_size, "shards": ctx.shards, "copies": ctx.copies}
-        at = MassContext(first, ctx.lengths, layer=ctx.layer, **sizes)
-        states.append(each.observe_prefill(mass, at, before))
+        mass, first = masses[each.learns]
+        states.append(each.observe(mass, MassContext(first, ctx.lengths, ctx.layer, ctx.shards, ctx.copies), before))
     return out, tuple(states)
 
 
 def _mass(
-    asked: PrefillMass,
+    asked: AttentionMass,
     query: Float[Array, "B T H D"],
     lse: Float32[Array, "B T H"] | None,
     layer: PagedKV,

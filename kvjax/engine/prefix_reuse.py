@@ -40,36 +40,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def make_reuse(
-    model: Model,
-    pool: Pool,
-    groups: PageManager,
-    declared: PolicySet,
-    prefiller: Prefiller,
-    stores: Stores,
-    host: HostMemory,
-) -> Reuse:
-    """The cache of prefixes of an engine that reuses pages. host: what `stores.host_bytes` are. ValueError for a size of the
-    disk in which no page fits, and for host memory that cannot be pinned."""
-    store = HostStore(host.store_bytes, _device_of(pool), host.stored) if host.stored else None
-    disk = None
-    if stores.disk is not None:
-        sizes = {group.name: block_bytes(groups.spec, group.name) for group in groups.spec.groups if group.name != OPEN}
-        disk = DiskStore(stores.disk, whole_number("disk_bytes", stores.disk_bytes, 1, 2**63), sizes)
-    kept = Reuse(model, pool, groups, declared, store, disk, prefiller, exact=stores.reuse != "any")
-    prefiller.on_written = kept.written
-    return kept
-
-
-def _device_of(pool: Pool) -> jax.Device:
-    """The device of a pool, or the first one of its mesh that this process has: blocks go to other stores by way of it."""
-    (first, *_) = first_array(pool.layers).devices() if pool.shards is None else pool.shards.mesh.local_devices
-    return first
-
-
 class Reuse:
-    """The cache of prefixes of an engine. prefiller: for a sample of what this engine writes. exact: find only pages that a prompt would
-    write itself; else all pages of its tokens, however they were written."""
+    """The cache of prefixes of an engine that reuses pages. prefiller: also for a sample of what this engine writes. host: what
+    `stores.host_bytes` are. exact: find only pages that a prompt would write itself; else all pages of its tokens, however they were
+    written. ValueError for a size of the disk in which no page fits, and for host memory that cannot be pinned."""
 
     def __init__(
         self,
@@ -77,27 +51,34 @@ class Reuse:
         pool: Pool,
         groups: PageManager,
         declared: PolicySet,
-        host: HostStore | None,
-        disk: DiskStore | None,
         prefiller: Prefiller,
-        *,
-        exact: bool,
+        stores: Stores,
+        host: HostMemory,
     ):
-        self.exact = exact
-        self.model, self._declared, self._disk, self._page_size = model, declared, disk, declared.page_size
+        self.exact = exact = stores.reuse != "any"
+        self.model, self._declared, self._page_size = model, declared, declared.page_size
         self._pool, self._groups, self._prefiller = pool, groups, weakref.proxy(prefiller)
         self._samples: dict[str | None, str] = {}
-        self._device = _device_of(pool)
+        # The device of the pool, or the first one of its mesh that this process has: blocks go to stores by way of it.
+        devices = first_array(pool.layers).devices() if pool.shards is None else pool.shards.mesh.local_devices
+        self._device: jax.Device = next(iter(devices))
+        in_memory = HostStore(host.store_bytes, self._device, host.stored) if host.stored else None
+        self._disk: DiskStore | None = None
+        if stores.disk is not None:
+            sizes = {group.name: block_bytes(groups.spec, group.name) for group in groups.spec.groups if group.name != OPEN}
+            self._disk = DiskStore(stores.disk, whole_number("disk_bytes", stores.disk_bytes, 1, 2**63), sizes)
         # Another mesh adds in another order. And its blocks hold heads in another order.
         self._mesh = None if pool.shards is None or pool.shards.mesh.size == 1 else dict(pool.shards.mesh.shape)
         # Policies whose queries look at each other write the pages of a chunk together.
         alone = declared.prefill.queries_stand_alone
         hash_block = declared.page_size if alone or not exact else declared.prefill_chunk
         self._packed = None if declared.cache_format is None else str(declared.cache_format)
-        self._mark = os.urandom(16).hex() if disk is None else fingerprint(model)  # without a disk, no other engine meets these pages
-        if disk is None and host is None and groups.spec.state_groups:
+        # Without a disk, no other engine meets these pages.
+        self._mark = os.urandom(16).hex() if self._disk is None else fingerprint(model)
+        if self._disk is None and in_memory is None and groups.spec.state_groups:
             logger.warning("prompts of this model are found only with host_bytes or disk, which keep the states of its recurrent layers")
-        self.prefixes = Prefixes(pool, groups, declared.indexes, hash_block=hash_block, host=host, disk=disk)
+        self.prefixes = Prefixes(pool, groups, declared.indexes, hash_block=hash_block, host=in_memory, disk=self._disk)
+        prefiller.on_written = self.written
 
     def adopt(self, sequence: CachedSequence, tokens: Sequence[int], salt: str | None) -> int:
         """Give a sequence without tokens the longest known prefix of `tokens`. Returns its length."""

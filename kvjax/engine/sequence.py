@@ -16,7 +16,6 @@ from pallas_kernels.core.messages import shown
 if TYPE_CHECKING:
     from kvjax.cache.page_manager import Reach
     from kvjax.cache.prefix_cache import Chain
-    from kvjax.cache.stores.blocks import Stored
     from kvjax.policies.decode import DecodePolicy
 
 
@@ -58,14 +57,14 @@ class CachedSequence:
     tokens: the written tokens that the host has read. length: how many tokens were written. pages: by layer group, the page ids in order,
     including reserved ones, -1 for those that were given back. logits: next-token logits `[V]` float32 after the last prefill or extend;
     None after anything else. states: those of learning policies, per layer. open_chunk: what prefill needs to continue, so that policies
-    learn the same however a prompt is cut; None after decoding. suspended: its pages in host memory, after `Engine.suspend`; else None.
-    held: which logical pages these are, by layer group. keeping: which policy gives pages of it back, and what stays; None: everything.
+    learn the same however a prompt is cut; None after decoding. suspended: which logical pages `Engine.suspend` moved to
+    host memory, by layer group; None: it is on the device. keeping: which policy gives pages of it back, and what stays; None: everything.
     prefix: what prefix it begins with, where the engine reuses pages. failed: the error that stopped a chunk of it half-way, when rows of
     its state had moved to the chunk's end: it can only be freed. growth: the batch in which it has been decoded since `length` and `pages`
     were last set; None before the next decode step. alarms: what the host knows of its heads, by watched policy.
     """
 
-    __slots__ = ("_growth", "_length", "_pages", "alarms", "failed", "held", "keeping")
+    __slots__ = ("_growth", "_length", "_pages", "alarms", "failed", "keeping")
     __slots__ += ("logits", "open_chunk", "prefix", "states", "suspended", "tokens")
 
     def __init__(
@@ -82,8 +81,7 @@ class CachedSequence:
         self._length, self._pages = length, {} if pages is None else pages
         self.tokens, self.logits, self.open_chunk = tokens, logits, open_chunk
         self.states = {} if states is None else states
-        self.suspended: Stored | None = None
-        self.held: dict[str, list[int]] = {}
+        self.suspended: dict[str, list[int]] | None = None
         self.keeping = keeping
         self.prefix: Chain | None = None
         self.failed: Exception | None = None
@@ -143,7 +141,7 @@ class CachedSequence:
         held = max((sum(page >= 0 for page in pages) for pages in self.pages.values()), default=0)
         return f"CachedSequence(length={self.length}, pages={held})"
 
-    def keep_on_host(self, stored: Stored, held: dict[str, list[int]]) -> None:
+    def keep_on_host(self, held: dict[str, list[int]]) -> None:
         """Move states and logits to host memory, and note that its logical pages `held` are there. Waits for the device."""
 
         def moved(states: Mapping[DecodePolicy, tuple[Any, ...]]) -> dict[DecodePolicy, tuple[Any, ...]]:
@@ -152,7 +150,7 @@ class CachedSequence:
         logits, states = jax.device_get(self.logits), moved(self.states)
         opened = None if self.open_chunk is None else dataclasses.replace(self.open_chunk, states=moved(self.open_chunk.states))
         # Nothing can fail from here on.
-        self.logits, self.states, self.open_chunk, self.suspended, self.held = logits, states, opened, stored, held
+        self.logits, self.states, self.open_chunk, self.suspended = logits, states, opened, held
 
     def twin(self, pages: dict[str, list[int]]) -> CachedSequence:
         """A second sequence of the same tokens, states and logits, with pages of its own."""

@@ -15,6 +15,7 @@ from kvjax.cache.page_manager import PageManager, stored_pages
 from kvjax.cache.pool import Pool
 from kvjax.cache.stores.blocks import Stored, from_mesh, read_stored, to_mesh, write_blocks
 from kvjax.cache.stores.sequence_file import read_sequence, write_sequence
+from kvjax.cache.stores.suspended import SuspendedPages
 from kvjax.checks import token_ids
 from kvjax.engine.call_lock import CallLock
 from kvjax.engine.capacity import Capacity
@@ -51,6 +52,7 @@ class SequenceCopies:
         self._one_device = model.config.cache_spec(self._page_size).with_formats(self.spec.formats)
         self._fingerprint: str | None = None
         self._cache_format = cache_format
+        self.suspended = SuspendedPages()
 
     @property
     def header(self) -> dict[str, str | int | None]:
@@ -100,11 +102,13 @@ class SequenceCopies:
         self._take_back(sequence, len(tokens), stored, {each.name: stored_pages(each, len(tokens), reach) for each in self.spec.groups})
         return sequence
 
-    def suspend(self, sequence: CachedSequence) -> None:
-        """Move pages and states to host memory, and free them on the device."""
+    def suspend(self, sequence: CachedSequence, briefly: bool) -> None:
+        """Move pages and states to host memory, and free them on the device. briefly: as in `Engine.suspend`."""
         self._release.settle()
         held = self._groups.held(sequence, self._chunk)
-        sequence.keep_on_host(read_stored(self._pool, self.spec, self._groups.ids(sequence, held)), held)
+        stored = read_stored(self._pool, self.spec, self._groups.ids(sequence, held))
+        sequence.keep_on_host(held)
+        self.suspended.put(sequence, stored, briefly)
         self._groups.keep_written(sequence, 0)
         sequence.pages = self._groups.new()
 
@@ -112,8 +116,9 @@ class SequenceCopies:
         """Bring a suspended sequence back. After OutOfPages it stays suspended."""
         if sequence.suspended is None:
             raise ValueError("the sequence is not suspended: only a sequence that Engine.suspend moved to host memory can be resumed")
-        self._take_back(sequence, sequence.length, sequence.suspended, sequence.held)
-        sequence.suspended, sequence.held = None, {}
+        self._take_back(sequence, sequence.length, self.suspended.get(sequence), sequence.suspended)
+        self.suspended.drop(sequence)
+        sequence.suspended = None
 
     def fork(self, sequence: CachedSequence) -> CachedSequence:
         """A second sequence with the same history. OutOfPages."""

@@ -336,7 +336,8 @@ def decode(
         given = {"indexer": indexer_query(heads), "moved": frames, "border": border, "rope": heads.rope}
         split = {"shards": cache.shards, "copies": spec.layers[layer].copies, "first": firsts.get(spec.layers[layer].group)}
         earlier = tuple(blocks for each, blocks in zip(spec.paged, listed, strict=False) if spec.group_of(each).window is None)
-        ctx = SelectContext(table, lengths, **sizes, **given, **split, earlier=earlier)
+        longest = {} if policy.learns is None else {"max_pages": -(-decoder.config.max_positions // page_size)}
+        ctx = SelectContext(table, lengths, **sizes, **given, **split, **longest, earlier=earlier)
         reader, before = reader_of(policy, heads), states[place]
         owner = layer if spec.layers[layer].share_with is None else spec.layers[layer].share_with
         buffer, found = tiles[owner] if tiles else None, None

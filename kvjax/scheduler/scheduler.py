@@ -477,7 +477,7 @@ class Scheduler:
         else:
             for sequence in filter(None, (last.sequence, last.state.given)):  # they share pages
                 if sequence.suspended is None:
-                    self.engine.suspend(sequence)
+                    self.engine.suspend(sequence, briefly=sequence is last.sequence)
             self._leave(last)
             self._wait(last)
             self.preemptions += 1

@@ -32,13 +32,11 @@ from kvjax.engine.sequence import CachedSequence
 from kvjax.policies.decode import DecodePolicy
 from kvjax.scheduler.request import Request
 from kvjax.scheduler.scheduler import Scheduler
-from kvjax.serving.sessions.disk_tier import DiskTier
 from kvjax.serving.sessions.generation import Run
 from kvjax.serving.sessions.journal import Journal
 from kvjax.serving.sessions.limits import MAX_WAITING
 from kvjax.serving.sessions.policy_table import PolicyTable
 from kvjax.serving.sessions.session import Record, Violation, Window, check_invariants
-from kvjax.serving.sessions.stores import Look, Stores
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +55,6 @@ class Limits:
     capacity: int
     idle_ttl_s: float
     demote_after_s: float | None
-    host_bytes: int | None
     window: Window | None
     history: int
 
@@ -77,14 +74,12 @@ class SessionCore:
         observe: Callable[[str, float], None],
         clock: Callable[[], float],
         journal: Journal | None = None,
-        disk_tier: DiskTier | None = None,
     ):
         self.engine, self.limits, self.policies, self.observe, self.clock = engine, limits, policies, observe, clock
         self.counts: collections.Counter[str] = collections.Counter()
         self.records: collections.OrderedDict[str, Record] = collections.OrderedDict()  # the one used longest ago first
         self._ended: collections.OrderedDict[str, str] = collections.OrderedDict()
-        page_bytes = {name: engine.spec.bytes_per_page(name, engine.indexes) for name in engine.allocators}
-        self.stores = Stores(page_bytes, limits.host_bytes, disk_tier)
+        self._page_bytes = {name: engine.spec.bytes_per_page(name, engine.indexes) for name in engine.allocators}
         hooks = {"on_token": self._token, "on_short": self._give_room, "texts": False}  # detokenizing is the clients' business
         self.scheduler = Scheduler(engine, slots=slots, max_gap_ms=max_gap_ms, **hooks)
         self._runs: dict[Any, Run] = {}  # by handle
@@ -168,7 +163,7 @@ class SessionCore:
         """What is known of a session."""
         sequence, policy = record.sequence, record.policy or self.scheduler.policy
         kinds = {kind: self.counts[kind] for kind in ("inv1", "inv2", "inv3")}
-        figures = {"kv_live_bytes": self.stores.live_bytes(record), "demoted": sequence.suspended is not None}
+        figures = {"kv_live_bytes": self.live_bytes(record), "demoted": sequence.suspended is not None}
         figures |= {"generating": record.run is not None, "policy": policy.describe(), "violations": kinds}
         return SessionInfo(record.id, len(record.history), sequence.length, record.dropped, **figures)
 
@@ -192,12 +187,20 @@ class SessionCore:
 
     def demote(self, record: Record) -> None:
         """Move a session's pages to host memory, and those that have been there longest on to disk if it is full. ResourceExhausted if both
-        are."""
-        if record.sequence.suspended is None and record.sequence.length:
-            moves = self._look().moves(record)
-            if moves is None:
-                raise ResourceExhausted(f"the {self.limits.host_bytes:,} bytes of host memory for sessions are full, and so is the disk")
-            self._move(record, moves)
+        are, or if the disk cannot be written to."""
+        store, sequence = self.engine.suspended, record.sequence
+        if sequence.suspended is not None or not sequence.length:
+            return
+        try:
+            if not store.make_room(self.live_bytes(record)):
+                raise ResourceExhausted(f"the {store.host_bytes:,} bytes of host memory for sessions are full, and so is the disk")
+            self.engine.suspend(sequence)
+            self.counts["demoted"] += 1
+            store.make_room(0)  # its own pages go on, too, if there was room for them on disk alone
+        except OSError as error:
+            raise ResourceExhausted(f"pages of a session could not be written to {store.folder}: {error.strerror}") from error
+        finally:
+            self.counts |= collections.Counter(shelved=store.moved)  # without a count of 0
 
     def end(self, record: Record, reason: str) -> None:
         """End a session, and free its pages. A generation that runs ends with the error Cancelled, and calls that wait with NOT_FOUND."""
@@ -333,7 +336,7 @@ class SessionCore:
         """End sessions that have been idle for too long, and demote those that have been for a while, up to the first that has no room."""
         now, ttl, demote_after = self.clock(), self.limits.idle_ttl_s, self.limits.demote_after_s
         demote_after = ttl if demote_after is None else demote_after
-        look, full = None, False
+        full = False
         for record in list(self.records.values()):
             idle = now - record.used
             if idle < min(ttl, demote_after):
@@ -342,10 +345,8 @@ class SessionCore:
                 continue
             if idle >= ttl:
                 self.end(record, "ttl")
-                look = None
             elif not full and record.sequence.suspended is None and record.sequence.length:
-                look = look or self._look()
-                full = not self._demote_if_room(record, look)
+                full = not self._demote_if_room(record)
 
     @property
     def quiet(self) -> bool:
@@ -359,14 +360,16 @@ class SessionCore:
             "sessions": len(records),
             "generating": self.scheduler.running,
             "waiting": self.scheduler.waiting + sum(len(record.waiting) for record in records),
-            "kv_live_bytes": sum(map(self.stores.live_bytes, records)),
-            "host_bytes": sum(self.stores.stored_bytes(record, on_disk=False) for record in records),
-            "disk_bytes": sum(self.stores.stored_bytes(record, on_disk=True) for record in records),
+            "kv_live_bytes": sum(map(self.live_bytes, records)),
             "device_pages": sum(each.total - each.free for each in self.engine.allocators.values()),
             "free_pages": sum(each.free for each in self.engine.allocators.values()),
-            "host_pages": sum(_pages_held(record) for record in records if not record.on_disk),
-            "disk_pages": sum(_pages_held(record) for record in records if record.on_disk),
+            **self.engine.suspended.usage(),
         }
+
+    def live_bytes(self, record: Record) -> int:
+        """Bytes of a session's pages on the device."""
+        pages = record.sequence.pages.items()
+        return sum(self._page_bytes[name] * sum(page >= 0 for page in ids) for name, ids in pages)
 
     # Inside
 
@@ -388,6 +391,7 @@ class SessionCore:
     def _touch(self, record: Record) -> None:
         record.used = self.clock()
         self.records.move_to_end(record.id)
+        self.engine.suspended.touch(record.sequence)
 
     def _next_turn(self, record: Record) -> None:
         """Run the calls that wait for a session's generation, up to the next generation."""
@@ -427,8 +431,7 @@ class SessionCore:
         First the idle one used longest ago, then one whose generation has not begun. For a step, at last one whose generation runs: on a
         fork, with which it shares all pages but the open one.
         """
-        look = self._look()
-        if look.full:
+        if self.engine.suspended.full:
             return False
         there = [each for each in self.records.values() if each.sequence.suspended is None and each.sequence.length]
         runs = [(each, each.run) for each in there if each.sequence is not needing]
@@ -436,39 +439,16 @@ class SessionCore:
         idle = [record for record, run in runs if run is None or run.over]
         not_begun = [record for record, run in runs if run is not None and not run.over and not run.tokens]
         running = [record for record, run in runs if run is not None and run.tokens and needing is None]
-        return any(self._demote_if_room(each, look) for each in (*idle, *not_begun, *running))
+        return any(self._demote_if_room(each) for each in (*idle, *not_begun, *running))
 
-    def _look(self) -> Look:
-        return self.stores.look(self.records.values(), time.monotonic())
-
-    def _demote_if_room(self, record: Record, look: Look) -> bool:
+    def _demote_if_room(self, record: Record) -> bool:
         """Demote a session if host memory and disk have room. Returns whether its pages have left the device."""
-        moves = look.moves(record)
-        if moves is None:
-            return False
-        size, failed = self.stores.live_bytes(record), False
         try:
-            self._move(record, moves)
+            self.demote(record)
         except ResourceExhausted as error:
-            logger.error("%s; for a while nothing is written there", error)
-            failed = True
-        gone = record.sequence.suspended is not None
-        look.moved(record, size if gone else 0, [each for each in moves if each.on_disk], failed)
-        return gone
-
-    def _move(self, record: Record, moves: list[Record]) -> None:
-        """Move a session's pages to host memory, after those of others to disk; at last its own, if it is among them."""
-        for each in moves:
-            if each is not record:
-                self._to_disk(each)
-        self.engine.suspend(record.sequence)
-        self.counts["demoted"] += 1
-        if record in moves:
-            self._to_disk(record)
-
-    def _to_disk(self, record: Record) -> None:
-        self.stores.to_disk(record, time.monotonic())
-        self.counts["shelved"] += 1
+            if error.__cause__ is not None:
+                logger.error("%s; for a while nothing is written there", error)
+        return record.sequence.suspended is not None
 
     def _leaving_for_one(self, busy: Record | None = None) -> list[Record]:
         """The idle sessions but `busy`, those used longest ago, that have to end for one more. After a restart there may be more than the
@@ -491,7 +471,10 @@ class SessionCore:
 
     def _look_for_damage(self, record: Record) -> None:
         """Where a session's pages on disk are not those that were written, its history is prefilled again, with the same bits."""
-        if record.on_disk and not record.sequence.suspended.whole:
+        try:
+            if record.sequence.suspended is not None:
+                self.engine.suspended.get(record.sequence)
+        except ValueError:
             logger.error("session %s: its pages on disk are damaged; its history is prefilled again", record.id[:8])
             self.counts["damaged"] += 1
             self._begin_again(record)
@@ -570,11 +553,6 @@ class SessionCore:
 
 def _refuse_to_wait() -> None:
     raise ResourceExhausted(f"{MAX_WAITING:,} calls wait for the session already, the limit: try again later", reason="calls")
-
-
-def _pages_held(record: Record) -> int:
-    """Pages of a demoted session, in host memory or on disk."""
-    return 0 if record.sequence.suspended is None else sum(map(len, record.sequence.held.values()))
 
 
 def bytes_of(logits: Any) -> bytes:

@@ -27,7 +27,6 @@ from kvjax.engine.sampling import Sampling
 from kvjax.model.identity import fingerprint
 from kvjax.policies.decode import DecodePolicy
 from kvjax.serving.sessions.core import Limits, SessionCore
-from kvjax.serving.sessions.disk_tier import DiskTier
 from kvjax.serving.sessions.generation import Generation, Run
 from kvjax.serving.sessions.journal import Journal
 from kvjax.serving.sessions.limits import MAX_HISTORY, MAX_POLICIES
@@ -119,7 +118,7 @@ class SessionRuntime:
         if not callable(clock):
             raise ValueError(f"clock must be a function that gives seconds, got {clock!r:.60}")
         checked = check_window(window, engine.page_size), whole_number("max_history", max_history, 1)
-        limits = Limits(capacity, idle_ttl_s, demote_after_s, host_bytes, *checked)
+        limits = Limits(capacity, idle_ttl_s, demote_after_s, *checked)
         self._policies = PolicyTable(engine, allow_policies, max_policies)
         if window is not None:
             try:
@@ -130,9 +129,9 @@ class SessionRuntime:
         self.engine = engine
         if disk is not None and (host_bytes is None or disk_bytes is None):
             raise ValueError("pages go to disk when host memory is full: give host_bytes and disk_bytes with disk")
-        disk_tier = None if disk is None else DiskTier(file_path(disk), disk_bytes)
+        engine.suspended.limit(host_bytes, None if disk is None else file_path(disk), disk_bytes or 0)
         journal = None if state is None else Journal(file_path(state), fingerprint(engine.model))
-        options = {"slots": slots, "max_gap_ms": max_gap_ms, "observe": told, "clock": clock, "journal": journal, "disk_tier": disk_tier}
+        options = {"slots": slots, "max_gap_ms": max_gap_ms, "observe": told, "clock": clock, "journal": journal}
         try:
             self._core = SessionCore(engine, limits, self._policies, **options)
         except BaseException:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from kvjax.checks import whole_number
 from kvjax.client.errors import InvalidArgument
-from kvjax.serving.sessions.disk_tier import OnDisk
 
 if TYPE_CHECKING:
     from kvjax.engine.engine import Engine
@@ -77,11 +76,6 @@ class Record:
     waiting: collections.deque[Waiting] = dataclasses.field(default_factory=collections.deque)
     checked_tokens: list[int] = dataclasses.field(default_factory=list)
     checked_history: array.array = dataclasses.field(default_factory=lambda: array.array("i"))
-
-    @property
-    def on_disk(self) -> bool:
-        """Whether the pages of the demoted session are on disk."""
-        return isinstance(self.sequence.suspended, OnDisk)
 
     @property
     def idle(self) -> bool:

@@ -8,10 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvjax.policies.decode.base import (
+    AttentionMass,
     Blocks,
     DecodePolicy,
     GivesPagesBack,
     IndexerQuery,
+    MassContext,
     ScoresBlocks,
     SelectContext,
     Stateless,
@@ -23,10 +25,12 @@ from kvjax.policies.decode.naming import FORMS, built_in, identity, name_of, par
 from pallas_kernels.core.lazy import names_in
 
 if TYPE_CHECKING:
+    from kvjax.policies.decode.candidates import largest_blocks
     from kvjax.policies.decode.cascade import Cascade
     from kvjax.policies.decode.dense import Dense
-    from kvjax.policies.decode.heavy import HeavyPages, HeavyTokens
-    from kvjax.policies.decode.mass import KeepsByMass, LearnsFromPrefill, MassContext, PrefillMass, largest_blocks, mass_of_step
+    from kvjax.policies.decode.heavy_pages import HeavyPages
+    from kvjax.policies.decode.heavy_tokens import HeavyTokens
+    from kvjax.policies.decode.mass import KeepsByMass
     from kvjax.policies.decode.top_blocks import TopBlocks
     from kvjax.policies.decode.top_tokens import TopTokens
     from kvjax.policies.decode.watched import Watched
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FORMS",
+    "AttentionMass",
     "Blocks",
     "Cascade",
     "DecodePolicy",
@@ -43,9 +48,7 @@ __all__ = [
     "HeavyTokens",
     "IndexerQuery",
     "KeepsByMass",
-    "LearnsFromPrefill",
     "MassContext",
-    "PrefillMass",
     "ScoresBlocks",
     "SelectContext",
     "StateSpec",
@@ -58,7 +61,6 @@ __all__ = [
     "check_budgets",
     "identity",
     "largest_blocks",
-    "mass_of_step",
     "name_of",
     "parse",
     "parse_recorded",
@@ -69,18 +71,14 @@ __all__ = [
 _HOMES = {
     "Cascade": ".cascade",
     "Dense": ".dense",
-    "HeavyPages": ".heavy",
-    "HeavyTokens": ".heavy",
+    "HeavyPages": ".heavy_pages",
+    "HeavyTokens": ".heavy_tokens",
     "KeepsByMass": ".mass",
-    "LearnsFromPrefill": ".mass",
-    "MassContext": ".mass",
-    "PrefillMass": ".mass",
     "TopBlocks": ".top_blocks",
     "TopTokens": ".top_tokens",
     "Watched": ".watched",
     "Window": ".window",
-    "largest_blocks": ".mass",
-    "mass_of_step": ".mass",
+    "largest_blocks": ".candidates",
 }
 
 __getattr__ = names_in(__name__, _HOMES)

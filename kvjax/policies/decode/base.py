@@ -80,20 +80,62 @@ class SelectContext:
 
     earlier: tuple[Blocks | None, ...] = ()
     """What the policy listed in this step in each layer before this one, except those with a window of their own."""
+    max_pages: int = flax.struct.field(pytree_node=False, default=0)
+    """Pages of the longest sequence (`StateSpec`), for policies that learn."""
 
     @property
     def sharded(self) -> bool:
         """Whether other devices have some of the pages. The page table then names those of this device alone."""
         return self.shards is not None and self.shards.context > 1
 
-    def over_heads(self, x: Array) -> Array:
-        """The sum over the heads of all devices, from the sum over those of this one."""
-        return x if self.shards is None else self.shards.over_heads(self.copies, x)[0]
-
     @property
     def frames(self) -> Int[Array, "B M"]:
         """Logical page -> frame, -1 where there is none."""
         return self.page_table if self.moved is None else self.moved
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionMass:
+    """What a policy learns from: the attention mass of blocks of `block_size` tokens (None: of pages), summed over queries.
+
+    queries: which queries of prefill count: so many last ones of each chunk; None: every one; 0: none. A chunk has the engine's
+    `prefill_chunk` tokens, and begins at a multiple of that. In a chunk that is not full, the last queries are the last ones written.
+    steps: whether the queries of the policy's own decode steps count. Their mass is that of the listed blocks, which must be of this size.
+
+    Cost of prefill: dense prefill has the log-sum-exp already, so queries read keys only once more (`pallas_kernels.block_mass`). Under
+    another prefill policy the queries that count attend densely first; for `queries=None` this costs as much as dense attention. The mass
+    is always that of dense attention.
+    """
+
+    block_size: int | None = None
+    queries: int | None = None
+    steps: bool = True
+
+    def __post_init__(self):
+        for name, least in (("block_size", 1), ("queries", 0)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ValueError(f"{name} must be an int of at least {least}, or None, got {value!r}")
+
+    def tokens(self, page_size: int) -> int:
+        """Tokens of a block."""
+        return page_size if self.block_size is None else self.block_size
+
+
+@flax.struct.dataclass
+class MassContext:
+    """The queries over which a mass is summed: those at positions [first, lengths) of each row. layer: in prefill an array, as in
+    `PrefillContext`. shards, copies: as in `SelectContext`."""
+
+    first: Int[Array, "B"]
+    lengths: Int[Array, "B"]
+    layer: int | Int[Array, ""]
+    shards: Shards | None = flax.struct.field(pytree_node=False, default=None)
+    copies: int = flax.struct.field(pytree_node=False, default=1)
+
+    def over_heads(self, x: Array) -> Array:
+        """The sum over the heads of all devices, from the sum over those of this one."""
+        return x if self.shards is None else self.shards.over_heads(self.copies, x)[0]
 
 
 @runtime_checkable
@@ -130,8 +172,9 @@ class DecodePolicy(Protocol):
     """A frozen dataclass: static, hashable, holds no arrays."""
 
     @property
-    def learns(self) -> bool:
-        """Whether `observe` wants the attention mass of each block."""
+    def learns(self) -> AttentionMass | None:
+        """Of which queries `observe` gets the attention mass; None: of none. A policy that learns from prefill must be declared to the
+        engine."""
         ...
 
     def indexes(self) -> tuple[IndexSpec, ...]:
@@ -146,9 +189,14 @@ class DecodePolicy(Protocol):
         """The list of blocks to read; None means every block."""
         ...
 
-    def observe(self, blocks: Blocks | None, block_lse: Float[Array, "B T H W"], ctx: SelectContext, state: State) -> State:
-        """Update the state with attention's result: log-sum-exp of the scaled logits of each listed block (every block of the table for
-        None)."""
+    def observe(self, mass: Float32[Array, "B H S"], ctx: MassContext, state: State) -> State:
+        """Update the state with the mass of a chunk of prefill, or of a step; each query adds 1 in total. S = max_pages * page_size /
+        block_size of `StateSpec`.
+
+        State is kept per sequence and policy. After prefill it equals that of one call per chunk, in order, however the prompt was cut into
+        calls: while a chunk is not full, each call starts again from the state before the chunk. Tokens that steps wrote in between are not
+        observed again; a new chunk begins after them. A fork copies the state, `truncate` does not change it.
+        """
         ...
 
     def attend(
@@ -183,8 +231,55 @@ def select_and_attend(
             f"policy {policy}: select must return (Blocks, state), or (None, state) to read every block; it returned ({kinds})"
         )
     blocks, state = selected
-    out, block_lse = attend_listed(query, layer, ctx, blocks, return_block_lse=policy.learns)
-    return out, blocks, policy.observe(blocks, block_lse, ctx, state) if policy.learns else state
+    return attend_and_observe(policy, query, layer, ctx, blocks, state)
+
+
+def attend_and_observe(
+    policy: DecodePolicy,
+    query: Float[Array, "B T H D"],
+    layer: LayerCache,
+    ctx: SelectContext,
+    blocks: Blocks | None,
+    state: State,
+    frames: Int[Array, "B K W"] | None = None,
+) -> tuple[Float[Array, "B T H D"], Blocks | None, State]:
+    """The output of attention over a list, the list, and the state of a policy that has seen it. frames: as in `attend_listed`."""
+    learns = policy.learns is not None and policy.learns.steps
+    out, block_lse = attend_listed(query, layer, ctx, blocks, return_block_lse=learns, frames=frames)
+    if learns:
+        size = policy.learns.tokens(ctx.page_size)
+        mass = mass_of_step(blocks, block_lse, ctx, size, ctx.max_pages * ctx.page_size // size)
+        at = MassContext(ctx.lengths - query.shape[1], ctx.lengths, ctx.layer, ctx.shards, ctx.copies)
+        state = policy.observe(mass, at, state)
+    return out, blocks, state
+
+
+def mass_of_step(
+    blocks: Blocks | None, block_lse: Float32[Array, "B T H W"], ctx: SelectContext, block_size: int, num_blocks: int
+) -> Float32[Array, "B H S"]:
+    """The attention mass of a decode step: each query head's share on every block of the sequence, summed over T queries.
+
+    block_size: that of the listed blocks (of pages if there is no list). num_blocks: S; blocks that were not listed get 0.
+    """
+    listed = ctx.page_size if blocks is None else blocks.block_size
+    if listed != block_size:
+        raise ValueError(f"the step read blocks of {listed} tokens, so its mass cannot be given in blocks of {block_size}")
+    most = jnp.max(block_lse, axis=3, keepdims=True)
+    paid = jnp.exp(block_lse - jnp.where(jnp.isfinite(most), most, 0))
+    whole = paid.sum(axis=3, keepdims=True)
+    mass = (paid / jnp.where(whole > 0, whole, 1)).sum(axis=1)
+    if blocks is None:
+        return fitted(mass, num_blocks)
+    heads = mass.shape[1]
+    ids = jnp.repeat(blocks.ids, heads // blocks.ids.shape[1], axis=1)
+    ids = jnp.where(ids < 0, num_blocks, ids)  # past the end, so nothing is added
+    rows, columns = jnp.arange(mass.shape[0])[:, None, None], jnp.arange(heads)[None, :, None]
+    return jnp.zeros((*mass.shape[:2], num_blocks), mass.dtype).at[rows, columns, ids].add(mass, mode="drop")
+
+
+def fitted(mass: Float32[Array, "B H W"], num_blocks: int) -> Float32[Array, "B H S"]:
+    """Mass of the blocks of a page table as mass of `num_blocks` blocks: padded with 0, or cut off after the last position."""
+    return jnp.pad(mass[..., :num_blocks], ((0, 0), (0, 0), (0, max(0, num_blocks - mass.shape[2]))))
 
 
 def attend_listed(
@@ -263,7 +358,7 @@ def cache_positions(positions: Int[Array, "..."], window: tuple[int, int]) -> In
 class Stateless:
     """Base class of policies that learn nothing: no state, no attention mass, and no index unless a subclass names one."""
 
-    learns = False
+    learns = None
     one_op: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     """Of a class whose `attend` selects and attends in one op: its `select` and that `attend`, which give the same."""
     needs_indexer = False
@@ -294,7 +389,7 @@ class Stateless:
         """No page is given back."""
         return None
 
-    def observe(self, blocks, block_lse, ctx, state) -> State:
+    def observe(self, mass, ctx, state) -> State:
         """No state to update."""
         return state
 

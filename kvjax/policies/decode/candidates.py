@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32
 
-from kvjax.policies.decode.base import SelectContext
+from kvjax.policies.decode.base import Blocks, SelectContext
 
 _NONE = jnp.iinfo(jnp.int32).max  # sorts behind every id
 FEW = 512
@@ -39,9 +39,13 @@ def always_read(
     positions = (ctx.lengths[:, None] - num_queries + jnp.arange(num_queries, dtype=jnp.int32))[..., None, None]
     newest = jnp.where(positions >= 0, positions // block_size, -1)
     first_local = jnp.clip(jnp.minimum(newest - local + 1, positions // ctx.page_size * per_page), 0)
-    sinks, ends = jnp.arange(sink, dtype=jnp.int32), first_local + jnp.arange(max(local, per_page), dtype=jnp.int32)
-    parts = jnp.where(sinks < first_local, sinks, -1), jnp.where(ends <= newest, ends, -1)
-    return jnp.concatenate(parts, axis=3), first_local
+    return _ends(first_local, newest, sink, max(local, per_page)), first_local
+
+
+def _ends(first_local: Int[Array, "*B 1"], newest: Int[Array, "*B 1"], sink: int, room: int) -> Int32[Array, "*B A"]:
+    """`sink` ids from 0 on, before `first_local`, and those from there up to `newest`, at most `room`; -1 for others."""
+    sinks, ends = jnp.arange(sink, dtype=jnp.int32), first_local + jnp.arange(room, dtype=jnp.int32)
+    return jnp.concatenate([jnp.where(sinks < first_local, sinks, -1), jnp.where(ends <= newest, ends, -1)], axis=-1)
 
 
 def ranked(scores: Float[Array, "... n"], ids: Int[Array, "... n"], k: int) -> tuple[Float[Array, "... k"], Int32[Array, "... k"]]:
@@ -75,3 +79,31 @@ def rows_of_blocks(page_table: Int[Array, "B M"], ids: Int[Array, "B T K n"], pe
     at = jnp.maximum(ids, 0)
     pages = jnp.take_along_axis(page_table[:, None, None], at // per_page, axis=3)
     return jnp.where((ids >= 0) & (pages >= 0), pages * per_page + at % per_page, -1)
+
+
+def largest_blocks(scores: Float[Array, "B K S"], ctx: SelectContext, *, k: int, sink: int, local: int, block_size: int) -> Blocks:
+    """Sink, local and the `k` distant blocks of the largest scores, per KV head, for a step of one token, as
+    `pallas_kernels.select_blocks` lists them. The last `local` blocks always include those of the open page."""
+    always, first_local = (x[:, 0] for x in always_read(ctx, 1, block_size=block_size, sink=sink, local=local))
+    block = jnp.arange(scores.shape[2], dtype=jnp.int32)
+    return Blocks(_joined(largest(scores, (block >= sink) & (block < first_local), k), always), block_size)
+
+
+def largest(scores: Float[Array, "*B S"], candidates: Bool[Array, "*#B S"], k: int) -> Int32[Array, "*B k"]:
+    """The `k` candidates of the largest scores, in no order that matters, -1 where there are fewer. Of equal scores the lower one wins. NaN
+    and -inf count as the lowest finite score."""
+    lowest = jnp.finfo(scores.dtype).min
+    weighed = jnp.where(candidates, jnp.maximum(jnp.nan_to_num(scores, nan=lowest), lowest), -jnp.inf)
+    best, chosen = jax.lax.top_k(weighed, min(k, scores.shape[-1]))
+    return jnp.where(best > -jnp.inf, chosen, -1)
+
+
+def with_ends(
+    distant: Int[Array, "*B k"], first_local: Int[Array, "*#B 1"], newest: Int[Array, "*#B 1"], *, sink: int, room: int
+) -> Int32[Array, "*B W"]:
+    """A list: `sink` ids from 0 on and `distant` ones, all before `first_local`, and those from there up to `newest`, at most `room`."""
+    return _joined(distant, _ends(first_local, newest, sink, room))
+
+
+def _joined(distant: Int[Array, "*B k"], always: Int[Array, "*#B A"]) -> Int32[Array, "*B W"]:
+    return ascending(jnp.concatenate([jnp.broadcast_to(always, (*distant.shape[:-1], always.shape[-1])), distant], axis=-1))

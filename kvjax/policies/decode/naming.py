@@ -23,8 +23,8 @@ MODULES = {
     "quest": "top_blocks",
     "cascade": "cascade",
     "tokens": "top_tokens",
-    "heavy": "heavy",
-    "heavy-tokens": "heavy",
+    "heavy": "heavy_pages",
+    "heavy-tokens": "heavy_tokens",
 }
 """First words of built-in names, and the modules of this folder whose `named` reads them, loaded when one is named."""
 

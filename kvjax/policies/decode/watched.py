@@ -239,7 +239,7 @@ def _why_not(policy: Any) -> str | None:
         return "lists tokens of latent pages, which have no KV heads. Leave out --max-missed"
     if not hasattr(policy, "select"):
         return "is no policy. Name one, as cascade:8"
-    if getattr(policy, "learns", False) or hasattr(policy, "observe_prefill"):
+    if getattr(policy, "learns", None) is not None:
         return "learns from attention. Leave out --max-missed, or name a policy without state, as cascade:8"
     if getattr(policy, "remap", False):
         return "counts positions in the cache, so its attention is no part of dense's. Leave out +remap, or --max-missed"

@@ -13,8 +13,8 @@ from kvjax import Engine, Sampling
 from kvjax.engine import sampling, steps
 from kvjax.engine.sampling import SamplingRows, seen_tokens
 from kvjax.models.decoder import TransformerDecoder
-from kvjax.policies.decode.base import Stateless
-from kvjax.policies.decode.mass import largest_blocks, mass_of_step
+from kvjax.policies.decode.base import AttentionMass, Stateless
+from kvjax.policies.decode.candidates import largest_blocks
 
 pytestmark = pytest.mark.bits
 
@@ -25,7 +25,7 @@ PAGE, CHUNK, BUCKET = 16, 32, 2
 class Heavy(Stateless):
     """The blocks of the largest mass that decode steps paid: its lists depend on every token before."""
 
-    learns = True
+    learns = AttentionMass(queries=0)
 
     def init(self, spec, batch):
         return jnp.zeros((batch, spec.num_heads, spec.max_pages), jnp.float32)
@@ -34,8 +34,8 @@ class Heavy(Stateless):
         scores = state.reshape(state.shape[0], layer.pages.kv_heads, -1, state.shape[2]).max(axis=2)
         return largest_blocks(scores, ctx, k=1, sink=1, local=1, block_size=ctx.page_size), state
 
-    def observe(self, blocks, block_lse, ctx, state):
-        return state + mass_of_step(blocks, block_lse, ctx, ctx.page_size, state.shape[2])
+    def observe(self, mass, ctx, state):
+        return state + mass
 
     def describe(self):
         return "heavy"

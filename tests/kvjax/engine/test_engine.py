@@ -19,7 +19,7 @@ from kvjax.cache.writes import copy_page
 from kvjax.engine.sampling import SamplingRows
 from kvjax.engine.steps import decode_step, prefill_slice
 from kvjax.model.config import LongRope
-from kvjax.policies.decode import Blocks, TopBlocks, TopTokens, select_and_attend
+from kvjax.policies.decode import AttentionMass, Blocks, TopBlocks, TopTokens, select_and_attend
 from pallas_kernels.selection.page_index import page_index
 
 pytestmark = pytest.mark.bits
@@ -410,7 +410,7 @@ def test_a_sequence_of_another_engine_is_refused(engine, model, model_factory, t
 class MassCounter:
     """A learning policy: reads everything and adds up the attention mass of each block."""
 
-    learns: ClassVar[bool] = True
+    learns: ClassVar[AttentionMass] = AttentionMass(queries=0)
 
     def indexes(self) -> tuple[IndexSpec, ...]:
         return ()
@@ -422,9 +422,8 @@ class MassCounter:
         ids = jnp.broadcast_to(jnp.arange(4, dtype=jnp.int32), (query.shape[0], layer.pages.kv_heads, 4))
         return Blocks(jnp.where(ids * ctx.page_size < ctx.lengths[:, None, None], ids, -1), ctx.page_size), state
 
-    def observe(self, blocks, block_lse, ctx, state):
-        mass = jax.nn.softmax(block_lse[:, 0], axis=-1).sum(1)
-        return state.at[:, :4].add(mass)
+    def observe(self, mass, ctx, state):
+        return state + mass.sum(1)
 
     def attend(self, query, layer, ctx, state):
         return select_and_attend(self, query, layer, ctx, state)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax import Engine, OutOfPages, TopBlocks
-from kvjax.policies.decode import Blocks, Stateless
+from kvjax.policies.decode import AttentionMass, Blocks, Stateless
 
 SMALL = TopBlocks(1, local=1, block_size=16)
 
@@ -22,7 +22,7 @@ def engine(model):
 class Counting(Stateless):
     """Reads the first page and the last one, and counts its steps."""
 
-    learns = True
+    learns = AttentionMass(queries=0)
 
     def init(self, spec, batch):
         return jnp.zeros((batch, 1))
@@ -32,7 +32,7 @@ class Counting(Stateless):
         ids = jnp.stack([jnp.zeros_like(last), last], axis=1)[:, None]
         return Blocks(jnp.repeat(ids, layer.pages.kv_heads, axis=1), ctx.page_size), state
 
-    def observe(self, blocks, block_lse, ctx, state):
+    def observe(self, mass, ctx, state):
         return state + 1
 
     def scores(self, query, layer, ctx, state):

@@ -18,7 +18,7 @@ from kvjax.engine.capacity_plan import memory_plan
 from kvjax.engine.engine import Engine
 from kvjax.engine.sampling import SamplingRows
 from kvjax.models.decoder import TransformerDecoder
-from kvjax.policies.decode import PrefillMass, TopBlocks, TopTokens, parse
+from kvjax.policies.decode import TopTokens, parse
 from kvjax.policies.prefill import TopTokensPrefill, parse_prefill
 from kvjax.scheduler.scheduler import Scheduler
 
@@ -253,18 +253,6 @@ def test_a_step_reads_every_key_of_the_indexer_and_few_latents(latent_model):
     assert (window.kv, window.index) == (2 * 32 * 32 * 4, 0)
 
 
-class Learns(TopBlocks):
-    """Learns from prefill."""
-
-    prefill_mass = PrefillMass(block_size=PAGE)
-
-    def indexes(self):
-        return ()
-
-    def observe_prefill(self, mass, ctx, state):
-        return state
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -277,7 +265,7 @@ class Learns(TopBlocks):
         ({"policy": "auto"}, "policy auto has no evidence about layers of latent attention"),
         ({"prefill": "auto"}, "prefill auto has no evidence about layers of latent attention"),
         ({"prefill": "bounds:32"}, "prefill bounds:32 scans the index bounds128"),
-        ({"policy": Learns(k=1, block_size=PAGE)}, "learns from prefill, but layers of latent attention give no attention mass"),
+        ({"policy": "heavy:2"}, "learns from prefill, but layers of latent attention give no attention mass"),
     ],
 )
 def test_policies_that_latents_cannot_serve_are_refused(latent_model, options, said):

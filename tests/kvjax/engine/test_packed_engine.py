@@ -19,7 +19,7 @@ from kvjax.cache import OPEN, Cache, OutOfPages
 from kvjax.cache.formats import parse_cache_format
 from kvjax.engine.engine import Engine
 from kvjax.engine.steps import ChunkInputs, StepInputs, StepStatic, decode_step
-from kvjax.policies.decode import PrefillMass, Stateless, mass_of_step, parse
+from kvjax.policies.decode import AttentionMass, Stateless, parse
 from kvjax.policies.prefill import parse_prefill
 from pallas_kernels.cache.pack_pages import pack_pages, pool
 from pallas_kernels.core.page_format import unpack
@@ -146,8 +146,7 @@ def test_sinks_and_a_window_in_prefill_and_decode(model, tokens, remap):
 class Masses(Stateless):
     """Keeps the attention mass of every page."""
 
-    learns = True
-    prefill_mass = PrefillMass(PAGE)
+    learns = AttentionMass(PAGE)
 
     def init(self, spec, batch):
         return jnp.zeros((batch, spec.num_heads, spec.max_pages))
@@ -155,10 +154,7 @@ class Masses(Stateless):
     def select(self, query, layer, ctx, state):
         return None, state
 
-    def observe(self, blocks, block_lse, ctx, state):
-        return state + mass_of_step(blocks, block_lse, ctx, PAGE, state.shape[2])
-
-    def observe_prefill(self, mass, ctx, state):
+    def observe(self, mass, ctx, state):
         return state + mass
 
 

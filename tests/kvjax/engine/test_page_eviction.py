@@ -314,7 +314,7 @@ def test_a_suspended_sequence_needs_only_the_pages_that_it_had(model):
         engine.check_room(sequence.length + 1, sequence)
     most = len(held(sequence))
     engine.suspend(sequence)
-    count = len(sequence.held["full"])
+    count = len(sequence.suspended["full"])
     assert 4 < count <= most
     growing = [engine.new_sequence() for _ in range(13 - count)]
     engine.check_room(sequence.length + 1, sequence, growing[1:])

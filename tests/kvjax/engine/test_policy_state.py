@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvjax import Engine
-from kvjax.policies.decode import Blocks, MassContext, PrefillMass, SelectContext, Stateless, largest_blocks, mass_of_step
+from kvjax.policies.decode import AttentionMass, Blocks, MassContext, SelectContext, Stateless, largest_blocks
+from kvjax.policies.decode.base import mass_of_step
 
 pytestmark = pytest.mark.bits
 
@@ -18,18 +19,16 @@ P, CHUNK, K, H = 16, 32, 2, 4
 
 @dataclasses.dataclass(frozen=True)
 class Heavy(Stateless):
-    """H2O at the grain of blocks: those of most mass so far, and the last ones. queries: see PrefillMass."""
+    """H2O at the grain of blocks: those of most mass so far, and the last ones. queries: see AttentionMass."""
 
     k: int = 2
     queries: int | None = None
     block_size: int = 16
     local: int = 1
 
-    learns = True
-
     @property
-    def prefill_mass(self):
-        return PrefillMass(self.block_size, self.queries)
+    def learns(self):
+        return AttentionMass(self.block_size, self.queries)
 
     def init(self, spec, batch):
         return jnp.zeros((batch, spec.num_heads, spec.max_pages * spec.page_size // self.block_size))
@@ -41,10 +40,7 @@ class Heavy(Stateless):
         scores = self.scores(query, layer, ctx, state)
         return largest_blocks(scores, ctx, k=self.k, sink=0, local=self.local, block_size=self.block_size), state
 
-    def observe(self, blocks, block_lse, ctx, state):
-        return state + mass_of_step(blocks, block_lse, ctx, self.block_size, state.shape[2])
-
-    def observe_prefill(self, mass, ctx: MassContext, state):
+    def observe(self, mass, ctx: MassContext, state):
         return state + mass
 
 
@@ -52,12 +48,13 @@ class Heavy(Stateless):
 class Last(Heavy):
     """SnapKV's: the mass of the last `queries` queries, of up to twice as many where a chunk begins among them."""
 
-    def observe_prefill(self, mass, ctx, state):
+    @property
+    def learns(self):
+        return AttentionMass(self.block_size, self.queries, steps=False)
+
+    def observe(self, mass, ctx, state):
         alone = (ctx.lengths - ctx.first >= self.queries)[:, None, None]
         return jnp.where(alone, mass, state + mass)
-
-    def observe(self, blocks, block_lse, ctx, state):
-        return state
 
 
 ALL, EIGHT, SMALL = Heavy(), Last(queries=8), Heavy(block_size=8)
@@ -236,9 +233,9 @@ def test_a_policy_that_learns_from_prefill_is_declared_first(engine, text):
     [
         (lambda: Heavy(queries=64), "asks for the last 64 queries, but a chunk has 32 tokens"),
         (lambda: Heavy(block_size=12), "blocks of 12 tokens, which do not divide the page size 16"),
-        (lambda: Heavy(queries=0), "queries must be an int of at least 1, or None, got 0"),
+        (lambda: Heavy(queries=-1), "queries must be an int of at least 0, or None, got -1"),
         (lambda: Heavy(block_size=True), "block_size must be an int of at least 1, or None, got True"),
-        (lambda: Wanting(), "prefill_mass must be a kvjax.policies.decode.PrefillMass or None, got 7"),
+        (lambda: Wanting(), "learns must be a kvjax.policies.decode.AttentionMass or None, got 7"),
     ],
 )
 def test_what_an_engine_cannot_give_is_refused_when_it_is_made(model, policy, match):
@@ -248,12 +245,12 @@ def test_what_an_engine_cannot_give_is_refused_when_it_is_made(model, policy, ma
 
 @dataclasses.dataclass(frozen=True)
 class Wanting(Heavy):
-    prefill_mass = 7
+    learns = 7
 
 
 @dataclasses.dataclass(frozen=True)
 class Content(Heavy):
-    prefill_mass = None
+    learns = None
 
 
 def test_a_policy_that_asks_for_nothing_is_given_nothing(model, text):

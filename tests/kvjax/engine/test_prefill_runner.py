@@ -13,7 +13,7 @@ from kvjax import Engine
 from kvjax.engine.prefill_runner import cut_layers
 from kvjax.engine.steps import embed_chunk, prefill_slice, row_logits
 from kvjax.models.decoder import TransformerDecoder
-from kvjax.policies.decode import PrefillMass
+from kvjax.policies.decode import AttentionMass
 from kvjax.policies.decode.base import Stateless
 from kvjax.policies.prefill import DensePrefill
 
@@ -109,12 +109,12 @@ class Hears:
 class Numbers(Stateless):
     """Reads everything; its state of layer n is a row of the digit n + 1, one for each chunk."""
 
-    prefill_mass = PrefillMass(block_size=P)
+    learns = AttentionMass(block_size=P, steps=False)
 
     def init(self, spec, batch):
         return jnp.zeros(batch, jnp.int32)
 
-    def observe_prefill(self, mass, at, state):
+    def observe(self, mass, at, state):
         return state * 10 + at.layer + 1
 
     def select(self, query, layer, ctx, state):

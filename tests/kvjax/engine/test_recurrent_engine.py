@@ -18,7 +18,7 @@ from kvjax.engine.capacity_plan import memory_plan
 from kvjax.engine.engine import Engine
 from kvjax.engine.sampling import Sampling
 from kvjax.engine.steps import StepInputs, StepStatic, decode_step
-from kvjax.policies.decode import PrefillMass, TopBlocks, parse
+from kvjax.policies.decode import TopBlocks, parse
 from kvjax.scheduler.request import Request
 from kvjax.scheduler.scheduler import Scheduler
 
@@ -159,14 +159,8 @@ def test_policies_are_told_of_layers_with_pages(recurrent_model, tokens):
 
 
 def test_policies_that_learn_from_prefill_are_refused(recurrent_model):
-    class Learning(TopBlocks):
-        prefill_mass = PrefillMass(block_size=PAGE)
-
-        def observe_prefill(self, mass, ctx, state):
-            return state
-
     with pytest.raises(ValueError, match="learns from prefill, which computes the queries of a chunk again; recurrent layers"):
-        Engine(recurrent_model, Learning(k=1, block_size=PAGE), pages=8, page_size=PAGE, prefill_chunk=CHUNK)
+        Engine(recurrent_model, "heavy:2", pages=8, page_size=PAGE, prefill_chunk=CHUNK)
 
 
 def test_the_memory_plan_counts_states_by_sequence(recurrent_model, engine):

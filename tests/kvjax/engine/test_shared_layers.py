@@ -24,9 +24,8 @@ from kvjax.engine.steps import pages_of as right_pages
 from kvjax.model.identity import _text, fingerprint
 from kvjax.models import config_json
 from kvjax.models.decoder import TransformerDecoder, init_params
-from kvjax.policies.decode import PrefillMass, TopBlocks, parse
+from kvjax.policies.decode import AttentionMass, TopBlocks, parse
 from kvjax.policies.decode.base import Stateless
-from kvjax.policies.decode.mass import mass_of_step
 from kvjax.policies.prefill import parse_prefill
 
 pytestmark = [pytest.mark.bits, pytest.mark.usefixtures("everything_is_given_back")]
@@ -220,8 +219,7 @@ def test_policies_choose_in_readers_by_the_owners_index(engine, model, tokens):
 class Mass(Stateless):
     """Reads all, and adds up what each page was paid."""
 
-    learns = True
-    prefill_mass = PrefillMass(block_size=PAGE)
+    learns = AttentionMass(block_size=PAGE)
 
     def init(self, spec, batch):
         return jnp.zeros((batch, spec.num_heads, spec.max_pages))
@@ -229,10 +227,7 @@ class Mass(Stateless):
     def select(self, query, layer, ctx, state):
         return None, state
 
-    def observe(self, blocks, block_lse, ctx, state):
-        return state + mass_of_step(blocks, block_lse, ctx, ctx.page_size, state.shape[2])
-
-    def observe_prefill(self, mass, ctx, state):
+    def observe(self, mass, ctx, state):
         return state + mass
 
     def describe(self):

@@ -11,7 +11,7 @@ from kept_attention import attended, causal, lose_free_pages
 
 from kvjax import Engine, generate
 from kvjax.engine.page_eviction import LAG
-from kvjax.policies.decode import HeavyPages, HeavyTokens, KeepsByMass, PrefillMass, StateSpec, parse
+from kvjax.policies.decode import AttentionMass, HeavyPages, HeavyTokens, KeepsByMass, StateSpec, parse
 
 pytestmark = pytest.mark.usefixtures("everything_is_given_back")
 
@@ -136,22 +136,20 @@ class OneLayer(HeavyPages):
 class OneHead(HeavyPages):
     """Wrong: it adds the mass of one head."""
 
-    def observe_prefill(self, mass, ctx, state):
+    def observe(self, mass, ctx, state):
         return state.replace(mass=state.mass + mass[:, 0])
 
 
 class Forgets(HeavyPages):
     """Wrong: it does not learn from steps."""
 
-    def observe(self, blocks, block_lse, ctx, state):
-        return state
+    learns = AttentionMass(steps=False)
 
 
 class Starts(HeavyPages):
     """Wrong: it does not learn from the prompt."""
 
-    def observe_prefill(self, mass, ctx, state):
-        return state
+    learns = AttentionMass(queries=0)
 
 
 WRONG = [kind(3, sink=1, local=2) for kind in (OneLayer, OneHead, Forgets, Starts)]
@@ -376,7 +374,7 @@ def test_names_and_what_they_say():
     assert TOKENS.describe().startswith("HeavyTokens(k=12, sink=4, local=10) (26 keys")
     assert isinstance(PAGES, KeepsByMass)
     assert not isinstance(TOKENS, KeepsByMass)
-    assert PrefillMass(None).tokens(16) == 16
+    assert AttentionMass().tokens(16) == 16
     for wrong in ({"k": 0}, {"k": 2, "sink": -1}, {"k": 2, "local": 0}):
         for kind in (HeavyPages, HeavyTokens):
             with pytest.raises(ValueError, match="must be at least"):

@@ -220,10 +220,14 @@ def test_cancelled_while_suspended(engine, only):
     scheduler = Scheduler(engine, slots=2)
     first, second = scheduler.submit(asked("a" * 126, 9)), scheduler.submit(asked("b" * 127, 9))
     until_preempted(scheduler)
-    assert [sample.handle for sample in scheduler._waiting] == [second]
+    (sample,) = scheduler._waiting
+    assert (sample.handle, engine.suspended.usage()["host_pages"]) == (second, 0), "limits do not count it"
+    assert sample.sequence.suspended["full"]
     scheduler.cancel(second)
     assert second.completion.finish_reason == "cancelled"
     assert second.completion.token_ids
+    with pytest.raises(KeyError):
+        engine.suspended.get(sample.sequence)
     finish(scheduler)
     assert first.completion == alone(engine, first.request)
 

@@ -14,6 +14,8 @@ import pytest
 from tiny_models import VOCAB, make_family, make_model
 
 from kvjax import Engine, SessionRuntime, TopBlocks
+from kvjax.cache.stores.blocks import block_bytes
+from kvjax.cache.stores.suspended import SuspendedPages
 from kvjax.client.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -24,7 +26,6 @@ from kvjax.client.errors import (
     SessionNotFound,
 )
 from kvjax.engine import prefill_runner
-from kvjax.serving.sessions.disk_tier import DiskTier
 from kvjax.serving.sessions.journal import HEAD, Journal
 from kvjax.serving.sessions.session import Record, Violation, Window, check_invariants
 
@@ -256,7 +257,7 @@ def prefill(session):
 
 def test_demoted_sessions_go_on_to_disk_when_host_memory_is_full(engine, tmp_path):
     """Host memory for one session of 10 pages, and disk for two. They come back with the same bits."""
-    size = 10 * engine.spec.bytes_per_page("full", engine.indexes)
+    size, stored = 10 * engine.spec.bytes_per_page("full", engine.indexes), 10 * block_bytes(engine.spec, "full")
     with SessionRuntime(engine, slots=4, host_bytes=size, disk=tmp_path / "pages", disk_bytes=2 * size) as runtime:
         sessions = [runtime.create(TEXT[number : number + 150]) for number in range(4)]
         expected = []
@@ -267,9 +268,14 @@ def test_demoted_sessions_go_on_to_disk_when_host_memory_is_full(engine, tmp_pat
         for number in (2, 0, 1):
             sessions[number].demote()
         gauges = runtime.gauges()
-        assert (gauges["host_bytes"], gauges["disk_bytes"], gauges["host_pages"], gauges["disk_pages"]) == (size, 2 * size, 10, 20)
-        records = runtime._core.records
-        assert [records[each.id].on_disk for each in sessions] == [True, False, True, False]  # 2 and 0 were used longest ago
+        assert (gauges["host_bytes"], gauges["disk_bytes"], gauges["host_pages"], gauges["disk_pages"]) == (stored, 2 * stored, 10, 20)
+        held = [runtime._core.records[each.id].sequence for each in sessions]
+        assert [each in engine.suspended.on_disk for each in held] == [
+            True,
+            False,
+            True,
+            False,
+        ]  # 2 and 0 were used longest ago
         assert all(each.info().demoted for each in sessions[:3])
         with pytest.raises(ResourceExhausted, match="so is the disk"):
             sessions[3].demote()
@@ -292,10 +298,10 @@ def test_a_full_disk_leaves_a_demoted_session_in_host_memory(engine, tmp_path, m
         with session.fork() as child:
             expected = said(child, 3)
 
-        def full(self, stored):
+        def full(self, blocks):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(DiskTier, "put", full)
+        monkeypatch.setattr(SuspendedPages, "_mapped", full)
         with pytest.raises(ResourceExhausted, match="No space left"):
             session.demote()
         assert session.info().demoted
