@@ -59,7 +59,7 @@ class FakeEngine(Engine):
         sequence = self.new_sequence()
         self.reserve([sequence], tokens)
         for start in range(0, tokens, self.prefill_chunk):
-            self._pool.bind(self._groups.written(sequence, start, min(start + self.prefill_chunk, tokens)))
+            self._pool.bind(self._page_manager.written(sequence, start, min(start + self.prefill_chunk, tokens)))
             for frames in self._pool.frames.values():
                 frames.take_moves()  # nothing has to be copied
         sequence.tokens, sequence.length = [0] * tokens, tokens

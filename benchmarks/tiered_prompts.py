@@ -141,7 +141,7 @@ def _compile(engine: FakeEngine, tokens: int, say: Callable[[str], None]) -> Non
     for start in range(0, tokens, engine.prefill_chunk):
         count = min(engine.prefill_chunk, tokens - start)
         pages = engine.pages_for(start + count)
-        policy = engine._declared.choose_prefill(engine.prefill_policy, start)
+        policy = engine._policy_set.choose_prefill(engine.prefill_policy, start)
         written = engine.prefill_chunk // PAGE_SIZE
         staged = [sizes_alone(pages, frames.counts, written) for frames in engine.frames.values()]
         needs = policy, count < engine.prefill_chunk or start + count == tokens, tuple(staged)

@@ -215,9 +215,9 @@ class History:
 
     def fail(self):
         """A call that must be refused, and must change nothing."""
-        vocabulary, longest = self.model.config.vocab_size, self.engine._groups.longest
+        vocabulary, longest = self.model.config.vocab_size, self.engine._page_manager.longest
         calls = [lambda: self.engine.prefill([[1, vocabulary]]), lambda: self.engine.prefill([[]]), lambda: self.engine.prefill([[1.5]])]
-        if self.engine._release.reach is None:  # else a prompt of any length fits
+        if self.engine._page_eviction.reach is None:  # else a prompt of any length fits
             calls += [lambda: self.engine.prefill([[1] * (int(longest) + 1)])]
         if self.held:
             sequence = self.pick().sequence

@@ -97,7 +97,7 @@ class BoundsShare(ByBounds):
 
         def of_row(args):
             ranked, query, table, start, length = args
-            here = ctx.replace(page_table=table[None], moved=None, starts=start[None], lengths=length[None])
+            here = ctx.replace(page_table=table[None], frame_table=None, starts=start[None], lengths=length[None])
             branches = [functools.partial(measured, every=every) for every in EVERY[: len(affordable) + 1]]
             return jax.lax.switch(jnp.searchsorted(jnp.asarray(affordable, jnp.int32), length), branches, ranked, query[None], here)
 

@@ -132,7 +132,7 @@ class Prefixes:
         disk: DiskStore | None,
     ):
         self.host, self.disk, self.hash_block = host, disk, hash_block
-        self._pool, self._groups, self._indexes, self.spec = pool, groups, indexes, groups.spec
+        self._pool, self._page_manager, self._indexes, self.spec = pool, groups, indexes, groups.spec
         self._page_size = min(group.page_size for group in self.spec.groups)
         self._device: dict[str, dict[Place, int]] = {group.name: {} for group in self.spec.groups}
         self._keys: dict[str, dict[int, Place]] = {group.name: {} for group in self.spec.groups}
@@ -212,7 +212,7 @@ class Prefixes:
         for start in range(known * self.hash_block, last - self.hash_block + 1, self.hash_block):
             before = chain.digests[-1] if chain.digests else chain.root
             chain.digests.append(_digest(before, tokens[start : start + self.hash_block], how(start)))
-        held = {group.name: self._groups.first_of(group.name, sequence) for group in self.spec.groups}
+        held = {group.name: self._page_manager.first_of(group.name, sequence) for group in self.spec.groups}
         firsts = chain.firsts | {name: first for name, first in held.items() if first is not None}
         if any(chain.firsts.get(name, first) != first for name, first in firsts.items()):
             known = 0  # it was suspended, and came back to other devices: so did its earlier pages
@@ -222,7 +222,7 @@ class Prefixes:
 
     def written_state(self, sequence: Holder, chain: Chain) -> None:
         """Prefill has just written a sequence's last tokens: keep the state of its recurrent layers, if it ends at a border of chunks."""
-        border = chain.length % (STATE_CHUNKS * self._groups.chunk) == 0
+        border = chain.length % (STATE_CHUNKS * self._page_manager.chunk) == 0
         if chain.digests and border and chain.length == len(chain.digests) * self.hash_block:
             self._keep_states(sequence, chain.digests[-1])
 
@@ -231,7 +231,7 @@ class Prefixes:
 
         length: tokens of the prompt, for the message. ValueError for a prefix that is not known; others as of `Pins.add`.
         """
-        border = STATE_CHUNKS * self._groups.chunk // self.hash_block if self.spec.state_groups else 1
+        border = STATE_CHUNKS * self._page_manager.chunk // self.hash_block if self.spec.state_groups else 1
         count = len(digests) // border * border
         if not count:
             raise ValueError(
@@ -252,7 +252,7 @@ class Prefixes:
 
     def allocator(self, group: str) -> PageAllocator:
         """Of the pages of a layer group on the device."""
-        return self._groups.allocators[group]
+        return self._page_manager.allocators[group]
 
     def state_keys(self, digests: Sequence[bytes]) -> dict[str, bytes]:
         """Key of the state after these grains, for each layer group that has states."""
@@ -272,7 +272,7 @@ class Prefixes:
     def release(self, pages: PageIds) -> None:
         """A holder gives its pages up."""
         for name, held in pages.items():
-            self._groups.allocators[name].release([page for page in held if page >= 0])
+            self._page_manager.allocators[name].release([page for page in held if page >= 0])
 
     # Inside
 
@@ -325,7 +325,7 @@ class Prefixes:
 
     def _devices(self, group: str) -> range:
         """The devices over which pages of a group are sharded."""
-        return range(self._groups.allocators[group].parts)
+        return range(self._page_manager.allocators[group].parts)
 
     def _known(self, group: str, digests: Sequence[bytes], first: int) -> int:
         """The most grains whose pages of a group that keeps all tokens are there, for a prompt that begins on device `first`."""
@@ -342,7 +342,7 @@ class Prefixes:
         this beginning. If fewer than half as many pages would stay free there as after pages on other devices, and the difference is more
         than the beginning takes, it begins elsewhere, once more. There is at most one copy of a beginning for each device.
         """
-        devices, allocator = self._devices(group), self._groups.allocators[group]
+        devices, allocator = self._devices(group), self._page_manager.allocators[group]
         if len(devices) == 1:
             return 0
         each = self.hash_block // self._page_size
@@ -376,10 +376,10 @@ class Prefixes:
         owned: dict[str, list[int]] = {}
         try:
             for name, pages in resident.items():  # first, so that none of these makes room for the others
-                self._groups.allocators[name].own(list(pages.values()))
+                self._page_manager.allocators[name].own(list(pages.values()))
                 owned[name] = list(pages.values())
-            self._groups.check_parts(parts)
-            taken = {name: self._groups.allocators[name].take_from(each) for name, each in parts.items()}
+            self._page_manager.check_parts(parts)
+            taken = {name: self._page_manager.allocators[name].take_from(each) for name, each in parts.items()}
             for name, pages in taken.items():
                 owned[name] = owned.get(name, []) + pages
             whole = all(self._bring(name, absent[name], taken[name], counted=not to_pin) for name in absent)
@@ -444,7 +444,7 @@ class Prefixes:
 
     def _parts_of(self, group: str, start: int, keys: Sequence[bytes], but: Container[bytes], first: int) -> list[int]:
         """The devices of pages from the logical page `start` on, but for some. first: the device of the first page."""
-        return self._groups.parts_from(group, first, [number for number, key in enumerate(keys, start) if key not in but])
+        return self._page_manager.parts_from(group, first, [number for number, key in enumerate(keys, start) if key not in but])
 
     def _keep(self, sequence: Holder, number: int, chain: Chain) -> None:
         """A sequence has written grain `number` of its prefix. On a mesh a prompt needs its pages sharded in turn, whoever wrote them: so
@@ -480,7 +480,7 @@ class Prefixes:
 
     def _enter(self, group: str, place: Place, page: int) -> None:
         self._device[group][place], self._keys[group][page] = page, place
-        self._groups.allocators[group].keep(page)
+        self._page_manager.allocators[group].keep(page)
 
     def _evicted(self, group: str, page: int) -> None:
         del self._device[group][self._keys[group].pop(page)]

@@ -30,7 +30,7 @@ class Capacity:
     """
 
     def __init__(self, config: ModelConfig, groups: PageManager, plan: Callable[[], MemoryPlan]):
-        self.config, self._groups, self._plan = config, groups, plan
+        self.config, self._page_manager, self._plan = config, groups, plan
         self.pinned: Callable[[], dict[str, int]] | None = None
         self._page_size = min(group.page_size for group in groups.spec.groups)
         self._longest = min(config.max_positions, groups.longest)
@@ -48,9 +48,9 @@ class Capacity:
             raise ValueError(f"a sequence of {tokens:,} tokens is longer than {known}")
         if policy is not None and kept_by(policy, self._page_size) is not None:
             return  # it gives pages back: those that it needs are checked when they are taken
-        for name, count in self._groups.needed(tokens).items():
-            if count > (total := self._groups.allocators[name].total):
-                raise self._advised(OutOfPages(count, self._groups.allocators[name].free, total, group=name))
+        for name, count in self._page_manager.needed(tokens).items():
+            if count > (total := self._page_manager.allocators[name].total):
+                raise self._advised(OutOfPages(count, self._page_manager.allocators[name].free, total, group=name))
 
     def fitted(self, sampling: Sampling, prompt_tokens: int, policy: DecodePolicy) -> Sampling:
         """The sampling of a request, whose answer fits into the positions behind a prompt of so many tokens.
@@ -80,7 +80,7 @@ class Capacity:
         """`Engine.check_room`."""
         held = None if sequence is None else sequence.suspended
         with self.advice():
-            self._groups.check_room(tokens, sequence, held, growing)
+            self._page_manager.check_room(tokens, sequence, held, growing)
 
     @contextlib.contextmanager
     def advice(self) -> Iterator[None]:

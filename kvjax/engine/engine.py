@@ -128,43 +128,45 @@ class Engine:
         self.dtype = jnp.dtype(self.config.compute_dtype)
         self.spec, self.cache_format = spec_on_mesh(self.config.cache_spec(page_size, packed), mesh), packed and str(packed)
         split = {"page_size": page_size, "prefill_chunk": prefill_chunk, "mesh": mesh, "cache_format": packed}
-        self._declared = PolicySet(model, policy, policies, prefill, **split)
-        self.policy, self.policies, self.policy_names = self._declared.policy, self._declared.policies, self._declared.named
-        self.prefill_policy, self.indexes = self._declared.prefill, self._declared.indexes
+        self._policy_set = PolicySet(model, policy, policies, prefill, **split)
+        self.policy, self.policies, self.policy_names = self._policy_set.policy, self._policy_set.policies, self._policy_set.named
+        self.prefill_policy, self.indexes = self._policy_set.prefill, self._policy_set.indexes
         sizes = {"page_size": page_size, "prefill_chunk": self.prefill_chunk, "sequences": self.batch_buckets[-1]}
-        sizes |= {"reach": self._declared.reach, "cache_format": packed} | plan_sizes(mesh)
+        sizes |= {"reach": self._policy_set.reach, "cache_format": packed} | plan_sizes(mesh)
         # No method of this engine: one that nobody holds any more should go at once, and its stores with it.
         self._plan_beside_weights = functools.partial(memory_plan, self.config, **sizes, indexes=self.indexes, weights_bytes=0)
         plan = self._plan_beside_weights()
-        self._stores = kept_in = check_stores(self._declared.states.policies, **stores)
+        self._stores = kept_in = check_stores(self._policy_set.states.policies, **stores)
         host = host_memory(plan, kept_in.host_bytes, self.spec, chunk=self.prefill_chunk, keeps_none=kept_in.keeps_none)
         if host.why:
             logger.info("%s bytes of host memory are a store of pages and states for later prompts: %s", f"{host.store_bytes:,}", host.why)
         totals = pool_pages(plan, self.config, pages, device_bytes, host.pages, mesh=mesh)
-        self._groups = PageManager(self.spec, *totals, self.prefill_chunk, hot=bool(self.indexes), reach=self._declared.reach, mesh=mesh)
-        self._declared.frames = next((each.counts for each in self._groups.frames.values()), None)
-        self._release = PageEviction(self._groups, self.page_size, self.policy, self._declared.reach)
-        self._capacity = Capacity(self.config, self._groups, self._plan_beside_weights)
-        self._pool = Pool(self._groups.empty(self.indexes), self.spec, self._groups.frames, self._groups.shards)
-        self._prefiller = Prefiller(self.model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)
+        self._page_manager = PageManager(
+            self.spec, *totals, self.prefill_chunk, hot=bool(self.indexes), reach=self._policy_set.reach, mesh=mesh
+        )
+        self._policy_set.frames = next((each.counts for each in self._page_manager.frames.values()), None)
+        self._page_eviction = PageEviction(self._page_manager, self.page_size, self.policy, self._policy_set.reach)
+        self._capacity = Capacity(self.config, self._page_manager, self._plan_beside_weights)
+        self._pool = Pool(self._page_manager.empty(self.indexes), self.spec, self._page_manager.frames, self._page_manager.shards)
+        self._prefiller = Prefiller(self.model, self._pool, self._page_manager, self._policy_set.states, self.indexes, self.prefill_chunk)
         self._reuse: Reuse | None = None
         if kept_in.reuse:
             from kvjax.engine.prefix_reuse import Reuse
 
-            self._reuse = Reuse(model, self._pool, self._groups, self._declared, self._prefiller, kept_in, host)
+            self._reuse = Reuse(model, self._pool, self._page_manager, self._policy_set, self._prefiller, kept_in, host)
         self._capacity.pinned = None if self._reuse is None else self._reuse.pinned
         self._runs: dict[CachedSequence, ChunkRun] = {}
-        self._slots: dict[tuple[int, DecodePolicy], DecodeBatch] = {}  # of every policy and batch size; they stay on the device
+        self._decode_batches: dict[tuple[int, DecodePolicy], DecodeBatch] = {}  # of every policy and batch size; they stay on the device
         self._rows: tuple[SamplingRows | None, int] = None, 0  # the latest, and the slots that they are known to fit
         self._placed: tuple[SamplingRows | None, SamplingRows | None] = None, None  # rows as given, and on the device
         self._sampled: Array | None = None  # the tokens that the latest step sampled for these rows, one for each slot
-        self._ahead = CompileAhead()
+        self._compile_ahead = CompileAhead()
         self.last_reads: AttentionStats | None = None
         self.sequences: set[CachedSequence] = set()
 
     def __repr__(self) -> str:
         name, policies = getattr(self.model, "name", "") or self.config.family, ", ".join(map(str, self.policies))
-        pool = self._groups.describe() + (f", packed as {self.cache_format}" if self.cache_format else "")
+        pool = self._page_manager.describe() + (f", packed as {self.cache_format}" if self.cache_format else "")
         return f"Engine({name!r}: {policies}; prefill {self.prefill_policy}; {pool}, sequences={len(self.sequences)})"
 
     # Capacity
@@ -176,12 +178,12 @@ class Engine:
     @property
     def used_bytes(self) -> dict[str, int]:
         """Bytes of device memory that the pages and states of sequences take, by layer group. Shared pages count once."""
-        return {name: count * self.spec.bytes_per_page(name, self.indexes) for name, count in self._groups.used.items()}
+        return {name: count * self.spec.bytes_per_page(name, self.indexes) for name, count in self._page_manager.used.items()}
 
     @property
     def allocators(self) -> dict[str, PageAllocator]:
         """The page allocators, by layer group."""
-        return self._groups.allocators
+        return self._page_manager.allocators
 
     def pages_for(self, tokens: int) -> int:
         """Pages that `tokens` tokens take in a layer group that keeps all of them."""
@@ -200,20 +202,20 @@ class Engine:
     @property
     def last_choice(self) -> Choice | None:
         """What `auto` chose last, for a step or at a request's admission, and why; None before the first."""
-        return self._declared.last_choice
+        return self._policy_set.last_choice
 
     @property
     def last_prefill_choice(self) -> Choice | None:
         """What prefill `auto` chose for the latest chunk, and why; None before the first."""
-        return self._declared.last_prefill_choice
+        return self._policy_set.last_prefill_choice
 
     def declared(self, policy: str | DecodePolicy | None) -> DecodePolicy:
         """The policy of a call; None is the engine's own. ValueError if it scans an index that this engine's pages do not have."""
-        return self._declared.find(policy)
+        return self._policy_set.find(policy)
 
     def chosen(self, policy: DecodePolicy, lengths: Sequence[int]) -> DecodePolicy:
         """The policy of a step over sequences of these lengths in tokens: `policy`, or what `auto` chooses. Logs a new choice."""
-        return self._declared.choose(policy, lengths)
+        return self._policy_set.choose(policy, lengths)
 
     def grows(self, sequence: CachedSequence, tokens: int) -> bool:
         """Whether `tokens` more tokens of a sequence need pages that it does not hold."""
@@ -240,7 +242,7 @@ class Engine:
         prompt: where the engine reuses pages, the sequence begins with the longest prefix of these tokens that is known, at most all but
         the last token: write the rest, `prompt[sequence.length :]`. cache_salt: only prompts of the same salt share pages.
         """
-        sequence = self._release.new_sequence()
+        sequence = self._page_eviction.new_sequence()
         self.sequences.add(sequence)
         if prompt is not None:
             with self._kept(sequence):
@@ -271,8 +273,8 @@ class Engine:
             self.check_length(len(prompt) + reserve, self.policy)
         if self._reuse is None:  # else prompts may share pages
             with self._capacity.advice():
-                self._groups.check_new([len(prompt) + reserve for prompt in prompts])
-        sequences = [self._release.new_sequence() for _ in prompts]
+                self._page_manager.check_new([len(prompt) + reserve for prompt in prompts])
+        sequences = [self._page_eviction.new_sequence() for _ in prompts]
         with self._kept(*sequences):
             for sequence, prompt in zip(sequences, prompts, strict=True):
                 self._adopt(sequence, prompt, cache_salt)
@@ -330,17 +332,17 @@ class Engine:
         self._check_live(sequences)
         ones = [[token] for token in listed(tokens, "tokens", "give one of every sequence")]
         padded, given = padded_rows(sequences, ones, self.batch_buckets, self.config.vocab_size)
-        declared = self._declared
-        kept, pages = (self.last_reads, declared.last_choice), [sequence.page_counts() for sequence in sequences]
+        policy_set = self._policy_set
+        kept, pages = (self.last_reads, policy_set.last_choice), [sequence.page_counts() for sequence in sequences]
         try:
             launched = self._launch(inspect_step, padded, given, policy)
             launched.slots.forget()  # the step's result is dropped
             named = self.declared(policy)
             return read_of(named if is_watched(named) else launched.policy, len(sequences), self.spec, *launched.results)
         finally:
-            self.last_reads, declared.last_choice = kept
+            self.last_reads, policy_set.last_choice = kept
             for sequence, counts in zip(sequences, pages, strict=True):
-                self._groups.keep(sequence, counts)
+                self._page_manager.keep(sequence, counts)
 
     @guarded
     def step(self, plan: StepPlan) -> StepResult:
@@ -400,8 +402,8 @@ class Engine:
         of page tables."""
         widths = {group.name: table_width(-(-tokens // group.page_size)) for group in self.spec.groups}
         for each in programs_of(policy):
-            if (key := (each, len(samplings), *widths.values())) not in self._ahead:
-                self._ahead.begin(key, functools.partial(self._warmup.after_prefill, each, sequence, widths, samplings, launches))
+            if (key := (each, len(samplings), *widths.values())) not in self._compile_ahead:
+                self._compile_ahead.begin(key, functools.partial(self._warmup.after_prefill, each, sequence, widths, samplings, launches))
 
     @guarded
     def fork(self, sequence: CachedSequence) -> CachedSequence:
@@ -425,7 +427,7 @@ class Engine:
                 f"cannot truncate to {length} tokens: the sequence has {sequence.length}, of which the first {lowest} are sealed; "
                 f"a length from {lowest} to {sequence.length} is possible (fork before writing to go back further)"
             )
-        self._groups.keep_written(sequence, length)
+        self._page_manager.keep_written(sequence, length)
         del sequence.tokens[length:]
         sequence.length, sequence.logits, sequence.open_chunk = length, None, None
         if sequence.prefix is not None:
@@ -437,10 +439,10 @@ class Engine:
         self._check_live([sequence], ready=False)
         if self._reuse is not None:
             self._reuse.freed(sequence)
-        self._groups.keep_written(sequence, 0)
+        self._page_manager.keep_written(sequence, 0)
         self.sequences.remove(sequence)
         self._runs.pop(sequence, None)
-        sequence.pages = self._groups.new()  # slots notice the change by this
+        sequence.pages = self._page_manager.new()  # slots notice the change by this
         if sequence.suspended is not None:
             self.suspended.drop(sequence)
         sequence.logits = sequence.suspended = None
@@ -451,7 +453,7 @@ class Engine:
         self._check_live(sequences)
         tokens = whole_number("tokens", tokens)
         with self._capacity.advice():
-            self._groups.reserve(sequences, tokens)
+            self._page_manager.reserve(sequences, tokens)
 
     @guarded
     def save(self, sequence: CachedSequence, path: str | Path) -> None:
@@ -564,12 +566,12 @@ class Engine:
         back."""
         before = [sequence.page_counts() for sequence in sequences]
         with self._capacity.advice():
-            self._groups.reserve(sequences, tokens)
+            self._page_manager.reserve(sequences, tokens)
         try:
             yield
         except BaseException:
             for sequence, counts in zip(sequences, before, strict=True):
-                self._groups.keep_written(sequence, sequence.length, counts)
+                self._page_manager.keep_written(sequence, sequence.length, counts)
             raise
 
     def _write(
@@ -607,23 +609,23 @@ class Engine:
     def _copies(self) -> SequenceCopies:
         from kvjax.engine.sequence_io import SequenceCopies
 
-        given = self._pool, self._groups, self._capacity, self._release, self.indexes, self.prefill_chunk, self.guard
+        given = self._pool, self._page_manager, self._capacity, self._page_eviction, self.indexes, self.prefill_chunk, self.guard
         return SequenceCopies(self._unplaced, *given, self.cache_format)
 
     @functools.cached_property
     def _warmup(self) -> Warmup:
         from kvjax.engine.warmup import Warmup
 
-        return Warmup(self.model, self._pool, self._groups, self._declared, self._prefiller)
+        return Warmup(self.model, self._pool, self._page_manager, self._policy_set, self._prefiller)
 
     def _begin(
         self, sequence: CachedSequence, tokens: Sequence[int], *, all_logits: bool = False, only: PrefillPolicy | None = None
     ) -> ChunkRun:
         """A chunk of the sequence's next tokens, with pages for them, before its first slice of layers."""
         chunk = self.prefill_chunk
-        policy = only or self._declared.choose_prefill(self.prefill_policy, sequence.length // chunk * chunk)
-        self._release.check(policy, [sequence], "prefill")
-        self._groups.give_back(sequence)
+        policy = only or self._policy_set.choose_prefill(self.prefill_policy, sequence.length // chunk * chunk)
+        self._page_eviction.check(policy, [sequence], "prefill")
+        self._page_manager.give_back(sequence)
         count = min(len(tokens), chunk - sequence.length % chunk)
         if self.grows(sequence, count):  # most callers have taken the pages of the whole prompt
             self.reserve([sequence], count)
@@ -655,7 +657,7 @@ class Engine:
             yield
         except BaseException:
             del self._runs[sequence]
-            self._groups.keep_written(sequence, sequence.length, before)
+            self._page_manager.keep_written(sequence, sequence.length, before)
             raise
 
     def _adopt(self, sequence: CachedSequence, prompt: TokenIds, cache_salt: str | None) -> None:
@@ -698,7 +700,7 @@ class Engine:
             raise ValueError(f"a step takes a tuple of sequences, None for an empty slot, got {shown(group.sequences)}")
         slots, tokens, vocab_size = len(group.sequences), group.tokens, self.config.vocab_size
         if group.launch is not None:
-            check_launch(group, self._declared.find(group.policy))
+            check_launch(group, self._policy_set.find(group.policy))
         if tokens is self._sampled and group.sampling is self._rows[0] and slots == self._rows[1] and group.counts is None:
             return group  # as the step before
         if slots not in self.batch_buckets:
@@ -764,7 +766,7 @@ class Engine:
         sequences do not change."""
         if isinstance(policy, ChoosesDecode):
             counts = [written] * len(slots.rows) if isinstance(written, int) else written[slots.rows].tolist()
-            policy = self._declared.choose(policy, [length + count for length, count in zip(slots.lengths, counts, strict=True)])
+            policy = self._policy_set.choose(policy, [length + count for length, count in zip(slots.lengths, counts, strict=True)])
         if is_watched(policy) and not self._watches_each(tokens):
             from kvjax.engine.watching import program_of
 
@@ -773,11 +775,11 @@ class Engine:
             self._pool.advance_copies()
             self._pool.bring_back(slots.sealed)
         cache, following = slots.cache(self._pool, written)
-        if self._ahead.running:
-            self._ahead.wait((policy, slots.size, *(cache.page_tables[group.name].shape[1] for group in cache.spec.groups)))
+        if self._compile_ahead.running:
+            self._compile_ahead.wait((policy, slots.size, *(cache.page_tables[group.name].shape[1] for group in cache.spec.groups)))
         if self._pool.beside is not None and not isinstance(tokens, jax.Array):
             tokens = self._pool.put(tokens)
-        states = self._declared.states.of_batch(policy, slots.sequences)
+        states = self._policy_set.states.of_batch(policy, slots.sequences)
         if is_watched(policy):
             from kvjax.engine.watching import after_prompts
 
@@ -806,7 +808,7 @@ class Engine:
         """Keep a step's result. written: how many of the tokens written stay, per slot."""
         slots, states = launched.slots, launched.states
         learned, alarms = [], {}
-        if not self._declared.states.stateless(launched.policy) and jax.tree.leaves(states):
+        if not self._policy_set.states.stateless(launched.policy) and jax.tree.leaves(states):
             try:
                 rows = rows_of(states)
                 learned = [rows[row] for row in slots.rows]
@@ -819,26 +821,26 @@ class Engine:
                 raise
         # Nothing can fail from here on.
         slots.advance(launched.cache, written)
-        if self._groups.has_windows:
+        if self._page_manager.has_windows:
             for sequence in slots.live:
-                self._groups.give_back(sequence)
+                self._page_manager.give_back(sequence)
         for sequence, state in zip(slots.live, learned, strict=False):
             sequence.states[launched.policy] = state
         for sequence, alarm in alarms.items():
             sequence.alarms[launched.policy] = alarm
-        if self._release.gives_back(launched.policy):
+        if self._page_eviction.gives_back(launched.policy):
             counts = [written] * len(slots.live) if isinstance(written, int) else written[slots.rows].tolist()
-            self._release.after_step(launched.policy, slots.live, counts)
+            self._page_eviction.after_step(launched.policy, slots.live, counts)
 
     def _filled(self, policy: DecodePolicy, padded: Sequence[CachedSequence | None], written: Written) -> DecodeBatch:
         """The slots of a policy's batches of this size, with these sequences in them."""
-        slots = self._slots.get((len(padded), policy))
+        slots = self._decode_batches.get((len(padded), policy))
         if slots is None:
-            slots = self._slots[len(padded), policy] = DecodeBatch(self.spec, len(padded), self._pool.put)
+            slots = self._decode_batches[len(padded), policy] = DecodeBatch(self.spec, len(padded), self._pool.put)
         if not slots.hold(padded):
             self._check_live([each for each in padded if each is not None])
-            self._declared.states.check_learned(policy, padded)
-            self._release.check(policy, padded)
+            self._policy_set.states.check_learned(policy, padded)
+            self._page_eviction.check(policy, padded)
             slots.fill(padded)
         elif self._runs:
             self._check_live(slots.live)

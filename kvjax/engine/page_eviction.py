@@ -79,7 +79,7 @@ class PageEviction:
 
     def __init__(self, groups: PageManager, page_size: int, policy: DecodePolicy, reach: Reach | None):
         self.reach = reach
-        self._groups, self._page_size, self._policy = groups, page_size, policy
+        self._page_manager, self._page_size, self._policy = groups, page_size, policy
         self._step = 0
         self._choices: collections.deque[_Choice] = collections.deque()
         # Weakly, so that an engine that nobody holds any more goes at once.
@@ -88,7 +88,7 @@ class PageEviction:
     def new_sequence(self) -> CachedSequence:
         """A sequence without tokens."""
         keeping = None if self.reach is None else Keeping(self._policy, self.reach)
-        return CachedSequence([], pages=self._groups.new(), keeping=keeping)
+        return CachedSequence([], pages=self._page_manager.new(), keeping=keeping)
 
     def check(self, policy: DecodePolicy | PrefillPolicy, sequences: Iterable[CachedSequence | None], what: str = "policy") -> None:
         """ValueError if a policy may read pages that a sequence has given back. what: how messages call the policy."""
@@ -115,9 +115,9 @@ class PageEviction:
         by_mass = isinstance(policy, KeepsByMass)
         for sequence, count in zip(sequences, written, strict=True):
             if sequence.keeping is None or sequence.keeping.policy != policy:
-                self._groups.release(sequence, [] if sequence.keeping is None else sequence.keeping.distant)
+                self._page_manager.release(sequence, [] if sequence.keeping is None else sequence.keeping.distant)
                 sequence.keeping = Keeping(policy, None if by_mass else kept)
-                self._groups.give_back(sequence, narrowed=True)
+                self._page_manager.give_back(sequence, narrowed=True)
             if by_mass:
                 self._note(policy, sequence, sequence.length - count, kept)
         while self._choices and self._choices[0].due <= self._step:
@@ -147,7 +147,7 @@ class PageEviction:
         stay = set(np.asarray(choice.kept).reshape(-1).tolist())
         sinks = -(-kept_by(keeping.policy, self._page_size)[0] // self._page_size)
         held = [*keeping.distant, *range(max(keeping.decided, sinks), choice.first_local)]
-        self._groups.release(choice.sequence, [page for page in held if page not in stay])
+        self._page_manager.release(choice.sequence, [page for page in held if page not in stay])
         keeping.distant, keeping.decided = [page for page in held if page in stay], max(keeping.decided, choice.first_local)
 
 

@@ -124,7 +124,7 @@ def attend_hot(
         return None
     where = (blocks.ids, ctx.page_table, ctx.frames, ctx.lengths, now)
     pages = layer.pages.replace(open=None)  # sealed pages alone are in the buffer
-    hot, pages, fetched = fetch(hot, pages, *where, num_queries=query.shape[1], border=ctx.border, owner=owner)
+    hot, pages, fetched = fetch(hot, pages, *where, num_queries=query.shape[1], border=ctx.first_host_frame, owner=owner)
     layer = with_pages(layer, pages)
     return *attend_and_observe(policy, query, layer, ctx, blocks, state, fetched.frames), pages, hot, fetched
 

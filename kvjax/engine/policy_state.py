@@ -204,7 +204,7 @@ def attend_and_learn(
     states = []
     for each, before in zip(learning.policies, known, strict=True):
         mass, first = masses[each.learns]
-        states.append(each.observe(mass, MassContext(first, ctx.lengths, ctx.layer, ctx.shards, ctx.copies), before))
+        states.append(each.observe(mass, MassContext(first, ctx.lengths, ctx.layer, ctx.shards, ctx.kv_replicas), before))
     return out, tuple(states)
 
 

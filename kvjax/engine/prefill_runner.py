@@ -131,7 +131,7 @@ class Prefiller:
         self.on_written: Callable[[ChunkRun], None] | None = None
         self._behind: Array | None = None  # hidden states of the chunk before, while a prompt has more of them
         self._warned, self.brings = False, pool.shards is not None and pool.shards.context > 1
-        self._pool, self._groups, self._states = pool, groups, states
+        self._pool, self._page_manager, self._states = pool, groups, states
         self.slices = cut_layers(model.decoder, groups.spec, None if pool.shards is None else pool.shards.tensor)
 
     def begin(
@@ -157,7 +157,7 @@ class Prefiller:
         learning, opened = self._states.before_chunk(sequence, start, first, whole=whole or always)
         if opened is not None:
             ids[0, opened.position - start : first - start] = opened.tokens
-        self._pool.bind(self._groups.written(sequence, first, last))
+        self._pool.bind(self._page_manager.written(sequence, first, last))
         ends = len(written) == len(tokens)
         run = ChunkRun(sequence, written, first, last, start, policy, ends, whole, all_logits, always, learning, opened, ids)
         self._find_pages(run)
@@ -170,10 +170,10 @@ class Prefiller:
     def _make_room(self, sequence: CachedSequence, start: int) -> None:
         """Begin to copy pages to host memory, so that the chunk after the one from `start` on finds room on the device: pages of earlier
         chunks, and those that are kept for other prompts. Others may still be written."""
-        for group in [group for group in self._groups.spec.groups if group.name in self._pool.frames]:
+        for group in [group for group in self._page_manager.spec.groups if group.name in self._pool.frames]:
             if count := self._pool.frames[group.name].lacking(-(-self.chunk // group.page_size)):
                 earlier = sequence.pages[group.name][: start // group.page_size]
-                self._pool.copy_ahead(group.name, {*earlier, *self._groups.allocators[group.name].kept_pages}, count)
+                self._pool.copy_ahead(group.name, {*earlier, *self._page_manager.allocators[group.name].kept_pages}, count)
 
     def _find_pages(self, run: ChunkRun) -> None:
         """Look where the pages of a chunk lie: at its beginning, and whenever pages have moved between two of its slices."""
@@ -183,21 +183,23 @@ class Prefiller:
         if run.staged is None and self.brings:
             run.tables = self._brought_tables(run)
         elif run.staged is None:
-            run.tables = self._groups.tables([sequence])
+            run.tables = self._page_manager.tables([sequence])
         else:
             widths = {name: where.places.shape[1] for name, (where, _) in run.staged.items()}
-            run.tables = self._groups.staged_tables(sequence, run.last, widths)
+            run.tables = self._page_manager.staged_tables(sequence, run.last, widths)
 
     def _brought_tables(self, run: ChunkRun) -> dict[str, Int[np.ndarray, "1 M"]]:
         """Tables of the pages that the chunk reads, because all that a table has room for are brought from other devices."""
-        groups, length = self._groups.spec.groups, run.last
+        groups, length = self._page_manager.spec.groups, run.last
         if run.always:
             length = max(len(run.sequence.pages[group.name]) * group.page_size for group in groups if group.page_size != WHOLE)
-        return self._groups.staged_tables(run.sequence, length, {group.name: staged_width(pages_for(length, group)) for group in groups})
+        return self._page_manager.staged_tables(
+            run.sequence, length, {group.name: staged_width(pages_for(length, group)) for group in groups}
+        )
 
     def _stage(self, sequence: CachedSequence, start: int, last: int) -> dict[str, tuple[Staged, Window]]:
         """How the pages of tokens [0, last) are copied, of which the chunk from `start` on writes the last ones."""
-        groups = {group.name: group for group in self._groups.spec.groups if group.name in self._pool.frames}
+        groups = {group.name: group for group in self._page_manager.spec.groups if group.name in self._pool.frames}
         found = {}
         for name, group in groups.items():
             pages = np.array(sequence.pages[name][: -(-last // group.page_size)], np.int32)
@@ -228,11 +230,11 @@ class Prefiller:
 
     def _with_copies(self, sequence: CachedSequence, policy: PrefillPolicy, tokens: int) -> Iterator[ChunkRun]:
         """A chunk of one token for each combination of sizes."""
-        for group in [group for group in self._groups.spec.groups if group.name in self._pool.frames]:
+        for group in [group for group in self._page_manager.spec.groups if group.name in self._pool.frames]:
             counts = self._pool.frames[group.name].counts
             for size, widths in self._sizes_alone(group, counts, tokens):
                 run = self.begin(sequence, [0], policy, always=True)
-                pages = self._groups.written(sequence, 0, run.last)
+                pages = self._page_manager.written(sequence, 0, run.last)
                 run.tables = {name: page_table([each], widths[name]) for name, each in pages.items()}
                 run.staged = {group.name: stage_with(size, self._pool.frames_of(group.name, pages[group.name]), counts)}
                 yield run
@@ -242,7 +244,7 @@ class Prefiller:
         found = {}
         for pages in range(1, pages_for(tokens, group) + 1):
             if (size := sizes_alone(pages, counts, -(-self.chunk // group.page_size))) is not None:
-                widths = {each.name: table_width(pages_for(pages * group.page_size, each)) for each in self._groups.spec.groups}
+                widths = {each.name: table_width(pages_for(pages * group.page_size, each)) for each in self._page_manager.spec.groups}
                 widths[group.name] = size.width
                 found[size, *widths.values()] = size, widths
         return list(found.values())
@@ -311,7 +313,7 @@ class Prefiller:
 
     def _rows_moved(self, run: ChunkRun) -> bool:
         """Whether layers have state at the chunk's end, but the sequence is still where it was before the chunk."""
-        return bool(run.done and run.sequence.length < run.last and self._groups.spec.row_groups)
+        return bool(run.done and run.sequence.length < run.last and self._page_manager.spec.row_groups)
 
     def _advance(self, run: ChunkRun, slices: int | None) -> bool:
         left = len(self.slices) - run.done
@@ -342,7 +344,7 @@ class Prefiller:
     @functools.cached_property
     def _token_bytes(self) -> float:
         """Bytes of a token in pages that may lie in host memory."""
-        spec, groups = self._groups.spec, [group for group in self._groups.spec.groups if group.name in self._pool.frames]
+        spec, groups = self._page_manager.spec, [group for group in self._page_manager.spec.groups if group.name in self._pool.frames]
         return sum(spec.bytes_per_frame(group.name) / group.page_size for group in groups)
 
     def _warn_of_copies(self, start: int, last: int) -> None:

@@ -56,8 +56,8 @@ class Reuse:
         host: HostMemory,
     ):
         self.exact = exact = stores.reuse != "any"
-        self.model, self._declared, self._page_size = model, declared, declared.page_size
-        self._pool, self._groups, self._prefiller = pool, groups, weakref.proxy(prefiller)
+        self.model, self._policy_set, self._page_size = model, declared, declared.page_size
+        self._pool, self._page_manager, self._prefiller = pool, groups, weakref.proxy(prefiller)
         self._samples: dict[str | None, str] = {}
         # The device of the pool, or the first one of its mesh that this process has: blocks go to stores by way of it.
         devices = first_array(pool.layers).devices() if pool.shards is None else pool.shards.mesh.local_devices
@@ -94,7 +94,7 @@ class Reuse:
         if chain is None:
             return
         if self.exact:
-            usual = run.whole and run.policy == self._declared.prefill_at(run.start)
+            usual = run.whole and run.policy == self._policy_set.prefill_at(run.start)
             if not usual or run.first != chain.length or chain.path != dispatch.forced_path():
                 return
         elif len(sequence.tokens) != sequence.length:
@@ -149,8 +149,8 @@ class Reuse:
         """What writes the grain that begins at a position in a new prompt; nothing, if that does not matter."""
         if not self.exact:
             return ""
-        chunk = self._declared.prefill_chunk
-        return identity(self._declared.prefill_at(position // chunk * chunk))
+        chunk = self._policy_set.prefill_chunk
+        return identity(self._policy_set.prefill_at(position // chunk * chunk))
 
     def _root(self) -> bytes:
         """Everything that a page's bits depend on, besides tokens and policies; or what it must have in common with others at least."""
@@ -159,7 +159,7 @@ class Reuse:
             return json.dumps([self._mark, "any", *common]).encode()
         versions = {"kvjax": kvjax.__version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
         device: dict[str, Any] = {"kind": self._device.device_kind, "platform": self._device.client.platform_version}
-        sizes = {"page": self._page_size, "chunk": self._declared.prefill_chunk, "dtype": str(self.model.config.compute_dtype)}
+        sizes = {"page": self._page_size, "chunk": self._policy_set.prefill_chunk, "dtype": str(self.model.config.compute_dtype)}
         sizes |= {"packed": self._packed, "mesh": self._mesh}
         sample = "" if self._disk is None else self._sample()
         return json.dumps([self._mark, versions, device, sizes, dispatch.forced_path(), sample], sort_keys=True).encode()
@@ -170,16 +170,16 @@ class Reuse:
         then nothing is found on disk, and nobody finds what is kept."""
         path = dispatch.forced_path()
         if path not in self._samples:
-            config, spec = self.model.config, self._groups.spec
-            length = int(min(self._declared.prefill_chunk, config.max_positions, self._groups.longest))
+            config, spec = self.model.config, self._page_manager.spec
+            length = int(min(self._policy_set.prefill_chunk, config.max_positions, self._page_manager.longest))
             tokens = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
-            sequence = CachedSequence([], pages=self._groups.new())
+            sequence = CachedSequence([], pages=self._page_manager.new())
             try:
-                self._groups.reserve([sequence], len(tokens))
+                self._page_manager.reserve([sequence], len(tokens))
             except OutOfPages:
                 return os.urandom(16).hex()
             try:
-                run = self._prefiller.begin(sequence, tokens, self._declared.prefill_at(0))
+                run = self._prefiller.begin(sequence, tokens, self._policy_set.prefill_at(0))
                 self._prefiller.advance(run)
                 digest = hashlib.sha256(np.asarray(run.x))
                 for name, pages in sequence.pages.items():
@@ -188,6 +188,6 @@ class Reuse:
                     for block in [] if name in spec.row_groups else read_blocks(self._pool, spec, name, sealed):
                         digest.update(np.asarray(block))
             finally:
-                self._groups.keep_written(sequence, 0)
+                self._page_manager.keep_written(sequence, 0)
             self._samples[path] = digest.hexdigest()
         return self._samples[path]

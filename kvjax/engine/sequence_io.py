@@ -45,8 +45,15 @@ class SequenceCopies:
         guard: CallLock,
         cache_format: str | None = None,
     ):
-        self.model, self.spec, self._release = model, groups.spec, release
-        self._pool, self._groups, self._capacity, self._indexes, self._chunk, self._guard = pool, groups, capacity, indexes, chunk, guard
+        self.model, self.spec, self._page_eviction = model, groups.spec, release
+        self._pool, self._page_manager, self._capacity, self._indexes, self._chunk, self._guard = (
+            pool,
+            groups,
+            capacity,
+            indexes,
+            chunk,
+            guard,
+        )
         self._page_size = min(group.page_size for group in self.spec.groups)
         # Of files, whatever the mesh.
         self._one_device = model.config.cache_spec(self._page_size).with_formats(self.spec.formats)
@@ -75,7 +82,10 @@ class SequenceCopies:
                     "suspend the sequence instead, or save it before the policy decodes it"
                 )
             header = header | {"keeps": {"policy": name_of(keeping.policy), "reach": list(keeping.reach)}}
-        stored, shards = read_stored(self._pool, self.spec, self._groups.ids(sequence, self._groups.held(sequence))), self._pool.shards
+        stored, shards = (
+            read_stored(self._pool, self.spec, self._page_manager.ids(sequence, self._page_manager.held(sequence))),
+            self._pool.shards,
+        )
         if shards is not None:
             stored = from_mesh(self._one_device, shards.tensor, stored)
         write = functools.partial(write_sequence, path, header, sequence.tokens, stored, self._guard.interrupt_point)
@@ -87,7 +97,7 @@ class SequenceCopies:
         tokens, stored, keeps = read_sequence(path, self.header, interrupt_point=self._guard.interrupt_point, **sizes)
         if self._pool.shards is not None:
             stored = to_mesh(self._one_device, self._pool.shards.tensor, stored)
-        sequence, reach = self._release.new_sequence(), None
+        sequence, reach = self._page_eviction.new_sequence(), None
         if keeps is not None:
             name, reach = keeps
             try:
@@ -104,13 +114,13 @@ class SequenceCopies:
 
     def suspend(self, sequence: CachedSequence, briefly: bool) -> None:
         """Move pages and states to host memory, and free them on the device. briefly: as in `Engine.suspend`."""
-        self._release.settle()
-        held = self._groups.held(sequence, self._chunk)
-        stored = read_stored(self._pool, self.spec, self._groups.ids(sequence, held))
+        self._page_eviction.settle()
+        held = self._page_manager.held(sequence, self._chunk)
+        stored = read_stored(self._pool, self.spec, self._page_manager.ids(sequence, held))
         sequence.keep_on_host(held)
         self.suspended.put(sequence, stored, briefly)
-        self._groups.keep_written(sequence, 0)
-        sequence.pages = self._groups.new()
+        self._page_manager.keep_written(sequence, 0)
+        sequence.pages = self._page_manager.new()
 
     def resume(self, sequence: CachedSequence) -> None:
         """Bring a suspended sequence back. After OutOfPages it stays suspended."""
@@ -123,9 +133,9 @@ class SequenceCopies:
     def fork(self, sequence: CachedSequence) -> CachedSequence:
         """A second sequence with the same history. OutOfPages."""
         self._pool.check()
-        child = sequence.twin(self._groups.new())
+        child = sequence.twin(self._page_manager.new())
         with self._emptied_on_error(child), self._capacity.advice():
-            opened = self._groups.fork(sequence, child)
+            opened = self._page_manager.fork(sequence, child)
             if opened is not None:
                 self._pool.copy(*opened)
             self._guard.interrupt_point()
@@ -135,10 +145,10 @@ class SequenceCopies:
         """Give a sequence of `length` tokens, which has no pages, its logical pages `held`, and write `stored` to them. OutOfPages changes
         nothing."""
         with self._capacity.advice():
-            self._groups.fill(sequence, held)
+            self._page_manager.fill(sequence, held)
         sequence.length, opened = length, length % self._page_size > 0
         with self._emptied_on_error(sequence):
-            for name, pages in self._groups.ids(sequence, held).items():
+            for name, pages in self._page_manager.ids(sequence, held).items():
                 open_page = opened and name not in self.spec.row_groups
                 write_blocks(self._pool, self.spec, name, pages, stored[name], indexes=self._indexes, opened=open_page)
             self._guard.interrupt_point()
@@ -148,5 +158,5 @@ class SequenceCopies:
         try:
             yield
         except BaseException:
-            self._groups.keep_written(sequence, 0)
+            self._page_manager.keep_written(sequence, 0)
             raise

@@ -65,7 +65,7 @@ def by_queries(
         return jnp.concatenate([x[:, :size], x[:, size:]])
 
     twice: dict[str, Any] = {name: jnp.concatenate([getattr(ctx, name)] * 2) for name in ("page_table", "lengths")}
-    twice |= {name: None if (x := getattr(ctx, name)) is None else jnp.concatenate([x] * 2) for name in ("moved", "fresh")}
+    twice |= {name: None if (x := getattr(ctx, name)) is None else jnp.concatenate([x] * 2) for name in ("frame_table", "fresh")}
     starts = jnp.concatenate([ctx.starts + place for place in (mine * size, (2 * shards.context - 1 - mine) * size)])
     out = attend(apart(query), ctx.replace(**twice, starts=starts, indexer=jax.tree.map(apart, ctx.indexer)))
     return jnp.concatenate([out[:batch], out[batch:]], axis=1)

@@ -204,13 +204,18 @@ def prefill_layers(
         layers = _replace(layers, layer, written)
         at = cache.spec.paged.index(layer)
         where = cache.table_of(layer), starts, cache.lengths
-        given = {"indexer": indexer_query(heads), "moved": frames, "rope": heads.rope, "fresh": None if learning is not None else fresh}
-        split = {"shards": shards, "copies": cache.spec.layers[layer].copies}
+        given = {
+            "indexer": indexer_query(heads),
+            "frame_table": frames,
+            "rope": heads.rope,
+            "fresh": None if learning is not None else fresh,
+        }
+        split = {"shards": shards, "kv_replicas": cache.spec.layers[layer].copies}
         ctx = PrefillContext(*where, layer=place + at, sm_scale=heads.sm_scale, **given, **split)
         known = () if learning is None else tuple(states[at] for states in learning.states)
         read = opened(pages_of(cache.spec, layers, layer, owners), open_pages)
         if layer in copied_layers:
-            read, ctx = read.replace(pages=complete(copied, read.pages, staged)), ctx.replace(moved=staged.places)
+            read, ctx = read.replace(pages=complete(copied, read.pages, staged)), ctx.replace(frame_table=staged.places)
             window = next((copies.windows[each] for each in copied_layers if each > layer), copies.following)
             coming = None if window is None else copy_keys(window, heads)
         if sharded:
@@ -333,8 +338,8 @@ def decode(
         place, count = spec.paged.index(layer), len(spec.paged)
         sizes = {"layer": place, "num_layers": count, "page_size": page_size, "sm_scale": heads.sm_scale}
         border = None if frames is None else cache.residency[spec.layers[layer].group].border
-        given = {"indexer": indexer_query(heads), "moved": frames, "border": border, "rope": heads.rope}
-        split = {"shards": cache.shards, "copies": spec.layers[layer].copies, "first": firsts.get(spec.layers[layer].group)}
+        given = {"indexer": indexer_query(heads), "frame_table": frames, "first_host_frame": border, "rope": heads.rope}
+        split = {"shards": cache.shards, "kv_replicas": spec.layers[layer].copies, "first_device": firsts.get(spec.layers[layer].group)}
         earlier = tuple(blocks for each, blocks in zip(spec.paged, listed, strict=False) if spec.group_of(each).window is None)
         longest = {} if policy.learns is None else {"max_pages": -(-decoder.config.max_positions // page_size)}
         ctx = SelectContext(table, lengths, **sizes, **given, **split, **longest, earlier=earlier)

@@ -65,7 +65,7 @@ def test_a_step_of_other_tables_does_not_wait(compiled):
     """Neighbours decode with narrow tables while a longer prompt, whose tables are wider, is prefilled."""
     engine = Engine(shallow(make_family("llama")), pages=80, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
     waited = []
-    ahead, wait = engine._ahead, engine._ahead.wait
+    ahead, wait = engine._compile_ahead, engine._compile_ahead.wait
     ahead.wait = lambda key: waited.append((key in ahead.running, key[2])) or wait(key)
     scheduler = Scheduler(engine, slots=BUCKET, max_gap_ms=1e4)
     scheduler.submit(Request(PROMPT[:4], Sampling(max_new_tokens=24)))

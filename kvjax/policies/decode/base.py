@@ -66,16 +66,16 @@ class SelectContext:
     page_size: int = flax.struct.field(pytree_node=False)
     sm_scale: Scale = flax.struct.field(pytree_node=False)
     indexer: IndexerQuery | None = None
-    moved: Int[Array, "B M"] | None = None
+    frame_table: Int[Array, "B M"] | None = None
     """Frames, where they are not the page ids."""
     rope: Rope | None = flax.struct.field(pytree_node=False, default=None)
-    border: int | None = flax.struct.field(pytree_node=False, default=None)
+    first_host_frame: int | None = flax.struct.field(pytree_node=False, default=None)
     """The first frame in host memory; None where all lie on the device."""
     shards: Shards | None = flax.struct.field(pytree_node=False, default=None)
     """The mesh, on whose devices heads and pages are split; None: one device."""
-    copies: int = flax.struct.field(pytree_node=False, default=1)
+    kv_replicas: int = flax.struct.field(pytree_node=False, default=1)
     """Devices of the mesh that have the same KV heads."""
-    first: Int[Array, "B"] | None = None
+    first_device: Int[Array, "B"] | None = None
     """On which device the pages of each row begin, where they are sharded over several."""
 
     earlier: tuple[Blocks | None, ...] = ()
@@ -91,7 +91,7 @@ class SelectContext:
     @property
     def frames(self) -> Int[Array, "B M"]:
         """Logical page -> frame, -1 where there is none."""
-        return self.page_table if self.moved is None else self.moved
+        return self.page_table if self.frame_table is None else self.frame_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,17 +125,17 @@ class AttentionMass:
 @flax.struct.dataclass
 class MassContext:
     """The queries over which a mass is summed: those at positions [first, lengths) of each row. layer: in prefill an array, as in
-    `PrefillContext`. shards, copies: as in `SelectContext`."""
+    `PrefillContext`. shards, kv_replicas: as in `SelectContext`."""
 
     first: Int[Array, "B"]
     lengths: Int[Array, "B"]
     layer: int | Int[Array, ""]
     shards: Shards | None = flax.struct.field(pytree_node=False, default=None)
-    copies: int = flax.struct.field(pytree_node=False, default=1)
+    kv_replicas: int = flax.struct.field(pytree_node=False, default=1)
 
     def over_heads(self, x: Array) -> Array:
         """The sum over the heads of all devices, from the sum over those of this one."""
-        return x if self.shards is None else self.shards.over_heads(self.copies, x)[0]
+        return x if self.shards is None else self.shards.over_heads(self.kv_replicas, x)[0]
 
 
 @runtime_checkable
@@ -249,7 +249,7 @@ def attend_and_observe(
     if learns:
         size = policy.learns.tokens(ctx.page_size)
         mass = mass_of_step(blocks, block_lse, ctx, size, ctx.max_pages * ctx.page_size // size)
-        at = MassContext(ctx.lengths - query.shape[1], ctx.lengths, ctx.layer, ctx.shards, ctx.copies)
+        at = MassContext(ctx.lengths - query.shape[1], ctx.lengths, ctx.layer, ctx.shards, ctx.kv_replicas)
         state = policy.observe(mass, at, state)
     return out, blocks, state
 
@@ -298,7 +298,7 @@ def attend_listed(
     """
     out, lse, block_lse = _attend_here(query, layer, ctx, blocks, return_block_lse, frames)
     if ctx.sharded:
-        out, lse, block_lse = ctx.shards.merged(out, lse, ctx.first, block_lse)
+        out, lse, block_lse = ctx.shards.merged(out, lse, ctx.first_device, block_lse)
     return out, block_lse
 
 
@@ -316,7 +316,7 @@ def _attend_here(
     where = layer.pages, ctx.frames, ctx.lengths
     if ctx.sharded and blocks is None and query.shape[1] == 1 and not return_block_lse:
         # Other devices' pages would cost as much time as they take in the table. Drafted tokens need the places of their pages.
-        where = layer.pages, *ctx.shards.own_pages(ctx.frames, ctx.lengths, ctx.first, ctx.page_size)
+        where = layer.pages, *ctx.shards.own_pages(ctx.frames, ctx.lengths, ctx.first_device, ctx.page_size)
     sinks = blocks.window[0] // blocks.block_size if blocks is not None and blocks.remapped else 0
     if not sinks:
         out, lse, *block_lse = gather(query, *where, blocks=None if blocks is None else blocks.ids, block_frames=frames)

@@ -145,7 +145,7 @@ class Cascade(Stateless):
             sink=self.sink,
             local=self.local,
             sm_scale=ctx.sm_scale,
-            frames=ctx.moved,
+            frames=ctx.frame_table,
             shortlist=self.shortlist,
             **codes,
         )

@@ -88,7 +88,7 @@ class TopBlocks(Stateless):
             sink=self.sink,
             local=self.local,
             sm_scale=ctx.sm_scale,
-            frames=ctx.moved,
+            frames=ctx.frame_table,
         )
         return out, self._blocks(ids), state
 

@@ -33,12 +33,12 @@ class PrefillContext:
     layer: int | Int[Array, ""]
     sm_scale: Scale = flax.struct.field(pytree_node=False)
     indexer: IndexerQuery | None = None
-    moved: Int[Array, "B M"] | None = None
+    frame_table: Int[Array, "B M"] | None = None
     """Frames, where they are not the page ids."""
     rope: Rope | None = flax.struct.field(pytree_node=False, default=None)
     shards: Shards | None = flax.struct.field(pytree_node=False, default=None)
     """The mesh, on whose devices heads are split; None: one device. Pages of other devices have been brought here."""
-    copies: int = flax.struct.field(pytree_node=False, default=1)
+    kv_replicas: int = flax.struct.field(pytree_node=False, default=1)
     """Devices of the mesh that have the same KV heads."""
     fresh: Int[Array, "B"] | None = None
     """The first token that the chunk writes, as `flash_attention` takes it: outputs of earlier queries are not used. None: they may be."""
@@ -46,7 +46,7 @@ class PrefillContext:
     @property
     def frames(self) -> Int[Array, "B M"]:
         """Logical page -> frame, -1 where there is none."""
-        return self.page_table if self.moved is None else self.moved
+        return self.page_table if self.frame_table is None else self.frame_table
 
 
 @runtime_checkable

@@ -129,7 +129,7 @@ def moving_many(model):
     """An engine, and a prompt whose pages find no room on the device before others move, all of them at once."""
     engine = tiered(model)
     (held,) = engine.prefill([[1] * (DEVICE * PAGE)])
-    engine._pool.bind(engine._groups.written(held, 0, 1))  # nothing is copied ahead
+    engine._pool.bind(engine._page_manager.written(held, 0, 1))  # nothing is copied ahead
     return engine, held
 
 

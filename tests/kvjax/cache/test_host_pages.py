@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import time
+import types
 from typing import ClassVar
 
 import jax
@@ -324,11 +325,11 @@ def test_a_policy_that_attends_by_an_op_of_its_own_is_read_in_place():
 
         select = Selects.select
 
-    query = jnp.zeros((1, 1, 1, 1))
+    query, pages = jnp.zeros((1, 1, 1, 1)), types.SimpleNamespace(page_size=128)
     for policy in (Selects(8), Attends(0, 64)):
-        assert paged_attention.attend_hot(policy, query, None, None, (), None, None, 0) is None
+        assert paged_attention.attend_hot(policy, query, None, pages, (), None, None, 0) is None
     with pytest.raises(AttributeError):  # it goes on to look at the layer, which is none here
-        paged_attention.attend_hot(TopBlocks(8), query, None, None, (), None, None, 0)
+        paged_attention.attend_hot(TopBlocks(8), query, None, pages, (), None, None, 0)
 
 
 def test_a_fetch_holds_what_it_says():

@@ -29,7 +29,7 @@ def engine_of(model, policy, **stores):
     frame = memory_plan(model.config, page_size=PAGE).frame_bytes
     hot = 8 if policy == "quest:2" else 0
     engine = Engine(model, policy, pages=DEVICE + hot, host_bytes=HOST * frame, **SIZES, **stores)
-    counts = engine._groups.frames["full"].counts
+    counts = engine._page_manager.frames["full"].counts
     assert (counts.device, counts.hot, counts.host) == (DEVICE, hot, HOST)
     return engine
 
@@ -44,7 +44,7 @@ def crowd(engine, text):
 
 def in_host_memory(engine) -> int:
     """How many of the pinned pages lie there."""
-    frames, pinned = engine._groups.frames["full"], sorted(engine._reuse.prefixes.pins.pages["full"])
+    frames, pinned = engine._page_manager.frames["full"], sorted(engine._reuse.prefixes.pins.pages["full"])
     return int((frames.frame_of[pinned] >= frames.counts.border).sum())
 
 

@@ -227,7 +227,7 @@ def test_steps_of_empty_slots_have_no_length(engine):
     rows = SamplingRows.of([None, None])
     for _ in range(3):
         engine.decode_and_sample([None, None], [0, 0], rows)
-    assert engine._slots[2, engine.policy].longest == 0
+    assert engine._decode_batches[2, engine.policy].longest == 0
 
 
 def _without_notice(self):

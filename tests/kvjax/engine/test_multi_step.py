@@ -134,7 +134,7 @@ def after_steps(engine, lefts, stop_ids, counts):
         (decoded,) = engine.step(StepPlan((group,))).decodes
         tokens, ends = decoded.sampled.tokens, decoded.ends
         found.append(np.asarray(decoded.packed))
-    lengths = np.asarray(engine._slots[4, engine.policy]._device_lengths)
+    lengths = np.asarray(engine._decode_batches[4, engine.policy]._device_lengths)
     pages = [np.asarray(leaf) for leaf in jax.tree.leaves(engine._pool.layers)]
     return np.concatenate(found), lengths, pages, np.asarray(ends.left)
 
@@ -199,7 +199,7 @@ def test_the_loop_holds_no_second_copy_of_the_cache(family):
     tables = {group.name: np.zeros((1, 64 if group.name == "full" else 1), np.int32) for group in engine.spec.groups}
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(layers))
     cache = Cache(layers, tables, one, engine.spec)
-    states = engine._declared.states.of_batch(engine.policy, [None])
+    states = engine._policy_set.states.of_batch(engine.policy, [None])
     rows, ends = SamplingRows.of([None]), Ends(one, one[:, None])
     static = StepStatic(model.decoder, engine.policy, engine.indexes, steps=8)
     compiled = multi_step.decode_steps.lower(static, StepInputs(model.params, cache, one, one > 0, states, rows, ends=ends)).compile()
@@ -217,7 +217,7 @@ def test_on_a_mesh_the_loop_prepares_nothing_in_every_turn(monkeypatch):
     engine = engine_of(shallow(make_family("llama")), mesh=mesh(tensor=2))
     one = jax.numpy.ones(1, np.int32)
     cache = Cache(engine._pool.layers, {group.name: np.zeros((1, 8), np.int32) for group in engine.spec.groups}, one, engine.spec)
-    states, rows, ends = engine._declared.states.of_batch(engine.policy, [None]), SamplingRows.of([None]), Ends(one, one[:, None])
+    states, rows, ends = engine._policy_set.states.of_batch(engine.policy, [None]), SamplingRows.of([None]), Ends(one, one[:, None])
     static = StepStatic(engine.model.decoder, engine.policy, engine.indexes, engine._pool.shards, 4)
     inputs = StepInputs(engine.model.params, cache, one, one > 0, states, rows, ends=ends)
     (on_devices,) = multi_step.decode_steps.trace(static, inputs).jaxpr.eqns

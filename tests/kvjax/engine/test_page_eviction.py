@@ -155,7 +155,7 @@ def test_memory_is_flat(model_factory, kind, tokens):
         if step % 50 == 49:
             assert np.isfinite(np.asarray(logits)).all()
             assert len(held(sequence)) == pages[-1]
-            tables = sum(table.nbytes for slots in engine._slots.values() for table in slots._tables.values())
+            tables = sum(table.nbytes for slots in engine._decode_batches.values() for table in slots._tables.values())
             assert tables == 4 * table_width(-(-(sequence.length + 16) // P)) or tables == 4 * table_width(-(-sequence.length // P))
             live.append(sum(array.nbytes for array in jax.live_arrays() if array.dtype == np.float32))
     assert sequence.length == 100 + tokens // 16 * 16
@@ -501,5 +501,5 @@ def test_a_narrower_window_gives_back_the_sinks_of_a_wider_one(engine, text):
             return super().__getitem__(place)
 
     sequence.pages["full"] = Watched(sequence.pages["full"])
-    engine._groups.give_back(sequence)
+    engine._page_manager.give_back(sequence)
     assert looked_at == [9], "later calls do not go through all pages again"

@@ -219,10 +219,10 @@ def test_dropped_drafts_leave_no_trace(engine, recurrent_model, tokens):
     drafted, plain = engine.prefill([tokens[:46], tokens[:46]])
     engine.reserve([drafted, plain], 8)
     for each, wrong in ((drafted, 50), (plain, 60)):
-        cache = engine._groups.tables([each, None])
+        cache = engine._page_manager.tables([each, None])
         given = np.array([[*tokens[46:48], wrong, wrong + 1], [0] * 4], np.int32)
         lengths, active = np.array([46, 0], np.int32), np.array([True, False])
-        states = engine._declared.states.of_batch(engine.policy, [None, None])
+        states = engine._policy_set.states.of_batch(engine.policy, [None, None])
         cache = Cache(engine._pool.layers, cache, lengths, engine.spec)
         logits, *_ = engine._pool.run(
             decode_step,

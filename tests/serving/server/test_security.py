@@ -94,7 +94,7 @@ def test_a_client_makes_no_file_run_and_learns_of_none(engine, trap):
 
 def test_names_of_clients_are_not_kept(engine):
     table = PolicyTable(engine, ["window:*"], 2)
-    kept = (table._by_name, table._shown, engine._declared._found, naming._NAMES._names, naming._NAMES._made, naming._NAMES._named)
+    kept = (table._by_name, table._shown, engine._policy_set._found, naming._NAMES._names, naming._NAMES._made, naming._NAMES._named)
     before = [len(each) for each in kept]
     for number in range(300):
         refused(lambda number=number: table.find(f"mean:{number}"))
