@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from kvjax.cache.stores.lru import Recency
+from kvjax.cache.eviction_order import Recency
 from kvjax.checks import whole_number
 
 

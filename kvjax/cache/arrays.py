@@ -14,8 +14,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Float32, Int32
 
 from kvjax.axes import WHOLE_COPY, Shards, spec_of
-from kvjax.cache.host_pool import mapped_memory
-from kvjax.cache.host_pool.mapped_memory import FrameCounts
+from kvjax.cache.host_pool import FrameCounts
 from kvjax.cache.index_spec import IndexSpec, over_packed
 from pallas_kernels.core.pages import CODES, PageFormat, Pages
 from pallas_kernels.selection.indexer_scores.api import FP8
@@ -143,7 +142,11 @@ def empty_packed(
 
 
 def _frames(shape: tuple[int, ...], dtype: jnp.dtype, frames: FrameCounts | None) -> Array:
-    return jnp.zeros(shape, dtype) if frames is None else mapped_memory.empty((frames.total, *shape[1:]), dtype, frames.border)
+    if frames is None:
+        return jnp.zeros(shape, dtype)
+    from kvjax.cache.host_pool.mapped_memory import empty
+
+    return empty((frames.total, *shape[1:]), dtype, frames.border)
 
 
 def empty_latents(

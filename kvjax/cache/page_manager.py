@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from jax.sharding import Mesh
@@ -14,12 +14,14 @@ from jaxtyping import Int
 from kvjax.axes import Shards
 from kvjax.cache.allocator import PageAllocator
 from kvjax.cache.arrays import LayerCache, made_on
-from kvjax.cache.host_pool.frame_table import Frames
-from kvjax.cache.host_pool.mapped_memory import FrameCounts
+from kvjax.cache.host_pool import FrameCounts
 from kvjax.cache.index_spec import IndexSpec
 from kvjax.cache.page_tables import page_table
 from kvjax.cache.spec import MAX_STEP_TOKENS, WHOLE, CacheSpec, GroupSpec
 from pallas_kernels.cache.place_tiles import WAYS
+
+if TYPE_CHECKING:
+    from kvjax.cache.host_pool.frame_table import Frames
 
 HOT_SHARE = 0.75
 """Share of the device's frames that holds copies of the host's tiles, where pages lie in host memory."""
@@ -82,6 +84,8 @@ class PageManager:
         self.frames: dict[str, Frames] = {}
         for group in spec.groups if host else ():
             if group.window is None and group.page_size != WHOLE:
+                from kvjax.cache.host_pool.frame_table import Frames
+
                 counts = frame_counts(totals[group.name], host, pages_for(chunk, group), hot=hot)
                 totals[group.name], self.frames[group.name] = counts.device + counts.host, Frames(counts, pages_for(chunk, group))
         self.shards = None if mesh is None else _shards(mesh, spec, totals, chunk)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -17,11 +17,13 @@ from kvjax.axes import Shards
 from kvjax.cache.arrays import LatentPages, LayerCache, PagedKV, SlotLayer
 from kvjax.cache.cache import Cache, Residency, check_missing
 from kvjax.cache.host_pool.async_copies import AsyncCopies
-from kvjax.cache.host_pool.frame_table import Frames
 from kvjax.cache.host_pool.hot_buffer import HotBuffers, HotTiles, counted, empty_hot, forget, no_buffers
-from kvjax.cache.host_pool.mapped_memory import CopyStream, free_with
 from kvjax.cache.spec import OPEN, CacheSpec
 from kvjax.cache.writes import copy_page, move_frames
+
+if TYPE_CHECKING:
+    from kvjax.cache.host_pool.frame_table import Frames
+    from kvjax.cache.host_pool.mapped_memory import CopyStream
 
 Layers = tuple[LayerCache | None, ...]
 MOVES = (1, 4, 16, 64)
@@ -86,6 +88,8 @@ class Pool:
         self.beside = beside if self.frames or (shards is not None and beside.is_fully_addressable) else None
         self._layers = self.put(layers) if self.frames else layers
         if self.frames:
+            from kvjax.cache.host_pool.mapped_memory import free_with
+
             free_with(self, [leaf for layer in layers if isinstance(layer, PagedKV | LatentPages) for leaf in jax.tree.leaves(layer.pages)])
         self._residency: dict[str, Residency] = {}
         buffers = no_buffers(tuple(self._empty_hot(number) for number in range(len(spec.layers)))) if self.frames else None
@@ -273,6 +277,8 @@ class Pool:
 
     @functools.cached_property
     def _stream(self) -> CopyStream:
+        from kvjax.cache.host_pool.mapped_memory import CopyStream
+
         return CopyStream()
 
     def _copy(self, group: str, moves: Int[np.ndarray, "n 2"]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.cache.arrays import LayerCache, PagedKV, SlotLayer, empty_latents, empty_layer, empty_packed
-from kvjax.cache.host_pool.mapped_memory import FrameCounts
+from kvjax.cache.host_pool import FrameCounts
 from kvjax.cache.index_spec import IndexSpec
 from pallas_kernels.core.page_format import PageFormat
 

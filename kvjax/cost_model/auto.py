@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from kvjax.cache import OutOfPages
-from kvjax.cache.host_pool.mapped_memory import FrameCounts
+from kvjax.cache.host_pool import FrameCounts
 from kvjax.cache.index_spec import IndexSpec
 from kvjax.cost_model.bytes import pages_on_host, step_bytes
 from kvjax.cost_model.evidence import (
@@ -36,8 +36,8 @@ from kvjax.cost_model.evidence import (
 from kvjax.cost_model.fitting import Cell, Key, fit
 from kvjax.cost_model.predict import OWN, PROJECTED_GAIN, CostModel, known_cost_model, sizes_of, with_known, worthwhile
 from kvjax.cost_model.prefill_times import LayerSizes, PrefillTimes, known_prefill_times, layer_sizes, nearest_quote, timed_as
-from kvjax.engine.capacity_plan import memory_plan
 from kvjax.engine.engine import Engine
+from kvjax.engine.memory_plan import memory_plan
 from kvjax.engine.sampling import SamplingRows
 from kvjax.engine.sequence import CachedSequence
 from kvjax.model.config import ModelConfig

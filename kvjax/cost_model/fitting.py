@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import lsq_linear
 
-from kvjax.cache.host_pool.mapped_memory import FrameCounts
+from kvjax.cache.host_pool import FrameCounts
 from kvjax.checks import check_amount, whole_number
 from kvjax.cost_model.bytes import StepBytes, step_bytes
 from kvjax.cost_model.exchanges import NO_EXCHANGES, Exchanges, ExchangeTerm, step_exchanges

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.cache.formats import CacheFormat, parse_cache_format
-from kvjax.cache.host_pool.mapped_memory import FrameCounts
+from kvjax.cache.host_pool import FrameCounts
 from kvjax.cost_model.bytes import StepBytes, step_bytes
 from kvjax.cost_model.exchanges import MEASURE_EXCHANGES, NO_EXCHANGES, Exchanges, ExchangeTerm, step_exchanges
 from kvjax.cost_model.records import Count, Rate, check_record, from_json

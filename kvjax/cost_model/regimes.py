@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from kvjax.cache.host_pool.mapped_memory import FrameCounts
+from kvjax.cache.host_pool import FrameCounts
 from kvjax.cost_model.predict import CostModel
-from kvjax.engine.capacity_plan import memory_plan
+from kvjax.engine.memory_plan import memory_plan
 from kvjax.model.config import ModelConfig
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.naming import name_of, parse

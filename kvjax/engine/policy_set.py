@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from kvjax.axes import Shards
 from kvjax.cache.formats import CacheFormat, parse_cache_format
-from kvjax.cache.host_pool.mapped_memory import FrameCounts
+from kvjax.cache.host_pool import FrameCounts
 from kvjax.cache.index_spec import without_covered
 from kvjax.cache.page_tables import table_width
 from kvjax.checks import listed

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.cache import WHOLE, CacheSpec, IndexSpec
-from kvjax.cache.host_pool.mapped_memory import FrameCounts
+from kvjax.cache.host_pool import FrameCounts
 from kvjax.cache.host_pool.prefill_prefetch import Copies, Sizes, Staged, Window, WindowRows, copy_window, sizes_alone, stage, stage_with
 from kvjax.cache.page_manager import PageManager, pages_for
 from kvjax.cache.page_tables import page_table, staged_width, table_width

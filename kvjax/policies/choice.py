@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Self
 
-from kvjax.cache.host_pool.mapped_memory import FrameCounts
+from kvjax.cache.host_pool import FrameCounts
 from kvjax.cache.index_spec import IndexSpec
 from kvjax.model.protocols import Model
 from kvjax.policies.decode.base import DecodePolicy

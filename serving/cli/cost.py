@@ -37,7 +37,7 @@ from kvjax.serving.cli.options import (
 from pallas_kernels.core.optional import needs_extras
 
 if TYPE_CHECKING:
-    from kvjax.cache.host_pool.mapped_memory import FrameCounts
+    from kvjax.cache.host_pool import FrameCounts
     from kvjax.cost_model import CostModel
     from kvjax.cost_model.fitting import Cell, Key
     from kvjax.model.config import ModelConfig
@@ -393,7 +393,7 @@ def _frames(
     cache_format: str | None = None,
 ) -> FrameCounts | None:
     """The frames of an engine of these sizes that declares dense and these policies; None without sizes."""
-    from kvjax.engine.capacity_plan import memory_plan, pool_frames
+    from kvjax.engine.memory_plan import memory_plan, pool_frames
 
     if (device_memory is None) != (host_memory is None):
         raise typer.BadParameter("go together: give both, or neither", param_hint="--device-memory and --host-memory")

@@ -12,7 +12,6 @@ Source: ADR 0008, sections 2.2 to 2.8.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import logging
 import secrets
@@ -34,9 +33,9 @@ from kvjax.scheduler.request import Request
 from kvjax.scheduler.scheduler import Scheduler
 from kvjax.serving.sessions.generation import Run
 from kvjax.serving.sessions.journal import Journal
-from kvjax.serving.sessions.limits import MAX_WAITING
+from kvjax.serving.sessions.limits import MAX_WAITING, Limits
 from kvjax.serving.sessions.policy_table import PolicyTable
-from kvjax.serving.sessions.session import Record, Violation, Window, check_invariants
+from kvjax.serving.sessions.session import Record, Violation, check_invariants
 
 logger = logging.getLogger(__name__)
 
@@ -46,17 +45,6 @@ WAITING_TOLD_S = 10.0
 """How long all tokens of a generation are there, and other calls wait for who asked for them, before the log says so."""
 OUTCOMES = {"close": "closed", "ttl": "evicted", "lru": "evicted", "failed": "failed"}
 """How a session ended, by reason: the labels of the paper's `session_total` and `session_evicted_total`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Arguments of `SessionRuntime`, as it explains them."""
-
-    capacity: int
-    idle_ttl_s: float
-    demote_after_s: float | None
-    window: Window | None
-    history: int
 
 
 class SessionCore:

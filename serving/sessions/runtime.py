@@ -26,10 +26,10 @@ from kvjax.engine.engine import Engine
 from kvjax.engine.sampling import Sampling
 from kvjax.model.identity import fingerprint
 from kvjax.policies.decode import DecodePolicy
-from kvjax.serving.sessions.core import Limits, SessionCore
+from kvjax.serving.sessions.core import SessionCore
 from kvjax.serving.sessions.generation import Generation, Run
 from kvjax.serving.sessions.journal import Journal
-from kvjax.serving.sessions.limits import MAX_HISTORY, MAX_POLICIES
+from kvjax.serving.sessions.limits import MAX_HISTORY, MAX_POLICIES, Limits
 from kvjax.serving.sessions.policy_table import PolicyTable
 from kvjax.serving.sessions.session import Record, check_window
 

@@ -15,7 +15,7 @@ from benchmarks import reuse, tiered_prompts, tiers
 from benchmarks.hollow import FakeEngine, random_model
 from benchmarks.lists import Fresh, Replayed
 from benchmarks.tables import gigabytes, shape_text, tiered_prefill_cells, tiers_cells
-from kvjax.cache.host_pool.mapped_memory import FrameCounts
+from kvjax.cache.host_pool import FrameCounts
 from kvjax.compilation import NAMED
 from kvjax.cost_model.bytes import pages_on_host, step_bytes
 from kvjax.cost_model.fitting import DEVICE, read_cells

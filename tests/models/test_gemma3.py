@@ -12,8 +12,8 @@ from golden_family import TOLERANCE, GoldenFamily, check_engine
 from quick_cases import rest_long
 from safetensors.numpy import load_file, save_file
 
-from kvjax.engine.capacity_plan import memory_plan
 from kvjax.engine.engine import Engine
+from kvjax.engine.memory_plan import memory_plan
 from kvjax.model.identity import fingerprint
 from kvjax.models import gemma3, load
 from kvjax.models.config_json import parse, to_fields

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.cache.host_pool.mapped_memory import FrameCounts
+from kvjax.cache.host_pool import FrameCounts
 
 EVICTED = 256
 """Where every frame is taken, one page in so many is evicted, so that others can change places."""

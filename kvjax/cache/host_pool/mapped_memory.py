@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import math
 import weakref
@@ -21,27 +20,6 @@ import jax.dlpack
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
-
-
-@dataclasses.dataclass(frozen=True)
-class FrameCounts:
-    """Frames of a layer group, in this order: on the device; there too, for copies of the host's tiles
-    (`kvjax.cache.host_pool.hot_buffer`); in host memory. There are as many pages as frames of the first and the last kind."""
-
-    device: int
-    hot: int
-    host: int
-
-    @property
-    def border(self) -> int:
-        """The first frame in host memory."""
-        return self.device + self.hot
-
-    @property
-    def total(self) -> int:
-        """All frames."""
-        return self.border + self.host
-
 
 ON_DEVICE, ON_HOST = 1, 3
 """Kinds of places of CUDA memory: a device, a host's NUMA node."""

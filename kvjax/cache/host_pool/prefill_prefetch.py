@@ -16,7 +16,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.cache.arrays import LatentPages, PagedKV
-from kvjax.cache.host_pool.mapped_memory import FrameCounts, host_rows
+from kvjax.cache.host_pool import FrameCounts
+from kvjax.cache.host_pool.mapped_memory import host_rows
 from kvjax.cache.page_tables import staged_width
 from pallas_kernels.core.pages import Pages
 

@@ -18,8 +18,8 @@ import jax
 import numpy as np
 from jaxtyping import UInt8
 
+from kvjax.cache.eviction_order import Recency
 from kvjax.cache.stores.blocks import Block
-from kvjax.cache.stores.lru import Recency
 from kvjax.checks import file_path
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 import jax
 import numpy as np
 
+from kvjax.cache.eviction_order import Recency
 from kvjax.cache.stores.blocks import Block
-from kvjax.cache.stores.lru import Recency
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from tiny_models import TINY, TinyModel, altered, make_family, random_weights
 
 import kvjax.cache.pool
 from kvjax import Engine
+from kvjax.cache.host_pool import FrameCounts
 from kvjax.cache.host_pool.async_copies import AsyncCopies
 from kvjax.cache.host_pool.frame_table import Frames
-from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.cache.pool import MANY, Pool
 from kvjax.cache.stores.blocks import PIECE, read_blocks
-from kvjax.engine.capacity_plan import memory_plan
+from kvjax.engine.memory_plan import memory_plan
 from kvjax.engine.prefill_runner import Prefiller
 from kvjax.models.decoder import TransformerDecoder
 

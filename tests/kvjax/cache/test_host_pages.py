@@ -20,13 +20,12 @@ import kvjax
 from kvjax import Engine
 from kvjax.cache import OPEN, MissingPages
 from kvjax.cache.formats import parse_cache_format
-from kvjax.cache.host_pool import hot_buffer
+from kvjax.cache.host_pool import FrameCounts, hot_buffer
 from kvjax.cache.host_pool.frame_table import Frames
-from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.cache.pool import Pool
 from kvjax.cache.stores.blocks import block_bytes
 from kvjax.engine import paged_attention
-from kvjax.engine.capacity_plan import host_memory, memory_plan
+from kvjax.engine.memory_plan import host_memory, memory_plan
 from kvjax.engine.prefill_runner import Prefiller
 from kvjax.evaluation.needle import NeedleTask, documentation_text, encode_text, vocabulary_words
 from kvjax.evaluation.retrieval import needle_exact_match, prompt_start

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.cache.arrays import PagedKV
-from kvjax.cache.host_pool import prefill_prefetch
-from kvjax.cache.host_pool.mapped_memory import FrameCounts
+from kvjax.cache.host_pool import FrameCounts, prefill_prefetch
 from pallas_kernels.core.pages import Pages
 
 PAGE = 4

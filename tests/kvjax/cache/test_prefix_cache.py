@@ -17,9 +17,9 @@ from tiny_models import make_family
 import kvjax
 from kvjax import Engine, Request, Sampling, Scheduler
 from kvjax.cache import prefix_cache
+from kvjax.cache.eviction_order import Recency
 from kvjax.cache.stores.blocks import block_bytes, read_blocks, stored_arrays, write_blocks
 from kvjax.cache.stores.disk import DiskStore
-from kvjax.cache.stores.lru import Recency
 from kvjax.engine.step_plan import Chunk, StepPlan
 from pallas_kernels.core import dispatch
 

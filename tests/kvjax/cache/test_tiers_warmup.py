@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from tiny_models import TINY, TinyModel, altered, init_params
 
 from kvjax import Engine
-from kvjax.cache.host_pool import prefill_prefetch
+from kvjax.cache.host_pool import FrameCounts, prefill_prefetch
 from kvjax.cache.host_pool.frame_table import Frames
-from kvjax.cache.host_pool.mapped_memory import FrameCounts
-from kvjax.engine.capacity_plan import memory_plan
+from kvjax.engine.memory_plan import memory_plan
 from kvjax.engine.prefill_runner import Prefiller
 from kvjax.engine.sampling import SamplingRows
 from kvjax.models.decoder import TransformerDecoder

@@ -14,7 +14,7 @@ from tiny_models import QWEN_7B
 
 import kvjax
 from kvjax import Engine
-from kvjax.cache.host_pool.mapped_memory import FrameCounts
+from kvjax.cache.host_pool import FrameCounts
 from kvjax.cost_model import Auto, Bound, BusTerm, CostModel, Evidence, ExchangeTerm, Fidelity, Price, parse_level, predict
 from kvjax.cost_model import auto as auto_module
 from kvjax.cost_model.evidence import LEVELS, qualified, read_evidence, with_evaluation, write_evidence

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.cache.host_pool.mapped_memory import FrameCounts
+from kvjax.cache.host_pool import FrameCounts
 from kvjax.cost_model import (
     Auto,
     AutoPrefill,

@@ -7,7 +7,7 @@ import json
 import pytest
 from tiny_models import QWEN_7B, altered
 
-from kvjax.cache.host_pool.mapped_memory import FrameCounts
+from kvjax.cache.host_pool import FrameCounts
 from kvjax.cost_model import BusTerm, CostModel, ExchangeTerm, Price, known_cost_model, load_cost_models, step_bytes
 from kvjax.cost_model.exchanges import step_exchanges
 from kvjax.cost_model.predict import closest, sizes_of, with_known, worthwhile

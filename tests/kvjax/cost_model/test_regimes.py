@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny_models import QWEN_7B
 
-from kvjax.cache.host_pool.mapped_memory import FrameCounts
+from kvjax.cache.host_pool import FrameCounts
 from kvjax.cost_model import BusTerm, CostModel, Price
 from kvjax.cost_model.predict import sizes_of
 from kvjax.cost_model.regimes import crossing, crossover, regime_map, save

@@ -14,8 +14,8 @@ from kvjax import Request, Sampling
 from kvjax.cache import INDEXER
 from kvjax.cost_model.bytes import step_bytes
 from kvjax.engine import paged_attention
-from kvjax.engine.capacity_plan import memory_plan
 from kvjax.engine.engine import Engine
+from kvjax.engine.memory_plan import memory_plan
 from kvjax.engine.sampling import SamplingRows
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode import TopTokens, parse

@@ -17,8 +17,8 @@ import kvjax
 from kvjax.axes import Shards
 from kvjax.cache import Cache, Residency
 from kvjax.cache.formats import parse_cache_format
+from kvjax.cache.host_pool import FrameCounts
 from kvjax.cache.host_pool.hot_buffer import empty_hot, no_buffers
-from kvjax.cache.host_pool.mapped_memory import FrameCounts
 from kvjax.engine.steps import ChunkInputs, StepInputs, StepStatic, decode_step
 from kvjax.model.weight_formats import pack_params
 from kvjax.models.decoder import TransformerDecoder, init_params

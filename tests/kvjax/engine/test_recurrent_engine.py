@@ -14,8 +14,8 @@ from kvjax.cache import Cache
 from kvjax.cache.allocator import OutOfPages
 from kvjax.cost_model.bytes import step_bytes
 from kvjax.engine import recurrent
-from kvjax.engine.capacity_plan import memory_plan
 from kvjax.engine.engine import Engine
+from kvjax.engine.memory_plan import memory_plan
 from kvjax.engine.sampling import Sampling
 from kvjax.engine.steps import StepInputs, StepStatic, decode_step
 from kvjax.policies.decode import TopBlocks, parse

@@ -16,8 +16,8 @@ from whole_chunks import prefill_step
 import kvjax.engine.steps
 from kvjax.cache import Cache, CacheSpec, GroupSpec, PagedSpec
 from kvjax.cost_model.bytes import step_bytes
-from kvjax.engine.capacity_plan import memory_plan
 from kvjax.engine.engine import Engine
+from kvjax.engine.memory_plan import memory_plan
 from kvjax.engine.prefill_runner import cut_layers
 from kvjax.engine.steps import ChunkInputs, StepStatic, prefill_slice
 from kvjax.engine.steps import pages_of as right_pages

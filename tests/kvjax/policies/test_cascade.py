@@ -17,7 +17,7 @@ import kvjax
 from kvjax import Engine
 from kvjax.axes import WHOLE_COPY, Shards
 from kvjax.cache import PagedKV
-from kvjax.cache.host_pool.mapped_memory import FrameCounts
+from kvjax.cache.host_pool import FrameCounts
 from kvjax.cost_model.bytes import step_bytes
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode import Cascade, SelectContext, cascade, parse, register

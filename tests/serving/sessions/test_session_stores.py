@@ -8,8 +8,9 @@ from tiny_models import make_model
 
 from kvjax import Engine
 from kvjax.cache.stores.suspended import SuspendedPages
-from kvjax.serving.sessions.core import Limits, SessionCore
+from kvjax.serving.sessions.core import SessionCore
 from kvjax.serving.sessions.generation import Run
+from kvjax.serving.sessions.limits import Limits
 from kvjax.serving.sessions.policy_table import PolicyTable
 from kvjax.serving.sessions.runtime import checked_sampling
 

@@ -12,10 +12,10 @@ from tiny_models import RECURRENT, TINY, TinyModel, altered
 
 from kvjax import Engine, OutOfPages
 from kvjax.cache import WHOLE
+from kvjax.cache.host_pool import mapped_memory
 from kvjax.cache.prefix_cache import STATE_CHUNKS
 from kvjax.cache.stores.blocks import block_bytes
-from kvjax.engine import capacity_plan
-from kvjax.engine.capacity_plan import MAX_PAGES, HostMemory, check_pool, default_pages, host_memory, memory_plan, pool_size
+from kvjax.engine.memory_plan import MAX_PAGES, HostMemory, check_pool, default_pages, host_memory, memory_plan, pool_size
 from kvjax.models.decoder import TransformerDecoder, init_params
 
 MORE = r"memory has room for [\d,]+ more: give more pages, on the command line --pages$"
@@ -42,11 +42,11 @@ def test_a_default_pool_with_host_memory_fits_beside_jax(model, monkeypatch):
     """Its pages on the device are allocated beside what JAX holds."""
     plan = memory_plan(model.config, weights_bytes=0)
     usual, _ = pool_size(plan, model.config, None, None, 10)
-    monkeypatch.setattr(capacity_plan, "device_room", lambda: 20 * plan.frame_bytes)
+    monkeypatch.setattr(mapped_memory, "device_room", lambda: 20 * plan.frame_bytes)
     assert pool_size(plan, model.config, None, None, 10) == (17, 10)
     assert pool_size(plan, model.config, None, None) == (usual, 0), "pages of JAX alone"
     assert pool_size(plan, model.config, 30, None, 10) == (30, 10), "as asked for"
-    monkeypatch.setattr(capacity_plan, "device_room", lambda: 1 << 60)
+    monkeypatch.setattr(mapped_memory, "device_room", lambda: 1 << 60)
     assert pool_size(plan, model.config, None, None, 10) == (usual, 10)
 
 
@@ -116,7 +116,7 @@ def test_a_full_pool_names_host_memory_where_it_can_be_used(model, monkeypatch):
     rolling = Engine(model, "window:4+16+release", prefill="window:4+16", pages=1, batch_buckets=(1,), **SIZES)
     with pytest.raises(OutOfPages, match=MORE):  # pages of windows stay on the device
         rolling.prefill([[1] * 90])
-    monkeypatch.setattr(capacity_plan, "supported", lambda: False)
+    monkeypatch.setattr(mapped_memory, "supported", lambda: False)
     with pytest.raises(OutOfPages, match=MORE):
         engine.prefill([[1] * 90])
 

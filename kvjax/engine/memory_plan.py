@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from kvjax.axes import CONTEXT, least_of_processes
 from kvjax.cache import OPEN, WHOLE, CacheSpec, IndexSpec, OutOfPages
 from kvjax.cache.formats import CacheFormat, parse_cache_format
-from kvjax.cache.host_pool.mapped_memory import FrameCounts, device_room, supported
+from kvjax.cache.host_pool import FrameCounts
 from kvjax.cache.page_manager import Reach, frame_counts, most_pages, window_of
 from kvjax.checks import whole_number
 from kvjax.model.config import ModelConfig
@@ -134,6 +134,8 @@ class MemoryPlan:
         said = f"A page holds {group.page_size} tokens and takes {group.page_bytes:,} bytes; memory has room for {more:,} more"
         if more:
             said += ": give more pages, on the command line --pages"
+        from kvjax.cache.host_pool.mapped_memory import supported
+
         if group.most is not None or self.stays or not supported():
             return said
         return (
@@ -281,6 +283,7 @@ def host_memory(
     """
     if host_bytes is None:
         return HostMemory()
+    from kvjax.cache.host_pool.mapped_memory import supported
     from kvjax.cache.prefix_cache import STATE_CHUNKS
     from kvjax.cache.stores.blocks import block_bytes
 
@@ -327,8 +330,11 @@ def pool_size(plan: MemoryPlan, config: ModelConfig, pages: int | None, device_b
     if pages is not None:
         return check_pool(plan, whole_number("pages", pages, 1, 2**63)), host_pages
     device = default_pages(plan, config)
-    if host_pages and (room := device_room()) is not None:
-        device = max(1, min(device, int(DEVICE_SHARE * room) // plan.frame_bytes))
+    if host_pages:
+        from kvjax.cache.host_pool.mapped_memory import device_room
+
+        if (room := device_room()) is not None:
+            device = max(1, min(device, int(DEVICE_SHARE * room) // plan.frame_bytes))
     return device, host_pages
 
 
