@@ -87,6 +87,7 @@ def check_codes(op, kind: str, case: str) -> None:
     assert np.all(~finite | (np.abs(np.where(finite, read - blocks, 0)) <= within))
 
 
+@pytest.mark.quick_but("keys2-far from zero", "keys1-one page", "keys2-blocks of 4", "keys4-tokens")
 @pytest.mark.parametrize(("kind", "case"), in_turn(CODED, CASES))
 def test_codes_are_those_of_the_definition(kind, case):
     check_codes(XLA, kind, case)
