@@ -46,7 +46,7 @@ def _keys(case: str) -> jax.Array:
         keys *= 1e-40
     elif content == "nan":
         keys[0, 3, :5] = np.nan
-    return jnp.asarray(keys, dtype)
+    return jnp.asarray(keys.astype(jnp.dtype(dtype)))
 
 
 def check(op, case: str) -> None:
