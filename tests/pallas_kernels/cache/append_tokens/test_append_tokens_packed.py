@@ -17,7 +17,7 @@ import pytest
 from emulator.kernels import kernels
 from emulator.values import Fault, Race
 from packed_append_suite import CASES, MUTANTS, ONLY_XLA, Case, arguments, check
-from quick_cases import rest_long
+from quick_cases import one_in, rest_long
 
 from pallas_kernels.cache.append_tokens import append_tokens, mosaic_gpu
 from pallas_kernels.cache.append_tokens.packing import Packing
@@ -155,7 +155,7 @@ PRODUCTION = {
 }
 
 
-@pytest.mark.parametrize("case", PRODUCTION)
+@pytest.mark.parametrize("case", one_in(5, PRODUCTION))
 def test_it_lowers_to_one_kernel_and_updates_in_place(cuda, case):
     """Open rows, codes, scales and indexes are handed back as its results."""
     op, arrays, static = PRODUCTION[case]

@@ -349,13 +349,7 @@ def test_how_a_row_is_shared_out(batch, row, k, expected):
     assert s.fits
 
 
-FIRST = {"32 of 8K, batch 64", "512 of 128K, batch 8", "2048 of 1M, batch 1", *(name for name in PRODUCTION if ", batch " not in name)}
-FIRST = FIRST - {"four CTAs", "eight CTAs", "2048 of 1000"} | {"a hint, batch 64, lengths"}
-"""`make test` lowers every size, k and batch once, and every form; the rest is `long`."""
-
-
-@pytest.mark.quick_but("a hint, batch 64, lengths", "two CTAs", "2048 of 1M, batch 1", "counts", "lengths", "no multiple of four")
-@pytest.mark.parametrize("name", rest_long(PRODUCTION, *FIRST))
+@pytest.mark.parametrize("name", rest_long(PRODUCTION, "512 of 128K, batch 8", "a hint", "the best first", "a short row"))
 def test_lowers(cuda, name):
     assert "mosaic_gpu" in cuda.lower(*PRODUCTION[name])
 
