@@ -165,7 +165,8 @@ def test_rows_of_a_mesh_say_what_its_devices_read(mesh):
 
 
 @pytest.mark.parametrize("command", ["decode", "prefill"])
-def test_a_run_that_timed_nothing_says_so(kvjax, command):
+def test_a_run_that_timed_nothing_says_so(kvjax, command, monkeypatch, copy_once):
+    monkeypatch.setattr(measure, "copy_rate", copy_once)
     status, _, err = kvjax("bench", command, "--shape", "tiny", "--lengths", "1k", "--policies", "dense", "--context", "16")
     assert status == 1
     assert "nothing was timed: the mesh needs 16 devices, and there are 8" in err

@@ -104,8 +104,7 @@ def check_errors(kind: str, case: str, errors=code_errors) -> None:
     assert np.all(found[finite] <= bound[finite])
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize(("kind", "case"), in_turn(CODED, CASES))
 def test_keys_are_as_near_to_their_codes_as_errors_say(kind, case):
     check_errors(kind, case)
 
