@@ -26,7 +26,7 @@ from pallas_kernels.core.pages import OpenPages, Pages
 from pallas_kernels.hopper.threads import lane_math, lane_pairs, lanes
 from pallas_kernels.selection.page_index import index_dtype, index_shape
 
-QUICK = ("int8", "int8, drafts", "int8, a page is missing", "fp8", "int4", "q8_0, halves", "q4_0", "keys as they are, int4 values")
+QUICK = ("int8, drafts", "int8, a page is missing", "fp8", "q8_0, halves", "keys as they are, int4 values")
 
 DEFINED = {
     name: case for name, case in (CASES | ONLY_XLA).items() if name not in ("int8, codes of keys", "int8, codes and means alone", "d4")
