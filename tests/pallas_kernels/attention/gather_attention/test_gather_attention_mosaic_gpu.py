@@ -126,7 +126,7 @@ BUGS = {
 }
 
 
-@pytest.mark.quick_but("frames of listed blocks from the table")
+@pytest.mark.quick("stores are not waited for", "the last tile of a span is dropped")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(tools, check, monkeypatch, fresh_caches, bug):
