@@ -22,7 +22,7 @@ from benchmarks.tiers import copy_rate
 from kvjax.cache.formats import parse_cache_format
 from kvjax.cache.host_pool.prefill_prefetch import sizes_alone
 from kvjax.compilation import compile_together
-from kvjax.engine.memory_plan import memory_plan
+from kvjax.engine.memory import memory_plan
 from kvjax.engine.sequence import CachedSequence
 from kvjax.model.config import ModelConfig
 from kvjax.policies.prefill import PrefillPolicy, indexes_of, name_of

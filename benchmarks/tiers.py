@@ -25,7 +25,7 @@ from benchmarks.run import BenchFormatOption, LayersOption, ShapeOption, config_
 from kvjax.cache import MAX_STEP_TOKENS, CacheSpec
 from kvjax.cache.formats import parse_cache_format
 from kvjax.cost_model.fitting import OWN_LISTS
-from kvjax.engine.memory_plan import memory_plan
+from kvjax.engine.memory import memory_plan
 from kvjax.engine.page_eviction import check_several
 from kvjax.engine.sampling import SamplingRows
 from kvjax.engine.sequence import CachedSequence

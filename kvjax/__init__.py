@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax.axes import mesh
     from kvjax.cache import OutOfPages
     from kvjax.engine.engine import Engine
-    from kvjax.engine.memory_plan import memory_plan
+    from kvjax.engine.memory import memory_plan
     from kvjax.engine.sampling import NotFinite, Sampling
     from kvjax.engine.sequence import CachedSequence
     from kvjax.evaluation.oracle_blocks import OracleBlocks
@@ -114,7 +114,7 @@ _HOMES = {
     "dispatch": "pallas_kernels.core.dispatch:forced",
     "generate": "kvjax.generation",
     "load": "kvjax.models",
-    "memory_plan": "kvjax.engine.memory_plan",
+    "memory_plan": "kvjax.engine.memory",
     "mesh": "kvjax.axes",
     "replicas": "kvjax.scheduler.data_parallel",
     "run": "kvjax.generation",

@@ -271,7 +271,7 @@ def check_mesh(mesh: Mesh | None, stores: Mapping[str, Any]) -> None:
 
 
 def plan_sizes(mesh: Mesh | None) -> dict[str, Any]:
-    """What `kvjax.engine.memory_plan.memory_plan` needs to know about an engine's mesh."""
+    """What `kvjax.engine.memory.memory_plan` needs to know about an engine's mesh."""
     return {} if mesh is None else dict(mesh.shape) | {"devices": tuple(mesh.local_devices)}
 
 

@@ -138,12 +138,13 @@ def arguments(name: str) -> tuple:
     for key, kind, size in (*case.named_kinds, ("other", "mean", case.page_size)):
         shape = (num_pages, case.kv_heads, case.page_size // size, *index_shape(kind, size, case.head_dim))
         old = rng.integers(0, 256, shape) if kind in CODED else rng.standard_normal(shape)
-        indexes[key] = jnp.asarray(old, index_dtype(kind, case.dtype))
+        indexes[key] = jnp.asarray(old.astype(jnp.dtype(index_dtype(kind, case.dtype))))
     t = np.arange(case.num_tokens)
     padding = [case.padding[row % len(case.padding)] for row in range(batch)]
     valid = np.array([(t >= before) & (t < case.num_tokens - after) for before, after in padding])
     positions = (np.array(case.starts)[:, None] + t).astype(np.int32)
-    (k_pages, v_pages), (k, v) = (jnp.asarray(pages, case.dtype), jnp.asarray(tokens, case.token_dtype or case.dtype))
+    pages, tokens = pages.astype(jnp.dtype(case.dtype)), tokens.astype(jnp.dtype(case.token_dtype or case.dtype))
+    (k_pages, v_pages), (k, v) = map(jnp.asarray, pages), map(jnp.asarray, tokens)
     return k_pages, v_pages, indexes, k, v, jnp.asarray(positions), jnp.asarray(valid), jnp.asarray(table)
 
 

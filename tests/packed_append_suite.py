@@ -158,14 +158,14 @@ def arguments(case: Case) -> tuple:
         if format is not None and format.scale_dtype is not None:
             shape = format.scale_shape(case.page_size, case.head_dim)
             arrays[f"{name}_scales"] = jnp.asarray(rng.random((pages, case.kv_heads, *shape)), format.scale_dtype)
-    arrays["open"] = OpenPages(*(jnp.asarray(x, case.dtype) for x in opened), jnp.asarray(row_of))
+    arrays["open"] = OpenPages(*(jnp.asarray(x.astype(jnp.dtype(case.dtype))) for x in opened), jnp.asarray(row_of))
     indexes = {}
     for key, kind, size in (*case.named_kinds, ("other", "mean", case.page_size)):
         shape = (pages, case.kv_heads, case.page_size // size, *index_shape(kind, size, case.head_dim))
         indexes[key] = jnp.asarray(rng.integers(0, 100, shape), index_dtype(kind, case.dtype))
     valid = np.ones(positions.shape, bool)
     valid[0, 1:2] = False
-    k, v = (jnp.asarray(x, case.token_dtype or case.dtype) for x in new)
+    k, v = (jnp.asarray(x.astype(jnp.dtype(case.token_dtype or case.dtype))) for x in new)
     found = Pages(**arrays), indexes, k, v, *map(jnp.asarray, (positions, valid, table))
     return *found, None if frames is None else jnp.asarray(frames)
 

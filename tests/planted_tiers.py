@@ -6,7 +6,7 @@ import numpy as np
 from tiny_models import QWEN_7B
 
 from kvjax.cost_model import step_bytes
-from kvjax.engine.memory_plan import memory_plan, pool_frames
+from kvjax.engine.memory import memory_plan, pool_frames
 from kvjax.policies.decode import parse
 
 RATE, C0, C1 = 3.0e12, 5e-4, 1e-4

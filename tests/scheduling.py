@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax import Engine, Request, Sampling, Scheduler
 from kvjax.policies.decode import AttentionMass, Stateless, largest_blocks
@@ -58,14 +57,6 @@ def until_preempted(scheduler):
         if scheduler.preemptions:
             return
     raise AssertionError("nothing was suspended")
-
-
-def same_next(engine, one, other, tokens):
-    """Two sequences are continued with the same bits: prefilled, decoded, and prefilled."""
-    np.testing.assert_array_equal(engine.extend(one, tokens[:5]), engine.extend(other, tokens[:5]))
-    for token in tokens[5:8]:
-        np.testing.assert_array_equal(engine.decode([one], [token]), engine.decode([other], [token]))
-    np.testing.assert_array_equal(engine.extend(one, tokens[8:40]), engine.extend(other, tokens[8:40]))
 
 
 def pages_held(engine):

@@ -167,7 +167,7 @@ def test_a_circle_of_imports_is_found(name, code):
 
 def test_imports_that_make_no_circle_are_allowed():
     code = {
-        "kvjax.engine.engine": "if TYPE_CHECKING:\n    from kvjax.engine.memory_plan import MemoryPlan\nimport kvjax.model.config",
+        "kvjax.engine.engine": "if TYPE_CHECKING:\n    from kvjax.engine.memory import MemoryPlan\nimport kvjax.model.config",
         "kvjax.generation": "from kvjax.engine.engine import Engine\nfrom kvjax import Request",
         "kvjax.__init__": "from kvjax.generation import run\nfrom kvjax.engine.engine import Engine",
     }

@@ -37,7 +37,7 @@ from kvjax.cost_model.fitting import Cell, Key, fit
 from kvjax.cost_model.predict import OWN, PROJECTED_GAIN, CostModel, known_cost_model, sizes_of, with_known, worthwhile
 from kvjax.cost_model.prefill_times import LayerSizes, PrefillTimes, known_prefill_times, layer_sizes, nearest_quote, timed_as
 from kvjax.engine.engine import Engine
-from kvjax.engine.memory_plan import memory_plan
+from kvjax.engine.memory import memory_plan
 from kvjax.engine.sampling import SamplingRows
 from kvjax.engine.sequence import CachedSequence
 from kvjax.model.config import ModelConfig

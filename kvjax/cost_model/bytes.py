@@ -88,7 +88,7 @@ def step_bytes(
     measured_keys: what a KV head of a layer with lists attended to per step (`keys_per_step` of a run), in place of what the policy says.
     `Cascade` with a share says only the most that it may read.
 
-    frames: those of an engine with pages in host memory (`kvjax.engine.memory_plan.pool_frames`). The pages that the device has no frames
+    frames: those of an engine with pages in host memory (`kvjax.engine.memory.pool_frames`). The pages that the device has no frames
     for are the first ones of each sequence. Of a list, as many keys lie there as the policy's `keys_among` says; without that method they
     count as spread evenly. Packed pages are there as codes and scales; open pages are on the device.
 

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 
 from kvjax.cache.host_pool import FrameCounts
 from kvjax.cost_model.predict import CostModel
-from kvjax.engine.memory_plan import memory_plan
+from kvjax.engine.memory import memory_plan
 from kvjax.model.config import ModelConfig
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.naming import name_of, parse

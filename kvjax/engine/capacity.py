@@ -17,7 +17,7 @@ from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import PrefillPolicy
 
 if TYPE_CHECKING:
-    from kvjax.engine.memory_plan import MemoryPlan
+    from kvjax.engine.memory import MemoryPlan
 
 MAX_POSITIONS = 2**24
 """Positions that float32, in which angles of RoPE are computed, holds exactly."""

@@ -27,7 +27,7 @@ from kvjax.compilation import CompileAhead
 from kvjax.engine.call_lock import CallLock, guarded
 from kvjax.engine.capacity import Capacity
 from kvjax.engine.decode_batch import DecodeBatch, Written
-from kvjax.engine.memory_plan import MemoryPlan, host_memory, memory_plan, plan_with_weights, pool_pages
+from kvjax.engine.memory import MemoryPlan, host_memory, memory_plan, plan_with_weights, pool_pages
 from kvjax.engine.multi_step import decode_steps
 from kvjax.engine.page_eviction import PageEviction
 from kvjax.engine.policy_set import PolicySet, programs_of

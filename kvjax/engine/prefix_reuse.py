@@ -25,7 +25,7 @@ from kvjax.cache.stores.blocks import block_bytes, read_blocks
 from kvjax.cache.stores.disk import DiskStore
 from kvjax.cache.stores.host import HostStore
 from kvjax.checks import check_salt, whole_number
-from kvjax.engine.memory_plan import HostMemory
+from kvjax.engine.memory import HostMemory
 from kvjax.engine.policy_set import PolicySet
 from kvjax.engine.sequence import CachedSequence
 from kvjax.engine.store_options import Stores

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvjax.cost_model.bytes import step_bytes
 from kvjax.engine.engine import Engine
-from kvjax.engine.memory_plan import memory_plan
+from kvjax.engine.memory import memory_plan
 from kvjax.evaluation.needle import encode_text, vocabulary_words
 from kvjax.evaluation.retrieval import ANSWER_ROOM, Answer, Arm, ask, check_positions, forked, prefilled, prompt_start, step_seconds
 from kvjax.evaluation.tasks import HAYSTACKS, TASKS, answers_of, make_trials

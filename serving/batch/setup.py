@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvjax.axes import mesh, plan_sizes
 from kvjax.checks import engine_sizes
 from kvjax.engine.engine import Engine
-from kvjax.engine.memory_plan import MemoryPlan, memory_plan
+from kvjax.engine.memory import MemoryPlan, memory_plan
 from kvjax.engine.policy_set import PolicySet
 from kvjax.engine.sampling import Sampling
 from kvjax.generation import pages_needed
@@ -144,7 +144,7 @@ def mesh_of(tensor: int, context: int) -> Mesh | None:
 
 def planned(declared: PolicySet, sequences: int, **fields: Any) -> MemoryPlan:
     """The memory plan of an engine with these policies. sequences: how many it decodes together. fields: more arguments of
-    `kvjax.engine.memory_plan.memory_plan`."""
+    `kvjax.engine.memory.memory_plan`."""
     sizes = {"page_size": declared.page_size, "prefill_chunk": declared.prefill_chunk, "sequences": sequences}
     known = {"indexes": declared.indexes, "reach": declared.reach, "cache_format": declared.cache_format}
     return memory_plan(declared.model.config, **sizes, **(known | fields))

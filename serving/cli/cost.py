@@ -393,7 +393,7 @@ def _frames(
     cache_format: str | None = None,
 ) -> FrameCounts | None:
     """The frames of an engine of these sizes that declares dense and these policies; None without sizes."""
-    from kvjax.engine.memory_plan import memory_plan, pool_frames
+    from kvjax.engine.memory import memory_plan, pool_frames
 
     if (device_memory is None) != (host_memory is None):
         raise typer.BadParameter("go together: give both, or neither", param_hint="--device-memory and --host-memory")

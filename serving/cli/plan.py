@@ -30,7 +30,7 @@ from kvjax.serving.cli.options import (
 
 if TYPE_CHECKING:
     from kvjax.cache import CacheSpec
-    from kvjax.engine.memory_plan import HostMemory, MemoryPlan
+    from kvjax.engine.memory import HostMemory, MemoryPlan
     from kvjax.engine.policy_set import PolicySet
     from kvjax.model.config import ModelConfig
     from kvjax.serving.batch.setup import Setup
@@ -64,8 +64,8 @@ def plan_command(
     With kvjax batch --data, each replica takes this on its own devices.
     """
     from kvjax.cache.formats import parse_cache_format
-    from kvjax.engine.memory_plan import host_memory as host_parts
-    from kvjax.engine.memory_plan import pool_size
+    from kvjax.engine.memory import host_memory as host_parts
+    from kvjax.engine.memory import pool_size
     from kvjax.engine.store_options import check_stores
     from kvjax.models.loading import packs_anew, read_config, read_packing
     from kvjax.serving.batch.setup import planned

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from tiny_models import VOCAB, make_latent_model, make_model, make_recurrent_model, shallow
 
-from kvjax import Engine
 from kvjax.compilation import NAMED
 from kvjax.policies.decode import Blocks
 from kvjax.policies.decode.base import Stateless
@@ -84,11 +83,6 @@ def text():
 def tokens():
     """300 others than `text`, for sequences of layers that forget."""
     return np.random.default_rng(3).integers(0, VOCAB, 300).tolist()
-
-
-@pytest.fixture(scope="module")
-def recurrent_engine(recurrent_model):
-    return Engine(recurrent_model, pages=64, page_size=16, prefill_chunk=32, batch_buckets=(2, 5), policies="quest:1")
 
 
 @pytest.fixture

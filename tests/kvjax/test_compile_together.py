@@ -18,7 +18,7 @@ import kvjax
 import kvjax.engine.warmup
 from kvjax import Engine
 from kvjax.compilation import MAX_THREADS, compile_together
-from kvjax.engine.memory_plan import memory_plan
+from kvjax.engine.memory import memory_plan
 from kvjax.models.decoder import TransformerDecoder
 
 PAGE = 16

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_models import TINY, altered, flat
 
-from kvjax.engine.memory_plan import memory_plan
+from kvjax.engine.memory import memory_plan
 from kvjax.model.protocols import Heads
 from kvjax.models import decoder, products
 from kvjax.models.decoder import TransformerDecoder, causal_mix, init_params, param_shapes

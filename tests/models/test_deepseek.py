@@ -116,6 +116,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.quick("right", "one token fewer", "scaling forgotten", "norms exchanged")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(mutant, complete):
     model, want = golden_case(YARN)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from family_cases import CASES, FAMILIES, NUMBERS, VOCAB, fields_of, prompt_of, weight_of
 from golden_family import TOLERANCE, check_engine
-from quick_cases import rest_long
+from quick_cases import one_in, rest_long
 from safetensors.numpy import load_file, save_file
 from saved_models import run_open, save_case
 
@@ -66,7 +66,7 @@ def test_logits_and_greedy_tokens(case, complete, tmp_path):
 ENGINES = [(family, 0) for family in FAMILIES]
 
 
-@pytest.mark.parametrize("case", rest_long(ENGINES, ("gemma2", 0), ("cohere2", 0)), ids=lambda case: case[0])
+@pytest.mark.parametrize("case", rest_long(ENGINES, ("gemma2", 0)), ids=lambda case: case[0])
 def test_the_engine_gives_the_golden_logits_and_tokens_however_the_prompt_is_cut(case, tmp_path):
     model, want = golden_case(tmp_path, *case)
     check_engine(engine_of(model), want)
@@ -83,7 +83,7 @@ def policy_of(name):
     return dataclasses.replace(policy, **blocks)
 
 
-@pytest.mark.parametrize("name", rest_long(COVERING, "top:8", "cascade:4/8"))
+@pytest.mark.parametrize("name", rest_long(COVERING, "top:8"))
 @pytest.mark.parametrize("case", rest_long(ENGINES, ("gemma2", 0)), ids=lambda case: case[0])
 def test_decode_by_a_policy_that_covers_everything_gives_the_golden_logits(case, name, tmp_path):
     model, want = golden_case(tmp_path, *case)
@@ -112,7 +112,7 @@ def test_prefill_by_a_policy_that_covers_everything_is_dense_prefill(name, tmp_p
 ON_MESHES = [("gemma2", 1), ("cohere", 3), ("cohere2", 1), ("helium", 1)]
 
 
-@pytest.mark.parametrize("case", rest_long(ON_MESHES, ("gemma2", 1), ("cohere", 3)), ids=lambda case: case[0])
+@pytest.mark.parametrize("case", rest_long(ON_MESHES, ("gemma2", 1)), ids=lambda case: case[0])
 def test_the_devices_of_a_mesh_give_the_golden_logits(case, tmp_path):
     """Heads and columns on two devices, pages on two."""
     _, want = golden_case(tmp_path, *case)
@@ -161,7 +161,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", one_in(3, MUTANTS))
 def test_mutant_fails(name, complete, tmp_path):
     family, wrong = MUTANTS[name]
     model, want = golden_case(tmp_path, family, 0)
@@ -188,7 +188,9 @@ def test_a_parallel_layer_in_sequence_fails(complete, tmp_path):
 # Files.
 
 
-@pytest.mark.parametrize("case", [(family, number) for family in FAMILIES for number in (0, 5)], ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize(
+    "case", one_in(2, [(family, number) for family in FAMILIES for number in (0, 5)]), ids=lambda case: "-".join(map(str, case))
+)
 def test_a_saved_model_is_the_same(case, tmp_path):
     """Its tensors, bit for bit, and what it is."""
     model, _ = golden_case(tmp_path, *case)

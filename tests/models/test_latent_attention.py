@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick_cases import one_in
 from released_models import DEEPSEEK_V3_2
 from safetensors import safe_open
 from whole_chunks import prefill_all
@@ -361,8 +362,7 @@ def check_as_it_stands(mixer, params):
     check(mixer, params, "latent-yarn", AT_ONCE, step=listing_step)
 
 
-@pytest.mark.quick_but("epsilon of the norms")
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", one_in(4, MUTANTS))
 def test_mutant_fails(monkeypatch, mutant):
     mixer, params, *_ = golden("latent-yarn")
     mixer, params = MUTANTS[mutant](mixer, params, monkeypatch)

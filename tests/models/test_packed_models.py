@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import LEAST, altered, make_family, make_model, random_model, same_params
 
 import kvjax
-from kvjax.engine.memory_plan import memory_plan
+from kvjax.engine.memory import memory_plan
 from kvjax.model.identity import fingerprint
 from kvjax.model.weight_formats import SCHEMES, pack_params, weights_bytes
 from kvjax.models import load, loading, save

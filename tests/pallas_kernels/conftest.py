@@ -90,8 +90,8 @@ def make_paged(
         q, pool[0] = 256 * np.round(q), np.round(2 * pool[0])  # integers: dot products are exact, so near ties are ties
     elif keys == "denormal":
         pool[0] *= np.float32(1e-40)
-    k, v = (jnp.asarray(x, dtype) for x in pool)
-    return Paged(jnp.asarray(q, dtype), k, v, jnp.asarray(table), jnp.asarray(lengths, jnp.int32), head_dim**-0.5)
+    q, k, v = (jnp.asarray(x.astype(jnp.dtype(dtype))) for x in (q, *pool))
+    return Paged(q, k, v, jnp.asarray(table), jnp.asarray(lengths, jnp.int32), head_dim**-0.5)
 
 
 def random_blocks(seed: int, batch: int, kv_heads: int, num_blocks: int, width: int) -> jnp.ndarray:
@@ -119,11 +119,15 @@ def tiles_apart(paged: Paged, blocks, block_size: int) -> tuple[jnp.ndarray, jnp
     """k and v with the tiles of a page in another frame for each KV head, NaN in all other tiles; and the `block_frames` of `blocks`
     `[B, K, W]`."""
     rng, (pages, heads, page_size, _) = np.random.default_rng(4), paged.k.shape
-    frame_of = jnp.asarray(np.stack([rng.permutation(pages + 3)[:pages] for _ in range(heads)], 1), jnp.int32)
-    pools = [jnp.full((pages + 3, *x.shape[1:]), jnp.nan, x.dtype).at[frame_of, jnp.arange(heads)].set(x) for x in (paged.k, paged.v)]
-    page = jnp.maximum(blocks, 0) * block_size // page_size
-    ids = jnp.take_along_axis(paged.page_table, page.reshape(len(page), -1), axis=1, mode="fill", fill_value=-1).reshape(page.shape)
-    return *pools, jnp.where((blocks >= 0) & (ids >= 0), frame_of[ids, jnp.arange(heads)[:, None]], -1)
+    frame_of, pools = np.stack([rng.permutation(pages + 3)[:pages] for _ in range(heads)], 1).astype(np.int32), []
+    for x in (paged.k, paged.v):
+        pools.append(np.full((pages + 3, *x.shape[1:]), np.nan, x.dtype))
+        pools[-1][frame_of, np.arange(heads)] = x
+    blocks, table = np.asarray(blocks), np.asarray(paged.page_table)
+    page = np.maximum(blocks, 0) * block_size // page_size
+    there = (blocks >= 0) & (page < table.shape[1])
+    ids = np.take_along_axis(table, np.minimum(page, table.shape[1] - 1).reshape(len(page), -1), axis=1).reshape(page.shape)
+    return *map(jnp.asarray, pools), jnp.asarray(np.where(there & (ids >= 0), frame_of[ids, np.arange(heads)[:, None]], -1))
 
 
 def assert_rows_close(out, ref, tolerance: float) -> None:
@@ -148,12 +152,13 @@ def assert_lse_close(lse, ref) -> None:
 
 def assert_chunk_close(found, ref, starts, lengths, tolerance: float) -> None:
     """(out, lse) of a chunk: close where a query is one of the sequence, finite everywhere. A sequence of length 0 has no padding."""
-    position = starts[:, None] + jnp.arange(ref[0].shape[1])
+    starts, lengths, found, ref = jax.tree.map(np.asarray, (starts, lengths, found, ref))
+    position = starts[:, None] + np.arange(ref[0].shape[1])
     meant = (position < lengths[:, None]) | (lengths[:, None] == 0)
     assert [x.shape for x in found] == [x.shape for x in ref]
-    assert jnp.isfinite(found[0]).all(), "padding gave infinite or NaN values"
-    assert_rows_close(*(jnp.where(meant[..., None, None], x, 0) for x in (found[0], ref[0])), tolerance)
-    assert_lse_close(*(jnp.where(meant[..., None], x, 0) for x in (found[1], ref[1])))
+    assert np.isfinite(found[0].astype(np.float32)).all(), "padding gave infinite or NaN values"
+    assert_rows_close(*(np.where(meant[..., None, None], x, x.dtype.type(0)) for x in (found[0], ref[0])), tolerance)
+    assert_lse_close(*(np.where(meant[..., None], x, x.dtype.type(0)) for x in (found[1], ref[1])))
 
 
 def assert_same_bits(a, b) -> None:
@@ -202,34 +207,35 @@ def assert_all_same_bits(some, others, rows=slice(None)) -> None:
 
 def moved_pages(k, v, table) -> tuple[jnp.ndarray, ...]:
     """The same tokens on other pages."""
-    order = np.random.default_rng(9).permutation(k.shape[0])
-    return k[order], v[order], jnp.where(table >= 0, jnp.asarray(np.argsort(order), jnp.int32)[table], -1)
+    order, table = np.random.default_rng(9).permutation(k.shape[0]), np.asarray(table)
+    moved = np.where(table >= 0, np.argsort(order)[table], -1).astype(np.int32)
+    return *(jnp.asarray(np.asarray(x)[order]) for x in (k, v)), jnp.asarray(moved)
 
 
 def assert_chunk_bits_stand(against: str, op: Callable, arrays: tuple) -> None:
     """What a row gets from a chunk of 8 rows keeps its bits: called again; on a wider table; beside other queries, pages and lengths from
     nothing to full tables; with its tokens on other pages; whatever is written after it, or never."""
-    q, k, v, table, starts, lengths = arrays
+    q, k, v, table, starts, lengths = map(np.asarray, arrays)
     once = op(*arrays)
     if against == "again":
         assert_all_same_bits(once, op(*arrays))
     elif against == "a wider table":
-        assert_all_same_bits(once, op(q, k, v, jnp.pad(table, ((0, 0), (0, 7)), constant_values=-1), starts, lengths))
+        assert_all_same_bits(once, op(q, k, v, np.pad(table, ((0, 0), (0, 7)), constant_values=-1), starts, lengths))
     elif against == "company":
         full = table.shape[1] * k.shape[2]
         for kept, length in itertools.product((5, 6), (0, full)):
-            others = jnp.arange(8) != kept
+            others = np.arange(8) != kept
             changed = op(
-                jnp.where(others[:, None, None, None], -q, q),
-                *(k, v, jnp.where(others[:, None], table[-1], table)),
-                *(jnp.where(others, max(length - q.shape[1], 0), starts), jnp.where(others, length, lengths)),
+                np.where(others[:, None, None, None], -q, q),
+                *(k, v, np.where(others[:, None], table[-1], table)),
+                *(np.where(others, max(length - q.shape[1], 0), starts), np.where(others, length, lengths)),
             )
             assert_all_same_bits(once, changed, kept)
     elif against == "other pages":
         k, v, table = moved_pages(k, v, table)
         assert_all_same_bits(once, op(q, k, v, table, starts, lengths))
     elif against == "later tokens":
-        assert_all_same_bits(once, op(q, k, v, table, starts, jnp.minimum(lengths, starts + q.shape[1])), 7)
+        assert_all_same_bits(once, op(q, k, v, table, starts, np.minimum(lengths, starts + q.shape[1])), 7)
     else:
         raise ValueError(against)
 

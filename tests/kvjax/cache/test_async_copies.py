@@ -16,7 +16,7 @@ from kvjax.cache.host_pool.async_copies import AsyncCopies
 from kvjax.cache.host_pool.frame_table import Frames
 from kvjax.cache.pool import MANY, Pool
 from kvjax.cache.stores.blocks import PIECE, read_blocks
-from kvjax.engine.memory_plan import memory_plan
+from kvjax.engine.memory import memory_plan
 from kvjax.engine.prefill_runner import Prefiller
 from kvjax.models.decoder import TransformerDecoder
 

@@ -25,7 +25,7 @@ from kvjax.cache.host_pool.frame_table import Frames
 from kvjax.cache.pool import Pool
 from kvjax.cache.stores.blocks import block_bytes
 from kvjax.engine import paged_attention
-from kvjax.engine.memory_plan import host_memory, memory_plan
+from kvjax.engine.memory import host_memory, memory_plan
 from kvjax.engine.prefill_runner import Prefiller
 from kvjax.evaluation.needle import NeedleTask, documentation_text, encode_text, vocabulary_words
 from kvjax.evaluation.retrieval import needle_exact_match, prompt_start

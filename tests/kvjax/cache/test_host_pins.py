@@ -5,7 +5,7 @@ import pytest
 from tiny_models import make_family
 
 from kvjax import Engine, OutOfPages
-from kvjax.engine.memory_plan import memory_plan
+from kvjax.engine.memory import memory_plan
 
 pytestmark = pytest.mark.bits
 

@@ -10,7 +10,7 @@ from kvjax.cache import PageAllocator
 from kvjax.cache.host_pool import FrameCounts
 from kvjax.cache.host_pool.frame_table import Frames
 from kvjax.cache.pool import Pool
-from kvjax.engine.memory_plan import memory_plan
+from kvjax.engine.memory import memory_plan
 from kvjax.models.decoder import TransformerDecoder
 
 PAGE, DEVICE = 4, 16

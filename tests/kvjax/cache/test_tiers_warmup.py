@@ -9,7 +9,7 @@ from tiny_models import TINY, TinyModel, altered, init_params
 from kvjax import Engine
 from kvjax.cache.host_pool import FrameCounts, prefill_prefetch
 from kvjax.cache.host_pool.frame_table import Frames
-from kvjax.engine.memory_plan import memory_plan
+from kvjax.engine.memory import memory_plan
 from kvjax.engine.prefill_runner import Prefiller
 from kvjax.engine.sampling import SamplingRows
 from kvjax.models.decoder import TransformerDecoder

@@ -15,7 +15,7 @@ from kvjax.cache import CacheSpec, GroupSpec, PagedKV, PagedSpec
 from kvjax.cache.host_pool import FrameCounts
 from kvjax.cost_model import step_bytes
 from kvjax.cost_model.bytes import pages_on_host
-from kvjax.engine.memory_plan import memory_plan, pool_frames
+from kvjax.engine.memory import memory_plan, pool_frames
 from kvjax.engine.steps import _count_reads
 from kvjax.model.weight_formats import scheme_of
 from kvjax.policies.decode import Dense, SelectContext, TopBlocks, Window, parse

@@ -46,8 +46,7 @@ def scramble(engine, seed):
     engine.allocators["full"].release(np.random.default_rng(seed).permutation(taken).tolist())
 
 
-@pytest.mark.quick_but("1-64", "1-32", "15-32", "1-160")
-@pytest.mark.parametrize("chunk", [16, 32, 64, 160])
+@pytest.mark.parametrize("chunk", rest_long([16, 32, 64, 160], 32, 160))
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 33, 100])
 def test_one_prefill_equals_one_full_forward(model, text, chunk, length):
     engine = engine_for(model, prefill_chunk=chunk)

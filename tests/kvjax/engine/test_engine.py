@@ -474,7 +474,7 @@ def test_the_memory_plan_adds_up(model, monkeypatch):
     assert plan.weights_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)) == 4 * model.config.num_params
     assert plan.bytes_per_1k_tokens == plan.page_bytes * 64
     assert plan.pages_that_fit > 0
-    monkeypatch.setattr("kvjax.engine.memory_plan.free_bytes", lambda device: 1000 * plan.page_bytes)
+    monkeypatch.setattr("kvjax.engine.memory.free_bytes", lambda device: 1000 * plan.page_bytes)
     assert engine.memory_plan().pages_that_fit == 1000, "beside the weights, which are loaded"
     with pytest.raises(OutOfPages, match="memory has room for 1,000 more"):
         engine.prefill([[1] * 400])

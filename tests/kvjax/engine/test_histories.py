@@ -24,6 +24,7 @@ def test_random_histories_have_the_bits_of_each_sequence_alone(name, tmp_path):
     assert counts["sequences compared"] > 3
 
 
+@pytest.mark.quick("llama-early")
 @pytest.mark.parametrize("sizes", [LATE, EARLY], ids=["late", "early"])
 @pytest.mark.parametrize("name", rest_long([name for name in FAMILIES if name != "deepseek_v32"], "llama"))
 def test_sequences_that_give_pages_back_have_the_bits_of_each_alone(name, sizes, tmp_path):

@@ -8,58 +8,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sequence_suite import CHUNK, PAGE, SequenceSuite, check_crowded, check_cuts, close, same_next
 from tiny_models import LATENT, TinyModel
 
-from kvjax import Request, Sampling
 from kvjax.cache import INDEXER
 from kvjax.cost_model.bytes import step_bytes
 from kvjax.engine import paged_attention
 from kvjax.engine.engine import Engine
-from kvjax.engine.memory_plan import memory_plan
+from kvjax.engine.memory import memory_plan
 from kvjax.engine.sampling import SamplingRows
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.policies.decode import TopTokens, parse
 from kvjax.policies.prefill import TopTokensPrefill, parse_prefill
-from kvjax.scheduler.scheduler import Scheduler
 
-pytestmark = pytest.mark.bits
+pytestmark = [pytest.mark.bits, pytest.mark.usefixtures("everything_is_given_back")]
 
-PAGE, CHUNK, TOPK = 16, 32, 24
-
-
-@pytest.fixture(scope="module")
-def tokens():
-    return np.random.default_rng(3).integers(0, 97, 300).tolist()
+TOPK = 24
 
 
 @pytest.fixture(scope="module")
 def engine(latent_model):
     return Engine(latent_model, pages=64, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(2, 5), policies=("dense", "window:8+24"))
-
-
-@pytest.fixture(autouse=True)
-def everything_is_given_back(request):
-    """No test may leave a sequence or a page behind."""
-    yield
-    if "engine" in request.fixturenames:
-        used = request.getfixturevalue("engine")
-        for sequence in list(used.sequences):
-            used.free(sequence)
-        assert all(each.free == each.total for each in used.allocators.values())
-
-
-def close(found, expected):
-    """Within 2e-5 of the row's largest logit."""
-    found, expected = np.asarray(found), np.asarray(expected)
-    assert np.abs(found - expected).max() <= 2e-5 * max(1.0, np.abs(expected).max())
-
-
-def same_next(engine, one, other, tokens):
-    """Whether two sequences are continued with the same bits: prefilled, decoded, and prefilled."""
-    np.testing.assert_array_equal(engine.extend(one, tokens[:5]), engine.extend(other, tokens[:5]))
-    for token in tokens[5:8]:
-        np.testing.assert_array_equal(engine.decode([one], [token]), engine.decode([other], [token]))
-    np.testing.assert_array_equal(engine.extend(one, tokens[8:40]), engine.extend(other, tokens[8:40]))
 
 
 def test_the_model_brings_its_policies(engine):
@@ -95,57 +64,20 @@ def test_dense_policies_read_every_token(latent_model, tokens):
         close(engine.decode([sequence], [tokens[place]])[0], expected[place])
 
 
-@pytest.mark.parametrize("name", ["latent_model", pytest.param("bf16_latent_model", marks=pytest.mark.long)])
+class TestSequences(SequenceSuite):
+    """Their latents, and the keys of the indexer."""
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("cuts", [(1, 31, 33, 90), (16, 17, 64), tuple(range(3, 100))])
-def test_any_cut_of_a_prompt_gives_the_same_bits(name, cuts, tokens, request):
-    engine = Engine(request.getfixturevalue(name), pages=64, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(2,))
-    (whole,) = engine.prefill([tokens[:100]])
-    (sequence,) = engine.prefill([tokens[: cuts[0]]])
-    for start, end in zip(cuts, (*cuts[1:], 100), strict=True):
-        logits = engine.extend(sequence, tokens[start:end])
-    np.testing.assert_array_equal(logits, whole.logits)
-    same_next(engine, sequence, whole, tokens[100:])
+def test_any_cut_of_a_prompt_gives_the_same_bits_in_sixteen_bits(bf16_latent_model, tokens, cuts):
+    engine = Engine(bf16_latent_model, pages=64, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(2,))
+    check_cuts(engine, tokens, cuts)
 
 
-def test_company_does_not_show(engine, tokens):
-    one, two = engine.prefill([tokens[:40], tokens[50:120]])
-    (alone,) = engine.prefill([tokens[:40]])
-    for place in range(40, 60):
-        together = engine.decode([two, one], [tokens[place + 100], tokens[place]])
-        np.testing.assert_array_equal(together[1], engine.decode([alone], [tokens[place]])[0])
-
-
-@pytest.mark.parametrize("length", [48, 41])
-def test_forked_sequences_go_their_own_way(engine, tokens, length):
-    """The open page is copied, with the keys of the indexer."""
-    (parent,) = engine.prefill([tokens[:length]])
-    child, (alone,) = engine.fork(parent), engine.prefill([tokens[:length]])
-    for place in range(length, length + 20):
-        engine.decode([child, parent], [tokens[place], 3])
-        engine.decode([alone], [tokens[place]])
-    engine.free(parent)
-    same_next(engine, child, alone, tokens[100:])
-
-
-def test_truncated_tokens_are_as_if_never_written(engine, tokens):
-    cut, plain = engine.prefill([tokens[:35], tokens[:35]])
-    for each in (cut, plain):
-        for token in tokens[35:38]:
-            engine.decode([each], [token])
-    engine.extend(cut, tokens[200:205])
-    engine.decode([cut], [1])
-    engine.truncate(cut, 38)
-    same_next(engine, cut, plain, tokens[100:])
-
-
-@pytest.mark.quick_but("41", "1")
-@pytest.mark.parametrize("length", [1, 41, 48])
-def test_a_saved_sequence_goes_on_with_equal_bits(engine, tokens, length, tmp_path):
-    (sequence,) = engine.prefill([tokens[:length]])
-    for token in tokens[length : length + 3]:
-        engine.decode([sequence], [token])
-    engine.save(sequence, tmp_path / "q")
-    same_next(engine, engine.restore(tmp_path / "q"), sequence, tokens[100:])
+@pytest.mark.long
+def test_requests_of_a_crowded_engine_are_answered_as_alone(latent_model, tokens):
+    check_crowded(latent_model, tokens)
 
 
 def test_a_file_without_the_keys_of_the_indexer_goes_on_otherwise(engine, tokens, tmp_path):
@@ -157,15 +89,6 @@ def test_a_file_without_the_keys_of_the_indexer_goes_on_otherwise(engine, tokens
     engine._pool.layers = kept
     with pytest.raises(AssertionError):
         same_next(engine, engine.restore(tmp_path / "q"), sequence, tokens[100:])
-
-
-def test_a_suspended_sequence_goes_on_with_equal_bits(engine, tokens):
-    moved, plain = engine.prefill([tokens[:41], tokens[:41]])
-    engine.suspend(moved)
-    (other,) = engine.prefill([tokens[:50]])
-    engine.resume(moved)
-    same_next(engine, moved, plain, tokens[100:])
-    engine.free(other)
 
 
 def test_a_step_that_is_looked_at_shows_the_tokens_that_are_read(engine, tokens):
@@ -217,26 +140,6 @@ def test_drafts_read_what_they_would_alone_and_dropped_ones_leave_no_trace(engin
         engine.truncate(each, 50)
         each.tokens = [*tokens[:48], *own]
     same_next(engine, one, two, tokens[100:])
-
-
-@pytest.mark.long
-def test_requests_of_a_crowded_engine_are_answered_as_alone(latent_model, tokens):
-    """Seven requests on few pages: they wait, and are suspended and resumed."""
-    engine = Engine(latent_model, pages=14, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(5,))
-    prompts = [tokens[place : place + 10 + 7 * place] for place in range(7)]
-    scheduler = Scheduler(engine)
-    handles = [scheduler.submit(Request(prompt, Sampling(max_new_tokens=20))) for prompt in prompts]
-    while not scheduler.idle:
-        scheduler.step()
-    assert scheduler.preemptions
-    for prompt, handle in zip(prompts, handles, strict=True):
-        text = list(prompt)
-        for _ in range(20):
-            padded = [*text, *[0] * (120 - len(text))]
-            text.append(int(np.argmax(latent_model.full_forward(padded)[len(text) - 1])))
-        assert handle.completion.error is None
-        assert [*handle.completion.token_ids] == text[len(prompt) :]
-    assert all(each.free == each.total for each in engine.allocators.values())
 
 
 def test_the_memory_plan_counts_latents_and_the_keys_of_the_indexer(latent_model, engine):

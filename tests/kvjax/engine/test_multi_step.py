@@ -70,6 +70,7 @@ def launched(monkeypatch):
     return seen
 
 
+@pytest.mark.quick_but("gemma3_text-dense")
 @pytest.mark.parametrize(("family", "policy"), [("llama", "quest:1"), ("gemma3_text", "dense"), ("qwen3_5_text", "dense")])
 def test_answers_do_not_depend_on_the_steps_per_launch(family, policy, launched):
     engine = engine_of(make_family(family), (policy,))

@@ -436,7 +436,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mutant", rest_long(MUTANTS, "own page read as packed", "packed before the last token"))
+@pytest.mark.parametrize("mutant", rest_long(MUTANTS, "packed before the last token"))
 def test_mutants_of_what_is_read_fail(model, tokens, expected, mutant, monkeypatch):
     where, change = MUTANTS[mutant]
     module, _, name = where.rpartition(".")

@@ -101,8 +101,8 @@ def test_steps_over_packed_pages_take_the_kernels_that_unpack_them(as_on, text):
     states = tuple(policy.init(None, 1) for _ in spec.paged)
     step = StepStatic(decoder, policy, policy.indexes()), StepInputs(shapes[0], cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states)
     with dispatch.listening() as heard:
-        assert prefill_step.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
-        assert decode_step.trace(*step).lower(lowering_platforms=("cuda",)).as_text()
+        prefill_step.trace(*given)
+        decode_step.trace(*step)
     assert heard["pack_pages"] == "xla"
     assert heard["flash_attention"] == ("xla" if "d4" in text else "mosaic_gpu")
     assert heard["selected_attention"] == ("composed" if "d4" in text else "mosaic_gpu")
@@ -125,7 +125,7 @@ def test_packed_pages_in_host_memory_take_the_same_kernels(as_on, text):
     states = tuple(policy.init(None, 1) for _ in spec.paged)
     step = StepStatic(decoder, policy, policy.indexes()), StepInputs(params, cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states)
     with dispatch.listening() as heard:
-        assert decode_step.trace(*step).lower(lowering_platforms=("cuda",)).as_text()
+        decode_step.trace(*step)
     asked = ("append_tokens", "select_blocks", "fetch_tiles", "gather_attention")
     assert {op: heard[op] for op in asked} == dict.fromkeys(asked, "mosaic_gpu")
 
@@ -144,11 +144,11 @@ def test_packed_pages_of_a_mesh_take_the_same_kernels(as_on, axis):
     chunk = StepStatic(decoder, DensePrefill(), ()), ChunkInputs(params, cache, np.zeros((1, 4096), np.int32), zero, zero)
     step = StepStatic(decoder, Dense(), ()), StepInputs(params, cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states)
     with dispatch.listening() as heard:
-        text = prefill_step.trace(chunk[0]._replace(shards=shards), chunk[1]).lower(lowering_platforms=("cuda",)).as_text()
-        decode_step.trace(step[0]._replace(shards=shards), step[1]).lower(lowering_platforms=("cuda",))
+        program = str(prefill_step.trace(chunk[0]._replace(shards=shards), chunk[1]).jaxpr)
+        decode_step.trace(step[0]._replace(shards=shards), step[1])
     exchange = {"tensor": "all_reduce", "context": "all_gather"}[axis]
     assert {heard[op] for op in ("flash_attention", "gather_attention", "append_tokens", exchange)} == {"mosaic_gpu"}
-    assert "widen_pages_kernel" in text
+    assert "widen_pages_kernel" in program
 
 
 @pytest.mark.parametrize(("name", "picked"), [("cascade:1/2", "mosaic_gpu"), ("cascade:1/2+1bit", "composed")])
@@ -163,9 +163,9 @@ def test_a_step_of_cascade_takes_the_kernel_that_chooses_from_a_shortlist(as_on,
     states = tuple(policy.init(None, 1) for _ in spec.paged)
     step = StepStatic(decoder, policy, policy.indexes()), StepInputs(shapes[0], cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states)
     with dispatch.listening() as heard, caplog.at_level("INFO", logger="pallas_kernels.core.dispatch"):
-        text = decode_step.trace(*step).lower(lowering_platforms=("cuda",)).as_text()
+        program = str(decode_step.trace(*step).jaxpr)
     assert heard["selected_attention"] == picked
-    assert ("refined_kernel" in text) == (picked == "mosaic_gpu")
+    assert ("refined_kernel" in program) == (picked == "mosaic_gpu")
     assert ("not mosaic_gpu: it reads codes of whole 16 bytes" in caplog.text) == (picked == "composed")
 
 
@@ -183,8 +183,8 @@ def test_a_decode_step_over_packed_weights_runs_on_the_kernel_of_a_hopper_gpu(as
     monkeypatch.setattr("pallas_kernels.matmul.project_tokens.xla.project_tokens", None)
     states = tuple(Dense().init(None, 16) for _ in spec.paged)
     step = StepStatic(decoder, Dense(), ()), StepInputs(params, cache, np.zeros((16, 1), np.int32), np.ones(16, bool), states)
-    text = decode_step.trace(*step).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("call @_project") == 4 * config.num_layers + 1
+    program = str(decode_step.trace(*step).jaxpr)
+    assert program.count("name=_project") == 4 * config.num_layers + 1
 
 
 def _cell(op: str, kernel: str | None, kernel_text: str, plain_text: str) -> str:
@@ -233,7 +233,7 @@ def step_on_hopper_gpus(as_on, picked: str, **mesh: int) -> tuple[str, dict[str,
     return text, heard, config.num_layers
 
 
-@pytest.mark.parametrize("picked", ["mosaic_gpu", "xla"])
+@pytest.mark.parametrize("picked", rest_long(["mosaic_gpu", "xla"], "mosaic_gpu"))
 def test_a_decode_step_on_a_mesh_of_hopper_gpus_adds_by_one_kernel_each(as_on, picked):
     """Twice in a layer, after its projections `o` and `down`, and once after the embedding, within one program; no other sum is left.
     Logits are joined by a kernel, too."""
@@ -245,7 +245,7 @@ def test_a_decode_step_on_a_mesh_of_hopper_gpus_adds_by_one_kernel_each(as_on, p
     assert text.count('"stablehlo.all_gather"') == (0 if picked == "mosaic_gpu" else 1 + sums)
 
 
-@pytest.mark.parametrize("picked", ["mosaic_gpu", "xla"])
+@pytest.mark.parametrize("picked", rest_long(["mosaic_gpu", "xla"], "mosaic_gpu"))
 def test_where_pages_are_dealt_out_outputs_are_exchanged_by_one_kernel_a_layer(as_on, picked, monkeypatch):
     """An output of attention and its log-sum-exp go together."""
     widths, gather = [], base.gather_attention

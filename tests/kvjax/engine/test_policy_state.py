@@ -57,7 +57,8 @@ class Last(Heavy):
         return jnp.where(alone, mass, state + mass)
 
 
-ALL, EIGHT, SMALL = Heavy(), Last(queries=8), Heavy(block_size=8)
+ALL, EIGHT, SMALL = Heavy(), Last(queries=8), Heavy(k=30, block_size=8)
+"""The last one lists every block."""
 
 
 def engine_of(model, *policies, **options):
@@ -152,14 +153,13 @@ def test_after_decoding_a_chunk_begins_anew_and_cuts_still_change_nothing(engine
         engine.free(each)
 
 
-def test_prefill_and_decode_add_up_to_the_mass_of_everything(model, text):
+def test_prefill_and_decode_add_up_to_the_mass_of_everything(engine, model, text):
     """A policy that lists every block keeps accumulating as a full forward would."""
-    policy = Heavy(k=30)
-    engine = engine_of(model, policy)
     (sequence,) = engine.prefill([text[:60]])
     for token in text[60:70]:
-        engine.decode([sequence], [token], policy)
-    assert_mass(sequence.states[policy], [mass.sum(axis=0) for mass in true_mass(model, text[:70], 16)])
+        engine.decode([sequence], [token], SMALL)
+    assert_mass(sequence.states[SMALL], [mass.sum(axis=0) for mass in true_mass(model, text[:70], SMALL.block_size)])
+    engine.free(sequence)
 
 
 @pytest.mark.long
@@ -278,13 +278,13 @@ def test_mass_of_step_is_each_heads_share_of_every_block():
         mass_of_step(None, lse, context([90]), 8, 5)
 
 
-@pytest.mark.parametrize("length", [1, 16, 17, 48, 80, 96])
+@pytest.mark.parametrize("length", [1, 17, 96])
 @pytest.mark.parametrize(("k", "sink", "local", "block_size"), [(2, 1, 1, 16), (0, 0, 2, 16), (9, 1, 1, 16), (3, 2, 1, 8)])
 def test_largest_blocks_lists_as_select_blocks_does(length, k, sink, local, block_size):
     """Scores made of an index of one dimension, so that both choose by the same numbers."""
     from pallas_kernels.selection.select_blocks import select_blocks
 
-    index = jax.random.normal(jax.random.key(0), (6, K, P // block_size, 1, 1)).round(1)
+    index = np.random.default_rng(0).normal(size=(6, K, P // block_size, 1, 1)).round(1).astype(np.float32)
     table = jnp.arange(6, dtype=jnp.int32)[None]
     scores = index[:, :, :, 0, 0].swapaxes(0, 1).reshape(1, K, -1)
     ctx = context([length]).replace(page_table=table)

@@ -8,34 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scheduling import same_next
+from sequence_suite import CHUNK, PAGE, SequenceSuite, check_crowded, close, same_next
 
 from kvjax.cache import Cache
 from kvjax.cache.allocator import OutOfPages
 from kvjax.cost_model.bytes import step_bytes
 from kvjax.engine import recurrent
 from kvjax.engine.engine import Engine
-from kvjax.engine.memory_plan import memory_plan
-from kvjax.engine.sampling import Sampling
+from kvjax.engine.memory import memory_plan
 from kvjax.engine.steps import StepInputs, StepStatic, decode_step
 from kvjax.policies.decode import TopBlocks, parse
-from kvjax.scheduler.request import Request
-from kvjax.scheduler.scheduler import Scheduler
 
 pytestmark = [pytest.mark.bits, pytest.mark.usefixtures("everything_is_given_back")]
 
-PAGE, CHUNK = 16, 32
-
 
 @pytest.fixture(scope="module")
-def engine(recurrent_engine):
-    return recurrent_engine
-
-
-def close(found, expected):
-    """Within 2e-5 of the row's largest logit."""
-    found, expected = np.asarray(found), np.asarray(expected)
-    assert np.abs(found - expected).max() <= 2e-5 * max(1.0, np.abs(expected).max())
+def engine(recurrent_model):
+    return Engine(recurrent_model, pages=64, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(2, 5), policies="quest:1")
 
 
 def test_prefill_and_decode_are_the_whole_forward(engine, recurrent_model, tokens):
@@ -48,36 +37,18 @@ def test_prefill_and_decode_are_the_whole_forward(engine, recurrent_model, token
     close(engine.decode([sequence], [tokens[150]])[0], expected[150])
 
 
-def test_company_does_not_show(engine, tokens):
-    one, two = engine.prefill([tokens[:40], tokens[50:120]])
-    (alone,) = engine.prefill([tokens[:40]])
-    for place in range(40, 60):
-        together = engine.decode([two, one], [tokens[place + 100], tokens[place]])
-        np.testing.assert_array_equal(together[1], engine.decode([alone], [tokens[place]])[0])
+class TestSequences(SequenceSuite):
+    """Their pages, and their rows of state."""
 
 
-@pytest.mark.parametrize("length", [48, 41])
-def test_forked_sequences_go_their_own_way(engine, tokens, length):
-    (parent,) = engine.prefill([tokens[:length]])
-    child, (alone,) = engine.fork(parent), engine.prefill([tokens[:length]])
-    assert child.pages["recurrent"] != parent.pages["recurrent"]
-    for place in range(length, length + 20):
-        engine.decode([child, parent], [tokens[place], 3])
-        engine.decode([alone], [tokens[place]])
-    engine.free(parent)
-    same_next(engine, child, alone, tokens[100:])
+def test_a_fork_has_a_row_of_its_own(engine, tokens):
+    (parent,) = engine.prefill([tokens[:48]])
+    assert engine.fork(parent).pages["recurrent"] != parent.pages["recurrent"]
 
 
-def test_truncated_tokens_are_as_if_never_written(engine, tokens):
-    cut, plain = engine.prefill([tokens[:35], tokens[:35]])
-    for each in (cut, plain):
-        for token in tokens[35:38]:
-            engine.decode([each], [token])
-    engine.extend(cut, tokens[200:205])
-    engine.decode([cut], [1])
-    engine.truncate(cut, 41)
-    engine.truncate(cut, 38)
-    same_next(engine, cut, plain, tokens[100:])
+@pytest.mark.long
+def test_requests_of_a_crowded_engine_are_answered_as_alone(recurrent_model, tokens):
+    check_crowded(recurrent_model, tokens)
 
 
 def test_truncated_to_nothing_and_written_again(engine, tokens):
@@ -94,26 +65,6 @@ def test_a_step_that_is_only_looked_at_leaves_no_trace(engine, tokens):
         read = engine.inspect([looked], [7])
         assert len(read.layers) == 1, "the layer of attention"
         same_next(engine, looked, plain, tokens[100:])
-
-
-@pytest.mark.quick_but("1", "16")
-@pytest.mark.parametrize("length", [1, 16, 41, 48])
-def test_a_saved_sequence_goes_on_with_equal_bits(engine, tokens, length, tmp_path):
-    (sequence,) = engine.prefill([tokens[:length]])
-    for token in tokens[length : length + 3]:
-        engine.decode([sequence], [token])
-    engine.save(sequence, tmp_path / "q")
-    same_next(engine, engine.restore(tmp_path / "q"), sequence, tokens[100:])
-
-
-def test_a_suspended_sequence_goes_on_with_equal_bits(engine, tokens):
-    moved, plain = engine.prefill([tokens[:41], tokens[:41]])
-    engine.suspend(moved)
-    assert engine.allocators["recurrent"].free == 4
-    (other,) = engine.prefill([tokens[:50]])
-    engine.resume(moved)
-    same_next(engine, moved, plain, tokens[100:])
-    engine.free(other)
 
 
 def test_a_state_that_does_not_fit_its_tokens_is_refused(engine, tokens, tmp_path, monkeypatch):
@@ -195,25 +146,6 @@ def test_auto_and_sparse_prefill_take_the_layer_of_attention(recurrent_model, to
     assert "3 of 3 pages of 128 tokens in use" in str(dense)
 
 
-@pytest.mark.long
-def test_requests_of_a_crowded_engine_are_answered_as_alone(recurrent_model, tokens):
-    """Seven requests on five rows and few pages: they wait, and are suspended and resumed."""
-    engine = Engine(recurrent_model, pages=14, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(5,))
-    prompts = [tokens[place : place + 10 + 7 * place] for place in range(7)]
-    scheduler = Scheduler(engine)
-    handles = [scheduler.submit(Request(prompt, Sampling(max_new_tokens=20))) for prompt in prompts]
-    while not scheduler.idle:
-        scheduler.step()
-    for prompt, handle in zip(prompts, handles, strict=True):
-        text = list(prompt)
-        for _ in range(20):
-            padded = [*text, *[0] * (120 - len(text))]
-            text.append(int(np.argmax(recurrent_model.full_forward(padded)[len(text) - 1])))
-        assert handle.completion.error is None
-        assert [*handle.completion.token_ids] == text[len(prompt) :]
-    assert all(each.free == each.total for each in engine.allocators.values())
-
-
 def test_dropped_drafts_leave_no_trace(engine, recurrent_model, tokens):
     """Steps of 4 tokens of which some stay, across a page's border; lengths say which."""
     drafted, plain = engine.prefill([tokens[:46], tokens[:46]])
@@ -239,7 +171,7 @@ def test_dropped_drafts_leave_no_trace(engine, recurrent_model, tokens):
 # Mutants.
 
 
-@pytest.mark.quick_but("delta_page-None", "catch_up-<lambda>")
+@pytest.mark.long  # `test_recurrent` plants some of them in a layer
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [

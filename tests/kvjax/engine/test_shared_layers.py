@@ -17,7 +17,7 @@ import kvjax.engine.steps
 from kvjax.cache import Cache, CacheSpec, GroupSpec, PagedSpec
 from kvjax.cost_model.bytes import step_bytes
 from kvjax.engine.engine import Engine
-from kvjax.engine.memory_plan import memory_plan
+from kvjax.engine.memory import memory_plan
 from kvjax.engine.prefill_runner import cut_layers
 from kvjax.engine.steps import ChunkInputs, StepStatic, prefill_slice
 from kvjax.engine.steps import pages_of as right_pages
@@ -101,7 +101,10 @@ def close(found, expected):
 
 
 def engine_of(model, policy="dense", **options):
-    return Engine(model, policy, **({"pages": 64, "page_size": PAGE, "prefill_chunk": CHUNK, "batch_buckets": (1, 2)} | options))
+    """By default with the policies of all tests here, whose programs are the same."""
+    policies = ("quest:1", TopBlocks(k=9, sink=1, local=1, block_size=PAGE))
+    sizes = {"pages": 64, "page_size": PAGE, "prefill_chunk": CHUNK, "batch_buckets": (1, 2), "policies": policies}
+    return Engine(model, policy, **(sizes | options))
 
 
 @functools.cache
@@ -116,7 +119,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def engine(model):
-    return engine_of(model, policies=("quest:1", TopBlocks(k=9, sink=1, local=1, block_size=PAGE)))
+    return engine_of(model)
 
 
 @pytest.mark.parametrize("name", ["biases", *(pytest.param(each, marks=pytest.mark.long) for each in ("norms", "slices"))])
@@ -131,6 +134,7 @@ def test_logits_are_those_of_the_plain_forward(name, tokens):
         close(engine.decode([sequence], [tokens[place]])[0], expected[place])
 
 
+@pytest.mark.quick_but("cuts0-slices", "cuts1-slices")
 @pytest.mark.parametrize("name", ["biases", "slices"])
 @pytest.mark.parametrize("cuts", [(1, 31, 33, 90), (16, 17, 64)])
 def test_any_cut_of_a_prompt_gives_the_same_bits(name, cuts, tokens):
@@ -259,7 +263,7 @@ def test_the_pool_does_not_grow_with_readers(model, engine, tokens):
     plan, less = (memory_plan(each.config, page_size=PAGE, available_bytes=10**6) for each in (model, owners))
     assert [(group.layers, group.page_bytes) for group in plan.groups] == [(3, less.groups[0].page_bytes), (2, less.groups[1].page_bytes)]
     assert (plan.page_bytes, plan.bytes_per_1k_tokens) == (less.page_bytes, less.bytes_per_1k_tokens)
-    other = engine_of(owners, policies=("quest:1", TopBlocks(k=9, sink=1, local=1, block_size=PAGE)))
+    other = engine_of(owners)
     for each in (engine, other):
         each.prefill([tokens[:150]])
     assert engine.used_bytes == other.used_bytes
@@ -338,7 +342,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.quick("decode-another layer's pages", "prefill-owners by another place")
+@pytest.mark.quick("decode-another layer's pages")
 @pytest.mark.parametrize(("step", "mistake"), MISTAKES)
 def test_a_mistake_about_whose_pages_are_read_would_show(step, mistake, tokens, monkeypatch):
     name, plant = MISTAKES[step, mistake]

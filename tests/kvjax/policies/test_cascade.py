@@ -40,6 +40,8 @@ POLICIES = {
     "a share": Cascade(6, 8, 4, **SMALL, share=0.7),
     "a share of all": Cascade(12, "all", "cache", **SMALL, share=0.9),
 }
+QUICK = ("bounds, then 4 bits", "1 bit of every key", "blocks of a page", "a share of all")
+each_policy = pytest.mark.parametrize("name", rest_long(POLICIES, *QUICK))
 
 
 def layer_of(keys, policy, built=None) -> PagedKV:
@@ -145,7 +147,7 @@ def check(policy, seeds=range(2), lengths=(300, 41), num_queries=1, **changes):
                 assert np.all(ids[np.argmin(ids) :] == -1) or np.all(ids >= 0)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@each_policy
 def test_lists_are_those_of_the_definition(name):
     check(POLICIES[name])
 
@@ -160,7 +162,7 @@ def equal_blocks():
     return jnp.tile(keys[:1, :, :8], (PAGES, 1, 2, 1)), query, table
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@each_policy
 def test_of_equal_blocks_the_lower_is_read(name):
     check_ties(POLICIES[name])
 
@@ -174,19 +176,19 @@ def check_ties(policy):
     assert policy.share is not None or len(kept) == policy.sink + policy.k
 
 
+@each_policy
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 40, 129, 384])
-def test_every_listed_block_exists_once(length):
-    for policy in POLICIES.values():
-        keys, query, table = case(length)
-        ids = select(policy, layer_of(keys, policy), query, table, (length, length))[0, 0]
-        newest = (length - 1) // policy.block_size
-        for kept in (row[row >= 0] for row in ids):
-            assert np.all(np.diff(kept) > 0)
-            assert np.all(kept <= newest)
-            if length:
-                assert kept[-1] == newest
-                most, read = policy.keys_read(length, 0, P), length - (newest + 1 - len(kept)) * policy.block_size
-                assert read == most if policy.share is None else read <= most
+def test_every_listed_block_exists_once(length, name):
+    policy, (keys, query, table) = POLICIES[name], case(length)
+    ids = select(policy, layer_of(keys, policy), query, table, (length, length))[0, 0]
+    newest = (length - 1) // policy.block_size
+    for kept in (row[row >= 0] for row in ids):
+        assert np.all(np.diff(kept) > 0)
+        assert np.all(kept <= newest)
+        if length:
+            assert kept[-1] == newest
+            most, read = policy.keys_read(length, 0, P), length - (newest + 1 - len(kept)) * policy.block_size
+            assert read == most if policy.share is None else read <= most
 
 
 def test_pages_that_hold_nothing_yet_or_were_given_back_are_not_chosen():
@@ -218,7 +220,7 @@ def test_packed_keys_are_read_themselves():
     assert [row[row >= 0].tolist() for row in found] == defined(policy, numbers, query[0], np.asarray(table[0]), 300)[0]
 
 
-@pytest.mark.parametrize("name", rest_long(POLICIES, "bounds, then 4 bits", "the oracle", "a share"))
+@pytest.mark.parametrize("name", rest_long(POLICIES, "bounds, then 4 bits", "a share of all"))
 def test_devices_that_have_some_of_the_pages_list_what_one_device_lists(name):
     check_devices(POLICIES[name])
 
@@ -231,7 +233,7 @@ def check_devices(policy):
         assert np.array_equal(found, one)
 
 
-@pytest.mark.parametrize("left_out", [0, 1, 2])
+@pytest.mark.parametrize("left_out", rest_long([0, 1, 2], 1))
 def test_each_exchange_of_devices_is_needed(left_out, monkeypatch):
     """Bounds of the shortlist, the sum of all attention, and the best of the shortlist."""
     sound, calls = Shards.candidates, []
@@ -280,12 +282,14 @@ class Reversed(Cascade):
     """A type of its own, so that its program is compiled anew."""
 
 
+@pytest.mark.quick("OneHead")
 @pytest.mark.parametrize("mutant", [SinksToo, OneHead])
 def test_mutants_fail(mutant):
     with pytest.raises(AssertionError):
         check(mutant(3, 6, 4, **SMALL))
 
 
+@pytest.mark.quick("WithoutSinks")
 @pytest.mark.parametrize("mutant", [OneBlockLess, WithoutSinks])
 def test_mutants_of_a_share_fail(mutant):
     with pytest.raises(AssertionError):
@@ -485,7 +489,7 @@ def test_numbers_that_do_not_fit_are_refused(name, said):
         parse(f"cascade:{name}")
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@each_policy
 def test_it_attends_to_what_it_lists(name):
     """One op where there is one, else the list and attention over it."""
     policy, (keys, query, table) = POLICIES[name], case(2, num_queries=2)

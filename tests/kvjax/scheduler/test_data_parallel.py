@@ -418,7 +418,7 @@ def test_each_replica_keeps_pages_of_its_own(small, pair, text):
 
 def test_pools_fit_the_memory_of_their_own_devices(small, monkeypatch):
     page = Engine(small, POLICY, **SIZES).memory_plan().page_bytes
-    monkeypatch.setattr("kvjax.engine.memory_plan.free_bytes", lambda device: (10 + device.id) * page)
+    monkeypatch.setattr("kvjax.engine.memory.free_bytes", lambda device: (10 + device.id) * page)
     engines = kvjax.replicas(small, POLICY, data=2, tensor=2, **SIZES | {"pages": None})
     assert [engine.allocators["full"].total for engine in engines] == [20, 24]  # half of the bytes of a page on each
 

@@ -165,7 +165,8 @@ def test_rows_of_a_mesh_say_what_its_devices_read(mesh):
 
 
 @pytest.mark.parametrize("command", ["decode", "prefill"])
-def test_a_run_that_timed_nothing_says_so(kvjax, command):
+def test_a_run_that_timed_nothing_says_so(kvjax, command, monkeypatch, copy_once):
+    monkeypatch.setattr(measure, "copy_rate", copy_once)
     status, _, err = kvjax("bench", command, "--shape", "tiny", "--lengths", "1k", "--policies", "dense", "--context", "16")
     assert status == 1
     assert "nothing was timed: the mesh needs 16 devices, and there are 8" in err
@@ -214,10 +215,12 @@ def test_bytes_of_a_step():
     assert bytes_read(p, parse("quest:64"), 131_072, keys, params)["index"] == 8 * found["index"]
 
 
+PACKED = {"weights": "int8", "cache_format": parse_cache_format("k=int8:channel,v=int4", "float32")}
+
+
 def test_rows_of_packed_weights_and_pages_say_what_was_read():
     """The reader refuses rows whose bytes are not those that the cost model counts."""
-    formats = {"weights": "int8", "cache_format": parse_cache_format("k=int8:channel,v=int4", "float32")}
-    p = plan(policies=policies_of("dense,top:2"), lengths=(2000,), rounds=1, steps=2, **formats)
+    p = plan(policies=policies_of("dense,top:2"), lengths=(2000,), rounds=1, steps=2, **PACKED)
     cache = decode_bench.random_cache(p, 2000)
     assert sum(x.nbytes for x in jax.tree.leaves(cache.layers)) == decode_bench.cache_bytes(p, 2000)
     layer = cache.layers[0]
@@ -233,9 +236,14 @@ def test_rows_of_packed_weights_and_pages_say_what_was_read():
     assert rows[1]["policy"] == "top:2"
     assert top.bytes.kv == 2 * 2 * 2 * (6 * 128 * (16 + 2 * 16 / 128 + 8 + 2) + open_page * 2 * 16 * 4)
     assert "top:2, weights int8, pages k=int8:channel,v=int4" in tables.step_cells(rows[1])
-    p = plan(tensor=2, context=2, **formats)
-    run["rows"] = list(decode_bench.run_plan(p, 1e9))
-    assert list(read_cells([run], lambda shape, layers: p.config)) == [key]
+
+
+@pytest.mark.long
+def test_rows_of_packed_weights_and_pages_of_a_mesh():
+    p = plan(tensor=2, context=2, **PACKED)
+    run = {"bench": "decode", "rows": list(decode_bench.run_plan(p, 1e9)), "provenance": {"device": "cpu", "date": "2026"}}
+    (key,) = read_cells([run], lambda shape, layers: p.config)
+    assert (key.weights, key.cache_format) == ("int8", "k=int8:channel,v=int4")
     layer = decode_bench.random_cache(p, p.lengths[0]).layers[0]
     devices = {shard.device: np.asarray(shard.data) for shard in layer.open.k.addressable_shards}
     (first, other), (second, _) = p.shards(p.lengths[0]).mesh.devices  # one row of heads each

@@ -121,7 +121,8 @@ def test_one_failure_loses_no_other_row(monkeypatch):
     assert [row["failed"] for row in run_prefill_plan(plan)] == ["ZeroDivisionError: division by zero"] * 2
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((4, 1), marks=pytest.mark.long), pytest.param((1, 4), marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 1), (1, 4)])
 def test_a_prompt_on_a_mesh_has_the_logits_of_one_device(sizes, monkeypatch):
     """In chunks whose tables are wider and wider, as those of long prompts are. Long cases run dense prefill on their meshes, too."""
     monkeypatch.setattr(prefill_bench, "staged_width", lambda pages: -(-pages // 4) * 4)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvjax import Engine, generate
-from kvjax.engine.memory_plan import memory_plan
+from kvjax.engine.memory import memory_plan
 from kvjax.models.loading import load
 
 PAGES = ("--page-size", 16, "--prefill-chunk", 32, "--dtype", "float32")

@@ -211,7 +211,7 @@ def test_bad_input_is_one_line_that_names_it(arguments, kvjax, tmp_path, change,
 
 
 def test_a_batch_that_memory_does_not_hold_is_refused_before_it_begins(arguments, kvjax, monkeypatch, tmp_path):
-    monkeypatch.setattr("kvjax.engine.memory_plan.free_bytes", lambda device: 100_000)
+    monkeypatch.setattr("kvjax.engine.memory.free_bytes", lambda device: 100_000)
     status, _, err = kvjax(*arguments, "--out", tmp_path / "run")
     assert status == 2
     assert re.search(r"4 contexts of 320 tokens take \d+ pages, and memory has room for \d+: use a smaller batch", err)

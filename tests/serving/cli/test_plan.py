@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvjax import Engine
-from kvjax.engine.memory_plan import memory_plan
+from kvjax.engine.memory import memory_plan
 from kvjax.models.loading import load
 
 SIZES = ("--page-size", 16, "--prefill-chunk", 32, "--max-batch", 2)
@@ -74,7 +74,7 @@ def test_after_dense_prefill_it_needs_them_from_the_first_step_on(plan):
 def test_a_prompt_larger_than_memory_runs_where_its_pages_are_given_back(kvjax, model_folder, loaded, monkeypatch):
     """The check of `kvjax generate` counts as the plan does."""
     page = memory_plan(loaded.config, page_size=16).page_bytes
-    monkeypatch.setattr("kvjax.engine.memory_plan.free_bytes", lambda device: (MOST + 1) * page)
+    monkeypatch.setattr("kvjax.engine.memory.free_bytes", lambda device: (MOST + 1) * page)
     asked = ("generate", "amber basil " * 100, "--model", model_folder, "--max-new-tokens", 2, *SIZES[:4], "--dtype", "float32")
     assert kvjax(*asked, *ROLLING, "--prefill", "window:16+40")[0] == 0
     status, _, err = kvjax(*asked, *ROLLING)
@@ -90,7 +90,7 @@ def test_pages_that_are_kept_are_counted(plan, options):
 
 
 def test_host_memory_of_another_machine_may_be_larger_than_that_of_this_one(plan, kvjax, model_folder, monkeypatch):
-    monkeypatch.setattr("kvjax.engine.memory_plan.os.sysconf", lambda name: 1000)  # pages, and their bytes
+    monkeypatch.setattr("kvjax.engine.memory.os.sysconf", lambda name: 1000)  # pages, and their bytes
     options = "--host-memory", "2MB", "--device-memory", "1MB"
     assert figure("pool in host memory", plan("--memory", 1, *options)) > 1
     status, _, err = kvjax("plan", "--model", model_folder, *options)

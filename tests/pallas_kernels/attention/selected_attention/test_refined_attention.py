@@ -56,7 +56,7 @@ CASES = {
     "by its own keys, int4 per channel": {"codes_kind": None, "format": "int4 keys per channel, values per 32", "group": 9, "kv_heads": 2}
     | {"framed": True},
 }
-QUICK = ("4 bits", "frames", "more than a block for each CTA", "int4 pages, drafts", "by its own keys, int8, drafts")
+QUICK = ("4 bits", "frames", "by its own keys, int8, drafts")
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_a_row_has_the_same_bits_in_any_company(tools, arguments, on_emulated_th
         tools.assert_same_bits(a, b)
 
 
-@pytest.mark.parametrize("codes_kind", [None, "keys4"])
+@pytest.mark.parametrize("codes_kind", rest_long([None, "keys4"], "keys4"))
 def test_a_page_without_a_frame_is_not_chosen_by_its_keys(tools, on_emulated_threads, codes_kind):
     """Nor does it count among the attention that others get."""
     cases = arguments_of(tools, {"it": SMALL | {"codes_kind": codes_kind, "lengths": (384,), "shortlist": 6}})
@@ -290,7 +290,7 @@ WIDE = {
 """Twice the accumulators, so that spilling some is no news."""
 
 
-@pytest.mark.parametrize("case", rest_long(SPILL_FREE | WIDE, "cascade:4/32", "4 drafts, batch 8, frames", "by its own keys, int8"))
+@pytest.mark.parametrize("case", rest_long(SPILL_FREE | WIDE, "by its own keys, int8"))
 def test_lowers_and_is_picked_on_hopper(cuda, on_hopper, picked, case):
     call = (SPILL_FREE | WIDE)[case]
     assert "refined_kernel" in cuda.lower(*call)

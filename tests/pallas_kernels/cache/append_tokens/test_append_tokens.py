@@ -12,7 +12,7 @@ import paging
 import pytest
 from append_suite import CASES, MUTANTS, NAMES, arguments, check, expected
 from paging import append_tokens
-from quick_cases import rest_long
+from quick_cases import one_in, rest_long
 
 from pallas_kernels.cache.append_tokens import append_tokens as pages_append
 from pallas_kernels.cache.append_tokens import coded_rows, mosaic_gpu, mosaic_tpu
@@ -150,7 +150,7 @@ PRODUCTION = {
 }
 
 
-@pytest.mark.parametrize("case", PRODUCTION)
+@pytest.mark.parametrize("case", one_in(4, PRODUCTION))
 def test_gpu_form_lowers_and_updates_in_place(cuda, case):
     """One kernel, which hands the pool and every index back as its results."""
     text = cuda.lower(*PRODUCTION[case])

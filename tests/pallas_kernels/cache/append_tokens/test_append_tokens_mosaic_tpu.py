@@ -14,7 +14,7 @@ import paging
 import pytest
 import tpu_kernels
 from append_suite import TPU_CASES, check
-from quick_cases import rest_long
+from quick_cases import one_in, rest_long
 
 from pallas_kernels.cache.append_tokens import mosaic_tpu
 from pallas_kernels.core import dispatch
@@ -83,7 +83,7 @@ def test_wide_pages_a_page_at_a_time():
     check(jax.jit(INTERPRETED, static_argnames="kinds", compiler_options=tpu_kernels.QUICK), "pages of 128")
 
 
-@pytest.mark.quick("keys and values exchanged", "past the table is its last page", "sealed before the write", "NaN ignored")
+@pytest.mark.quick("past the table is its last page", "NaN ignored")
 @pytest.mark.parametrize("mutant", append_suite.MUTANTS)
 def test_mutant_fails(tools, mutant):
     """What the suite makes of a mutant on these cases does not depend on who computes it: another does it faster."""
@@ -117,7 +117,7 @@ INSIDE = {
 }
 
 
-@pytest.mark.quick_but("only the first group of a row", "blocks of an index exchanged")
+@pytest.mark.quick("nothing is sealed")
 @pytest.mark.parametrize("mutant", INSIDE)
 def test_mutant_inside_fails(tools, monkeypatch, mutant):
     case, name, change = INSIDE[mutant]
@@ -157,7 +157,7 @@ def _op(*arrays, **keywords):
     return paging.implementation("append_tokens", "mosaic_tpu")(*arrays, **keywords)
 
 
-@pytest.mark.parametrize("case", PRODUCTION)
+@pytest.mark.parametrize("case", one_in(3, PRODUCTION))
 def test_lowers_for_tpu(case):
     arrays, keywords = _shapes(**PRODUCTION[case])
     op = jax.jit(_op, static_argnames="kinds")

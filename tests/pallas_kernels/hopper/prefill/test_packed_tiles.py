@@ -39,7 +39,7 @@ FORMS = {
 LOWERED = {f"{format}, {form}": production(format, **sizes) for format in packed_suite.FORMATS for form, sizes in FORMS.items()}
 
 
-@pytest.mark.parametrize("case", rest_long(LOWERED, "int8, dense", "int8, dense, 256 queries"))
+@pytest.mark.parametrize("case", rest_long(LOWERED, "int8, dense"))
 def test_lowers_without_an_unpacked_copy_of_the_pool(cuda, case):
     """Of arrays of the pool's shape, the program has only codes."""
     op, arrays, static = LOWERED[case]

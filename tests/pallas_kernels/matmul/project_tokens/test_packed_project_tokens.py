@@ -347,7 +347,7 @@ PRODUCTION = {
 }
 
 
-@pytest.mark.parametrize("case", one_in(2, PRODUCTION))
+@pytest.mark.parametrize("case", one_in(4, PRODUCTION))
 def test_it_lowers_to_one_kernel(cuda, case):
     assert cuda.lower(*PRODUCTION[case]).count("custom_call @") == 1
 

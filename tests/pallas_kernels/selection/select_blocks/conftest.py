@@ -76,7 +76,7 @@ def make_arguments(case: Case, seed: int) -> tuple:
         q = np.abs(q) + 1
     if 0 in case.lengths:
         q[case.lengths.index(0)] = np.nan
-    index, q = (jnp.asarray(x, case.dtype) for x in (index, q))
+    index, q = (jnp.asarray(x.astype(jnp.dtype(case.dtype))) for x in (index, q))
     return q, index, jnp.asarray(table), jnp.asarray(case.lengths, jnp.int32)
 
 

@@ -57,6 +57,17 @@ def suite(suite_of):
     return suite_of(CASES, **COMMON)
 
 
+@pytest.mark.quick_but(
+    "composed-many drafts",
+    "composed-tokens",
+    "composed-mean",
+    "composed-float16, mean",
+    "composed-8 KV heads",
+    "composed-wide sink and local",
+    "xla-one head",
+    "xla-blocks are pages",
+    "xla-no sink",
+)
 @pytest.mark.parametrize(("name", "case"), in_turn(IMPLEMENTATIONS, CASES))
 def test_matches_reference(suite, name, case):
     suite.check(IMPLEMENTATIONS[name], case)

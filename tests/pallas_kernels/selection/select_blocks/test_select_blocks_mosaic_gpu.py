@@ -64,7 +64,7 @@ def on_emulated_threads(emulated_kernels):
     return op
 
 
-@pytest.mark.quick_but("4 drafts", "16 drafts, groups of 1", "4 drafts, mean", "mean", "equal scores", "8 drafts, groups of 8")
+@pytest.mark.quick("NaN in the index", "every block is listed, 4 drafts, a page is missing", "chosen twice, a page is missing")
 @pytest.mark.parametrize("case", EMULATED)
 def test_on_emulated_threads_it_matches_the_reference(suite, on_emulated_threads, case):
     suite.check(on_emulated_threads, case)
@@ -90,7 +90,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.quick_but("later drafts are visible", "scored by the group's first head")
+@pytest.mark.quick("scored by the first draft")
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(suite, tools, on_emulated_threads, monkeypatch, bug):
     monkeypatch.setattr(mosaic_gpu, *PLANTED[bug])
@@ -109,6 +109,7 @@ NOT_COPIED = {
 }
 
 
+@pytest.mark.quick("the row before")
 @pytest.mark.parametrize("bug", NOT_COPIED)
 def test_a_bug_of_bulk_copies_is_caught(suite, on_emulated_threads, monkeypatch, bug):
     suite.check(on_emulated_threads, BY_BULK_COPIES[0])
@@ -193,12 +194,7 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    rest_long(
-        SPILL_FREE | WIDE, "28/4, k 8", "32/8 of 64, a million tokens", "16 drafts", "blocks of 64, means", "head dim 256, means, float16"
-    ),
-)
+@pytest.mark.parametrize("case", rest_long(SPILL_FREE | WIDE, "32/8 of 64, a million tokens", "blocks of 64, means"))
 def test_lowers(cuda, case):
     assert "mosaic_gpu" in cuda.lower(*(SPILL_FREE | WIDE)[case])
 

@@ -48,7 +48,7 @@ def test_compiles_without_spilling(spill_free):
     spill_free(PRODUCTION)
 
 
-@pytest.mark.parametrize("case", rest_long(PRODUCTION, "28/4", "32/8, maximum"))
+@pytest.mark.parametrize("case", rest_long(PRODUCTION, "32/8, maximum"))
 def test_lowers(cuda, case):
     assert "mosaic_gpu" in cuda.lower(*PRODUCTION[case])
 

@@ -172,7 +172,7 @@ def rows_of(case: Case) -> Rows:
             wanted += [(kind, length) for length in (lengths if n <= 127 else lengths[i % len(lengths) :][:1])]
     with np.errstate(all="ignore"):
         scores = np.stack([np.asarray(KINDS[kind](rng, n, k)).astype(np.float32) for kind, _ in wanted])
-        scores = np.asarray(jnp.asarray(scores, case.dtype)) if case.dtype != "float32" else scores
+        scores = np.asarray(scores).astype(jnp.dtype(case.dtype)) if case.dtype != "float32" else scores
     ends = np.array([length for _, length in wanted], np.int32)
     scores = scores.copy()
     spoil(scores, ends)

@@ -17,7 +17,7 @@ import paging
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quick_cases import rest_long, some_long
+from quick_cases import rest_long
 
 from benchmarks.top_k.replay import replay_row
 from pallas_kernels.core import dispatch
@@ -99,24 +99,8 @@ def call(suite, name: str) -> tuple:
     return suite.rows_of(suite.Case(**case)), config, every
 
 
-LONG = ("2048 of 128K", "half of the capacity", "as many as there is room for", "16 CTAs", "hint: nothing, of more", "2048 of 8193")
-"""Sizes between or beyond those of other cases."""
-
-
-@pytest.mark.quick_but(
-    "more CTAs than groups",
-    "a hint",
-    "all are candidates",
-    "hint: random",
-    "hint: repeated",
-    "hint: out of range",
-    "hint: nothing",
-    "more than there are",
-    "1 of 1",
-    "2 of 5",
-    "one CTA",
-)
-@pytest.mark.parametrize("name", some_long(CALLS, *LONG))
+@pytest.mark.quick("hint: anything", "the best first")
+@pytest.mark.parametrize("name", CALLS)
 def test_emulated(suite, check, name):
     check(*call(suite, name))
 
@@ -239,19 +223,19 @@ FOUND_BY = {
 """The call that finds a bug soonest; "searched" finds the others."""
 
 
-SLOW = ("half of k will do", "the capacity is not looked at", "one more secant")
-
-
-@pytest.mark.quick_but(
-    "one of the equal too many",
-    "every CTA keeps its own share of the equal",
-    "hinted places need not exist",
-    "what lies past the end counts",
-    "a zero has no sign",
-    "candidates in reverse",
-    "of the equal the last",
+@pytest.mark.quick(
+    "every CTA's candidates at the same place",
+    "totals of two passes at one place",
+    "one arrival is awaited for all",
+    "fetched once",
+    "no chunk follows",
+    "words past the share stay",
+    "ties to the later",
+    "a warp forgets those before it",
+    "one is not missing",
+    "the worst first",
 )
-@pytest.mark.parametrize("bug", some_long(BUGS, *SLOW))
+@pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(suite, tools, check, monkeypatch, bug):
     BUGS[bug](monkeypatch)
     first = FOUND_BY.get(bug, "searched")
@@ -365,13 +349,7 @@ def test_how_a_row_is_shared_out(batch, row, k, expected):
     assert s.fits
 
 
-FIRST = {"32 of 8K, batch 64", "512 of 128K, batch 8", "2048 of 1M, batch 1", *(name for name in PRODUCTION if ", batch " not in name)}
-FIRST = FIRST - {"four CTAs", "eight CTAs", "2048 of 1000"} | {"a hint, batch 64, lengths"}
-"""`make test` lowers every size, k and batch once, and every form; the rest is `long`."""
-
-
-@pytest.mark.quick_but("a hint, batch 64, lengths", "two CTAs", "2048 of 1M, batch 1", "counts", "lengths", "no multiple of four")
-@pytest.mark.parametrize("name", rest_long(PRODUCTION, *FIRST))
+@pytest.mark.parametrize("name", rest_long(PRODUCTION, "512 of 128K, batch 8", "a hint", "the best first", "a short row"))
 def test_lowers(cuda, name):
     assert "mosaic_gpu" in cuda.lower(*PRODUCTION[name])
 

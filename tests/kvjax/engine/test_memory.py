@@ -15,7 +15,7 @@ from kvjax.cache import WHOLE
 from kvjax.cache.host_pool import mapped_memory
 from kvjax.cache.prefix_cache import STATE_CHUNKS
 from kvjax.cache.stores.blocks import block_bytes
-from kvjax.engine.memory_plan import MAX_PAGES, HostMemory, check_pool, default_pages, host_memory, memory_plan, pool_size
+from kvjax.engine.memory import MAX_PAGES, HostMemory, check_pool, default_pages, host_memory, memory_plan, pool_size
 from kvjax.models.decoder import TransformerDecoder, init_params
 
 MORE = r"memory has room for [\d,]+ more: give more pages, on the command line --pages$"
